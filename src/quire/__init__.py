@@ -1,0 +1,64 @@
+"""Quire: attention for LLM serving over paged key/value caches, in Python.
+
+`import quire as flashinfer` is how code for FlashInfer uses it. Names are imported when they are first used, so that
+importing Quire needs no GPU, no Triton and no Transformers, and takes no time.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "decode": (
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "single_decode_with_kv_cache",
+    ),
+    "prefill": (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "single_prefill_with_kv_cache",
+        "single_prefill_with_kv_cache_return_lse",
+    ),
+    "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
+    "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULES = (*_HOME, "attention", "cache", "engine")
+
+if TYPE_CHECKING:
+    from quire.cascade import merge_state, merge_state_in_place, merge_states
+    from quire.core import BatchDecodeWithPagedKVCache, BatchPrefillWithRaggedKVCache, PagedKVCache
+    from quire.decode import (
+        BatchDecodeWithPagedKVCacheWrapper,
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+        single_decode_with_kv_cache,
+    )
+    from quire.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+    from quire.prefill import (
+        BatchPrefillWithPagedKVCacheWrapper,
+        BatchPrefillWithRaggedKVCacheWrapper,
+        single_prefill_with_kv_cache,
+        single_prefill_with_kv_cache_return_lse,
+    )
+
+__all__ = [*_MODULE_OF, *_MODULES, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"quire.{_MODULE_OF[name]}"), name)
+    elif name in _MODULES:
+        value = import_module(f"quire.{name}")
+    else:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
