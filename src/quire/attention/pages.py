@@ -1,0 +1,184 @@
+"""Which tokens belong to which request: ragged rows and page tables, their builders and their checks.
+
+The values of tables that lie on the host are checked wherever they are made, since that costs nothing; tables on a
+device are checked by shape and dtype only, since reading them would wait for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
+    """Refuse anything but an int32 vector (of `length`, where given)."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: it must be an int32 tensor")
+    if x.dtype != torch.int32 or x.ndim != 1:
+        raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: it must be an int32 vector")
+    if length is not None and len(x) != length:
+        raise ValueError(f"{name} has {len(x)} entries: {length} are needed")
+    return x
+
+
+def refuse_first(bad: Tensor, name: str, values: Tensor, bound: str) -> None:
+    """ValueError that names the first bad entry of a host table, if there is one."""
+    if bool(bad.any()):
+        i = int(bad.nonzero()[0])
+        raise ValueError(f"{name}[{i}] = {int(values[i])} is out of range: {bound}")
+
+
+def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name: str = "") -> None:
+    """A host indptr must not start below 0, must never fall, and must not end beyond `total`."""
+    if indptr.device.type != "cpu":
+        return
+    if len(indptr) == 0 or int(indptr[0]) < 0:
+        raise ValueError(f"{name}[0] = {int(indptr[0]) if len(indptr) else 'missing'}: an indptr starts at 0")
+    falls = indptr[1:] < indptr[:-1]
+    if bool(falls.any()):
+        i = int(falls.nonzero()[0])
+        raise ValueError(f"{name} falls at request {i}, from {int(indptr[i])} to {int(indptr[i + 1])}")
+    if total is not None and int(indptr[-1]) > total:
+        raise ValueError(f"{name}[-1] = {int(indptr[-1])} is beyond {total_name} = {total}")
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedLayout:
+    """Requests of different lengths stored one after another: request b owns rows indptr[b] to indptr[b + 1].
+
+    Attributes:
+        indptr: int32 [batch_size + 1].
+    """
+
+    indptr: Tensor
+
+    def __post_init__(self) -> None:
+        table(self.indptr, "indptr")
+        check_indptr(self.indptr, "indptr")
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor) -> RaggedLayout:
+        """From int32 [batch_size] lengths."""
+        table(lengths, "lengths")
+        indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+        torch.cumsum(lengths, 0, out=indptr[1:])
+        return cls(indptr)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.indptr) - 1
+
+    def lengths(self) -> Tensor:
+        """int32 [batch_size]"""
+        return self.indptr.diff()
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """The pages of each request, in order: request b owns ``indices[indptr[b]:indptr[b + 1]]``.
+
+    Attributes:
+        indptr: int32 [batch_size + 1]; a slice of a longer indptr is fine, so it need not start at 0.
+        indices: int32 [at least indptr[-1]], page ids.
+        last_page_len: int32 [batch_size], tokens in the last page, 1 to page_size; any value where there is no page.
+        page_size: tokens in a page.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    page_size: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.page_size, int) or self.page_size < 1:
+            raise ValueError(f"page_size = {self.page_size!r}: it must be a positive integer")
+        table(self.indptr, "kv_indptr")
+        table(self.indices, "kv_indices")
+        table(self.last_page_len, "kv_last_page_len", len(self.indptr) - 1)
+        devices = {str(t.device) for t in (self.indptr, self.indices, self.last_page_len)}
+        if len(devices) > 1:
+            raise ValueError(f"kv_indptr, kv_indices and kv_last_page_len lie on different devices: {sorted(devices)}")
+        if self.indptr.device.type == "cpu":
+            self._check_values()
+
+    def _check_values(self) -> None:
+        check_indptr(self.indptr, "kv_indptr", len(self.indices), "the number of kv_indices")
+        used = self.indptr.diff() > 0
+        last, size = self.last_page_len, self.page_size
+        refuse_first(used & ((last < 1) | (last > size)), "kv_last_page_len", last, f"1 to page_size = {size}")
+        pages = self.indices[self.indptr[0] : self.indptr[-1]]
+        refuse_first(pages < 0, "kv_indices", pages, "page ids start at 0")
+
+    @cached_property
+    def largest_page(self) -> int:
+        """The largest page id in use, -1 if there is none; for host tables."""
+        pages = self.indices[self.indptr[0] : self.indptr[-1]]
+        return int(pages.max()) if len(pages) else -1
+
+    def check_pool(self, num_pages: int) -> None:
+        """Refuse a host table that names pages beyond a pool of `num_pages`."""
+        if self.indices.device.type == "cpu" and self.largest_page >= num_pages:
+            bad = int((self.indices[: self.indptr[-1]] >= num_pages).nonzero()[0])
+            request = int((self.indptr[1:] <= bad).sum())
+            page = int(self.indices[bad])
+            raise ValueError(f"kv_indices[{bad}] = {page} of request {request} is out of range: 0 to {num_pages - 1}")
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.last_page_len)
+
+    def lengths(self) -> Tensor:
+        """int32 [batch_size]: tokens of each request."""
+        pages = self.indptr.diff()
+        return torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0).int()
+
+    @classmethod
+    def from_block_tables(cls, block_tables: Tensor, lengths: Tensor, page_size: int) -> PageTable:
+        """From padded block tables, int32 [batch_size, max_pages], and int32 [batch_size] lengths in tokens.
+
+        Never waits for a device: there `indices` has batch_size * max_pages entries, of which indptr[-1] are used.
+        """
+        table(lengths, "lengths", len(block_tables))
+        if block_tables.ndim != 2 or block_tables.dtype != torch.int32:
+            shape = list(block_tables.shape)
+            raise ValueError(f"block_tables is {block_tables.dtype} of shape {shape}: it must be an int32 matrix")
+        width = block_tables.shape[1]
+        if lengths.device.type == "cpu":
+            long = (lengths < 0) | (lengths > width * page_size)
+            refuse_first(long, "lengths", lengths, f"0 to max_pages * page_size = {width * page_size}")
+        pages = (lengths + (page_size - 1)) // page_size
+        indptr = RaggedLayout.from_lengths(pages).indptr
+        last_page_len = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
+        columns = torch.arange(width, dtype=torch.int32, device=lengths.device)
+        used = columns < pages[:, None]
+        if lengths.device.type == "cpu":
+            return cls(indptr, block_tables[used], last_page_len, page_size)
+        spare = block_tables.numel()  # one slot past the end takes what is not used
+        target = torch.where(used, indptr[:-1, None] + columns, spare).flatten().long()
+        indices = block_tables.new_zeros(spare + 1).scatter_(0, target, block_tables.flatten())
+        return cls(indptr, indices[:spare], last_page_len, page_size)
+
+    @classmethod
+    def from_slots(cls, slots: Tensor, indptr: Tensor) -> PageTable:
+        """From one cache slot per token: int32 [tokens] slots and int32 [batch_size + 1] indptr. Pages have size 1."""
+        return cls(indptr, slots, torch.ones_like(indptr[1:]), page_size=1)
+
+    @classmethod
+    def from_ragged(cls, layout: RaggedLayout, tokens: int) -> PageTable:
+        """Rows stored one after another, `tokens` in all, seen as pages of size 1."""
+        indices = torch.arange(tokens, dtype=torch.int32, device=layout.indptr.device)
+        return cls.from_slots(indices, layout.indptr)
+
+    @classmethod
+    def from_req_to_token(
+        cls, req_to_token: Tensor, req_pool_indices: Tensor, lengths: Tensor, page_size: int = 1
+    ) -> PageTable:
+        """From a matrix of cache slots, int32 [max_requests, max_context]: row req_pool_indices[b] holds the slots of
+        request b in order. With pages larger than 1, the slots of a page follow each other.
+        """
+        width = req_to_token.shape[1] if lengths.device.type != "cpu" or not len(lengths) else int(lengths.max())
+        rows = req_to_token[req_pool_indices.long(), : max(width, 0) : page_size]
+        return cls.from_block_tables((rows // page_size).int(), lengths, page_size)

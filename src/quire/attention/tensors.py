@@ -1,0 +1,87 @@
+"""The tensors of a call: caches in one view whatever their layout, and the checks against the spec.
+
+Layouts (as in FlashInfer's tutorial on KV layouts): NHD is [..., tokens, heads, head_dim], HND is [..., heads, tokens,
+head_dim]. Kernels see NHD views; strides carry the difference, and may be any as long as the last one is 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.attention.spec import AttentionSpec, check
+
+LAYOUTS = ("NHD", "HND")
+
+
+def check_layout(kv_layout: str) -> str:
+    check(kv_layout in LAYOUTS, "kv_layout", kv_layout, "NHD or HND")
+    return kv_layout
+
+
+def split_cache(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[Tensor, Tensor]:
+    """K and V pages as two views [pages, page_size, heads, head_dim].
+
+    Args:
+        cache: a pair of 4-D tensors, or one 5-D tensor with K and V at dim 1.
+        kv_layout: NHD: [pages, page_size, heads, head_dim]; HND: [pages, heads, page_size, head_dim].
+    """
+    if isinstance(cache, Tensor):
+        if cache.ndim != 5 or cache.shape[1] != 2:
+            raise ValueError(f"paged_kv_cache has shape {list(cache.shape)}: one tensor must be 5-D with 2 at dim 1")
+        k, v = cache.unbind(1)
+    else:
+        if not isinstance(cache, (tuple, list)) or len(cache) != 2:
+            raise ValueError("paged_kv_cache must be one 5-D tensor or a pair (k, v) of 4-D tensors")
+        k, v = cache
+        if k.ndim != 4 or v.ndim != 4:
+            raise ValueError(f"paged_kv_cache has shapes {list(k.shape)} and {list(v.shape)}: a pair must be 4-D each")
+    return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
+
+
+def as_nhd(x: Tensor, kv_layout: str) -> Tensor:
+    """[tokens, heads, head_dim] of a key or value tensor in either layout."""
+    if x.ndim != 3:
+        raise ValueError(f"k and v must be 3-D ({kv_layout}), got shape {list(x.shape)}")
+    return x if kv_layout == "NHD" else x.transpose(0, 1)
+
+
+def check_tensor(x: Tensor, name: str, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a tensor whose shape (None: any), dtype, device or last stride does not fit."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: it must be a tensor")
+    if x.ndim != len(shape) or any(
+        want is not None and have != want for have, want in zip(x.shape, shape, strict=True)
+    ):
+        wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
+        raise ValueError(f"{name} has shape {list(x.shape)}: it must be {wanted}")
+    if x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype}: it must be {dtype}, as planned")
+    if x.device != device:
+        raise ValueError(f"{name} lies on {x.device}: it must lie on {device}")
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"{name} has strides {list(x.stride())}: the last one must be 1")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, device: torch.device) -> None:
+    """Q [tokens, heads, dim], and k and v [..., heads, dim] with the same leading sizes, against a spec."""
+    check_tensor(q, "q", (None, spec.num_qo_heads, spec.head_dim_qk), spec.q_dtype, device)
+    lead = tuple(k.shape[:-2])
+    check_tensor(k, "k", (*lead, spec.num_kv_heads, spec.head_dim_qk), spec.kv_dtype, device)
+    check_tensor(v, "v", (*lead, spec.num_kv_heads, spec.head_dim_vo), spec.kv_dtype, device)
+
+
+def outputs(
+    tokens: int, spec: AttentionSpec, device: torch.device, out: Tensor | None, lse: Tensor | None, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`out` [tokens, heads, head_dim_vo] and, if wanted, `lse` float32 [tokens, heads]: the given ones, or new."""
+    shape = (tokens, spec.num_qo_heads, spec.head_dim_vo)
+    if out is None:
+        out = torch.empty(shape, dtype=spec.o_dtype, device=device)
+    else:
+        check_tensor(out, "out", shape, spec.o_dtype, device)
+    if lse is not None:
+        check_tensor(lse, "lse", shape[:2], torch.float32, device)
+    elif want_lse:
+        lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
+    return out, lse
