@@ -1,0 +1,45 @@
+"""Writing new keys and values into their pages, by torch's indexed assignment: any device, any dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.attention.pages import PageTable
+
+
+def append(
+    k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, requests: Tensor, positions: Tensor, table: PageTable
+) -> None:
+    """Write token i's key and value to position positions[i] of request requests[i]; requests below 0 are skipped.
+
+    k_cache, v_cache: [pages, page_size, kv_heads, head_dim], any strides; key, value: [tokens, kv_heads, head_dim] of
+    the cache's dtype; requests, positions: int32 [tokens].
+    """
+    if requests.device.type == "cpu":
+        kept = requests >= 0
+        if not bool(kept.all()):
+            key, value, requests, positions = key[kept], value[kept], requests[kept], positions[kept]
+        _check(requests, positions, table, len(k_cache))
+    requests, positions = requests.long(), positions.long()
+    entry = table.indptr.long()[requests] + positions // table.page_size
+    page, slot = table.indices.long()[entry], positions % table.page_size
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        if new.element_size() == 1:  # indexed assignment knows no fp8; bytes are bytes
+            cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+        cache[page, slot] = new
+
+
+def _check(requests: Tensor, positions: Tensor, table: PageTable, num_pages: int) -> None:
+    """Refuse tokens outside their request's pages, naming the first."""
+    if not len(requests):
+        return
+    if int(requests.max()) >= table.batch_size:
+        raise ValueError(f"batch_indices names request {int(requests.max())}: there are {table.batch_size}")
+    room = table.indptr.diff()[requests.long()] * table.page_size
+    bad = (positions < 0) | (positions >= room)
+    if bool(bad.any()):
+        i = int(bad.nonzero()[0])
+        where = f"request {int(requests[i])}, which has pages for {int(room[i])} tokens"
+        raise ValueError(f"positions[{i}] = {int(positions[i])} is out of range for {where}")
+    table.check_pool(num_pages)

@@ -1,0 +1,324 @@
+"""Vectors of float32 as values in Numba: loads that widen any storage type, arithmetic, fma, exp2, tanh.
+
+There are two widths. Along a head, vectors have eight lanes, since head_dim is a multiple of 8: no loop has anything
+left over. Where lanes are ours to choose they are WIDE, as many as the CPU's registers hold best. LLVM turns either
+into what the CPU has (AVX2, AVX-512, NEON).
+
+Arrays are flat and stand for their storage type by an integer type:
+
+    float32 float32 · int16 bfloat16 · uint16 float16 · int8 float8_e4m3fn · uint8 float8_e5m2
+
+Offsets are not checked: the caller has bounded them.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, overload, register_model
+
+from quire.kernels.cpu.jit import function
+
+LANES = 8
+WIDE = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+f32 = np.float32
+
+_F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+
+
+class VecType(types.Type):
+    """`lanes` float32 in a register (or two)."""
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(name=f"f32x{lanes}")
+        self.lanes = lanes
+        self.floats, self.ints = ir.VectorType(_F32, lanes), ir.VectorType(_I32, lanes)
+
+
+@register_model(VecType)
+class _VecModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, fe_type.floats)
+
+
+_EIGHT, _WIDE = VecType(LANES), VecType(WIDE)
+
+
+def _call(builder, name: str, result, *args):
+    """Call an LLVM intrinsic."""
+    signature = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
+
+
+def _const(vector, x):
+    return ir.Constant(vector, [x] * vector.count)
+
+
+def _pointer(context, builder, array_type, array, offset):
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
+
+
+def _load_as(builder, pointer, element, lanes: int):
+    vector = ir.VectorType(element, lanes)
+    return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=1)
+
+
+# How each storage type is widened to float32 ...
+
+
+def _widen_bf16(builder, pointer, vec):
+    bits = builder.zext(_load_as(builder, pointer, _I16, vec.lanes), vec.ints)
+    return builder.bitcast(builder.shl(bits, _const(vec.ints, 16)), vec.floats)
+
+
+def _halves(builder, bits, vec):
+    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), vec.lanes)), vec.floats)
+
+
+def _widen_f16(builder, pointer, vec):
+    return _halves(builder, _load_as(builder, pointer, _I16, vec.lanes), vec)
+
+
+def _widen_e5m2(builder, pointer, vec):
+    """An e5m2 number is the upper byte of a half."""
+    shorts = ir.VectorType(_I16, vec.lanes)
+    bits = builder.zext(_load_as(builder, pointer, _I8, vec.lanes), shorts)
+    return _halves(builder, builder.shl(bits, _const(shorts, 8)), vec)
+
+
+def _widen_e4m3(builder, pointer, vec):
+    """Exponent and mantissa moved to a half's place read as 2**-8 of the value; 0x7f is the only NaN."""
+    shorts = ir.VectorType(_I16, vec.lanes)
+    bits = builder.zext(_load_as(builder, pointer, _I8, vec.lanes), shorts)
+    magnitude = builder.and_(bits, _const(shorts, 0x7F))
+    sign = builder.shl(builder.and_(bits, _const(shorts, 0x80)), _const(shorts, 8))
+    half = builder.or_(sign, builder.shl(magnitude, _const(shorts, 7)))
+    value = builder.fmul(_halves(builder, half, vec), _const(vec.floats, 256.0))
+    is_nan = builder.icmp_unsigned("==", magnitude, _const(shorts, 0x7F))
+    return builder.select(is_nan, _const(vec.floats, float("nan")), value)
+
+
+_WIDEN = {
+    types.float32: lambda builder, pointer, vec: _load_as(builder, pointer, _F32, vec.lanes),
+    types.int16: _widen_bf16,
+    types.uint16: _widen_f16,
+    types.int8: _widen_e4m3,
+    types.uint8: _widen_e5m2,
+}
+
+
+# ... and float32 narrowed.
+
+
+def _narrow_bf16(builder, value, vec):
+    """Round to nearest even; a NaN stays one."""
+    bits = builder.bitcast(value, vec.ints)
+    odd = builder.and_(builder.lshr(bits, _const(vec.ints, 16)), _const(vec.ints, 1))
+    rounded = builder.add(builder.add(bits, _const(vec.ints, 0x7FFF)), odd)
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    upper = builder.select(is_nan, _const(vec.ints, 0x7FC0), builder.lshr(rounded, _const(vec.ints, 16)))
+    return builder.trunc(upper, ir.VectorType(_I16, vec.lanes))
+
+
+def _narrow_f16(builder, value, vec):
+    return builder.fptrunc(value, ir.VectorType(ir.HalfType(), vec.lanes))
+
+
+_NARROW = {types.float32: lambda builder, value, vec: value, types.int16: _narrow_bf16, types.uint16: _narrow_f16}
+
+
+def _load(array, vec):
+    widen = _WIDEN[array.dtype]
+
+    def codegen(context, builder, signature, args):
+        return widen(builder, _pointer(context, builder, signature.args[0], *args), vec)
+
+    return vec(array, types.intp), codegen
+
+
+@intrinsic
+def load(typingctx, array, offset):
+    """array[offset : offset + 8], widened to float32."""
+    return _load(array, _EIGHT)
+
+
+@intrinsic
+def load_wide(typingctx, array, offset):
+    """array[offset : offset + WIDE], widened to float32."""
+    return _load(array, _WIDE)
+
+
+@intrinsic
+def store(typingctx, array, offset, value):
+    """array[offset : offset + lanes] = value, rounded to the array's storage type (float32, bfloat16 or float16)."""
+    narrow = _NARROW[array.dtype]
+
+    def codegen(context, builder, signature, args):
+        pointer = _pointer(context, builder, signature.args[0], *args[:2])
+        narrowed = narrow(builder, args[2], value)
+        builder.store(narrowed, builder.bitcast(pointer, narrowed.type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, value), codegen
+
+
+@intrinsic
+def prefetch(typingctx, array, offset):
+    """Ask for the cache line of array[offset]."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.bitcast(_pointer(context, builder, signature.args[0], *args), _I8.as_pointer())
+        read, near, data = (ir.Constant(_I32, x) for x in (0, 3, 1))
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, near, data)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+def _splat(vec):
+    def codegen(context, builder, signature, args):
+        nothing = ir.Constant(vec.floats, ir.Undefined)
+        one = builder.insert_element(nothing, args[-1], ir.Constant(_I32, 0))
+        return builder.shuffle_vector(one, nothing, _const(vec.ints, 0))
+
+    return codegen
+
+
+@intrinsic
+def splat(typingctx, x):
+    """A number in eight lanes."""
+    return _EIGHT(types.float32), _splat(_EIGHT)
+
+
+@intrinsic
+def splat_wide(typingctx, x):
+    """A number in WIDE lanes."""
+    return _WIDE(types.float32), _splat(_WIDE)
+
+
+@intrinsic
+def splat_like(typingctx, v, x):
+    """A number in as many lanes as v has."""
+    return v(v, types.float32), _splat(v)
+
+
+def _llvm(name: str, vec, arity: int):
+    """The typing and code of a lane-by-lane LLVM intrinsic."""
+
+    def codegen(context, builder, signature, args):
+        return _call(builder, f"llvm.{name}.v{vec.lanes}f32", vec.floats, *args)
+
+    return vec(*[vec] * arity), codegen
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """A * b + c"""
+    return _llvm("fma", a, 3)
+
+
+@intrinsic
+def maximum(typingctx, a, b):
+    """The larger of each pair of lanes."""
+    return _llvm("maxnum", a, 2)
+
+
+@intrinsic
+def total(typingctx, a):
+    """The sum of the lanes, by halves."""
+
+    def codegen(context, builder, signature, args):
+        name = f"llvm.vector.reduce.fadd.v{a.lanes}f32"
+        callee = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_F32, a.floats]), name)
+        return builder.call(callee, [ir.Constant(_F32, 0.0), args[0]], fastmath=("reassoc",))
+
+    return types.float32(a), codegen
+
+
+@intrinsic
+def highest(typingctx, a):
+    """The largest lane."""
+    name = f"llvm.vector.reduce.fmax.v{a.lanes}f32"
+    return types.float32(a), lambda context, builder, signature, args: _call(builder, name, _F32, *args)
+
+
+@intrinsic
+def where_below(typingctx, x, bound, below, otherwise):
+    """`below` in the lanes in which x < bound, else `otherwise` (also where x is NaN)."""
+
+    def codegen(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
+
+    return x(x, x, x, x), codegen
+
+
+def _binary(symbol, method: str) -> None:
+    @intrinsic
+    def operation(typingctx, a, b):
+        return a(a, a), lambda context, builder, signature, args: getattr(builder, method)(*args)
+
+    @overload(symbol)
+    def typed(a, b):
+        if isinstance(a, VecType) and a == b:
+            return lambda a, b: operation(a, b)
+
+
+_binary(operator.add, "fadd")
+_binary(operator.sub, "fsub")
+_binary(operator.mul, "fmul")
+_binary(operator.truediv, "fdiv")
+
+
+@intrinsic
+def _scale_by_power(typingctx, p, shifted):
+    """P * 2**n, where n is in the low bits of `shifted` = n + 1.5 * 2**23."""
+
+    def codegen(context, builder, signature, args):
+        exponent = builder.shl(builder.bitcast(args[1], p.ints), _const(p.ints, 23))
+        return builder.bitcast(builder.add(builder.bitcast(args[0], p.ints), exponent), p.floats)
+
+    return p(p, p), codegen
+
+
+@function
+def _fraction_power(r):
+    """(2**r - 1) / r for |r| <= 1/2, to one part in 10**8: the series of exp(r ln 2)."""
+    p = splat_like(r, f32(1.5252734e-5))
+    p = fma(p, r, splat_like(r, f32(1.5403530e-4)))
+    p = fma(p, r, splat_like(r, f32(1.3333558e-3)))
+    p = fma(p, r, splat_like(r, f32(9.6181291e-3)))
+    p = fma(p, r, splat_like(r, f32(5.5504109e-2)))
+    p = fma(p, r, splat_like(r, f32(2.4022651e-1)))
+    return fma(p, r, splat_like(r, f32(6.9314718e-1)))
+
+
+@function
+def exp2(x):
+    """2**x for x <= 0; 0 below -126 (so also for -inf), NaN for NaN."""
+    magic = splat_like(x, f32(12582912.0))  # 1.5 * 2**23: adding it rounds to an integer that stands in the low bits
+    low = splat_like(x, f32(-126.0))
+    bounded = where_below(x, low, low, x)
+    shifted = bounded + magic
+    r = bounded - (shifted - magic)
+    p = fma(_fraction_power(r), r, splat_like(x, f32(1.0)))
+    return where_below(x, low, splat_like(x, f32(0.0)), _scale_by_power(p, shifted))
+
+
+@function
+def tanh(x):
+    """tanh(x), to a few parts in 10**7 also near 0: e / (e + 2) with e = exp(2x) - 1 built without cancellation."""
+    y = x * splat_like(x, f32(2.8853900817779268))
+    top, low = splat_like(x, f32(40.0)), splat_like(x, f32(-40.0))
+    y = where_below(top, y, top, where_below(y, low, low, y))
+    magic = splat_like(x, f32(12582912.0))
+    shifted = y + magic
+    r = y - (shifted - magic)
+    one = splat_like(x, f32(1.0))
+    power = _scale_by_power(one, shifted)
+    e = fma(_fraction_power(r) * r, power, power - one)
+    return e / (e + splat_like(x, f32(2.0)))
