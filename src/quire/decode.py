@@ -1,0 +1,345 @@
+"""Decode attention: one query token per request (or a few), over keys and values in pages.
+
+Names, parameters and meanings are those of `flashinfer.decode`.
+"""
+
+from __future__ import annotations
+
+from functools import partialmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire._wrapper import AttentionWrapper, DType, Scale, copy_into, fixed_batch, refuse
+from quire.attention.pages import PageTable, RaggedLayout, table
+from quire.attention.spec import check
+from quire.attention.tensors import as_nhd, check_layout, split_cache
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "single_decode_with_kv_cache",
+]
+
+
+class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
+    """Decode attention of a batch over a paged cache: `plan` once per batch, `run` once per layer.
+
+    Args:
+        float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
+        kv_layout: NHD or HND, see `run`.
+        use_cuda_graph: keep the plan in the buffers below, so that captured graphs see later plans. The batch size is
+            then fixed: the length of `paged_kv_last_page_len_buffer`.
+        use_tensor_cores: accepted; kernels choose.
+        paged_kv_indptr_buffer: int32 [batch_size + 1].
+        paged_kv_indices_buffer: int32 [as many pages as a plan may have].
+        paged_kv_last_page_len_buffer: int32 [batch_size].
+        backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor | None = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        refuse(jit_args=jit_args)
+        self.use_tensor_cores = use_tensor_cores
+        self._paged_kv_indptr_buf = paged_kv_indptr_buffer
+        self._paged_kv_indices_buf = paged_kv_indices_buffer
+        self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: DType | None = "float16",
+        kv_data_type: DType | None = None,
+        data_type: DType | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        *,
+        o_data_type: DType | None = None,
+        head_dim_vo: int | None = None,
+        q_len_per_req: int = 1,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        window_right: int = 0,
+        is_causal: bool | None = None,
+    ) -> None:
+        """Record which pages belong to which request, and the layer that runs share.
+
+        Args:
+            indptr: int32 [batch_size + 1], the requests' begins in `indices`; it may be a slice of a longer one.
+            indices: int32 [at least indptr[-1]], page ids.
+            last_page_len: int32 [batch_size], tokens in each request's last page, 1 to page_size.
+            num_qo_heads, num_kv_heads, head_dim: shapes of q and of the cache; num_qo_heads is a multiple of
+                num_kv_heads. head_dim_vo, if it differs, is the size of a value head.
+            page_size: tokens in a page.
+            pos_encoding_mode: NONE, ROPE_LLAMA or ALIBI (see `quire.attention.AttentionSpec`).
+            window_left: keys to the left of the query that it still sees; -1: all.
+            logits_soft_cap: c > 0 turns logits x into c * tanh(x / c); None or 0: none.
+            q_data_type, kv_data_type: dtypes or names; the cache's follows q's. `data_type` is the old name for both.
+            sm_scale: the logits' factor, 1/sqrt(head_dim) by default.
+            rope_scale, rope_theta: of ROPE_LLAMA, 1 and 10,000 by default.
+            non_blocking: copies to the device do not wait for the host.
+            o_data_type: dtype of the output, q's by default.
+            q_len_per_req: query tokens of every request; they are causal among themselves.
+            block_tables, seq_lens, fixed_split_size, disable_split_kv: accepted: the pages say the same, and splits are
+                the kernels' own.
+
+        Raises:
+            ValueError: an argument that does not fit, named with its value and what is allowed.
+        """
+        if window_right != 0:
+            refuse(window_right=window_right)
+        if data_type is not None:
+            q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
+            kv_data_type = data_type if kv_data_type is None else kv_data_type
+        check(isinstance(q_len_per_req, int) and q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "1 or more")
+        batch_size = len(table(last_page_len, "last_page_len"))
+        if self.is_cuda_graph_enabled:
+            fixed_batch(self._paged_kv_last_page_len_buf, "paged_kv_last_page_len_buffer", batch_size)
+        pages = PageTable(indptr, indices, last_page_len, page_size)
+        if self.is_cuda_graph_enabled:
+            copy_into(self._paged_kv_indptr_buf, indptr, "paged_kv_indptr_buffer", non_blocking)
+            copy_into(self._paged_kv_indices_buf, indices, "paged_kv_indices_buffer", non_blocking)
+            copy_into(self._paged_kv_last_page_len_buf, last_page_len, "paged_kv_last_page_len_buffer", non_blocking)
+        else:
+            self._paged_kv_indptr_buf = indptr.to(self.device, non_blocking=non_blocking)
+            self._paged_kv_indices_buf = indices.to(self.device, non_blocking=non_blocking)
+            self._paged_kv_last_page_len_buf = last_page_len.to(self.device, non_blocking=non_blocking)
+        buffers = (self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf)
+        if not all(a is b for a, b in zip(buffers, (indptr, indices, last_page_len), strict=True)):
+            pages = PageTable(*buffers, page_size)  # type: ignore[arg-type]
+        rows = torch.arange(batch_size + 1, dtype=torch.int32, device=self.device) * q_len_per_req
+        self._q_len_per_req = q_len_per_req
+        self._plan_layer(
+            RaggedLayout(rows),
+            pages,
+            None,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim,
+            head_dim_vo=head_dim_vo,
+            q_data_type=q_data_type or "float16",
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+            causal=True if is_causal is None else is_causal,
+            pos_encoding=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        return_lse: bool = False,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        window_left: int | None = None,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        sinks: Tensor | None = None,
+        q_len_per_req: int | None = None,
+        enable_pdl: bool | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of one layer.
+
+        Args:
+            q: [batch_size * q_len_per_req, num_qo_heads, head_dim].
+            paged_kv_cache: a pair (k, v) of 4-D tensors, NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages,
+                num_kv_heads, page_size, head_dim]; or one 5-D tensor with k and v at dim 1. Any strides with the last
+                one 1; k and v may differ in strides.
+            q_scale, k_scale, v_scale: factors of what is stored (for fp8): numbers, or tensors with one per head.
+            return_lse: also return the logarithms (base 2) of the softmax denominators.
+            out, lse: where to write, [tokens, num_qo_heads, head_dim_vo] and float32 [tokens, num_qo_heads].
+            window_left, logits_soft_cap, sm_scale: this layer's, instead of the plan's.
+            sinks: [num_qo_heads], a logit per head that joins the softmax's denominator.
+            enable_pdl: accepted; kernels choose.
+
+        Returns:
+            out, or (out, lse).
+
+        Raises:
+            RuntimeError: nothing has been planned.
+            ValueError: a tensor that does not fit the plan.
+        """
+        refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        self._planned()
+        if q_len_per_req is not None:
+            check(
+                q_len_per_req == self._q_len_per_req, "q_len_per_req", q_len_per_req, f"{self._q_len_per_req}, planned"
+            )
+        rows = self._qo.batch_size * self._q_len_per_req
+        check(q.ndim == 3 and len(q) == rows, "q.shape", list(q.shape), f"{rows} tokens, as planned")
+        k, v = split_cache(paged_kv_cache, self._kv_layout)
+        assert isinstance(self._kv, PageTable)
+        check(
+            k.shape[1] == self._kv.page_size, "page size of the cache", k.shape[1], f"{self._kv.page_size}, as planned"
+        )
+        self._kv.check_pool(len(k))
+        return self._attend(
+            q,
+            k,
+            v,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+        )
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        pos_encoding_mode: str = "NONE",
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
+        self._replan(
+            pos_encoding=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap or 0.0,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse)
+
+    forward_return_lse = partialmethod(forward, return_lse=True)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """`BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph=True` and its buffers first.
+
+    Args:
+        workspace_buffer: as there.
+        indptr_buffer: int32 [batch_size + 1].
+        indices_buffer: int32 [as many pages as a plan may have].
+        last_page_len_buffer: int32 [batch_size].
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor | None,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            use_cuda_graph=True,
+            use_tensor_cores=use_tensor_cores,
+            paged_kv_indptr_buffer=indptr_buffer,
+            paged_kv_indices_buffer=indices_buffer,
+            paged_kv_last_page_len_buffer=last_page_len_buffer,
+            backend=backend,
+        )
+
+
+def single_decode_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of one query token over one request's keys and values.
+
+    Args:
+        q: [num_qo_heads, head_dim].
+        k, v: NHD [kv_len, num_kv_heads, head_dim] or HND [num_kv_heads, kv_len, head_dim].
+
+    The other arguments are those of `BatchDecodeWithPagedKVCacheWrapper`.
+
+    Returns:
+        out [num_qo_heads, head_dim_vo], or (out, lse) with lse float32 [num_qo_heads], base 2.
+    """
+    from quire.prefill import single_prefill_with_kv_cache
+
+    check(q.ndim == 2, "q.shape", list(q.shape), "[num_qo_heads, head_dim]")
+    check_layout(kv_layout)
+    result = single_prefill_with_kv_cache(
+        q[None],
+        as_nhd(k, kv_layout),
+        as_nhd(v, kv_layout),
+        causal=True,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        return_lse=return_lse,
+        backend=backend,
+        scale_q=q_scale,
+        scale_k=k_scale,
+        scale_v=v_scale,
+    )
+    if isinstance(result, tuple):
+        return result[0][0], result[1][0]
+    return result[0]

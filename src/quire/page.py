@@ -1,0 +1,95 @@
+"""Writing keys and values into pages, and the small tables around it.
+
+Names, parameters and meanings are those of `flashinfer.page`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.attention.pages import PageTable, table
+from quire.attention.tensors import check_layout, check_tensor, split_cache
+from quire.kernels.append import append
+
+__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write new keys and values to their places in the cache. The tables already count the new tokens.
+
+    Args:
+        append_key, append_value: [tokens, num_kv_heads, head_dim], of the cache's dtype.
+        batch_indices: int32 [tokens], each token's request; tokens of request -1 are skipped.
+        positions: int32 [tokens], each token's position in its request.
+        paged_kv_cache: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
+        kv_indices, kv_indptr, kv_last_page_len: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+        kv_layout: NHD or HND.
+
+    Raises:
+        ValueError: a tensor that does not fit; on the host also a token outside its request's pages.
+    """
+    k, v = split_cache(paged_kv_cache, check_layout(kv_layout))
+    tokens, device = len(append_key), k.device
+    check_tensor(append_key, "append_key", (None, *k.shape[2:]), k.dtype, device)
+    check_tensor(append_value, "append_value", (tokens, *v.shape[2:]), v.dtype, device)
+    check_tensor(table(batch_indices, "batch_indices"), "batch_indices", (tokens,), torch.int32, device)
+    check_tensor(table(positions, "positions"), "positions", (tokens,), torch.int32, device)
+    pages = PageTable(kv_indptr, kv_indices, kv_last_page_len, k.shape[1])
+    append(k, v, append_key, append_value, batch_indices, positions, pages)
+
+
+def get_batch_indices_positions(
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The request and the position of each appended token: the last tokens of each request, in order.
+
+    Args:
+        append_indptr: int32 [batch_size + 1], the requests' begins among the appended tokens.
+        seq_lens: [batch_size], the requests' lengths with the appended tokens.
+        nnz: the number of entries to return, at least append_indptr[-1]; those beyond it have request -1, position 0.
+        batch_indices, positions: int32 [nnz], where to write.
+
+    Returns:
+        (batch_indices, positions), int32 [nnz]. Never waits for a device.
+    """
+    table(append_indptr, "append_indptr")
+    if len(seq_lens) != len(append_indptr) - 1:
+        raise ValueError(f"seq_lens has {len(seq_lens)} entries: append_indptr has {len(append_indptr) - 1} requests")
+    token = torch.arange(nnz, dtype=torch.int32, device=append_indptr.device)
+    request = torch.searchsorted(append_indptr, token, right=True, out_int32=True) - 1
+    inside = (token >= append_indptr[0]) & (token < append_indptr[-1])
+    owner = request.clamp(0, max(len(seq_lens) - 1, 0)).long()
+    if len(seq_lens):
+        place = token - append_indptr[owner + 1] + seq_lens.to(token)[owner]
+    else:
+        place = token
+    request, place = torch.where(inside, request, -1), torch.where(inside, place, 0)
+    if batch_indices is not None:
+        check_tensor(batch_indices, "batch_indices", (nnz,), torch.int32, token.device)
+        request = batch_indices.copy_(request)
+    if positions is not None:
+        check_tensor(positions, "positions", (nnz,), torch.int32, token.device)
+        place = positions.copy_(place)
+    return request, place
+
+
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """The requests' lengths, int32 [batch_size], from their page tables (a request without pages has length 0)."""
+    table(kv_last_page_len, "kv_last_page_len", len(table(kv_indptr, "kv_indptr")) - 1)
+    pages = kv_indptr.diff()
+    return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0).int()

@@ -1,0 +1,508 @@
+"""Prefill attention: many query tokens per request, over pages or over rows stored one after another.
+
+Names, parameters and meanings are those of `flashinfer.prefill`.
+"""
+
+from __future__ import annotations
+
+from functools import partial, partialmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire._wrapper import DType, PrefillWrapper, Scale, copy_into, refuse
+from quire.attention.pages import PageTable, RaggedLayout, table
+from quire.attention.spec import check
+from quire.attention.tensors import as_nhd, check_layout, split_cache
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
+    """Prefill (or append) attention of a batch over a paged cache: `plan` once per batch, `run` once per layer.
+
+    Requests may have any number of query tokens, also 1: prefills, chunks and decodes go in one batch.
+
+    Args:
+        float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
+        kv_layout: NHD or HND, see `run`.
+        use_cuda_graph: keep the plan in the buffers below; the batch size is then fixed by qo_indptr_buf.
+        qo_indptr_buf, paged_kv_indptr_buf: int32 [batch_size + 1].
+        paged_kv_indices_buf: int32 [as many pages as a plan may have].
+        paged_kv_last_page_len_buf: int32 [batch_size].
+        custom_mask_buf: uint8 [as many bytes as a plan's packed masks may have]; mask_indptr_buf: int32
+            [batch_size + 1].
+        backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor | None = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        self._qo_indptr_buf = qo_indptr_buf
+        self._paged_kv_indptr_buf = paged_kv_indptr_buf
+        self._paged_kv_indices_buf = paged_kv_indices_buf
+        self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buf
+        self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Record which query rows and pages belong to which request, and the layer that runs share.
+
+        Args:
+            qo_indptr: int32 [batch_size + 1], the requests' begins in q.
+            paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, page_size: as in
+                `BatchDecodeWithPagedKVCacheWrapper.plan`; the new tokens' keys are among the pages.
+            head_dim_qk, head_dim_vo: size of a query and key head, and of a value head (by default the same).
+            custom_mask: bool [sum of q_len * kv_len], the requests' masks one after another, row by row; `causal` is
+                then without effect. packed_custom_mask: uint8, the same packed, each request on a new byte.
+            causal: query i of a request sees keys up to i + kv_len - q_len.
+            use_fp16_qk_reduction: accepted; sums are float32.
+            seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv, fixed_split_size,
+                disable_split_kv: accepted: the tables say the same, and splits are the kernels' own.
+
+        The other arguments are those of `BatchDecodeWithPagedKVCacheWrapper.plan`.
+
+        Raises:
+            ValueError: an argument that does not fit, named with its value and what is allowed.
+        """
+        refuse(prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr)
+        refuse(max_item_len_ptr=max_item_len_ptr)
+        pages = PageTable(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        batch = len(paged_kv_last_page_len)
+        check(len(qo_indptr) == batch + 1, "len(qo_indptr)", len(qo_indptr), f"batch size + 1 = {batch + 1}")
+        qo = self._plan_queries(qo_indptr, non_blocking)
+        mask = self._plan_mask(custom_mask, packed_custom_mask, qo, pages.lengths())
+        given = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        if self.is_cuda_graph_enabled:
+            names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+            pairs = zip(names, given, strict=True)
+            held = tuple(copy_into(getattr(self, f"_{name}"), x, name, non_blocking) for name, x in pairs)
+        else:
+            held = tuple(x.to(self.device, non_blocking=non_blocking) for x in given)
+        self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = held
+        if not all(a is b for a, b in zip(held, given, strict=True)):
+            indptr, indices, last_page_len = held
+            pages = PageTable(indptr, indices, last_page_len, page_size)
+        self._plan_layer(
+            qo,
+            pages,
+            mask,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+            causal=causal and mask is None,
+            pos_encoding=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        return_lse: bool = False,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        window_left: int | None = None,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        sinks: Tensor | None = None,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of one layer.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim_qk]; rows beyond are padding, their output is 0.
+            lse_base: "log2" or "e"; lse_layout: "NH" for [tokens, heads] or "HN" for [heads, tokens].
+
+        The other arguments, results and errors are those of `BatchDecodeWithPagedKVCacheWrapper.run`.
+        """
+        refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        self._planned()
+        self._check_rows(q)
+        k, v = split_cache(paged_kv_cache, self._kv_layout)
+        assert isinstance(self._kv, PageTable)
+        check(
+            k.shape[1] == self._kv.page_size, "page size of the cache", k.shape[1], f"{self._kv.page_size}, as planned"
+        )
+        self._kv.check_pool(len(k))
+        return self._attend(
+            q,
+            k,
+            v,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            lse_base=lse_base,
+            lse_layout=lse_layout,
+        )
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
+        self._replan(
+            causal=causal and self._mask is None,
+            pos_encoding=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap or 0.0,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, paged_kv_cache, None, k_scale, v_scale, return_lse)
+
+    forward_return_lse = partialmethod(forward, return_lse=True)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
+    """Prefill attention of a batch whose keys and values are rows stored one after another.
+
+    Args:
+        float_workspace_buffer, use_cuda_graph, qo_indptr_buf, custom_mask_buf, mask_indptr_buf, backend: as in
+            `BatchPrefillWithPagedKVCacheWrapper`.
+        kv_layout: NHD, [tokens, heads, head_dim], or HND, [heads, tokens, head_dim], of k and v.
+        kv_indptr_buf: int32 [batch_size + 1].
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor | None = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr_buf, kv_indptr_buf
+        self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Record which rows of q, and of k and v, belong to which request, and the layer that runs share.
+
+        Args:
+            qo_indptr, kv_indptr: int32 [batch_size + 1], the requests' begins in q, and in k and v.
+
+        The other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        """
+        refuse(prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr)
+        refuse(max_item_len_ptr=max_item_len_ptr)
+        table(kv_indptr, "kv_indptr", len(table(qo_indptr, "qo_indptr")))
+        kv = RaggedLayout(kv_indptr)
+        qo = self._plan_queries(qo_indptr, non_blocking)
+        mask = self._plan_mask(custom_mask, packed_custom_mask, qo, kv.lengths())
+        if self.is_cuda_graph_enabled:
+            kv = RaggedLayout(copy_into(self._kv_indptr_buf, kv_indptr, "kv_indptr_buf", non_blocking))
+        else:
+            self._kv_indptr_buf = kv_indptr.to(self.device, non_blocking=non_blocking)
+            kv = RaggedLayout(self._kv_indptr_buf)
+        self._plan_layer(
+            qo,
+            kv,
+            mask,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+            causal=causal and mask is None,
+            pos_encoding=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        return_lse: bool = False,
+        *,
+        o_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        window_left: int | None = None,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        sinks: Tensor | None = None,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of one layer.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim_qk].
+            k, v: [kv_indptr[-1], num_kv_heads, head_dim_qk or head_dim_vo], or with heads first for HND.
+            o_scale: what stored outputs are to be multiplied by: the output is divided by it.
+
+        The other arguments, results and errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
+        """
+        refuse(kv_cache_sf=kv_cache_sf)
+        self._planned()
+        self._check_rows(q)
+        k, v = as_nhd(k, self._kv_layout), as_nhd(v, self._kv_layout)
+        rows = self._kv.indptr
+        if rows.device.type == "cpu":
+            check(len(k) >= int(rows[-1]), "k.shape", list(k.shape), f"at least kv_indptr[-1] = {int(rows[-1])} tokens")
+        if o_scale is not None:
+            v_scale = (1.0 if v_scale is None else v_scale) / o_scale
+        return self._attend(
+            q,
+            k,
+            v,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            lse_base=lse_base,
+            lse_layout=lse_layout,
+        )
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
+        self._replan(
+            causal=causal and self._mask is None,
+            pos_encoding=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap or 0.0,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, k, v, return_lse=return_lse)
+
+    forward_return_lse = partialmethod(forward, return_lse=True)
+
+
+def single_prefill_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale_q: Scale | None = None,
+    scale_k: Scale | None = None,
+    scale_v: Scale | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: Any = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of one request's query tokens over its keys and values.
+
+    Args:
+        q: [q_len, num_qo_heads, head_dim_qk].
+        k, v: NHD [kv_len, num_kv_heads, head_dim] or HND [num_kv_heads, kv_len, head_dim].
+        scale_q, scale_k, scale_v: factors of what is stored, as numbers or one per head; k_scale and v_scale are other
+            names for the last two.
+        o_dtype: dtype of the output, q's by default.
+        custom_mask: bool [q_len, kv_len]; packed_custom_mask: uint8 [ceil(q_len * kv_len / 8)].
+
+    The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+    Returns:
+        out [q_len, num_qo_heads, head_dim_vo], or (out, lse) with lse float32 [q_len, num_qo_heads], base 2.
+    """
+    refuse(kv_cache_sf=kv_cache_sf)
+    check_layout(kv_layout)
+    k, v = as_nhd(k, kv_layout), as_nhd(v, kv_layout)
+    check(q.ndim == 3, "q.shape", list(q.shape), "[q_len, num_qo_heads, head_dim]")
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(q.new_empty(0), backend=backend)
+    wrapper.plan(
+        torch.tensor([0, len(q)], dtype=torch.int32, device=q.device),
+        torch.tensor([0, len(k)], dtype=torch.int32, device=q.device),
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        v.shape[2],
+        custom_mask=custom_mask,
+        packed_custom_mask=packed_custom_mask,
+        causal=causal,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        q_data_type=q.dtype,
+        kv_data_type=k.dtype,
+        o_data_type=o_dtype,
+    )
+    k_scale, v_scale = k_scale if scale_k is None else scale_k, v_scale if scale_v is None else scale_v
+    return wrapper.run(q, k, v, q_scale=scale_q, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+
+single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
