@@ -1,0 +1,8 @@
+"""Pages: who holds them, what prefixes they carry, where they lie."""
+
+from quire.cache.allocator import OutOfPages, PageAllocator
+from quire.cache.blocks import copy_blocks, swap_blocks
+from quire.cache.pool import PagedKVCache
+from quire.cache.prefix_tree import PrefixTree
+
+__all__ = ["OutOfPages", "PageAllocator", "PagedKVCache", "PrefixTree", "copy_blocks", "swap_blocks"]
