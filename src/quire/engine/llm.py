@@ -1,0 +1,266 @@
+"""The face of the engine: prompts in, completions out, from any thread or event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quire.attention.spec import as_dtype
+from quire.engine.engine import Engine
+from quire.engine.model import Model
+from quire.engine.params import SamplingParams
+from quire.engine.request import Request, Update
+from quire.engine.runner import Runner
+from quire.engine.scheduler import Stats
+
+Prompt = str | Sequence[int]
+
+
+def shipped_model() -> Path:
+    """The folder of the small language model that comes with Quire: it completes Python."""
+    return Path(__file__).parent.parent / "models" / "tiny-python"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a prompt became.
+
+    Attributes:
+        prompt_token_ids: the prompt's tokens.
+        text: the output's text, without the stop string or end token that ended it; "" without a tokenizer.
+        token_ids: the output's tokens, with the end token if there was one.
+        finish_reason: "stop", "length", "cancelled" or "error"; None while it goes on (in a stream).
+        logprobs: per output token, the log-probabilities of it and of the likeliest tokens, if asked for.
+        reused_tokens: tokens of the prompt whose keys and values were in the cache already.
+        error: what went wrong, if finish_reason is "error".
+    """
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[dict[int, float]] | None = None
+    reused_tokens: int = 0
+    error: str | None = None
+
+
+def _completion(request: Request) -> Completion:
+    prompt = request.tokens[: request.prompt_len]
+    made = (request.text, request.output, request.finish_reason)
+    return Completion(prompt, *made, request.logprobs, request.reused, request.error)
+
+
+def _part(update: Update) -> Completion:
+    """A stream's element: what one step added."""
+    request = update.request
+    logprobs = None if request.logprobs is None or not update.token_ids else request.logprobs[-1:]
+    prompt = request.tokens[: request.prompt_len]
+    return Completion(
+        prompt, update.text, update.token_ids, update.finish_reason, logprobs, request.reused, request.error
+    )
+
+
+_Order = tuple[Callable[[Request], None], Sequence[Request]]  # what to do with some requests
+
+
+def _work(engine: Engine, inbox: queue.SimpleQueue[_Order | None]) -> None:
+    """The engine's thread: orders between steps, steps while there is work. None ends it."""
+    while True:
+        try:
+            order = inbox.get(block=not engine.busy)
+        except queue.Empty:
+            engine.step()
+            continue
+        todo, requests = order or (engine.cancel, [*engine.scheduler.running, *engine.scheduler.waiting])
+        for request in requests:
+            todo(request)
+        if order is None:
+            return
+
+
+class LLM:
+    """A language model that serves many requests at once.
+
+    Requests of all callers share every step (continuous batching), and prompts that begin alike share pages.
+
+    Args:
+        folder: a Hugging Face checkpoint folder; by default the model that comes with Quire.
+        device: "cpu", "cuda", ...; by default the first GPU that Quire has kernels for, or the CPU.
+        dtype: of weights and cache, or its name; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
+        page_size: tokens in a page.
+        num_pages: pages in the cache; by default what max_num_seqs full contexts need, if that fits in a quarter of the
+            free memory.
+        max_num_seqs: requests that run at once, at most.
+        max_batched_tokens: tokens that a step computes, at most; longer prompts are computed in chunks.
+        backend: "auto" or a kernel family.
+
+    Raises:
+        FileNotFoundError: the folder or its files are missing.
+        ValueError: an argument that does not fit, a broken checkpoint, or a model that can't be run.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = "auto",
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_num_seqs: int = 64,
+        max_batched_tokens: int = 2048,
+        backend: str = "auto",
+    ) -> None:
+        sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens}
+        if num_pages is not None:
+            sizes["num_pages"] = num_pages
+        for name, value in sizes.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} = {value!r}: it must be a positive integer")
+        chosen = None if dtype == "auto" else as_dtype(dtype)
+        self.model = Model(shipped_model() if folder is None else folder, torch.device(device), chosen)
+        if num_pages is None:
+            num_pages = _default_pages(self.model, page_size, max_num_seqs)
+        self._engine = Engine(self.model, num_pages, page_size, max_num_seqs, max_batched_tokens, backend)
+        self._inbox: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_work, args=(self._engine, self._inbox), name="quire-engine", daemon=True
+        )
+        self._thread.start()
+        self._closer = weakref.finalize(self, self._inbox.put, None)
+
+    @property
+    def stats(self) -> Stats:
+        """Counts since the start."""
+        return replace(self._engine.scheduler.stats)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the cache."""
+        return self._engine.scheduler.allocator.num_pages
+
+    def check(self, prompt: Prompt, params: SamplingParams | None = None, name: str = "prompt") -> None:
+        """Raise the ValueError that `generate` would raise for this prompt."""
+        self._engine.request(prompt, params or SamplingParams(), lambda update: None, name)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_update: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Complete prompts, all at once.
+
+        Args:
+            prompts: strings or lists of token ids; or a single one of either.
+            params: one for all, or one for each; the defaults of `SamplingParams` if not given.
+            on_update: called, in this thread, with a prompt's index and what a step added to it.
+
+        Returns:
+            a completion per prompt, in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt that can't be served, named by its index; then nothing has been started.
+        """
+        listed = _as_list(prompts)
+        each = _one_each(params, len(listed))
+        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        requests = [
+            self._engine.request(prompt, p, updates.put, f"prompt {i}")
+            for i, (prompt, p) in enumerate(zip(listed, each, strict=True))
+        ]
+        index = {id(request): i for i, request in enumerate(requests)}
+        self._submit(requests)
+        try:
+            for update in _until_done(updates, len(requests)):
+                if on_update is not None:
+                    on_update(index[id(update.request)], _part(update))
+        except BaseException:
+            self._cancel(requests)
+            raise
+        return [_completion(request) for request in requests]
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Completion]:
+        """Complete one prompt as it goes: each element carries the text and tokens that a step added, the last one a
+        finish_reason. Leaving the loop (or cancelling the task) cancels the request.
+        """
+        loop = asyncio.get_running_loop()
+        updates: asyncio.Queue[Update] = asyncio.Queue()
+
+        def sink(update: Update) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(updates.put_nowait, update)
+
+        request = self._engine.request(prompt, params or SamplingParams(), sink)
+        self._submit([request])
+        try:
+            while True:
+                update = await updates.get()
+                yield _part(update)
+                if update.finish_reason is not None:
+                    return
+        finally:
+            self._cancel([request])
+
+    def close(self) -> None:
+        """End all requests and the engine's thread."""
+        self._closer()
+        self._thread.join()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        if not self._closer.alive:
+            raise RuntimeError("this LLM has been closed")
+        self._inbox.put((self._engine.add, requests))
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        if any(request.finish_reason is None for request in requests):
+            self._inbox.put((self._engine.cancel, requests))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(p, int) for p in listed):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"there are {len(params)} params for {count} prompts: give one, or one each")
+    return list(params)
+
+
+def _until_done(updates: queue.SimpleQueue[Update], count: int) -> Iterator[Update]:
+    while count:
+        update = updates.get()
+        yield update
+        count -= update.finish_reason is not None
+
+
+def _default_pages(model: Model, page_size: int, max_num_seqs: int) -> int:
+    """Pages for max_num_seqs full contexts, or as many as a quarter of the free memory holds."""
+    wanted = max_num_seqs * -(-model.context // page_size)
+    if model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(wanted, free // 4 // Runner.page_bytes(model, page_size)))

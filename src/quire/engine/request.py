@@ -1,0 +1,95 @@
+"""One prompt on its way to a completion."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.engine.params import SamplingParams
+from quire.engine.text import TextStream
+
+
+@dataclass(slots=True)
+class Update:
+    """What a step added to a request."""
+
+    request: Request
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Request:
+    """A prompt, its output so far, and what of both is in the cache.
+
+    Args:
+        prompt: token ids.
+        params: how to sample.
+        tokenizer: for text and stop strings; None: tokens only.
+        end_ids: the model's own end tokens.
+        sink: called with each Update, in the engine's thread.
+
+    Attributes:
+        tokens: prompt and output.
+        computed: tokens whose keys and values are in the cache.
+        pages: the pages that hold them, in order, and room for those of the current step.
+        reused: tokens of the prompt that were found in the cache when the request was first admitted.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Any,
+        end_ids: frozenset[int],
+        sink: Callable[[Update], None],
+    ) -> None:
+        self.prompt_len, self.params, self.sink = len(prompt), params, sink
+        self.tokens = list(prompt)
+        self.computed = 0
+        self.pages: list[int] = []
+        self.reused = 0
+        self.admitted = False
+        self.cancelled = False
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
+        self.random = random.Random(params.seed)
+        own_ends = frozenset() if params.ignore_eos else end_ids
+        self._ends = own_ends | frozenset(params.stop_token_ids)
+        self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, params.stop)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def text(self) -> str:
+        return "" if self._stream is None else self._stream.text
+
+    def push(self, token: int, max_len: int) -> Update:
+        """Add a sampled token, and decide whether it was the last; no request grows beyond `max_len` tokens."""
+        self.tokens.append(token)
+        limit = self.params.max_tokens
+        if token in self._ends or (self._stream is not None and self._stream.push(token)):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= max_len or (limit is not None and len(self.tokens) - self.prompt_len >= limit):
+            self.finish_reason = "length"
+        return self._update([token])
+
+    def fail(self, reason: str, error: str | None = None) -> Update:
+        """End without another token: "cancelled", or "error" with what went wrong."""
+        self.finish_reason, self.error = reason, error
+        return self._update([])
+
+    def _update(self, token_ids: list[int]) -> Update:
+        text = ""
+        if self._stream is not None:
+            if self.finish_reason is not None:
+                self._stream.finish()
+                if self._stream.stopped and self.finish_reason == "length":
+                    self.finish_reason = "stop"
+            text = self._stream.take(last=self.finish_reason is not None)
+        return Update(self, text, token_ids, self.finish_reason)

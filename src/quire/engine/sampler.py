@@ -1,0 +1,92 @@
+"""Choosing the next token of every request of a batch.
+
+A row's result depends on that row alone: its logits, its parameters and its own random numbers, which are drawn on the
+host, one per token. So a seeded request repeats whatever else is in the batch, and on whatever device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.engine.request import Request
+
+
+@dataclass(slots=True)
+class Choice:
+    """A request's next token; None if its logits were not numbers."""
+
+    token: int | None
+    logprobs: dict[int, float] | None = None
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
+    """The next token of each request from its row of logits, [len(requests), vocabulary]."""
+    logits = logits.float()
+    broken = ~torch.isfinite(logits.amax(-1))  # NaN anywhere, +inf, or nothing but -inf
+    raw, logits = logits, _penalise(logits, requests)
+    tokens = logits.argmax(-1)
+    sampled = [i for i, request in enumerate(requests) if not request.params.greedy]
+    if sampled:
+        rows = torch.tensor(sampled, device=logits.device)
+        tokens[rows] = _draw(logits[rows], [requests[i] for i in sampled])
+    reports = _logprobs(raw, tokens, requests)
+    chosen, bad = tokens.tolist(), broken.tolist()
+    return [Choice(None if bad[i] else chosen[i], reports[i]) for i in range(len(requests))]
+
+
+def _penalise(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Repetition, presence and frequency penalties; a copy if any row has one."""
+    penalised = [i for i, request in enumerate(requests) if request.params.penalised]
+    if not penalised:
+        return logits
+    logits = logits.clone()
+    for i in penalised:
+        params, row = requests[i].params, logits[i]
+        seen = torch.tensor(sorted(set(requests[i].tokens)), device=logits.device)
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        if requests[i].output:
+            out, times = torch.tensor(requests[i].output, device=logits.device).unique(return_counts=True)
+            row[out] -= params.presence_penalty + params.frequency_penalty * times
+    return logits
+
+
+def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """One token per row by inverting its cumulative distribution, after temperature, top-k, top-p and min-p."""
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(r.params, name) for r in requests], device=logits.device)[:, None]
+
+    values, order = torch.sort(logits, descending=True, stable=True, dim=-1)
+    values = (values - values[:, :1]) / column("temperature")
+    rank = torch.arange(values.shape[1], device=values.device)
+    top_k = column("top_k")
+    values = values.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)
+    p = torch.softmax(values, -1, dtype=torch.float64)
+    before = p.cumsum(-1) - p
+    kept = (before < column("top_p")) & (p >= column("min_p") * p[:, :1])
+    kept[:, 0] = True
+    total = torch.where(kept, p, 0.0).cumsum(-1)
+    u = torch.tensor([r.random.random() for r in requests], dtype=torch.float64, device=logits.device)[:, None]
+    picked = torch.searchsorted(total, u * total[:, -1:], right=True).clamp(max=values.shape[1] - 1)
+    # Rounding must not lead beyond the last token that was kept.
+    last = (kept * rank).amax(-1, keepdim=True)
+    return order.gather(1, torch.minimum(picked, last))[:, 0]
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[Request]) -> list[dict[int, float] | None]:
+    """For each request that asks: log-probabilities of its token and of its likeliest tokens, likeliest first."""
+    reports: list[dict[int, float] | None] = [None] * len(requests)
+    for i, request in enumerate(requests):
+        if request.params.logprobs is not None:
+            row = torch.log_softmax(logits[i], -1)
+            values, ids = row.topk(min(request.params.logprobs, len(row)))
+            report = dict(zip(ids.tolist(), values.tolist(), strict=True))
+            token = int(tokens[i])
+            report.setdefault(token, float(row[token]))
+            reports[i] = report
+    return reports
