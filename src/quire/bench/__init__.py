@@ -1,0 +1,1 @@
+"""Random batches, and timing done right."""

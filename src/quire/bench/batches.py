@@ -1,0 +1,119 @@
+"""Random batches for checks, tests and timing. Whatever must not be read is NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.attention import oracle
+from quire.attention.masks import PackedMask
+from quire.attention.pages import PageTable, RaggedLayout
+from quire.attention.spec import AttentionSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Queries, pages and tables of a batch; k and v are NHD views [pages, page_size, num_kv_heads, head_dim]."""
+
+    spec: AttentionSpec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    qo: RaggedLayout
+    kv: PageTable
+    bool_mask: Tensor | None = None
+    sinks: Tensor | None = None
+    k_scale: float | Tensor = 1.0
+    v_scale: float | Tensor = 1.0
+
+    @property
+    def mask(self) -> PackedMask | None:
+        if self.bool_mask is None:
+            return None
+        return PackedMask.from_bool(self.bool_mask, self.qo.lengths(), self.kv.lengths())
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """The oracle's output and lse, in float64."""
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        return oracle.attend_batch(
+            self.q, self.k, self.v, self.qo, self.kv, self.spec, mask=self.mask, sinks=self.sinks, **scales
+        )
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """K and v of all requests one after another, [tokens, num_kv_heads, head_dim], and their indptr."""
+        lengths = self.kv.lengths()
+        k, v = (_rows(x, self.kv) for x in (self.k, self.v))
+        return k, v, RaggedLayout.from_lengths(lengths).indptr
+
+
+def _slots(table: PageTable) -> Tensor:
+    """The cache slot of every token, request by request, int64."""
+    lengths = table.lengths()
+    request = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    start = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=start[1:])
+    position = torch.arange(len(request), device=lengths.device) - start[request]
+    page = table.indices.long()[table.indptr.long()[request] + position // table.page_size]
+    return page * table.page_size + position % table.page_size
+
+
+def _rows(cache: Tensor, table: PageTable) -> Tensor:
+    slots = _slots(table)
+    return cache[slots // table.page_size, slots % table.page_size]
+
+
+def random_table(kv_lens: Sequence[int], page_size: int, spare: int = 3) -> tuple[PageTable, int]:
+    """A page table over a random permutation of a pool with `spare` pages more than needed, and the pool's size."""
+    lengths = torch.tensor(kv_lens, dtype=torch.int32)
+    pages = (lengths + page_size - 1) // page_size
+    total = int(pages.sum())
+    indices = torch.randperm(total + spare)[:total].int()
+    last = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
+    return PageTable(RaggedLayout.from_lengths(pages).indptr, indices, last, page_size), total + spare
+
+
+def random_batch(
+    spec: AttentionSpec,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    page_size: int,
+    *,
+    kv_layout: str = "NHD",
+    padding: int = 0,
+    k_scale: float | Tensor = 1.0,
+    v_scale: float | Tensor = 1.0,
+) -> Batch:
+    """Normally distributed q, k and v; a mask and sinks where the spec has them; unused slots are NaN.
+
+    Args:
+        padding: rows of q beyond the requests'.
+        kv_layout: how a page lies in memory; the views are NHD either way.
+    """
+    table, pool = random_table(kv_lens, page_size)
+    qo = RaggedLayout.from_lengths(torch.tensor(q_lens, dtype=torch.int32))
+    q = torch.randn(sum(q_lens) + padding, spec.num_qo_heads, spec.head_dim_qk).to(spec.q_dtype)
+    k, v = (
+        _filled_cache(table, pool, spec.num_kv_heads, dim, spec.kv_dtype, kv_layout)
+        for dim in (spec.head_dim_qk, spec.head_dim_vo)
+    )
+    area = sum(a * b for a, b in zip(q_lens, kv_lens, strict=True))
+    mask = torch.rand(area) < 0.7 if spec.custom_mask else None
+    sinks = torch.randn(spec.num_qo_heads) if spec.sinks else None
+    return Batch(spec, q, k, v, qo, table, mask, sinks, k_scale, v_scale)
+
+
+def _filled_cache(table: PageTable, pool: int, heads: int, dim: int, dtype: torch.dtype, kv_layout: str) -> Tensor:
+    cache = torch.full((pool * table.page_size, heads, dim), torch.nan)
+    slots = _slots(table)
+    cache[slots] = torch.randn(len(slots), heads, dim)
+    pages = cache.to(dtype).view(pool, table.page_size, heads, dim)
+    return pages if kv_layout == "NHD" else pages.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    """The norm of the difference over the norm; NaN if the result has one."""
+    difference = (result.double() - exact).norm()
+    return float(difference / exact.norm().clamp(min=1e-30))

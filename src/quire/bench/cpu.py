@@ -1,0 +1,182 @@
+"""Timing on the CPU: ours beside torch, turn by turn in one run, under ceilings measured in the same run."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+import torch.nn.functional as F
+
+from quire import __version__
+from quire.bench.batches import Batch, relative_error
+from quire.bench.cells import Cell
+from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+
+DECODE = (
+    "decode gqa4 p16 8x2k",
+    "decode gqa4 p1 8x2k",
+    "decode gqa4 p16 1x16k",
+    "decode gqa4 p16 64x512",
+    "decode gqa4 p16 32 mixed 32k",
+    "decode mha p16 8x2k",
+    "decode 28:4 p16 8x2k",
+    "decode gqa4 p16 fp16 8x2k",
+    "decode gqa4 p16 fp32 8x2k",
+    "decode gqa4 p16 fp8 8x2k",
+)
+PREFILL = (
+    "prefill ragged 8x512",
+    "prefill p16 8x512",
+    "prefill p16 fp32 8x512",
+    "prefill p16 fp16 8x512",
+    "prefill p16 mha 8x512",
+    "prefill p16 d64 8x512",
+    "prefill p16 1x4k",
+    "prefill p16 32x128",
+    "prefill p16 4x256@2k",
+)
+Run = Callable[[], Any]
+
+
+def medians(runs: Sequence[Run], rounds: int) -> list[float]:
+    """Median seconds of each function; the functions take turns, so that a machine's moods hit all of them."""
+    for run in runs:
+        run()
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for run, mine in zip(runs, times, strict=True):
+            began = time.perf_counter()
+            run()
+            mine.append(time.perf_counter() - began)
+    return [sorted(mine)[len(mine) // 2] for mine in times]
+
+
+def ceilings() -> dict[str, float]:
+    """What the machine can do: reading memory in GB/s, float32 matrix products in GFLOP/s."""
+    plain = torch.ones(1 << 27)
+    a = torch.randn(2048, 2048)
+    read, product = medians([lambda: plain.sum(), lambda: a @ a], 7)
+    return {"read_gb_s": plain.numel() * 4 / read / 1e9, "matmul_gflop_s": 2 * 2048**3 / product / 1e9}
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on, and with what."""
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        if info.exists()
+        else []
+    )
+    return {
+        "device": names[0] if names else platform.processor() or platform.machine(),
+        "threads": numba.get_num_threads(),
+        "date": date.today().isoformat(),
+        "quire": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+    }
+
+
+def _ours(cell: Cell, batch: Batch, backend: str) -> Callable[[], torch.Tensor]:
+    spec, workspace = batch.spec, torch.empty(0, dtype=torch.uint8)
+    shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk)
+    dtypes: dict[str, Any] = {"q_data_type": spec.q_dtype, "kv_data_type": spec.kv_dtype}
+    table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
+    if cell.ragged:
+        ragged = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
+        k, v, indptr = batch.rows()
+        ragged.plan(batch.qo.indptr, indptr, *shape, causal=True, **dtypes)
+        return lambda: ragged.run(batch.q, k, v)  # type: ignore[return-value]
+    cache = (batch.k, batch.v)
+    if cell.operation == "decode":
+        decode = BatchDecodeWithPagedKVCacheWrapper(workspace, backend=backend)
+        decode.plan(*table, *shape, cell.page_size, **dtypes)
+        return lambda: decode.run(batch.q, cache)  # type: ignore[return-value]
+    prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+    prefill.plan(batch.qo.indptr, *table, *shape, cell.page_size, causal=True, **dtypes)
+    return lambda: prefill.run(batch.q, cache)  # type: ignore[return-value]
+
+
+def _torch(cell: Cell, batch: Batch) -> Run | None:
+    """Torch's way: for decode, gather the pages and call `scaled_dot_product_attention`; for prefill, the call alone,
+    over keys and values that lie ready. None where torch has none (fp8, lengths that differ).
+    """
+    if batch.spec.kv_dtype.itemsize == 1 or cell.mixed:
+        return None
+    pages = batch.kv.indices.view(cell.batch, -1).long()
+    shape = (cell.batch, -1, cell.num_kv_heads, cell.head_dim)
+    q = batch.q.view(cell.batch, cell.q_len, cell.num_qo_heads, cell.head_dim).transpose(1, 2)
+
+    def gather(cache: torch.Tensor) -> torch.Tensor:
+        return cache[pages].view(shape)[:, : cell.kv_len].transpose(1, 2)
+
+    if cell.operation == "decode":
+        return lambda: F.scaled_dot_product_attention(q, gather(batch.k), gather(batch.v), enable_gqa=True)
+    q, k, v = q.contiguous(), gather(batch.k).contiguous(), gather(batch.v).contiguous()
+    if cell.q_len == cell.kv_len:
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    mask = torch.ones(cell.q_len, cell.kv_len, dtype=torch.bool).tril(cell.kv_len - cell.q_len)
+    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def measure(name: str, backend: str = "auto", rounds: int = 9) -> dict[str, Any]:
+    """One cell: milliseconds of ours and of torch's way, rate, and the error against the oracle (on a few requests)."""
+    cell = Cell.parse(name)
+    batch = cell.make()
+    ours, theirs = _ours(cell, batch, backend), _torch(cell, batch)
+    times = medians([ours] if theirs is None else [ours, theirs], rounds)
+    row: dict[str, Any] = {"cell": name, "ms": times[0] * 1e3, "torch_ms": times[1] * 1e3 if theirs else None}
+    if cell.operation == "decode":
+        row["gb_s"] = cell.kv_bytes(batch) / times[0] / 1e9
+    else:
+        row["gflop_s"] = cell.flops(batch) / times[0] / 1e9
+    row["error"] = _error(batch, ours())
+    return row
+
+
+def _error(batch: Batch, out: torch.Tensor, requests: int = 2) -> float:
+    """Error of the first requests' outputs; the oracle is too slow for all of a large batch."""
+    kept = min(requests, batch.kv.batch_size)
+    rows = int(batch.qo.indptr[kept])
+    table = type(batch.kv)(
+        batch.kv.indptr[: kept + 1], batch.kv.indices, batch.kv.last_page_len[:kept], batch.kv.page_size
+    )
+    part = Batch(batch.spec, batch.q[:rows], batch.k, batch.v, type(batch.qo)(batch.qo.indptr[: kept + 1]), table)
+    return relative_error(out[:rows], part.exact()[0])
+
+
+def bench(names: Sequence[str], backend: str = "auto", rounds: int = 9) -> dict[str, Any]:
+    """All cells, with the machine and its ceilings."""
+    seed = torch.seed() % (1 << 31)
+    torch.manual_seed(seed)
+    return {**machine(), "seed": seed, "ceilings": ceilings(), "cells": [measure(n, backend, rounds) for n in names]}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table."""
+    decode = any("gb_s" in row for row in result["cells"])
+    tops = result["ceilings"]
+    top, unit = (tops["read_gb_s"], "GB/s") if decode else (tops["matmul_gflop_s"], "GFLOP/s")
+    peer = "gather + SDPA ms" if decode else "SDPA ms"
+    lines = [
+        f"| cell | Quire ms | {peer} | times as fast | {unit} | of {top:,.1f} {unit} | error |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["cells"]:
+        rate = row.get("gb_s", row.get("gflop_s"))
+        theirs, ratio = (
+            ("-", "-") if row["torch_ms"] is None else (f"{row['torch_ms']:.1f}", f"{row['torch_ms'] / row['ms']:.1f}")
+        )
+        error = f"{row['error']:.1e}"
+        lines.append(
+            f"| {row['cell']} | {row['ms']:.2f} | {theirs} | {ratio} | {rate:.1f} | {rate / top:.0%} | {error} |"
+        )
+    return "\n".join(lines)
