@@ -1,0 +1,5 @@
+"""The command line: quire generate | check | env | bench."""
+
+from quire.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,42 @@
+"""quire bench: time attention beside torch, under ceilings measured in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="time attention", description=__doc__)
+    parser.add_argument("operation", choices=("decode", "prefill"))
+    parser.add_argument("--device", default="cpu", choices=("cpu",))
+    parser.add_argument("--backend", default="auto", help="kernel family (see quire env)")
+    parser.add_argument("--cell", action="append", help='what to time, like "gqa4 p16 8x2k" (may be given again)')
+    parser.add_argument("--rounds", type=int, default=9, help="of which the median counts")
+    parser.add_argument(
+        "--json", type=Path, nargs="?", const=Path("-"), help="write JSON to a file, or without one to stdout"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire.bench import cpu
+
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: it must be at least 1")
+    listed = cpu.DECODE if args.operation == "decode" else cpu.PREFILL
+    names = [f"{args.operation} {cell}" for cell in args.cell] if args.cell else listed
+    for name in names:
+        cpu.Cell.parse(name)  # refuse all before timing any
+    result = cpu.bench(names, args.backend, args.rounds)
+    if args.json == Path("-"):
+        json.dump(result, sys.stdout, indent=2)
+        print()
+        return 0
+    print(cpu.table(result))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0

@@ -1,0 +1,126 @@
+"""quire check: every kernel family that this machine can run, against the oracle, on random batches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quire.attention.spec import AttentionSpec
+from quire.bench.batches import Batch, random_batch, relative_error
+from quire.kernels import registry
+
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
+LSE_BOUND = 2e-5  # absolute; the logits are of order 1 to 100
+_LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "not causal": {"causal": False},
+    "window": {"window_left": 37},
+    "soft cap": {"logits_soft_cap": 8.0},
+    "ALiBi": {"pos_encoding": "ALIBI"},
+    "RoPE": {"pos_encoding": "ROPE_LLAMA", "rope_theta": 5e4},
+    "sinks": {"sinks": True},
+    "mask": {"custom_mask": True, "causal": False},
+    "all": {"pos_encoding": "ALIBI", "logits_soft_cap": 8.0, "window_left": 99, "sinks": True},
+}
+_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float16, torch.float8_e5m2),
+)
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("check", help="compare all kernel families with the oracle", description=__doc__)
+    parser.add_argument("--seed", type=int, help="of the random batches; a new one each time by default")
+    parser.add_argument("--batches", type=int, default=3, help="per row of the table")
+    parser.add_argument("--backend", help="only this kernel family")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    seed = random.randrange(1 << 31) if args.seed is None else args.seed
+    families = [name for name in registry.FAMILIES if name != "reference"]
+    if args.backend is not None:
+        registry.canonical(args.backend)
+        families = [args.backend]
+    rows = [row for family in families for row in _check_family(family, seed, args.batches)]
+    if args.json:
+        print(json.dumps({"seed": seed, "rows": rows}, indent=2))
+    else:
+        _print(rows, seed)
+    return 0 if rows and all(row["ok"] for row in rows) else 1
+
+
+def _check_family(family: str, seed: int, batches: int) -> Iterator[dict[str, Any]]:
+    """A row per dtype and kind of layer: the worst errors over some batches."""
+    device = torch.device("cpu")
+    for q_dtype, kv_dtype in _DTYPES:
+        for name, layer in _LAYERS.items():
+            rng = random.Random(f"{seed} {q_dtype} {kv_dtype} {name}")
+            torch.manual_seed(rng.randrange(1 << 31))
+            errors = [_errors(family, _batch(rng, q_dtype, kv_dtype, layer), device) for _ in range(batches)]
+            out, lse = (
+                max(column) if not any(x != x for x in column) else float("nan") for column in zip(*errors, strict=True)
+            )
+            bound = BOUNDS[q_dtype]
+            yield {
+                "family": family,
+                "q": str(q_dtype).removeprefix("torch."),
+                "kv": str(kv_dtype).removeprefix("torch."),
+                "layer": name,
+                "error": out,
+                "bound": bound,
+                "lse_error": lse,
+                "ok": out <= bound and lse <= LSE_BOUND,
+            }
+
+
+def _batch(rng: random.Random, q_dtype: torch.dtype, kv_dtype: torch.dtype, layer: dict[str, Any]) -> Batch:
+    """Some requests that decode, prefill, or are empty; any heads, sizes and pages."""
+    kv_heads, group, dim = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 7)), rng.choice((16, 64, 72, 128))
+    spec = AttentionSpec(
+        num_qo_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim_qk=dim,
+        head_dim_vo=rng.choice((dim, dim, 40)),
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        **layer,
+    )
+    kv_lens = [rng.choice((0, 1, 17, 160, 700)) for _ in range(rng.randint(1, 5))]
+    q_lens = [rng.choice((1, 1, 3, 50)) for _ in kv_lens]
+    scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0} if kv_dtype.itemsize == 1 else {}
+    return random_batch(
+        spec, q_lens, kv_lens, rng.choice((1, 4, 16, 64)), kv_layout=rng.choice(("NHD", "HND")), **scales
+    )
+
+
+def _errors(family: str, batch: Batch, device: torch.device) -> tuple[float, float]:
+    """Relative error of the output, and the largest difference of an lse (infinite where only one is)."""
+    spec = batch.spec
+    out = torch.full((len(batch.q), spec.num_qo_heads, spec.head_dim_vo), torch.nan, dtype=spec.o_dtype)
+    lse = torch.full(out.shape[:2], torch.nan)
+    extras: dict[str, Any] = {"sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
+    call = registry.Call(batch.q, batch.k, batch.v, batch.qo, batch.kv, spec, mask=batch.mask, **extras)
+    registry.attend(call, out, lse, family)
+    exact, exact_lse = batch.exact()
+    gap = torch.where(exact_lse == lse, 0.0, (exact_lse - lse).abs())
+    return relative_error(out, exact), float(gap.max()) if gap.numel() else 0.0
+
+
+def _print(rows: list[dict[str, Any]], seed: int) -> None:
+    print(f"{'family':8} {'q':9} {'kv':14} {'layer':11} {'error':>8} {'bound':>8} {'lse':>8}")
+    for row in rows:
+        mark = "ok" if row["ok"] else "MISS"
+        numbers = f"{row['error']:8.1e} {row['bound']:8.0e} {row['lse_error']:8.1e}"
+        print(f"{row['family']:8} {row['q']:9} {row['kv']:14} {row['layer']:11} {numbers}  {mark}")
+    missed = sum(not row["ok"] for row in rows)
+    print(f"\n{len(rows)} rows, {missed} missed; --seed {seed} repeats this run")
