@@ -139,7 +139,7 @@ class PageTable:
     def from_block_tables(cls, block_tables: Tensor, lengths: Tensor, page_size: int) -> PageTable:
         """From padded block tables, int32 [batch_size, max_pages], and int32 [batch_size] lengths in tokens.
 
-        Never waits for a device: there `indices` has batch_size * max_pages entries, of which indptr[-1] are used.
+        Never waits for a device: `indices` has batch_size * max_pages entries, of which indptr[-1] are used.
         """
         table(lengths, "lengths", len(block_tables))
         if block_tables.ndim != 2 or block_tables.dtype != torch.int32:
@@ -154,8 +154,6 @@ class PageTable:
         last_page_len = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
         columns = torch.arange(width, dtype=torch.int32, device=lengths.device)
         used = columns < pages[:, None]
-        if lengths.device.type == "cpu":
-            return cls(indptr, block_tables[used], last_page_len, page_size)
         spare = block_tables.numel()  # one slot past the end takes what is not used
         target = torch.where(used, indptr[:-1, None] + columns, spare).flatten().long()
         indices = block_tables.new_zeros(spare + 1).scatter_(0, target, block_tables.flatten())

@@ -1,0 +1,239 @@
+"""Every kernel family against the oracle. Caches are NaN wherever they must not be read, outputs NaN before each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import pytest
+import torch
+
+from quire.attention import AttentionSpec, PageTable, RaggedLayout
+from quire.bench.batches import Batch, random_batch, relative_error
+from quire.kernels import registry
+
+FAMILIES = ["cpu"]
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2.8e-3, torch.float16: 3.5e-4}
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float16, torch.float8_e5m2),
+]
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "not causal": {"causal": False},
+    "window": {"window_left": 17},
+    "window not causal": {"causal": False, "window_left": 40},
+    "no window but itself": {"window_left": 0},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "alibi": {"pos_encoding": "ALIBI"},
+    "rope": {"pos_encoding": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 1e4},
+    "mask": {"custom_mask": True, "causal": False},
+    "mask and window": {"custom_mask": True, "window_left": 30},
+    "sinks": {"sinks": True},
+    "all": {"pos_encoding": "ALIBI", "logits_soft_cap": 3.0, "window_left": 100, "sinks": True, "custom_mask": True},
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def compute(batch: Batch, family: str, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of a batch, in tensors that were NaN."""
+    spec = batch.spec
+    out = torch.full((len(batch.q), spec.num_qo_heads, spec.head_dim_vo), torch.nan).to(spec.o_dtype)
+    lse = torch.full(out.shape[:2], torch.nan)
+    fields = {
+        "q": batch.q,
+        "k": batch.k,
+        "v": batch.v,
+        "qo": batch.qo,
+        "kv": batch.kv,
+        "spec": spec,
+        "mask": batch.mask,
+    }
+    fields |= {"sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
+    registry.attend(registry.Call(**{**fields, **changes}), out, lse, family)
+    return out, lse
+
+
+def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor) -> None:
+    exact, exact_lse = batch.exact()
+    assert relative_error(out, exact) < BOUNDS[batch.spec.q_dtype]
+    finite = exact_lse.isfinite()
+    assert torch.equal(lse[~finite].double(), exact_lse[~finite])
+    torch.testing.assert_close(lse[finite].double(), exact_lse[finite], rtol=1e-5, atol=1e-5)
+
+
+def layer(rng, q_dtype, kv_dtype, **changes):
+    kv_heads, dim = rng.choice((1, 2, 3)), rng.choice((8, 16, 64, 72, 128))
+    return AttentionSpec(
+        num_qo_heads=kv_heads * rng.choice((1, 2, 3, 4, 7)),
+        num_kv_heads=kv_heads,
+        head_dim_qk=dim,
+        head_dim_vo=rng.choice((dim, dim, 40)),
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: f"{str(d[0])[6:]}-{str(d[1])[6:]}")
+def test_mixed_batches(family, dtypes, name, rng):
+    """Requests that decode, verify a few tokens, prefill, or are empty; any heads, sizes, pages, layouts, scales."""
+    for _ in range(3):
+        spec = layer(rng, *dtypes, **LAYERS[name])
+        kv_lens = [rng.choice((0, 1, 5, 33, 200, 700, 1500)) for _ in range(rng.randint(1, 6))]
+        q_lens = [rng.choice((0, 1, 1, 1, 3, 20, 100)) for _ in kv_lens]
+        scales = [rng.choice((1.0, 0.5, torch.rand(spec.num_kv_heads) + 0.5)) for _ in range(2)]
+        batch = random_batch(
+            spec,
+            q_lens,
+            kv_lens,
+            rng.choice((1, 3, 16, 64)),
+            kv_layout=rng.choice(("NHD", "HND")),
+            padding=rng.choice((0, 2)),
+            k_scale=scales[0],
+            v_scale=scales[1],
+        )
+        check(batch, *compute(batch, family))
+
+
+@pytest.mark.parametrize("dim", [*range(8, 257, 24), 256, 512])
+def test_head_dims(family, dim, rng):
+    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.float32)
+    batch = random_batch(spec, [1, 60], [77, 90], 16)
+    check(batch, *compute(batch, family))
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (576, 512), (64, 256)])
+def test_value_heads_of_another_size(family, dims):
+    spec = AttentionSpec(
+        num_qo_heads=4, num_kv_heads=1, head_dim_qk=dims[0], head_dim_vo=dims[1], q_dtype=torch.float32
+    )
+    batch = random_batch(spec, [1, 40], [130, 50], 16)
+    check(batch, *compute(batch, family))
+
+
+def test_long_requests_are_split_and_merged(family, rng):
+    """One long request over all threads, beside short ones; with a window, most of it is never touched."""
+    for window in (-1, 3000):
+        spec = layer(rng, torch.float32, torch.float32, window_left=window)
+        batch = random_batch(spec, [1, 1, 2, 1], [9000, 3, 5000, 40], 16)
+        if window >= 0:
+            spare = batch.kv.indices[: (9000 - 3001) // 16].long()
+            batch.k[spare] = batch.v[spare] = torch.nan
+            out, _ = compute(batch, family)
+            assert not out.isnan().any()
+            batch.k[spare] = batch.v[spare] = 0.0
+        check(batch, *compute(batch, family))
+
+
+def test_ragged_keys_are_pages_of_one(family, rng):
+    spec = layer(rng, torch.bfloat16, torch.bfloat16)
+    batch = random_batch(spec, [1, 70, 5], [30, 70, 0], 16)
+    k, v, indptr = batch.rows()
+    check(batch, *compute(batch, family, k=k, v=v, kv=RaggedLayout(indptr)))
+
+
+def test_queries_and_outputs_may_be_strided(family, rng):
+    """q as a slice of a fused projection, out as a slice of a larger buffer, k and v with different strides."""
+    spec = layer(rng, torch.bfloat16, torch.bfloat16)
+    batch = random_batch(spec, [1, 70, 4], [30, 90, 5], 16)
+    fused = torch.full((len(batch.q), spec.num_qo_heads + 3, spec.head_dim_qk), torch.nan).bfloat16()
+    q = fused[:, 1 : 1 + spec.num_qo_heads]
+    q.copy_(batch.q)
+    wide = torch.full((*batch.v.shape[:3], spec.head_dim_vo + 8), torch.nan).bfloat16()
+    v = wide[..., 8:]
+    v.copy_(batch.v)
+    buffer = torch.full((len(q), spec.num_qo_heads + 1, spec.head_dim_vo), 7.0).bfloat16()
+    lse = torch.empty(spec.num_qo_heads, len(q)).T
+    call = registry.Call(q, batch.k, v, batch.qo, batch.kv, spec)
+    registry.attend(call, buffer[:, 1:], lse, family)
+    check(batch, buffer[:, 1:], lse)
+    assert (buffer[:, 0] == 7.0).all()
+
+
+def test_other_output_dtypes(family, rng):
+    for dtype, bound in ((torch.float32, 1e-6), (torch.float16, 3.5e-4), (torch.float8_e4m3fn, 0.05)):
+        spec = layer(rng, torch.bfloat16, torch.bfloat16, o_dtype=dtype)
+        batch = random_batch(spec, [1, 40], [30, 90], 16)
+        out, _ = compute(batch, family)
+        assert out.dtype == dtype
+        assert relative_error(out.float(), batch.exact()[0]) < bound
+
+
+def test_per_head_scales_of_queries(family, rng):
+    spec = layer(rng, torch.float32, torch.float32)
+    batch = random_batch(spec, [1, 40], [30, 90], 16)
+    scale = torch.rand(spec.num_qo_heads) + 0.5
+    out, _ = compute(batch, family, q_scale=scale)
+    scaled = Batch(spec, batch.q * scale[:, None], batch.k, batch.v, batch.qo, batch.kv)
+    assert relative_error(out, scaled.exact()[0]) < 1e-6
+
+
+def test_same_bits_each_time(family, rng):
+    spec = layer(rng, torch.float32, torch.float32)
+    batch = random_batch(spec, [1, 1, 40, 1], [3000, 20, 90, 1], 16)
+    first = compute(batch, family)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, compute(batch, family), strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_number_of_threads(threads, rng):
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(threads, before))
+    try:
+        batch = random_batch(layer(rng, torch.float32, torch.float32), [1, 1, 90], [3000, 20, 90], 16)
+        check(batch, *compute(batch, "cpu"))
+    finally:
+        numba.set_num_threads(before)
+
+
+def test_tables_that_change_after_their_check_never_lead_outside(family, rng):
+    """Tables are read when attention runs. Whatever they say then, only the tensors that were given are read."""
+    spec = layer(rng, torch.float32, torch.float32)
+    batch = random_batch(spec, [1, 40], [64, 64], 16)
+    batch.kv.indices[1], batch.kv.indices[2] = 1 << 30, -(1 << 30)
+    batch.kv.indptr[2] = 1 << 30
+    batch.kv.last_page_len[0] = 1 << 30
+    batch.qo.indptr[2] = 1 << 30
+    out, _ = compute(batch, family)
+    assert out.shape == batch.q.shape[:2] + (spec.head_dim_vo,)
+
+
+def test_growing_in_place_is_seen(family):
+    """A table whose contents changed since it was made is read anew: what CUDA graphs need, on any device."""
+    spec = AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
+    batch = random_batch(spec, [1, 1], [20, 7], 16)
+    table = PageTable(batch.kv.indptr.clone(), batch.kv.indices, batch.kv.last_page_len.clone(), 16)
+    table.last_page_len[0] -= 2
+    shorter = Batch(spec, batch.q, batch.k, batch.v, batch.qo, table)
+    check(shorter, *compute(shorter, family))
+    table.last_page_len[0] += 2
+    check(batch, *compute(batch, family, kv=table))
+
+
+def test_the_registry_says_why():
+    spec = AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
+    assert registry.choose(spec, torch.device("cpu")) == "cpu"
+    assert registry.choose(spec, torch.device("cpu"), "fa3") == "cpu"
+    assert registry.choose(spec, torch.device("cuda"), "reference") == "reference"
+    with pytest.raises(ValueError, match=r"no kernels .* on cuda: cpu: it computes on the CPU, not on cuda"):
+        registry.choose(spec, torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"backend = 'fa9' is unknown: auto, cpu, reference"):
+        registry.choose(spec, torch.device("cpu"), "fa9")
+
+
+def test_the_reference_family_is_the_oracle(rng):
+    batch = random_batch(layer(rng, torch.float32, torch.float32, sinks=True), [1, 4, 0], [9, 9, 3], 4)
+    out, lse = compute(batch, "reference")
+    exact, exact_lse = batch.exact()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)

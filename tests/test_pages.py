@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.attention import PackedMask, PageTable, RaggedLayout
+from quire.attention.masks import pack_bits, unpack_bits
+from quire.bench.batches import random_table
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def listed(table: PageTable) -> list[list[int]]:
+    ends = table.indptr.tolist()
+    return [table.indices[a:b].tolist() for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def test_block_tables_and_lengths_become_a_page_table():
+    blocks = torch.tensor([[7, 3, 9], [1, 0, 0], [5, 0, 0], [0, 0, 0]], dtype=torch.int32)
+    table = PageTable.from_block_tables(blocks, ints(9, 4, 1, 0), page_size=4)
+    assert listed(table) == [[7, 3, 9], [1], [5], []]
+    assert table.last_page_len.tolist() == [1, 4, 1, 0]
+    assert table.lengths().tolist() == [9, 4, 1, 0]
+
+
+def test_random_block_tables(rng):
+    lengths = torch.tensor([rng.randrange(0, 41) for _ in range(9)], dtype=torch.int32)
+    blocks = torch.randint(0, 1000, (9, 10), dtype=torch.int32)
+    table = PageTable.from_block_tables(blocks, lengths, 4)
+    rows = [blocks[b, : -(-int(n) // 4)].tolist() for b, n in enumerate(lengths)]
+    assert listed(table) == rows
+
+
+def test_slots_and_req_to_token():
+    table = PageTable.from_slots(ints(4, 9, 2, 7), ints(0, 3, 4))
+    assert (listed(table), table.page_size, table.lengths().tolist()) == ([[4, 9, 2], [7]], 1, [3, 1])
+    req_to_token = torch.arange(40, dtype=torch.int32).view(4, 10) + 100
+    table = PageTable.from_req_to_token(req_to_token, torch.tensor([2, 0]), ints(3, 2))
+    assert listed(table) == [[120, 121, 122], [100, 101]]
+    paged = torch.tensor([[8, 9, 10, 11, 20, 21, 22, 23], [0, 1, 2, 3, 0, 0, 0, 0]], dtype=torch.int32)
+    table = PageTable.from_req_to_token(paged, ints(0, 1), ints(6, 4), page_size=4)
+    assert (listed(table), table.last_page_len.tolist()) == ([[2, 5], [0]], [2, 4])
+
+
+def test_random_tables_have_the_lengths_asked_for(rng):
+    lengths = [rng.randrange(0, 100) for _ in range(20)]
+    table, pool = random_table(lengths, rng.choice((1, 4, 16)))
+    assert table.lengths().tolist() == lengths
+    assert len(set(table.indices.tolist())) == len(table.indices) <= pool
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: PageTable(ints(0, 2, 1), ints(0, 1), ints(1, 1), 4), ["falls at request 1", "from 2 to 1"]),
+        (lambda: PageTable(ints(0, 1), ints(0), ints(5), 4), ["kv_last_page_len[0] = 5", "1 to page_size = 4"]),
+        (lambda: PageTable(ints(0, 1), ints(0), ints(0), 4), ["kv_last_page_len[0] = 0"]),
+        (lambda: PageTable(ints(0, 3), ints(0), ints(1), 4), ["kv_indptr[-1] = 3", "kv_indices = 1"]),
+        (lambda: PageTable(ints(-1, 1), ints(0), ints(1), 4), ["kv_indptr[0] = -1"]),
+        (lambda: PageTable(ints(0, 2), ints(0, -4), ints(1), 4), ["kv_indices[1] = -4"]),
+        (lambda: PageTable(ints(0, 1).long(), ints(0), ints(1), 4), ["kv_indptr", "int64", "int32"]),
+        (lambda: PageTable(ints(0, 1), ints(0), ints(1, 1), 4), ["kv_last_page_len has 2", "1 are needed"]),
+        (lambda: PageTable(ints(0, 1), ints(0), ints(1), 0), ["page_size = 0"]),
+        (lambda: RaggedLayout(ints(0, 5, 4)), ["indptr falls at request 1"]),
+        (
+            lambda: PageTable(ints(0, 1, 2), ints(0, 9), ints(1, 1), 4).check_pool(9),
+            ["kv_indices[1] = 9", "request 1", "0 to 8"],
+        ),
+        (lambda: PageTable.from_block_tables(ints(0, 1)[None], ints(9), 4), ["lengths[0] = 9", "= 8"]),
+        (lambda: PageTable.from_block_tables(ints(0, 1), ints(9, 9), 4), ["block_tables", "matrix"]),
+    ],
+)
+def test_wrong_tables_are_refused_by_request_value_and_bound(make, words):
+    with pytest.raises(ValueError, match=r".") as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_slice_of_a_longer_indptr_is_a_table():
+    table = PageTable(ints(3, 5, 6), ints(9, 9, 9, 1, 2, 3), ints(2, 1), 4)
+    assert table.lengths().tolist() == [6, 1]
+    assert table.largest_page == 3
+
+
+def test_bits_are_packed_little_end_first(rng):
+    bits = torch.tensor([rng.random() < 0.5 for _ in range(rng.randrange(1, 50))])
+    packed = pack_bits(bits)
+    assert packed.tolist() == [
+        sum(int(bit) << i for i, bit in enumerate(bits[j : j + 8])) for j in range(0, len(bits), 8)
+    ]
+    assert torch.equal(unpack_bits(packed, len(bits)), bits)
+
+
+def test_each_request_of_a_packed_mask_begins_on_a_byte():
+    mask = PackedMask.from_bool(torch.ones(3 * 5 + 2 * 2, dtype=torch.bool), ints(3, 2), ints(5, 2))
+    assert mask.indptr.tolist() == [0, 2, 3]
+    assert mask.bits.tolist() == [0xFF, 0x7F, 0x0F]
+    with pytest.raises(ValueError, match=r"20 entries.*is 19"):
+        PackedMask.from_bool(torch.ones(20, dtype=torch.bool), ints(3, 2), ints(5, 2))
+    with pytest.raises(ValueError, match=r"2 bytes.*need 3"):
+        PackedMask.from_packed(torch.zeros(2, dtype=torch.uint8), ints(3, 2), ints(5, 2))

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quire.attention import AttentionSpec
+from quire.attention.spec import as_dtype
+
+LAYER = {"num_qo_heads": 28, "num_kv_heads": 4, "head_dim_qk": 128}
+
+
+def test_defaults_follow_the_queries():
+    spec = AttentionSpec(**LAYER, q_dtype=torch.bfloat16)
+    assert (spec.head_dim_vo, spec.kv_dtype, spec.o_dtype) == (128, torch.bfloat16, torch.bfloat16)
+    assert spec.sm_scale == 1 / math.sqrt(128)
+    assert spec.group_size == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_qo_heads": 30}, ["num_qo_heads", "30", "multiple of num_kv_heads = 4"]),
+        ({"num_kv_heads": 0}, ["num_kv_heads", "0", "positive"]),
+        ({"head_dim_qk": 100}, ["head_dim_qk", "100", "multiple of 8"]),
+        ({"head_dim_qk": 264}, ["head_dim_qk", "264"]),
+        ({"head_dim_vo": 4}, ["head_dim_vo", "4"]),
+        ({"q_dtype": torch.float64}, ["q_dtype", "float64"]),
+        ({"kv_dtype": torch.bfloat16}, ["kv_dtype", "bfloat16", "fp8"]),
+        ({"window_left": -2}, ["window_left", "-2", "-1"]),
+        ({"logits_soft_cap": -1.0}, ["logits_soft_cap", "-1.0"]),
+        ({"logits_soft_cap": math.nan}, ["logits_soft_cap", "nan"]),
+        ({"sm_scale": math.inf}, ["sm_scale", "inf"]),
+        ({"pos_encoding": "ROPE"}, ["pos_encoding_mode", "'ROPE'", "ROPE_LLAMA"]),
+        ({"rope_theta": 0.0}, ["rope_theta", "0.0", "positive"]),
+    ],
+)
+def test_refusals_name_the_argument_its_value_and_what_is_allowed(change, words):
+    with pytest.raises(ValueError, match="not supported") as caught:
+        AttentionSpec(**{**LAYER, **change})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_every_head_dim_that_is_promised_is_accepted():
+    for dim in [*range(8, 257, 8), 512]:
+        AttentionSpec(**{**LAYER, "head_dim_qk": dim})
+    AttentionSpec(**{**LAYER, "head_dim_qk": 192, "head_dim_vo": 128})
+    AttentionSpec(**{**LAYER, "head_dim_qk": 576, "head_dim_vo": 512})
+
+
+def test_changes_are_checked_again():
+    spec = AttentionSpec(**LAYER)
+    assert spec.but(window_left=5).window_left == 5
+    with pytest.raises(ValueError, match="window_left"):
+        spec.but(window_left=-3)
+
+
+def test_alibi_slopes_by_hand():
+    """The published slopes for 8 heads; for 12, four more from the odd steps of the series for 16."""
+    eight = AttentionSpec(num_qo_heads=8, num_kv_heads=8, head_dim_qk=8).alibi_slopes()
+    assert eight.tolist() == [2.0**-i for i in range(1, 9)]
+    twelve = AttentionSpec(num_qo_heads=12, num_kv_heads=12, head_dim_qk=8).alibi_slopes()
+    assert twelve[:8].tolist() == eight.tolist()
+    assert twelve[8:].tolist() == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
+
+
+def test_dtypes_by_name():
+    assert as_dtype("bfloat16") is torch.bfloat16
+    assert as_dtype(torch.float16) is torch.float16
+    with pytest.raises(ValueError, match="'float17'"):
+        as_dtype("float17")
