@@ -1,4 +1,4 @@
-"""Every kernel family against the oracle. Caches are NaN wherever they must not be read, outputs NaN before each call."""
+"""Every kernel family against the oracle. What must not be read is NaN, and so is every output before its call."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_tables_that_change_after_their_check_never_lead_outside(family, rng):
     batch.kv.last_page_len[0] = 1 << 30
     batch.qo.indptr[2] = 1 << 30
     out, _ = compute(batch, family)
-    assert out.shape == batch.q.shape[:2] + (spec.head_dim_vo,)
+    assert out.shape == (*batch.q.shape[:2], spec.head_dim_vo)
 
 
 def test_growing_in_place_is_seen(family):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.attention import AttentionSpec, state
-from quire.attention.oracle import attend, attend_batch, rotate
+from quire.attention.oracle import attend, rotate
 from quire.bench.batches import random_batch
 
 

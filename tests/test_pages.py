@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -13,8 +15,7 @@ def ints(*values):
 
 
 def listed(table: PageTable) -> list[list[int]]:
-    ends = table.indptr.tolist()
-    return [table.indices[a:b].tolist() for a, b in zip(ends, ends[1:], strict=False)]
+    return [table.indices[a:b].tolist() for a, b in pairwise(table.indptr.tolist())]
 
 
 def test_block_tables_and_lengths_become_a_page_table():

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quire as flashinfer
+from quire.bench.batches import random_table
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_the_documented_example():
+    """45 tokens of request 0, 8 of 1, 25 of 2 and 22 of 3, appended to empty pages of 16."""
+    append_indptr = ints(0, 45, 53, 78, 100)
+    indptr, indices, last = ints(0, 3, 4, 6, 8), torch.arange(8, dtype=torch.int32), ints(13, 8, 9, 6)
+    lengths = flashinfer.get_seq_lens(indptr, last, 16)
+    assert lengths.tolist() == [45, 8, 25, 22]
+    requests, positions = flashinfer.get_batch_indices_positions(append_indptr, lengths, 100)
+    assert requests.tolist() == [0] * 45 + [1] * 8 + [2] * 25 + [3] * 22
+    assert positions.tolist() == [*range(45), *range(8), *range(25), *range(22)]
+    key, value = torch.randn(100, 2, 32), torch.randn(100, 2, 32)
+    cache = torch.full((8, 2, 16, 2, 32), torch.nan)
+    flashinfer.append_paged_kv_cache(key, value, requests, positions, cache, indices, indptr, last)
+    assert torch.equal(cache[:3, 0].flatten(0, 1)[:45], key[:45])
+    assert torch.equal(cache[4:6, 1].flatten(0, 1)[:25], value[53:78])
+    assert cache[3, :, 8:].isnan().all()
+
+
+def test_positions_are_the_last_of_each_request():
+    requests, positions = flashinfer.get_batch_indices_positions(ints(0, 1, 3, 6, 10), torch.tensor([5, 5, 5, 5]), 12)
+    assert requests.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, -1, -1]
+    assert positions.tolist() == [4, 3, 4, 2, 3, 4, 1, 2, 3, 4, 0, 0]
+    given = [torch.full((12,), 9, dtype=torch.int32) for _ in range(2)]
+    result = flashinfer.get_batch_indices_positions(ints(0, 1, 3, 6, 10), torch.tensor([5, 5, 5, 5]), 12, *given)
+    assert result[0] is given[0]
+    assert torch.equal(given[0], requests)
+    assert torch.equal(given[1], positions)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_appended_tokens_are_where_attention_looks(layout, dtype, rng):
+    page_size = rng.choice((1, 4, 16))
+    lengths = [rng.randrange(1, 60) for _ in range(4)]
+    new = [rng.randrange(0, n + 1) for n in lengths]
+    table, pool = random_table(lengths, page_size)
+    shape = (pool, page_size, 3, 16) if layout == "NHD" else (pool, 3, page_size, 16)
+    cache = tuple(torch.full(shape, torch.nan).to(dtype) for _ in range(2))
+    append_indptr = torch.tensor([0, *new], dtype=torch.int32).cumsum(0).int()
+    key, value = torch.randn(sum(new), 3, 16).to(dtype), torch.randn(sum(new), 3, 16).to(dtype)
+    places = flashinfer.get_batch_indices_positions(append_indptr, table.lengths(), sum(new))
+    flashinfer.append_paged_kv_cache(
+        key, value, *places, cache, table.indices, table.indptr, table.last_page_len, layout
+    )
+    views = [x if layout == "NHD" else x.transpose(1, 2) for x in cache]
+    for view, rows in zip(views, (key, value), strict=True):
+        flat = view.float().flatten(0, 1)
+        assert int((~flat.isnan().any(-1).any(-1)).sum()) == sum(new), "nothing else was written"
+        for i, (request, position) in enumerate(zip(*(x.tolist() for x in places), strict=True)):
+            page = int(table.indices[int(table.indptr[request]) + position // page_size])
+            assert torch.equal(flat[page * page_size + position % page_size], rows[i].float())
+
+
+def test_tokens_of_request_minus_one_are_skipped():
+    cache = torch.zeros(2, 2, 4, 1, 8)
+    rows = torch.ones(3, 1, 8)
+    flashinfer.append_paged_kv_cache(rows, rows, ints(0, -1, 0), ints(0, 0, 5), cache, ints(0, 1), ints(0, 2), ints(2))
+    assert cache[:, 0, :, 0, 0].flatten().nonzero().flatten().tolist() == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("places", "tables", "message"),
+    [
+        (
+            (ints(0), ints(8)),
+            (ints(0, 1), ints(0, 2), ints(2)),
+            r"positions\[0\] = 8 .* request 0, which has pages for 8",
+        ),
+        ((ints(0), ints(-1)), (ints(0, 1), ints(0, 2), ints(2)), r"positions\[0\] = -1"),
+        ((ints(3), ints(0)), (ints(0, 1), ints(0, 2), ints(2)), r"names request 3: there are 1"),
+        ((ints(0), ints(0)), (ints(0, 7), ints(0, 2), ints(2)), r"kv_indices\[1\] = 7 of request 0"),
+        ((ints(0), ints(0)), (ints(0, 1), ints(0, 3), ints(2)), r"kv_indptr\[-1\] = 3"),
+        ((ints(0, 0), ints(0)), (ints(0, 1), ints(0, 2), ints(2)), r"batch_indices has shape \[2\]"),
+        ((torch.zeros(1), ints(0)), (ints(0, 1), ints(0, 2), ints(2)), r"batch_indices is torch.float32"),
+    ],
+)
+def test_tokens_without_a_place_are_refused_and_nothing_is_written(places, tables, message):
+    cache = torch.zeros(2, 2, 4, 1, 8)
+    rows = torch.ones(1, 1, 8)
+    with pytest.raises(ValueError, match=message):
+        flashinfer.append_paged_kv_cache(rows, rows, *places, cache, *tables)
+    assert not cache.any()
