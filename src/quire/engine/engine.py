@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 
 from quire.engine.model import Model
 from quire.engine.params import SamplingParams
@@ -27,6 +28,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.runner = Runner(model, num_pages, page_size, backend)
+        self.runner.warm_up()
         self.scheduler = Scheduler(num_pages, page_size, max_num_seqs, max_batched_tokens)
         self.max_len = min(model.context, num_pages * page_size)
 
@@ -100,7 +102,7 @@ class Engine:
             if self.model.tokenizer is None:
                 raise ValueError(f"{name} is a string, but {self.model.folder} has no tokenizer: pass token ids")
             return self.model.tokenizer(prompt)["input_ids"] if prompt else []
-        tokens = list(prompt)
-        if not all(isinstance(t, int) for t in tokens):
-            raise ValueError(f"{name} must be a string or a sequence of token ids")
-        return tokens
+        try:
+            return [index(t) for t in prompt]
+        except TypeError:
+            raise ValueError(f"{name} must be a string or a sequence of token ids") from None

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -93,7 +94,7 @@ class LLM:
 
     Args:
         folder: a Hugging Face checkpoint folder; by default the model that comes with Quire.
-        device: "cpu", "cuda", ...; by default the first GPU that Quire has kernels for, or the CPU.
+        device: "cpu", "cuda", ...
         dtype: of weights and cache, or its name; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
         page_size: tokens in a page.
         num_pages: pages in the cache; by default what max_num_seqs full contexts need, if that fits in a quarter of the
@@ -126,7 +127,7 @@ class LLM:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
         chosen = None if dtype == "auto" else as_dtype(dtype)
-        self.model = Model(shipped_model() if folder is None else folder, torch.device(device), chosen)
+        self.model = Model(shipped_model() if folder is None else folder, _usable(device), chosen)
         if num_pages is None:
             num_pages = _default_pages(self.model, page_size, max_num_seqs)
         self._engine = Engine(self.model, num_pages, page_size, max_num_seqs, max_batched_tokens, backend)
@@ -232,11 +233,18 @@ class LLM:
             self._inbox.put((self._engine.cancel, requests))
 
 
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ValueError(f"device = {str(device)!r} can't be used: {error}") from None
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     listed = list(prompts)
-    if listed and all(isinstance(p, int) for p in listed):
+    if listed and all(isinstance(p, Integral) for p in listed):
         return [listed]  # type: ignore[list-item]
     return listed  # type: ignore[return-value]
 

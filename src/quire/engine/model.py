@@ -58,11 +58,11 @@ def attention(
     """
     name = type(module).__name__
     if quire_step is None:
-        raise ValueError(f"{name} does not pass keyword arguments on to its attention function: it can't be run")
+        raise ValueError(f"{name} does not pass keyword arguments on to its attention function")
     if attention_mask is not None:
-        raise ValueError(f"{name} computes its own attention mask: it can't be run over pages")
+        raise ValueError(f"{name} computes an attention mask of its own")
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
-        raise ValueError(f"{name} is not causal: only causal language models can be run")
+        raise ValueError(f"{name} is not causal")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = Layer(
         num_qo_heads=q.shape[1],
@@ -189,7 +189,10 @@ class Model:
         if kinds:
             raise ValueError(f"{self.folder} has layers of kinds that can't be run over pages: {sorted(kinds)}")
         probe, zero = _Probe(), torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.logits(zero, zero, zero, probe)
+        try:
+            self.logits(zero, zero, zero, probe)
+        except ValueError as error:
+            raise ValueError(f"{self.folder} can't be run: {error}") from error
         count = self.config.num_hidden_layers
         if sorted(probe.layers) != list(range(count)):
             seen = len(probe.layers)

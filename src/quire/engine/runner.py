@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.model import Layer, Model
+from quire.engine.params import SamplingParams
+from quire.engine.request import Request
 from quire.engine.scheduler import Chunk
 from quire.page import append_paged_kv_cache, get_batch_indices_positions
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -40,6 +42,16 @@ class Runner:
         """Bytes of one page in all layers."""
         numbers = sum(layer.num_kv_heads * (layer.head_dim_qk + layer.head_dim_vo) for layer in model.layers)
         return numbers * page_size * model.dtype.itemsize
+
+    def warm_up(self) -> None:
+        """Compute one token: what cannot be computed is refused now, and not when the first request comes.
+
+        Raises:
+            ValueError: no kernel family, or not the one asked for, supports a layer.
+        """
+        request = Request([0], SamplingParams(), None, frozenset(), lambda update: None)
+        request.pages = [0]
+        self.run([Chunk(request, 0, 1)])
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute the chunks; the logits after each one that ends with its request's last known token."""

@@ -1,0 +1,52 @@
+"""Tiny random checkpoints of several architectures, written with Transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+VOCAB = 97
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "qwen3": lambda: Qwen3Config(**SHAPE),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=9),
+    "gemma2": lambda: Gemma2Config(
+        **SHAPE, sliding_window=7, attn_logit_softcapping=5.0, final_logit_softcapping=30.0, query_pre_attn_scalar=16
+    ),
+    "gpt-oss": lambda: GptOssConfig(**SHAPE, sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def save(name: str, folder: Path) -> Path:
+    """A checkpoint with weights so large that its next token depends on all that it sees."""
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    for key, weight in model.named_parameters():
+        if weight.ndim >= 2:
+            torch.nn.init.normal_(weight, std=0.2)
+        elif "sinks" in key:
+            torch.nn.init.normal_(weight)
+    model.save_pretrained(folder)
+    return folder

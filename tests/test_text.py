@@ -1,0 +1,94 @@
+"""Text from tokens as they come: whole characters, stop strings, and all of it in the end."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from transformers import AutoTokenizer
+
+from quire.engine import shipped_model
+from quire.engine.text import TextStream
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(shipped_model())
+
+
+def stream(tokenizer, text, stops=(), prompt="x = 1\n"):
+    """Push a text's tokens one by one; what was taken after each, and the stream."""
+    made = TextStream(tokenizer, tokenizer(prompt)["input_ids"], stops)
+    parts = []
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        stopped = made.push(token)
+        parts.append(made.take())
+        if stopped:
+            break
+    made.finish()
+    parts.append(made.take(last=True))
+    return parts, made
+
+
+TEXTS = ["def f(x):\n    return x\n", "naïve café – “quoted”", "日本語のテキスト", "🙂🙃 emoji 👩‍👩‍👧 joined", "  \t\n\n  ", ""]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_parts_make_the_text(tokenizer, text):
+    parts, made = stream(tokenizer, text)
+    assert "".join(parts) == made.text == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_part_has_half_a_character(tokenizer, text):
+    parts, _ = stream(tokenizer, text)
+    assert not any("\ufffd" in part for part in parts)
+    assert len(tokenizer(TEXTS[2])["input_ids"]) > len(TEXTS[2])  # there are halves
+
+
+def test_random_text(tokenizer, rng):
+    for _ in range(30):
+        text = "".join(rng.choice("ab \n(=é漢🙂") for _ in range(rng.randint(1, 40)))
+        parts, made = stream(tokenizer, text)
+        assert "".join(parts) == made.text == text
+
+
+def test_a_broken_character_at_the_end_is_shown_as_such(tokenizer):
+    made = TextStream(tokenizer, [], ())
+    made.push(tokenizer("漢", add_special_tokens=False)["input_ids"][0])
+    assert made.take() == ""
+    made.finish()
+    assert made.take(last=True) == "\ufffd"
+
+
+def test_text_ends_before_a_stop_string(tokenizer):
+    parts, made = stream(tokenizer, "for x in y:\n    pass\n\ndef g():\n", stops=["\n\n", "never"])
+    assert made.stopped
+    assert made.text == "".join(parts) == "for x in y:\n    pass"
+
+
+def test_the_first_of_several_stop_strings_counts(tokenizer):
+    _, made = stream(tokenizer, "one two three", stops=["three", "two"])
+    assert made.text == "one "
+
+
+def test_what_may_begin_a_stop_string_is_held_back(tokenizer):
+    text = "a END b EN"
+    parts, made = stream(tokenizer, text, stops=["ENDING"])
+    assert not made.stopped
+    assert "".join(parts) == text
+    taken = ""
+    for part in parts[:-1]:
+        taken += part
+        assert not taken.endswith(("E", "EN", "END"))
+
+
+def test_stop_strings_across_tokens(tokenizer, rng):
+    text = "def function(argument):\n    return argument + 1\n"
+    for _ in range(30):
+        begin = rng.randrange(1, len(text) - 2)
+        stop = text[begin : begin + rng.randint(1, 12)]
+        parts, made = stream(tokenizer, text, stops=[stop])
+        assert made.stopped
+        assert "".join(parts) == made.text == text[: text.find(stop)]
