@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint format clean
 
 demo: $(VENV)/ready
-	$(BIN)/quire generate --file examples/prompts.txt --max-tokens 96 --temperature 0.6 --top-p 0.95 --seed 7
+	$(BIN)/quire generate --file examples/prompts.txt --max-tokens 80 --temperature 0.5 --repetition-penalty 1.1 --seed 3
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest

@@ -45,7 +45,6 @@ def reference(request, tmp_path_factory):
     return Reference(save(request.param, tmp_path_factory.mktemp(request.param)))
 
 
-
 def batch(rng, vocab_size):
     """16 prompts, short and long, some of which begin alike."""
     start = [rng.randrange(1, vocab_size) for _ in range(24)]

@@ -31,7 +31,14 @@ def stream(tokenizer, text, stops=(), prompt="x = 1\n"):
     return parts, made
 
 
-TEXTS = ["def f(x):\n    return x\n", "naïve café – “quoted”", "日本語のテキスト", "🙂🙃 emoji 👩‍👩‍👧 joined", "  \t\n\n  ", ""]
+TEXTS = [
+    "def f(x):\n    return x\n",
+    "naïve café – “quoted”",
+    "日本語のテキスト",
+    "🙂🙃 emoji 👩‍👩‍👧 joined",
+    "  \t\n\n  ",
+    "",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)

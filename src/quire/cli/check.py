@@ -46,6 +46,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.batches < 1:
+        raise ValueError(f"--batches {args.batches}: it must be at least 1")
     seed = random.randrange(1 << 31) if args.seed is None else args.seed
     families = [name for name in registry.FAMILIES if name != "reference"]
     if args.backend is not None:

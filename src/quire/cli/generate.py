@@ -111,11 +111,22 @@ def _print_text(llm: LLM, prompts: list[str], params: SamplingParams) -> list[Co
         return done
     from tqdm import tqdm
 
-    with tqdm(total=len(prompts), unit="prompt", file=sys.stderr, leave=False) as bar:
-        done = llm.generate(prompts, params, on_update=lambda i, part: bar.update(part.finish_reason is not None))
-    for i, (prompt, completion) in enumerate(zip(prompts, done, strict=True)):
-        print(f"--- {i}: {completion.finish_reason}, {len(completion.token_ids)} tokens\n{prompt}{completion.text}")
-    return done
+    texts, counts, reasons, shown = list(prompts), [0] * len(prompts), dict[int, str](), 0
+
+    def update(i: int, part: Completion) -> None:
+        """Print prompts in their order, each as soon as it and those before it are complete."""
+        nonlocal shown
+        texts[i] += part.text
+        counts[i] += len(part.token_ids)
+        if part.finish_reason is not None:
+            reasons[i] = part.finish_reason
+            bar.update()
+        while shown in reasons:
+            tqdm.write(f"--- {shown}: {reasons[shown]}, {counts[shown]} tokens\n{texts[shown]}")
+            shown += 1
+
+    with tqdm(total=len(prompts), unit="prompt", file=sys.stderr, leave=False, disable=None) as bar:
+        return llm.generate(prompts, params, on_update=update)
 
 
 def _print_json(llm: LLM, prompts: list[str], params: SamplingParams) -> list[Completion]:

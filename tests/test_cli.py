@@ -1,0 +1,178 @@
+"""The command line: what it prints, and what it says to mistakes. Never a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from quire.cli import main
+from quire.engine import LLM, SamplingParams
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def quire(*arguments, stdin=""):
+    return subprocess.run([sys.executable, "-m", "quire", *arguments], input=stdin, capture_output=True, text=True)
+
+
+def test_one_prompt_streams_its_text(capsys):
+    prompt = "def add(a, b):\n    return"
+    assert main(["generate", prompt, "--max-tokens", "8"]) == 0
+    out, err = capsys.readouterr()
+    with LLM() as llm:
+        assert out == prompt + llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8))[0].text + "\n"
+    assert "8 generated" in err
+    assert "preemptions" in err
+
+
+def test_the_examples_make_text_from_all_prompts(capsys):
+    file = EXAMPLES / "prompts.txt"
+    prompts = [p.strip("\n") for p in file.read_text().split("---\n")]
+    assert main(["generate", "--file", str(file), "--max-tokens", "12", "--ignore-eos"]) == 0
+    out, err = capsys.readouterr()
+    for i, prompt in enumerate(prompts):
+        assert f"--- {i}: length, 12 tokens\n{prompt}" in out
+    assert f"{len(prompts)} prompts in" in err
+    assert f"{12 * len(prompts)} generated" in err
+    assert "32 of them reused" in err
+
+
+def test_json_has_a_line_per_prompt_and_a_summary(capsys):
+    options = ["--json", "--max-tokens", "5", "--logprobs", "2", "--temperature", "0.7", "--seed", "3", "--ignore-eos"]
+    assert main(["generate", "import os", "import sys", *options]) == 0
+    *lines, summary = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["import os", "import sys"]
+    for line in lines:
+        assert len(line["token_ids"]) == len(line["logprobs"]) == 5
+        assert all(len(report) >= 2 for report in line["logprobs"])
+        assert line["finish_reason"] == "length"
+    assert summary["summary"]["generated_tokens"] == 10
+    assert summary["summary"]["pages_used"] >= 2
+
+
+def test_prompts_from_stdin():
+    done = quire("generate", "--max-tokens", "3", "--json", stdin="import os\n\nimport sys\n")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+    done = quire("generate", "--max-tokens", "3", "--json", stdin="a\nb\n---\nc\n")
+    assert [json.loads(line).get("prompt") for line in done.stdout.splitlines()] == ["a\nb", "c", None]
+
+
+def test_sampling_options_reach_the_engine(capsys):
+    free = ["generate", "x = 1\n", "--json", "--max-tokens", "20", "--temperature", "1.0", "--seed", "5"]
+    assert main(free) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert main(free) == 0
+    assert capsys.readouterr().out.splitlines()[0] == first
+    assert main([*free, "--top-k", "1"]) == 0
+    greedy = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert main(["generate", "x = 1\n", "--json", "--max-tokens", "20"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["token_ids"] == greedy["token_ids"]
+    assert main([*free, "--stop", json.loads(first)["text"][3:5]]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["finish_reason"] == "stop"
+
+
+def test_a_bad_prompt_does_not_harm_the_others(capsys):
+    assert main(["generate", "import os", "y" * 9000, "--max-tokens", "4", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert [json.loads(line).get("prompt") for line in out.splitlines()] == ["import os", None]
+    assert "quire: error: prompt 1 has" in err
+
+
+MISTAKES = {
+    "no prompt": (["generate"], "there are no prompts"),
+    "no folder": (["generate", "x", "--model", "/nowhere"], "there is no model folder /nowhere"),
+    "no file": (["generate", "--file", "/nowhere.txt"], "/nowhere.txt"),
+    "negative max tokens": (["generate", "x", "--max-tokens", "-3"], "max_tokens = -3"),
+    "NaN temperature": (["generate", "x", "--temperature", "nan"], "temperature = nan"),
+    "backend": (["generate", "x", "--backend", "fast"], "backend = 'fast' is unknown"),
+    "device": (["generate", "x", "--device", "abacus"], "device = 'abacus' can't be used"),
+    "dtype": (["generate", "x", "--dtype", "int3"], "int3"),
+    "pages": (["generate", "x", "--num-pages", "0"], "num_pages = 0"),
+    "check backend": (["check", "--backend", "fast"], "backend = 'fast' is unknown"),
+    "check batches": (["check", "--batches", "0"], "--batches 0"),
+    "cell": (["bench", "decode", "--cell", "8x"], "'8x' is not understood"),
+    "rounds": (["bench", "decode", "--rounds", "0"], "--rounds 0"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_told_in_one_line(case, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))
+    arguments, message = MISTAKES[case]
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("quire: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_unknown_words_are_refused_with_a_usage():
+    for arguments in (["paint"], ["generate", "--hot"], []):
+        done = quire(*arguments)
+        assert done.returncode == 2
+        assert "usage: quire" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_check_is_green_and_repeats(capsys):
+    assert main(["check", "--backend", "cpu", "--batches", "1", "--seed", "4", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["seed"] == 4
+    assert {row["family"] for row in first["rows"]} == {"cpu"}
+    assert len(first["rows"]) == 45
+    assert all(row["ok"] for row in first["rows"])
+    assert main(["check", "--backend", "cpu", "--batches", "1", "--seed", "4"]) == 0
+    table = capsys.readouterr().out
+    assert "45 rows, 0 missed; --seed 4 repeats this run" in table
+
+
+def test_check_sees_a_wrong_kernel(capsys, monkeypatch):
+    from quire.kernels import cpu
+
+    attend = cpu.attend
+
+    def wrong(call, out, lse):
+        attend(call, out, lse)
+        out[-1:] *= 1.02
+
+    monkeypatch.setattr(cpu, "attend", wrong)
+    assert main(["check", "--batches", "1", "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert sum(not row["ok"] for row in rows) > len(rows) // 2
+
+
+def test_env_says_what_is_there(capsys):
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"] == version("torch")
+    assert found["families"]["cpu"] == {"cpu": None, "reference": None}
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert "numba" in out
+    assert "available" in out
+
+
+@pytest.mark.parametrize(
+    ("operation", "cell"), [("decode", "8:2 d64 3x40"), ("prefill", "4:4 d64 2x33"), ("prefill", "4:2 d64 2x9@50")]
+)
+def test_bench_times_beside_torch(operation, cell, capsys, tmp_path):
+    file = tmp_path / "out.json"
+    assert main(["bench", operation, "--cell", cell, "--rounds", "1", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(file.read_text())
+    assert result["ceilings"]["read_gb_s"] > 0.1
+    (row,) = result["cells"]
+    assert row["cell"] == f"{operation} {cell}"
+    assert row["ms"] > 0
+    assert row["torch_ms"] > 0
+    assert row["error"] < 3e-3
+    assert f"| {operation} {cell} |" in out
