@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -105,7 +106,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_told_in_one_line(case, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", open("/dev/null"))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     arguments, message = MISTAKES[case]
     assert main(arguments) == 2
     out, err = capsys.readouterr()

@@ -49,7 +49,7 @@ def batch(rng, vocab_size):
     """16 prompts, short and long, some of which begin alike."""
     start = [rng.randrange(1, vocab_size) for _ in range(24)]
     prompts = [[rng.randrange(1, vocab_size) for _ in range(rng.choice((1, 2, 7, 30, 61)))] for _ in range(10)]
-    prompts += [start[: rng.randint(8, 24)] + [rng.randrange(1, vocab_size)] for _ in range(4)]
+    prompts += [[*start[: rng.randint(8, 24)], rng.randrange(1, vocab_size)] for _ in range(4)]
     prompts += [start, list(start)]
     rng.shuffle(prompts)
     return prompts, [rng.randint(3, 24) for _ in prompts]

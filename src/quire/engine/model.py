@@ -135,8 +135,11 @@ class Model:
             raise FileNotFoundError(f"{self.folder} has no *.safetensors file: the weights are missing")
 
     def _load(self, dtype: torch.dtype | None) -> Any:
-        from transformers import AttentionInterface, AutoModelForCausalLM
-        from transformers.utils import logging
+        try:
+            from transformers import AttentionInterface, AutoModelForCausalLM
+            from transformers.utils import logging
+        except ImportError as error:
+            raise ImportError(f"running models needs Transformers: pip install 'quire[engine]' ({error})") from error
 
         AttentionInterface.register(NAME, attention)
         if dtype is None and self.device.type == "cpu":

@@ -1,0 +1,146 @@
+"""The house rules: what an import costs and needs, which room may use which, and that documents tell what is there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quire
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "quire"
+FILES = sorted(path for path in SOURCE.rglob("*.py"))
+ROOMS = {  # what each may import, besides itself; the package's own files are the face
+    "attention": set(),
+    "plan": {"attention"},
+    "kernels": {"attention", "plan"},
+    "face": {"attention", "plan", "kernels", "cache"},
+    "cache": {"attention", "plan", "kernels", "face"},
+    "engine": {"attention", "kernels", "face", "cache"},
+    "bench": {"attention", "plan", "kernels", "face"},
+    "cli": {"attention", "kernels", "face", "engine", "bench"},
+}
+# core.py is the one name of the face that stands above the cache: its wrapper plans from a PagedKVCache.
+ABOVE_THE_CACHE = {"core", "__init__"}
+
+
+def python(code: str, **kwargs) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **kwargs)
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of ours that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            assert node.module is not None
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("quire.")}
+
+
+def room(module: str) -> str:
+    part = module.split(".")[1]
+    return part if part in ROOMS else "face"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("quire", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_arrows_point_down(path):
+    module = module_of(path)
+    if module in ("quire", "quire.__main__"):
+        return
+    own = room(module)
+    for name in imports(path):
+        other = room(name)
+        if own == "face" and other == "cache":
+            assert path.stem in ABOVE_THE_CACHE, f"{module} imports {name}"
+        assert other == own or other in ROOMS[own], f"{own} must not import {other}: {module} imports {name}"
+        if own == "cache":
+            assert name.split(".")[1] not in ABOVE_THE_CACHE, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").glob("*.py"))], ids=lambda p: p.name)
+def test_files_stay_readable(path):
+    assert len(path.read_text().splitlines()) <= 520, "a file longer than about 500 lines wants to be two"
+
+
+def test_an_import_is_quick():
+    code = "import time, torch; a = time.perf_counter(); import quire; print(time.perf_counter() - a)"
+    assert min(float(python(code).stdout) for _ in range(5)) < 0.3
+
+
+def test_an_import_and_the_face_need_neither_triton_nor_transformers():
+    code = """
+import sys
+for name in ("triton", "transformers", "safetensors", "tokenizers", "tqdm"):
+    sys.modules[name] = None
+import quire, torch
+for name in quire.__all__:
+    getattr(quire, name)
+q, k = torch.randn(4, 64), torch.randn(9, 2, 64)
+print(tuple(quire.single_decode_with_kv_cache(q, k, k).shape))
+"""
+    done = python(code)
+    assert done.stdout.strip() == "(4, 64)", done.stderr
+
+
+def test_the_engine_says_what_is_missing():
+    code = "import sys; sys.modules['transformers'] = None\nfrom quire.engine import LLM\nLLM()"
+    assert "quire[engine]" in python(code).stderr.splitlines()[-1]
+
+
+def test_every_public_name_is_there_and_documented():
+    assert len(quire.__all__) > 15
+    for name in quire.__all__:
+        assert getattr(quire, name).__doc__, name
+    with pytest.raises(AttributeError, match="nothing_like_that"):
+        quire.nothing_like_that  # noqa: B018
+
+
+def test_readme_shows_the_measured_tables():
+    done = subprocess.run([sys.executable, "tools/readme_tables.py", "--check"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, "run tools/readme_tables.py"
+
+
+def test_readme_reports_the_models_training():
+    report = json.loads((SOURCE / "models" / "tiny-python" / "training.json").read_text())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    ours, xz = report["held_out_bits_per_byte"], report["xz_9_bits_per_byte"]
+    assert f"needs {ours:.3f} bits per byte, where `xz -9` needs {xz:.3f}" in readme
+
+
+def test_results_say_where_and_when():
+    files = list((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert files
+    for file in files:
+        result = json.loads(file.read_text())
+        assert {"device", "date", "quire", "torch", "seed", "ceilings", "cells"} <= set(result), file
+
+
+def test_what_documents_name_exists():
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = file.read_text()
+        for word in text.replace("(", " ").replace(")", " ").replace("`", " ").split():
+            if word.startswith(("src/", "tests/", "tools/", "docs/", "examples/", "benchmarks/")):
+                assert any(ROOT.glob(word.rstrip(".,:;/"))), f"{file.name} names {word}"
+
+
+def test_readmes_python_runs():
+    """Each ```python block of README, in one process."""
+    text = (ROOT / "README.md").read_text()
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert len(blocks) >= 3
+    for block in blocks:
+        done = python(block, cwd=ROOT)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
