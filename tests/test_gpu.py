@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -19,13 +21,15 @@ def batch(rng):
     return random_batch(spec, [1, 1, 1], [30, 1, 90], 16)
 
 
-@pytest.fixture
+@contextmanager
 def no_waiting():
     """Fail where the host waits for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def tables(batch: Batch):
@@ -55,12 +59,13 @@ def test_there_are_no_other_kernels_and_it_says_so(batch):
         planned(batch, "auto")
 
 
-def test_plan_does_not_wait_for_the_device(batch, no_waiting):
+def test_plan_does_not_wait_for_the_device(batch):
     kv = tables(batch)
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(
         torch.empty(1 << 20, dtype=torch.uint8, device="cuda"), backend="reference"
     )
-    wrapper.plan(*kv, 8, 2, 64, 16, q_data_type=BF16)
+    with no_waiting():
+        wrapper.plan(*kv, 8, 2, 64, 16, q_data_type=BF16)
 
 
 def test_append_writes_where_it_does_on_the_cpu(batch):
