@@ -1,4 +1,4 @@
-"""The face on a GPU. Only the definition computes there so far; what surrounds it must not wait for the device."""
+"""The face on a GPU: the definition, Triton, and what surrounds them, which must not wait for the device."""
 
 from __future__ import annotations
 
@@ -54,9 +54,20 @@ def test_the_definition_computes_there(batch):
     torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_there_are_no_other_kernels_and_it_says_so(batch):
-    with pytest.raises(ValueError, match="no kernels for this attention on cuda:0: cpu: it computes on the CPU"):
-        planned(batch, "auto")
+def test_auto_is_triton_and_sees_tables_that_change_in_place(batch):
+    """Also in a captured graph."""
+    wrapper = planned(batch, "auto")
+    assert wrapper.backend == "triton"
+    q, kv, sinks = batch.q.cuda(), (batch.k.cuda(), batch.v.cuda()), batch.sinks.cuda()
+    exact, _ = batch.exact()
+    assert relative_error(wrapper.run(q, kv, sinks=sinks).cpu(), exact) < 3e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = wrapper.run(q, kv, sinks=sinks)
+    wrapper._paged_kv_last_page_len_buf[0] -= 3
+    batch.kv.last_page_len[0] -= 3
+    graph.replay()
+    assert relative_error(out.cpu(), batch.exact()[0]) < 3e-3
 
 
 def test_plan_does_not_wait_for_the_device(batch):

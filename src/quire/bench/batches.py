@@ -65,14 +65,17 @@ def _rows(cache: Tensor, table: PageTable) -> Tensor:
     return cache[slots // table.page_size, slots % table.page_size]
 
 
-def random_table(kv_lens: Sequence[int], page_size: int, spare: int = 3) -> tuple[PageTable, int]:
+def random_table(
+    kv_lens: Sequence[int], page_size: int, spare: int = 3, device: torch.device | str = "cpu"
+) -> tuple[PageTable, int]:
     """A page table over a random permutation of a pool with `spare` pages more than needed, and the pool's size."""
     lengths = torch.tensor(kv_lens, dtype=torch.int32)
     pages = (lengths + page_size - 1) // page_size
     total = int(pages.sum())
     indices = torch.randperm(total + spare)[:total].int()
     last = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
-    return PageTable(RaggedLayout.from_lengths(pages).indptr, indices, last, page_size), total + spare
+    indptr = RaggedLayout.from_lengths(pages).indptr
+    return PageTable(indptr.to(device), indices.to(device), last.to(device), page_size), total + spare
 
 
 def random_batch(
@@ -85,6 +88,7 @@ def random_batch(
     padding: int = 0,
     k_scale: float | Tensor = 1.0,
     v_scale: float | Tensor = 1.0,
+    device: torch.device | str = "cpu",
 ) -> Batch:
     """Normally distributed q, k and v; a mask and sinks where the spec has them; unused slots are NaN.
 
@@ -92,23 +96,23 @@ def random_batch(
         padding: rows of q beyond the requests'.
         kv_layout: how a page lies in memory; the views are NHD either way.
     """
-    table, pool = random_table(kv_lens, page_size)
-    qo = RaggedLayout.from_lengths(torch.tensor(q_lens, dtype=torch.int32))
-    q = torch.randn(sum(q_lens) + padding, spec.num_qo_heads, spec.head_dim_qk).to(spec.q_dtype)
+    table, pool = random_table(kv_lens, page_size, device=device)
+    qo = RaggedLayout.from_lengths(torch.tensor(q_lens, dtype=torch.int32, device=device))
+    q = torch.randn(sum(q_lens) + padding, spec.num_qo_heads, spec.head_dim_qk, device=device).to(spec.q_dtype)
     k, v = (
         _filled_cache(table, pool, spec.num_kv_heads, dim, spec.kv_dtype, kv_layout)
         for dim in (spec.head_dim_qk, spec.head_dim_vo)
     )
     area = sum(a * b for a, b in zip(q_lens, kv_lens, strict=True))
-    mask = torch.rand(area) < 0.7 if spec.custom_mask else None
-    sinks = torch.randn(spec.num_qo_heads) if spec.sinks else None
+    mask = torch.rand(area, device=device) < 0.7 if spec.custom_mask else None
+    sinks = torch.randn(spec.num_qo_heads, device=device) if spec.sinks else None
     return Batch(spec, q, k, v, qo, table, mask, sinks, k_scale, v_scale)
 
 
 def _filled_cache(table: PageTable, pool: int, heads: int, dim: int, dtype: torch.dtype, kv_layout: str) -> Tensor:
-    cache = torch.full((pool * table.page_size, heads, dim), torch.nan)
     slots = _slots(table)
-    cache[slots] = torch.randn(len(slots), heads, dim)
+    cache = torch.full((pool * table.page_size, heads, dim), torch.nan, device=slots.device)
+    cache[slots] = torch.randn(len(slots), heads, dim, device=slots.device)
     pages = cache.to(dtype).view(pool, table.page_size, heads, dim)
     return pages if kv_layout == "NHD" else pages.transpose(1, 2).contiguous().transpose(1, 2)
 

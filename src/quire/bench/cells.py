@@ -89,7 +89,7 @@ class Cell:
         lengths[lengths.argmax()] += self.kv_len - lengths.sum()
         return lengths.tolist()
 
-    def make(self) -> Batch:
+    def make(self, device: torch.device | str = "cpu") -> Batch:
         """Random data for the cell."""
         kv_dtype = DTYPES[self.dtype]
         spec = AttentionSpec(
@@ -99,7 +99,7 @@ class Cell:
             q_dtype=kv_dtype if kv_dtype.itemsize > 1 else torch.bfloat16,
             kv_dtype=kv_dtype,
         )
-        return random_batch(spec, [self.q_len] * self.batch, self.kv_lens, self.page_size)
+        return random_batch(spec, [self.q_len] * self.batch, self.kv_lens, self.page_size, device=device)
 
     def kv_bytes(self, batch: Batch) -> int:
         """Bytes of K and V that attention has to read."""

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from quire import __version__
-from quire.bench.batches import Batch, relative_error
+from quire.bench.batches import Batch
+from quire.bench.calls import planned, sampled_error
 from quire.bench.cells import Cell
-from quire.decode import BatchDecodeWithPagedKVCacheWrapper
-from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
 DECODE = (
     "decode gqa4 p16 8x2k",
@@ -85,26 +84,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _ours(cell: Cell, batch: Batch, backend: str) -> Callable[[], torch.Tensor]:
-    spec, workspace = batch.spec, torch.empty(0, dtype=torch.uint8)
-    shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk)
-    dtypes: dict[str, Any] = {"q_data_type": spec.q_dtype, "kv_data_type": spec.kv_dtype}
-    table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
-    if cell.ragged:
-        ragged = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        k, v, indptr = batch.rows()
-        ragged.plan(batch.qo.indptr, indptr, *shape, causal=True, **dtypes)
-        return lambda: ragged.run(batch.q, k, v)  # type: ignore[return-value]
-    cache = (batch.k, batch.v)
-    if cell.operation == "decode":
-        decode = BatchDecodeWithPagedKVCacheWrapper(workspace, backend=backend)
-        decode.plan(*table, *shape, cell.page_size, **dtypes)
-        return lambda: decode.run(batch.q, cache)  # type: ignore[return-value]
-    prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
-    prefill.plan(batch.qo.indptr, *table, *shape, cell.page_size, causal=True, **dtypes)
-    return lambda: prefill.run(batch.q, cache)  # type: ignore[return-value]
-
-
 def _torch(cell: Cell, batch: Batch) -> Run | None:
     """Torch's way: for decode, gather the pages and call `scaled_dot_product_attention`; for prefill, the call alone,
     over keys and values that lie ready. None where torch has none (fp8, lengths that differ).
@@ -131,26 +110,20 @@ def measure(name: str, backend: str = "auto", rounds: int = 9) -> dict[str, Any]
     """One cell: milliseconds of ours and of torch's way, rate, and the error against the oracle (on a few requests)."""
     cell = Cell.parse(name)
     batch = cell.make()
-    ours, theirs = _ours(cell, batch, backend), _torch(cell, batch)
+    run, theirs = planned(cell, batch, backend), _torch(cell, batch)
+    k, v, _ = batch.rows() if cell.ragged else (batch.k, batch.v, None)
+
+    def ours() -> torch.Tensor:
+        return run(k, v)
+
     times = medians([ours] if theirs is None else [ours, theirs], rounds)
     row: dict[str, Any] = {"cell": name, "ms": times[0] * 1e3, "torch_ms": times[1] * 1e3 if theirs else None}
     if cell.operation == "decode":
         row["gb_s"] = cell.kv_bytes(batch) / times[0] / 1e9
     else:
         row["gflop_s"] = cell.flops(batch) / times[0] / 1e9
-    row["error"] = _error(batch, ours())
+    row["error"] = sampled_error(batch, ours())
     return row
-
-
-def _error(batch: Batch, out: torch.Tensor, requests: int = 2) -> float:
-    """Error of the first requests' outputs; the oracle is too slow for all of a large batch."""
-    kept = min(requests, batch.kv.batch_size)
-    rows = int(batch.qo.indptr[kept])
-    table = type(batch.kv)(
-        batch.kv.indptr[: kept + 1], batch.kv.indices, batch.kv.last_page_len[:kept], batch.kv.page_size
-    )
-    part = Batch(batch.spec, batch.q[:rows], batch.k, batch.v, type(batch.qo)(batch.qo.indptr[: kept + 1]), table)
-    return relative_error(out[:rows], part.exact()[0])
 
 
 def bench(names: Sequence[str], backend: str = "auto", rounds: int = 9) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="time attention", description=__doc__)
     parser.add_argument("operation", choices=("decode", "prefill"))
-    parser.add_argument("--device", default="cpu", choices=("cpu",))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--backend", default="auto", help="kernel family (see quire env)")
     parser.add_argument("--cell", action="append", help='what to time, like "gqa4 p16 8x2k" (may be given again)')
     parser.add_argument("--rounds", type=int, default=9, help="of which the median counts")
@@ -22,21 +22,37 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    from quire.bench import cpu
+def _module(device: str) -> Any:
+    """Who times on a device."""
+    if device == "cpu":
+        from quire.bench import cpu
 
+        return cpu
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: there is no GPU")
+    from quire.bench import gpu
+
+    return gpu
+
+
+def run(args: argparse.Namespace) -> int:
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: it must be at least 1")
-    listed = cpu.DECODE if args.operation == "decode" else cpu.PREFILL
+    place = _module(args.device)
+    listed = place.DECODE if args.operation == "decode" else place.PREFILL
+    from quire.bench.cells import Cell
+
     names = [f"{args.operation} {cell}" for cell in args.cell] if args.cell else listed
     for name in names:
-        cpu.Cell.parse(name)  # refuse all before timing any
-    result = cpu.bench(names, args.backend, args.rounds)
+        Cell.parse(name)  # refuse all before timing any
+    result = place.bench(names, args.backend, args.rounds)
     if args.json == Path("-"):
         json.dump(result, sys.stdout, indent=2)
         print()
         return 0
-    print(cpu.table(result))
+    print(place.table(result))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0

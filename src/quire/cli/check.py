@@ -14,6 +14,7 @@ from quire.attention.spec import AttentionSpec
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.kernels import registry
 
+_PLAIN = AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=64, q_dtype=torch.float16)
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
 LSE_BOUND = 2e-5  # absolute; the logits are of order 1 to 100
 _LAYERS: dict[str, dict[str, Any]] = {
@@ -49,11 +50,15 @@ def run(args: argparse.Namespace) -> int:
     if args.batches < 1:
         raise ValueError(f"--batches {args.batches}: it must be at least 1")
     seed = random.randrange(1 << 31) if args.seed is None else args.seed
-    families = [name for name in registry.FAMILIES if name != "reference"]
+    names = [name for name in registry.FAMILIES if name != "reference"]
     if args.backend is not None:
         registry.canonical(args.backend)
-        families = [args.backend]
-    rows = [row for family in families for row in _check_family(family, seed, args.batches)]
+        names = [args.backend]
+    devices = [torch.device(name) for name in ("cpu", "cuda") if name == "cpu" or torch.cuda.is_available()]
+    pairs = [(name, device) for device in devices for name in names if registry.why_not(name, _PLAIN, device) is None]
+    if not pairs:
+        raise ValueError(f"this machine can't run {' or '.join(names)}: see quire env")
+    rows = [row for family, device in pairs for row in _check_family(family, device, seed, args.batches)]
     if args.json:
         print(json.dumps({"seed": seed, "rows": rows}, indent=2))
     else:
@@ -61,20 +66,20 @@ def run(args: argparse.Namespace) -> int:
     return 0 if rows and all(row["ok"] for row in rows) else 1
 
 
-def _check_family(family: str, seed: int, batches: int) -> Iterator[dict[str, Any]]:
+def _check_family(family: str, device: torch.device, seed: int, batches: int) -> Iterator[dict[str, Any]]:
     """A row per dtype and kind of layer: the worst errors over some batches."""
-    device = torch.device("cpu")
     for q_dtype, kv_dtype in _DTYPES:
         for name, layer in _LAYERS.items():
             rng = random.Random(f"{seed} {q_dtype} {kv_dtype} {name}")
             torch.manual_seed(rng.randrange(1 << 31))
-            errors = [_errors(family, _batch(rng, q_dtype, kv_dtype, layer), device) for _ in range(batches)]
+            errors = [_errors(family, _batch(rng, q_dtype, kv_dtype, layer, device)) for _ in range(batches)]
             out, lse = (
                 max(column) if not any(x != x for x in column) else float("nan") for column in zip(*errors, strict=True)
             )
             bound = BOUNDS[q_dtype]
             yield {
                 "family": family,
+                "device": device.type,
                 "q": str(q_dtype).removeprefix("torch."),
                 "kv": str(kv_dtype).removeprefix("torch."),
                 "layer": name,
@@ -85,7 +90,9 @@ def _check_family(family: str, seed: int, batches: int) -> Iterator[dict[str, An
             }
 
 
-def _batch(rng: random.Random, q_dtype: torch.dtype, kv_dtype: torch.dtype, layer: dict[str, Any]) -> Batch:
+def _batch(
+    rng: random.Random, q_dtype: torch.dtype, kv_dtype: torch.dtype, layer: dict[str, Any], device: torch.device
+) -> Batch:
     """Some requests that decode, prefill, or are empty; any heads, sizes and pages."""
     kv_heads, group, dim = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 7)), rng.choice((16, 64, 72, 128))
     spec = AttentionSpec(
@@ -101,15 +108,15 @@ def _batch(rng: random.Random, q_dtype: torch.dtype, kv_dtype: torch.dtype, laye
     q_lens = [rng.choice((1, 1, 3, 50)) for _ in kv_lens]
     scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0} if kv_dtype.itemsize == 1 else {}
     return random_batch(
-        spec, q_lens, kv_lens, rng.choice((1, 4, 16, 64)), kv_layout=rng.choice(("NHD", "HND")), **scales
+        spec, q_lens, kv_lens, rng.choice((1, 4, 16, 64)), kv_layout=rng.choice(("NHD", "HND")), device=device, **scales
     )
 
 
-def _errors(family: str, batch: Batch, device: torch.device) -> tuple[float, float]:
+def _errors(family: str, batch: Batch) -> tuple[float, float]:
     """Relative error of the output, and the largest difference of an lse (infinite where only one is)."""
     spec = batch.spec
-    out = torch.full((len(batch.q), spec.num_qo_heads, spec.head_dim_vo), torch.nan, dtype=spec.o_dtype)
-    lse = torch.full(out.shape[:2], torch.nan)
+    out = torch.full((len(batch.q), spec.num_qo_heads, spec.head_dim_vo), torch.nan).to(batch.q.device, spec.o_dtype)
+    lse = torch.full(out.shape[:2], torch.nan, device=out.device)
     extras: dict[str, Any] = {"sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
     call = registry.Call(batch.q, batch.k, batch.v, batch.qo, batch.kv, spec, mask=batch.mask, **extras)
     registry.attend(call, out, lse, family)

@@ -22,7 +22,11 @@ from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout
 from quire.attention.spec import AttentionSpec
 
-FAMILIES = {"cpu": "quire.kernels.cpu", "reference": "quire.kernels.reference"}
+FAMILIES = {
+    "cpu": "quire.kernels.cpu",
+    "triton": "quire.kernels.triton",
+    "reference": "quire.kernels.reference",
+}
 # FlashInfer's names for its own kernels all ask for "the best we have".
 _FLASHINFER = ("fa2", "fa3", "cuda", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cutile", "xqa")
 

@@ -1,0 +1,45 @@
+"""A cell's call through the face, and how far its result is off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.pages import PageTable, RaggedLayout
+from quire.bench.batches import Batch, relative_error
+from quire.bench.cells import Cell
+from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+
+
+def planned(cell: Cell, batch: Batch, backend: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Plan the cell's batch; returns what computes it over k and v: pages, or rows for a ragged cell."""
+    spec, workspace = batch.spec, torch.empty(0, dtype=torch.uint8, device=batch.q.device)
+    shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk)
+    dtypes: dict[str, Any] = {"q_data_type": spec.q_dtype, "kv_data_type": spec.kv_dtype}
+    table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
+    if cell.ragged:
+        ragged = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
+        _, _, indptr = batch.rows()
+        ragged.plan(batch.qo.indptr, indptr, *shape, causal=True, **dtypes)
+        return lambda k, v: ragged.run(batch.q, k, v)  # type: ignore[return-value]
+    if cell.operation == "decode":
+        decode = BatchDecodeWithPagedKVCacheWrapper(workspace, backend=backend)
+        decode.plan(*table, *shape, cell.page_size, **dtypes)
+        return lambda k, v: decode.run(batch.q, (k, v))  # type: ignore[return-value]
+    prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+    prefill.plan(batch.qo.indptr, *table, *shape, cell.page_size, causal=True, **dtypes)
+    return lambda k, v: prefill.run(batch.q, (k, v))  # type: ignore[return-value]
+
+
+def sampled_error(batch: Batch, out: Tensor, requests: int = 2) -> float:
+    """Error of the last (at most 64) query tokens of the first requests: the oracle is too slow for all of a batch."""
+    kept = min(requests, batch.kv.batch_size)
+    ends, lengths = batch.qo.indptr[1 : kept + 1].tolist(), batch.qo.lengths()[:kept].clamp(max=64)
+    rows = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, lengths.tolist(), strict=True)]).to(out.device)
+    table = PageTable(batch.kv.indptr[: kept + 1], batch.kv.indices, batch.kv.last_page_len[:kept], batch.kv.page_size)
+    part = Batch(batch.spec, batch.q[rows], batch.k, batch.v, RaggedLayout.from_lengths(lengths), table)
+    return relative_error(out[rows], part.exact()[0])

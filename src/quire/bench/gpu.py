@@ -1,0 +1,162 @@
+"""Timing on a GPU: CUDA graph replays over several layers' caches, under ceilings measured in the same run."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from triton import language as tl
+
+from quire import __version__
+from quire.bench.batches import Batch
+from quire.bench.calls import planned, sampled_error
+from quire.bench.cells import Cell
+
+DECODE = (
+    "decode gqa4 p16 1x1k",
+    "decode gqa4 p16 1x8k",
+    "decode gqa4 p16 1x64k",
+    "decode gqa4 p16 8x4k",
+    "decode gqa4 p16 32x2k",
+    "decode gqa4 p16 64x4k",
+    "decode gqa4 p16 256x512",
+    "decode gqa4 p16 64 mixed 256k",
+    "decode gqa4 p1 64x2k",
+    "decode gqa4 p64 64x2k",
+    "decode gqa8 p16 64x2k",
+    "decode 28:4 p16 64x2k",
+    "decode mha p16 16x4k",
+    "decode gqa4 p16 d64 64x4k",
+    "decode gqa4 p16 fp8 64x4k",
+)
+PREFILL = (
+    "prefill ragged 1x4k",
+    "prefill ragged 1x16k",
+    "prefill ragged 32x512",
+    "prefill p16 1x16k",
+    "prefill p16 8x2k",
+    "prefill p1 8x2k",
+    "prefill p16 d64 8x2k",
+    "prefill p16 4x512@16k",
+    "prefill p16 64x4@4k",
+)
+_L2_TIMES = 4  # the caches that take turns are together this many times the L2
+_SPREAD = 200 << 20  # bytes of them at least
+
+
+@triton.jit
+def _read(x, sums, n, block: tl.constexpr):
+    """Sum 16-byte loads of a strip per program."""
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    total = tl.zeros([block], tl.int32)
+    for i in range(0, n, tl.num_programs(0) * block):
+        total += tl.load(x + i + at, eviction_policy="evict_first")
+    tl.store(sums + tl.program_id(0), tl.sum(total))
+
+
+def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
+    """Median seconds of one of `runs`, all captured in one graph, over `rounds` replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for run in runs[:2]:
+            run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    for _ in range(2):
+        graph.replay()
+    times = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return sorted(times)[rounds // 2] / len(runs)
+
+
+def ceilings() -> dict[str, float]:
+    """Reading memory in GB/s, and bf16 matrix products in TFLOP/s."""
+    x = torch.zeros(1 << 29, dtype=torch.int32, device="cuda")
+    sums = torch.empty(1 << 16, dtype=torch.int32, device="cuda")
+    programs = 8 * torch.cuda.get_device_properties(0).multi_processor_count
+    n = len(x) // (programs * 4096) * programs * 4096
+    read = graph_seconds([lambda: _read[(programs,)](x, sums, n, 4096, num_warps=8)] * 2, 11)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product = graph_seconds([lambda: a @ a] * 4, 11)
+    return {"read_gb_s": 4 * n / read / 1e9, "matmul_tflop_s": 2 * 8192**3 / product / 1e12}
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name(),
+        "date": date.today().isoformat(),
+        "quire": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def _sdpa(cell: Cell, batch: Batch) -> Callable[[], Any] | None:
+    """Torch over dense keys and values: for whole prompts only."""
+    if cell.operation == "decode" or cell.q_len != cell.kv_len or batch.spec.kv_dtype.itemsize == 1:
+        return None
+    k, v, _ = batch.rows()
+    q, k, v = (x.view(cell.batch, cell.kv_len, *x.shape[1:]).transpose(1, 2) for x in (batch.q, k, v))
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def measure(name: str, backend: str, rounds: int) -> dict[str, Any]:
+    """One cell: microseconds per layer, rate, and the error against the oracle (on a few requests)."""
+    cell = Cell.parse(name)
+    batch = cell.make("cuda")
+    run, rows = planned(cell, batch, backend), batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    copies = max(2, -(-max(_SPREAD, _L2_TIMES * l2) // cell.kv_bytes(batch)))
+    caches = [rows, *((rows[0].clone(), rows[1].clone()) for _ in range(copies - 1))]
+    error = sampled_error(batch, run(*rows))
+    seconds = graph_seconds([partial(run, *kv) for kv in caches], rounds)
+    row: dict[str, Any] = {"cell": name, "us": seconds * 1e6, "error": error}
+    if cell.operation == "decode":
+        row["gb_s"] = cell.kv_bytes(batch) / seconds / 1e9
+    else:
+        row["tflop_s"] = cell.flops(batch) / seconds / 1e12
+        theirs = _sdpa(cell, batch)
+        row["sdpa_us"] = graph_seconds([theirs] * 4, rounds) * 1e6 if theirs else None
+    return row
+
+
+def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> dict[str, Any]:
+    """All cells, with the machine and its ceilings."""
+    seed = torch.seed() % (1 << 31)
+    torch.manual_seed(seed)
+    return {**machine(), "seed": seed, "ceilings": ceilings(), "cells": [measure(n, backend, rounds) for n in names]}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table."""
+    tops = result["ceilings"]
+    decode = any("gb_s" in row for row in result["cells"])
+    top, unit = (tops["read_gb_s"], "GB/s") if decode else (tops["matmul_tflop_s"], "TFLOP/s")
+    peer = "" if decode else " SDPA µs, dense |"
+    lines = [
+        f"| cell | Quire µs |{peer} {unit} | of {top:,.0f} {unit} | error |",
+        "|---|--:|" + ("" if decode else "--:|") + "--:|--:|--:|",
+    ]
+    for row in result["cells"]:
+        rate = row.get("gb_s", row.get("tflop_s"))
+        other = "" if decode else f" {row['sdpa_us']:.0f} |" if row["sdpa_us"] else " - |"
+        lines.append(
+            f"| {row['cell']} | {row['us']:.1f} |{other} {rate:,.0f} | {rate / top:.0%} | {row['error']:.1e} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""Compiles the Triton kernels without a GPU, and says what they use."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.attention import AttentionSpec
+from quire.kernels import triton as family
+from quire.kernels.triton import attention
+from quire.kernels.triton.config import Machine, tune
+
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163 << 10),
+    "sm_89": (GPUTarget("cuda", 89, 32), 99 << 10),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227 << 10),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227 << 10),
+    "sm_120": (GPUTarget("cuda", 120, 32), 99 << 10),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 << 10),
+}
+_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
+
+
+@dataclass
+class Usage:
+    registers: int
+    spills: int
+    shared: int
+    limit: int
+    asm: dict
+
+
+def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 16, split: bool = True) -> Usage:
+    """The attention kernel for requests of about `rows` query rows."""
+    target, limit = TARGETS[name]
+    native = name in ("sm_89", "sm_90", "sm_100", "sm_120")
+    machine = Machine(processors=132, shared_memory=limit, fp8=native, hip=target.backend == "hip")
+    tuning = tune(spec, family._block_m(spec, rows), page_size > 0, limit)
+    c = family._shape(spec, page_size, tuning, split, 64, (False, False, False, True), machine)
+    signature, constants, attributes = {}, {}, {}
+    q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype] if native or spec.kv_dtype.itemsize > 1 else "u8"
+    pointers = {
+        "q": q, "k": kv, "v": kv, "out": q, "lse": "fp32", "part": "fp32", "part_ml": "fp32", "qo_indptr": "i32",
+        "kv_indptr": "i32", "last_page_len": "i32", "kv_indices": "i32", "mask_bits": "u8" if c.mask else None,
+        "mask_indptr": "i32" if c.mask else None, "sinks": "fp32" if c.sinks else None,
+        "slopes": "fp32" if c.alibi else None, "q_scale": None, "k_scale": None, "v_scale": None,
+    }  # fmt: skip
+    floats = ("scale", "v_gain", "cap", "rope_step", "rope_scale")
+    for i, argument in enumerate(attention.attend.arg_names):
+        if argument == "c":
+            signature[argument], constants[argument] = "constexpr", c
+        elif argument in pointers and pointers[argument] is None:
+            signature[argument], constants[argument] = "constexpr", None
+        elif argument in pointers:
+            signature[argument] = f"*{pointers[argument]}"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "fp32" if argument in floats else "i32"
+            if argument.endswith(("_token", "_head", "_page")):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(attention.attend, signature, constants, attributes)
+    options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+    compiled = triton.compile(source, target=target, options=options)
+    registers, spills = _resources(compiled.asm["cubin"]) if target.backend == "cuda" else _amd(compiled.asm["amdgcn"])
+    return Usage(registers, spills, compiled.metadata.shared, limit, compiled.asm)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+
+
+def _amd(text: str) -> tuple[int, int]:
+    return int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1]), int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1])
