@@ -80,8 +80,8 @@ def test_plan_does_not_wait_for_the_device(batch):
 
 
 def test_append_writes_where_it_does_on_the_cpu(batch):
-    key, value = torch.randn(2, 5, 2, 64).to(BF16)
-    requests, positions = torch.tensor([0, 2, 2, 1, 2]).int(), torch.tensor([29, 88, 89, 0, 17]).int()
+    key, value = torch.randn(2, 6, 2, 64).to(BF16)
+    requests, positions = torch.tensor([0, 2, 2, -1, 1, 2]).int(), torch.tensor([29, 88, 89, 0, 0, 17]).int()
     here = (batch.k.clone(), batch.v.clone())
     there = (batch.k.cuda(), batch.v.cuda())
     host = (batch.kv.indices, batch.kv.indptr, batch.kv.last_page_len)
@@ -90,6 +90,20 @@ def test_append_writes_where_it_does_on_the_cpu(batch):
     quire.append_paged_kv_cache(*args, there, *(x.cuda() for x in host))
     for a, b in zip(here, there, strict=True):
         torch.testing.assert_close(b.cpu(), a, rtol=0, atol=0, equal_nan=True)
+
+
+def test_append_writes_nothing_where_tables_lead_outside(batch):
+    key = torch.ones(5, 2, 64, dtype=BF16, device="cuda")
+    caches = (batch.k.cuda(), batch.v.cuda())
+    before = [x.clone() for x in caches]
+    requests, positions = torch.tensor([0, 3, 1 << 30, 1, 2]).int(), torch.tensor([32, 0, 0, -1, 1 << 30]).int()
+    indices, indptr, last = (x.cuda() for x in (batch.kv.indices, batch.kv.indptr, batch.kv.last_page_len))
+    quire.append_paged_kv_cache(key, key, requests.cuda(), positions.cuda(), caches, indices, indptr, last)
+    wild = torch.full_like(indices, 1 << 30)
+    zero = torch.zeros(5, dtype=torch.int32, device="cuda")
+    quire.append_paged_kv_cache(key, key, zero, zero, caches, wild, indptr, last)
+    for a, b in zip(before, caches, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True)
 
 
 def test_states_merge_there():

@@ -1,4 +1,4 @@
-"""Writing new keys and values into their pages, by torch's indexed assignment: any device, any dtype."""
+"""Writing new keys and values into their pages: by torch's indexed assignment, on a GPU by a kernel."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ def append(
     k_cache, v_cache: [pages, page_size, kv_heads, head_dim], any strides; key, value: [tokens, kv_heads, head_dim] of
     the cache's dtype; requests, positions: int32 [tokens].
     """
-    if requests.device.type == "cpu":
-        kept = requests >= 0
-        if not bool(kept.all()):
-            key, value, requests, positions = key[kept], value[kept], requests[kept], positions[kept]
-        _check(requests, positions, table, len(k_cache))
+    if k_cache.element_size() == 1:  # neither way moves fp8; bytes are bytes
+        k_cache, v_cache, key, value = (x.view(torch.uint8) for x in (k_cache, v_cache, key, value))
+    if requests.device.type == "cuda":
+        from quire.kernels.triton.append import append as append_on_gpu
+
+        append_on_gpu(k_cache, v_cache, key, value, requests, positions, table)
+        return
+    kept = requests >= 0
+    if not bool(kept.all()):
+        key, value, requests, positions = key[kept], value[kept], requests[kept], positions[kept]
+    _check(requests, positions, table, len(k_cache))
     requests, positions = requests.long(), positions.long()
     entry = table.indptr.long()[requests] + positions // table.page_size
     page, slot = table.indices.long()[entry], positions % table.page_size
     for cache, new in ((k_cache, key), (v_cache, value)):
-        if new.element_size() == 1:  # indexed assignment knows no fp8; bytes are bytes
-            cache, new = cache.view(torch.uint8), new.view(torch.uint8)
         cache[page, slot] = new
 
 
