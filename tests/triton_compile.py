@@ -50,7 +50,7 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
     native = name in ("sm_89", "sm_90", "sm_100", "sm_120")
     machine = Machine(processors=132, shared_memory=limit, fp8=native, hip=target.backend == "hip")
     tuning = tune(spec, family._block_m(spec, rows), page_size > 0, limit)
-    c = family._shape(spec, page_size, tuning, split, 64, (False, False, False, True), machine)
+    c = family._shape(spec, page_size, tuning, split, 64, (False, False, False, True, False), machine)
     signature, constants, attributes = {}, {}, {}
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype] if native or spec.kv_dtype.itemsize > 1 else "u8"
     pointers = {
@@ -58,8 +58,9 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
         "kv_indptr": "i32", "last_page_len": "i32", "kv_indices": "i32", "mask_bits": "u8" if c.mask else None,
         "mask_indptr": "i32" if c.mask else None, "sinks": "fp32" if c.sinks else None,
         "slopes": "fp32" if c.alibi else None, "q_scale": None, "k_scale": None, "v_scale": None,
+        "turns": "fp64" if c.rope else None,
     }  # fmt: skip
-    floats = ("scale", "v_gain", "cap", "rope_step", "rope_scale")
+    floats = ("scale", "v_gain", "cap")
     for i, argument in enumerate(attention.attend.arg_names):
         if argument == "c":
             signature[argument], constants[argument] = "constexpr", c

@@ -54,7 +54,7 @@ def _block_m(spec: AttentionSpec, rows: int) -> int:
 def _shape(
     spec: AttentionSpec, page_size: int, tuning: Tuning, split: bool, scan: int, flags: tuple[bool, ...], on: Machine
 ) -> Config:
-    q_scale, k_scale, v_scale, lse = flags
+    q_scale, k_scale, v_scale, lse, reversing = flags
     d1, d2 = parts(spec.head_dim_qk)
     qk_type, pv_type, precision = product_types(spec, INTERPRETED, on.hip)
     normed = qk_type == tl.float16 and spec.q_dtype == torch.bfloat16
@@ -87,11 +87,18 @@ def _shape(
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
-        shaped=cap or alibi or q_scale or k_scale or normed or spec.sm_scale <= 0,
+        shaped=cap or alibi or q_scale or k_scale or normed or reversing,
         normed=normed,
         lse=lse,
         pad_heads=triton.next_power_of_2(spec.num_qo_heads),
     )
+
+
+@lru_cache(maxsize=64)
+def _turns(head_dim: int, rope_scale: float, rope_theta: float, device: torch.device) -> Tensor:
+    half = head_dim // 2
+    steps = torch.arange(half, dtype=torch.float64) / half
+    return (rope_theta**-steps / rope_scale / (2 * math.pi)).to(device)
 
 
 @lru_cache(maxsize=64)
@@ -127,7 +134,7 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
     q = call.q if call.q.element_size() > 1 else call.q.half()
     k, v = _bytes(call.k, on), _bytes(call.v, on)
     if isinstance(call.kv, PageTable):
-        page_size, indices, last_page_len, entries = call.kv.page_size, call.kv.indices, call.kv.last_page_len, 0
+        page_size, indices, last_page_len = call.kv.page_size, call.kv.indices, call.kv.last_page_len
         entries = len(indices) if len(k) else 0
         k_strides, v_strides = k.stride()[:3], v.stride()[:3]
     else:
@@ -144,18 +151,13 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
         _split_scale(call.k_scale, spec.num_kv_heads),
         _split_scale(call.v_scale, spec.num_kv_heads),
     )
-    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None)
+    scale = spec.sm_scale * LOG2E * q_gain * k_gain
+    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, scale <= 0)
     scan = max(16, min(1024, triton.next_power_of_2(batch)))
-    if q_gain * k_gain <= 0:  # a scale that turns logits around: as one per head
-        k_scale, flags = (
-            torch.full((spec.num_kv_heads,), q_gain * k_gain, device=out.device),
-            (flags[0], True, *flags[2:]),
-        )
-        q_gain = k_gain = 1.0
     c = _shape(spec, page_size, tuning, split, scan, flags, on)
     part = torch.empty(2 * programs * tuning.block_m * (spec.head_dim_vo + 2) if split else 0, device=out.device)
     part_ml = part[2 * programs * tuning.block_m * spec.head_dim_vo :]
-    mask = call.mask
+    mask, tables = call.mask, (call.qo.indptr, call.kv.indptr, last_page_len)
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     attention.attend[(programs,)](
         q,
@@ -165,9 +167,7 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
         lse,
         part,
         part_ml,
-        call.qo.indptr,
-        call.kv.indptr,
-        last_page_len,
+        *tables,
         indices,
         mask.bits if mask else None,
         mask.indptr if mask else None,
@@ -185,12 +185,11 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
         len(q),
         entries,
         len(k),
-        spec.sm_scale * LOG2E * q_gain * k_gain,
+        scale,
         v_gain,
         spec.logits_soft_cap * LOG2E,
         spec.window_left,
-        -2.0 / spec.head_dim_qk * math.log2(spec.rope_theta),
-        1.0 / spec.rope_scale,
+        _turns(spec.head_dim_qk, spec.rope_scale, spec.rope_theta, out.device) if c.rope else None,
         c,
         **options,
     )
@@ -201,9 +200,7 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
             lse,
             part,
             part_ml,
-            call.qo.indptr,
-            call.kv.indptr,
-            last_page_len,
+            *tables,
             call.sinks,
             v_scale,
             *out.stride()[:2],

@@ -17,6 +17,7 @@ import triton
 from triton import language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+TWO_PI = tl.constexpr(6.283185307179586)
 
 
 @triton.jit
@@ -94,15 +95,18 @@ def widen(x, to: tl.constexpr, c: tl.constexpr):
 
 
 @triton.jit
-def turn(x, other, d, position, rope_step, rope_scale, c: tl.constexpr):
-    """Elements d of heads, and those half a head away, turned by ROPE_LLAMA's angle at a position."""
+def turn(x, other, d, position, turns, c: tl.constexpr):
+    """Elements d of heads, and those half a head away, turned by ROPE_LLAMA's angle at a position. Whole turns are
+    dropped in float64, or an angle would lose a digit for each digit of the position.
+    """
     half: tl.constexpr = c.dim_qk // 2
-    angle = position.to(tl.float32) * rope_scale * tl.exp2((d % half).to(tl.float32) * rope_step)
+    turned = position.to(tl.float64) * tl.load(turns + d % half)
+    angle = (turned - tl.floor(turned)).to(tl.float32) * TWO_PI
     return x * tl.cos(angle) + tl.where(d < half, -1.0, 1.0) * other * tl.sin(angle)
 
 
 @triton.jit
-def load_queries(start, d0, width: tl.constexpr, rows, position, rope_step, rope_scale, c: tl.constexpr):
+def load_queries(start, d0, width: tl.constexpr, rows, position, turns, c: tl.constexpr):
     """Elements d0 to d0 + width of queries, [block_m, width]; their heads begin at `start`, `rows` are real."""
     d = d0 + tl.arange(0, width)[None, :]
     inside = rows[:, None] & (d < c.dim_qk)
@@ -110,12 +114,12 @@ def load_queries(start, d0, width: tl.constexpr, rows, position, rope_step, rope
     if c.rope:
         half: tl.constexpr = c.dim_qk // 2
         other = tl.load(start[:, None] + tl.where(d < half, d + half, d - half), inside, 0.0)
-        x = turn(x.to(tl.float32), other.to(tl.float32), d, position[:, None], rope_step, rope_scale, c)
+        x = turn(x.to(tl.float32), other.to(tl.float32), d, position[:, None], turns, c)
     return x
 
 
 @triton.jit
-def load_keys(start, d0, width: tl.constexpr, seen, j, rope_step, rope_scale, guarded: tl.constexpr, c: tl.constexpr):
+def load_keys(start, d0, width: tl.constexpr, seen, j, turns, guarded: tl.constexpr, c: tl.constexpr):
     """Elements d0 to d0 + width of keys, [width, block_n]; their heads begin at `start`, `seen` are read."""
     d = d0 + tl.arange(0, width)[:, None]
     inside = seen[None, :] & (d < c.dim_qk)
@@ -126,7 +130,7 @@ def load_keys(start, d0, width: tl.constexpr, seen, j, rope_step, rope_scale, gu
     if c.rope:
         half: tl.constexpr = c.dim_qk // 2
         other = tl.load(start[None, :] + tl.where(d < half, d + half, d - half), inside, 0.0)
-        x = turn(widen(x, tl.float32, c), widen(other, tl.float32, c), d, j[None, :], rope_step, rope_scale, c)
+        x = turn(widen(x, tl.float32, c), widen(other, tl.float32, c), d, j[None, :], turns, c)
         return x
     return widen(x, c.qk_type, c)
 
@@ -171,7 +175,7 @@ def visible(i, position, rows, j, q_len, kv_len, window, mask_bits, mask_begin, 
 def walk(
     acc, m, l, q1, q2, k, v, kv_indices, k_page, k_token, k_head, v_page, v_token, v_head, num_pages,
     begin, end, lowest, high, i, position, rows, h, q_len, kv_begin, kv_len, row_scale, gain, slope, cap,
-    window, mask_bits, mask_begin, mask_size, rope_step, rope_scale, guarded: tl.constexpr, c: tl.constexpr,
+    window, mask_bits, mask_begin, mask_size, turns, guarded: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Keys begin to end into the state of a tile's rows. Guarded: only keys lowest to high are read, and each row
     takes those that it sees; otherwise all rows see all of them.
@@ -186,10 +190,10 @@ def walk(
         v_start = v + page * v_page + within * v_token + h * v_head
         # The next block's pages are asked for before this one's keys: no load waits for another in the same step.
         page = place(kv_indices, kv_begin, j + c.block_n, kv_len, num_pages, c)
-        k1 = load_keys(k_start, 0, c.d1, seen, j, rope_step, rope_scale, guarded, c)
+        k1 = load_keys(k_start, 0, c.d1, seen, j, turns, guarded, c)
         s = tl.dot(q1, k1, input_precision=c.precision)
         if c.d2 > 0:
-            k2 = load_keys(k_start, c.d1, c.d2, seen, j, rope_step, rope_scale, guarded, c)
+            k2 = load_keys(k_start, c.d1, c.d2, seen, j, turns, guarded, c)
             s = tl.dot(q2, k2, s, input_precision=c.precision)
         if c.shaped:
             s = shape(s, row_scale, position, j, slope, cap, c)
@@ -215,7 +219,7 @@ def attend_piece(
     q, k, v, out, lse, part, part_ml,
     kv_indices, mask_bits, mask_indptr, mask_size, sinks, slopes, q_scale, k_scale, v_scale,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, o_token, o_head,
-    num_pages, scale, v_gain, cap, window, rope_step, rope_scale,
+    num_pages, scale, v_gain, cap, window, turns,
     b, q_begin, q_len, kv_begin, kv_len, tile, h, first, last, cost, slot,
     c: tl.constexpr,
 ):  # fmt: skip
@@ -228,10 +232,10 @@ def attend_piece(
     i_first, i_last = tile * c.block_m // c.group, tl.minimum((tile * c.block_m + c.block_m - 1) // c.group, q_len - 1)
 
     start = q + (q_begin + i).to(tl.int64) * q_token + head * q_head
-    q1 = load_queries(start, 0, c.d1, rows, position, rope_step, rope_scale, c)
+    q1 = load_queries(start, 0, c.d1, rows, position, turns, c)
     q2 = q1
     if c.d2 > 0:
-        q2 = load_queries(start, c.d1, c.d2, rows, position, rope_step, rope_scale, c)
+        q2 = load_queries(start, c.d1, c.d2, rows, position, turns, c)
     row_scale = tl.full([c.block_m, 1], 1.0, tl.float32) * scale
     if c.normed:
         top = tl.max(tl.abs(q1.to(tl.float32)), 1)
@@ -277,13 +281,13 @@ def attend_piece(
         acc, m, l = walk(
             acc, m, l, q1, q2, k, v, kv_indices, k_page, k_token, k_head, v_page, v_token, v_head, num_pages,
             begin, clear, lowest, high, i, position, rows, h, q_len, kv_begin, kv_len, row_scale, gain, slope, cap,
-            window, mask_bits, mask_begin, mask_size, rope_step, rope_scale, False, c,
+            window, mask_bits, mask_begin, mask_size, turns, False, c,
         )  # fmt: skip
         begin = tl.maximum(begin, clear)
     acc, m, l = walk(
         acc, m, l, q1, q2, k, v, kv_indices, k_page, k_token, k_head, v_page, v_token, v_head, num_pages,
         begin, high, lowest, high, i, position, rows, h, q_len, kv_begin, kv_len, row_scale, gain, slope, cap,
-        window, mask_bits, mask_begin, mask_size, rope_step, rope_scale, True, c,
+        window, mask_bits, mask_begin, mask_size, turns, True, c,
     )  # fmt: skip
 
     wide = rows[:, None] & (dv < c.dim_vo)
@@ -333,14 +337,14 @@ def attend(
     q, k, v, out, lse, part, part_ml, qo_indptr, kv_indptr, last_page_len,
     kv_indices, mask_bits, mask_indptr, mask_size, sinks, slopes, q_scale, k_scale, v_scale,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, o_token, o_head,
-    batch, tokens, entries, num_pages, scale, v_gain, cap, window, rope_step, rope_scale,
+    batch, tokens, entries, num_pages, scale, v_gain, cap, window, turns,
     c: tl.constexpr,
 ):  # fmt: skip
     """Attention of a batch.
 
     q, k, v, out: as in `quire.kernels.registry.Call`; lse: float32 [tokens, heads]. part: float32 [2 * programs,
     block_m, dim_vo], part_ml: float32 [2 * programs, block_m, 2], with `split`. Strides count elements. scale and cap
-    are in base 2; rope_step is log2 of what an element's angle is of its neighbour's.
+    are in base 2; turns: float64 [dim_qk / 2], how often an element of a head turns per position.
     """
     program = tl.program_id(0)
     _begin, q_end = bounds(qo_indptr, batch - 1, tokens, batch > 0)
@@ -365,7 +369,7 @@ def attend(
                 q, k, v, out, lse, part, part_ml,
                 kv_indices, mask_bits, mask_indptr, mask_size, sinks, slopes, q_scale, k_scale, v_scale,
                 q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, o_token, o_head,
-                num_pages, scale, v_gain, cap, window, rope_step, rope_scale,
+                num_pages, scale, v_gain, cap, window, turns,
                 b, q_begin, q_len, kv_begin, kv_len, row // c.heads, row % c.heads, first, last, cost, slot,
                 c,
             )  # fmt: skip
