@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from quire.bench.cpu import table
+from quire.bench import cpu, gpu
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -21,12 +21,14 @@ BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->
 def rendered(name: str) -> str:
     """A file's table, and what it was measured on."""
     result = json.loads((ROOT / name).read_text())
+    on_gpu = "triton" in result
+    compiler = "triton" if on_gpu else "numba"
     parts = (
-        f"{result['device']}, {result['threads']} threads",
-        f"Python {result['python']}, torch {result['torch']}, numba {result['numba']}",
+        result["device"] if on_gpu else f"{result['device']}, {result['threads']} threads",
+        f"Python {result['python']}, torch {result['torch']}, {compiler} {result[compiler]}",
         result["date"],
     )
-    return f"{', '.join(parts)}:\n\n{table(result)}\n"
+    return f"{', '.join(parts)}:\n\n{(gpu if on_gpu else cpu).table(result)}\n"
 
 
 def main() -> int:

@@ -36,9 +36,9 @@ def planned(cell: Cell, batch: Batch, backend: str) -> Callable[[Tensor, Tensor]
 
 
 def sampled_error(batch: Batch, out: Tensor, requests: int = 2) -> float:
-    """Error of the last (at most 64) query tokens of the first requests: the oracle is too slow for all of a batch."""
+    """Error of the last (at most 512) query tokens of the first requests: the oracle is too slow for all of a batch."""
     kept = min(requests, batch.kv.batch_size)
-    ends, lengths = batch.qo.indptr[1 : kept + 1].tolist(), batch.qo.lengths()[:kept].clamp(max=64)
+    ends, lengths = batch.qo.indptr[1 : kept + 1].tolist(), batch.qo.lengths()[:kept].clamp(max=512)
     rows = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, lengths.tolist(), strict=True)]).to(out.device)
     table = PageTable(batch.kv.indptr[: kept + 1], batch.kv.indices, batch.kv.last_page_len[:kept], batch.kv.page_size)
     part = Batch(batch.spec, batch.q[rows], batch.k, batch.v, RaggedLayout.from_lengths(lengths), table)
