@@ -1,0 +1,36 @@
+"""How operations become torch's: `torch.ops.quire.*`, which torch.compile and export see as one node each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+
+
+def operation(name: str, *mutates: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Register a function as ``torch.ops.quire.<name>``.
+
+    It returns nothing and writes only into the arguments that `mutates` names, so that its fake does nothing. Its
+    first argument is a tensor. Called on plain tensors outside of a trace it runs as it is: torch's dispatcher would
+    cost more than all the rest of a call.
+    """
+
+    def register(compute: Callable[P, None]) -> Callable[P, None]:
+        op = torch.library.custom_op(f"quire::{name}", compute, mutates_args=mutates)
+        op.register_fake(lambda *args, **kwargs: None)
+
+        @wraps(compute)
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            if torch.compiler.is_compiling() or type(args[0]) is not Tensor:
+                op(*args, **kwargs)
+            else:
+                compute(*args, **kwargs)
+
+        return call
+
+    return register
