@@ -216,10 +216,10 @@ def test_bases_and_layouts_of_lse(prompts):
     wrapper = prefiller(prompts)
     cache = (prompts.k, prompts.v)
     _, plain = wrapper.run(prompts.q, cache, return_lse=True)
-    _, natural = wrapper.run(prompts.q, cache, return_lse=True, lse_base="e", lse_layout="HN")
+    _, natural = wrapper.run(prompts.q, cache, return_lse=True, lse_base="ln", lse_layout="HN")
     torch.testing.assert_close(natural.T / torch.tensor(2.0).log(), plain)
     given = torch.empty(8, len(prompts.q))
-    wrapper.run(prompts.q, cache, lse=given, lse_base="e", lse_layout="HN")
+    wrapper.run(prompts.q, cache, lse=given, lse_base="ln", lse_layout="HN")
     torch.testing.assert_close(given, natural)
 
 
@@ -264,7 +264,7 @@ def test_buffers_of_cuda_graphs_are_kept_and_filled(batch):
         wrapper.plan(batch.kv.indptr[:3], batch.kv.indices, batch.kv.last_page_len[:2], *heads(batch), 16)
     small = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(None, indptr, indices[:3], last)
     small.device = torch.device("cpu")
-    with pytest.raises(ValueError, match=r"paged_kv_indices_buffer holds 3 entries: this plan needs"):
+    with pytest.raises(ValueError, match=r"paged_kv_indices_buf holds 3 entries: this plan needs"):
         small.plan(*tables(batch), *heads(batch), 16)
     with pytest.raises(ValueError, match="paged_kv_last_page_len_buffer is needed"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(None, use_cuda_graph=True).plan(*tables(batch), *heads(batch), 16)
@@ -286,13 +286,18 @@ def test_prefill_buffers_of_cuda_graphs(prompts):
 
 def test_workspaces_may_be_replaced(batch):
     wrapper = decoder(batch)
-    float_buffer, int_buffer = torch.empty(8, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8)
+    float_buffer, int_buffer = torch.empty(8, dtype=torch.uint8), torch.full((1 << 14,), 7, dtype=torch.uint8)
     wrapper.reset_workspace_buffer(float_buffer, int_buffer)
     assert wrapper._float_workspace_buffer is float_buffer
     assert wrapper._int_workspace_buffer is int_buffer
+    assert not int_buffer.any()
     close(wrapper.run(batch.q, (batch.k, batch.v)), None, batch)
     with pytest.raises(ValueError, match=r"float_workspace_buffer.device = 'meta'"):
         wrapper.reset_workspace_buffer(torch.empty(8, device="meta"), int_buffer)
+    with pytest.raises(ValueError, match=r"int_workspace_buffer = '8 bytes' .* at least 16384 bytes"):
+        wrapper.reset_workspace_buffer(float_buffer, torch.empty(8, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="float_workspace_buffer must be 16-byte aligned"):
+        wrapper.reset_workspace_buffer(torch.empty(64, dtype=torch.uint8)[1:], int_buffer)
 
 
 def test_names_of_plans_that_others_read(prompts):

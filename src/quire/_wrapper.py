@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.attention.items import Items
 from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout, table
 from quire.attention.spec import AttentionSpec, as_dtype, check
 from quire.attention.tensors import check_layout, check_qkv, check_tensor, outputs
 from quire.kernels import registry
+from quire.kernels.attend import attend
 
 DType = str | torch.dtype
 Scale = float | Tensor
-
-
-@lru_cache(maxsize=4096)
-def _with(spec: AttentionSpec, window_left: int, logits_soft_cap: float, sm_scale: float, sinks: bool) -> AttentionSpec:
-    return spec.but(window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, sinks=sinks)
+INT_WORKSPACE = 1 << 14  # bytes: an int32 for each program that shares a line, of which there are at most two per SM
 
 
 def refuse(**given: Any) -> None:
@@ -31,11 +30,42 @@ def refuse(**given: Any) -> None:
             raise ValueError(f"{name} is not supported")
 
 
+def asked(variable: str) -> bool:
+    """Whether an environment variable is set to something other than 0."""
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
+@lru_cache(maxsize=1024)
+def _layer(**spec: Any) -> AttentionSpec:
+    return AttentionSpec(**spec)
+
+
+def _page_table(tables: list[Tensor], page_size: int) -> PageTable:
+    indptr, indices, last_page_len = tables
+    return PageTable(indptr, indices, last_page_len, page_size)
+
+
+def _check_workspace(buffer: Tensor | None, name: str) -> None:
+    if buffer is None:
+        return
+    if not isinstance(buffer, Tensor):
+        raise ValueError(f"{name} is a {type(buffer).__name__}: a tensor is needed")
+    if buffer.numel() and buffer.data_ptr() % 16:
+        raise ValueError(f"{name} must be 16-byte aligned")
+
+
 class AttentionWrapper:
     """A workspace, and the plan of a batch.
 
-    Quire's kernels compute what scratch they need; the workspace buffers of FlashInfer's interface are accepted, name
-    the device, and are otherwise left alone. None will do.
+    Kernels for GPUs keep parts of results in the float workspace while they run: `plan` refuses one that is too small,
+    and `workspace_size` tells what is needed. Wrappers that run one after another may share it. Without one (None, or
+    an empty tensor that only names the device) the wrapper has its own.
+
+    All wrappers take, besides FlashInfer's arguments:
+
+    - check: read and check tables that lie on a device too, which waits for it (default: whether QUIRE_CHECK is 1);
+    - batch_invariant: give the same bits for a request whatever it is batched with, however it is cut into chunks, and
+      whether it is decoded or prefilled (default: whether QUIRE_BATCH_INVARIANT is 1).
     """
 
     def __init__(
@@ -44,20 +74,31 @@ class AttentionWrapper:
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
         backend: str = "auto",
+        check: bool | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
-        if float_workspace_buffer is not None and not isinstance(float_workspace_buffer, Tensor):
-            raise ValueError(f"float_workspace_buffer is a {type(float_workspace_buffer).__name__}: a tensor is needed")
+        _check_workspace(float_workspace_buffer, "float_workspace_buffer")
         self._kv_layout = check_layout(kv_layout)
-        self._backend = registry.canonical(backend)
+        self._backend, self._family = backend, registry.canonical(backend)
+        if float_workspace_buffer is not None:
+            self.device = float_workspace_buffer.device
+        elif torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        else:
+            self.device = torch.device("cpu")
         self._float_workspace_buffer = float_workspace_buffer
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = float_workspace_buffer.device if float_workspace_buffer is not None else torch.device(default)
-        self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._int_workspace_buffer = torch.zeros(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
+        self._arrivals = self._int_workspace_buffer.view(torch.int32)
+        self._scratch: Tensor | None = None
         self._use_cuda_graph = use_cuda_graph
+        self._captured = False
+        self._checking = asked("QUIRE_CHECK") if check is None else check
+        self._invariant = asked("QUIRE_BATCH_INVARIANT") if batch_invariant is None else batch_invariant
         self._spec: AttentionSpec | None = None
         self._qo: RaggedLayout
         self._kv: PageTable | RaggedLayout
         self._mask: PackedMask | None = None
+        self._items: Items | None = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -67,13 +108,22 @@ class AttentionWrapper:
     @property
     def backend(self) -> str:
         """The kernel family that computes the planned layer: "cpu", "reference", ..."""
-        return registry.choose(self._planned(), self.device, self._backend)
+        return registry.choose(self._planned(), self.device, self._family)
+
+    @property
+    def _max_kv_len(self) -> int:
+        """The longest request's keys. Waits for the device."""
+        return int(self._kv.lengths().max())
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Replace the workspace buffers; both must lie on the wrapper's device."""
+        """Replace the workspace buffers; both must lie on the wrapper's device. The second is zeroed."""
         for name, buffer in (("float", float_workspace_buffer), ("int", int_workspace_buffer)):
+            _check_workspace(buffer, f"{name}_workspace_buffer")
             check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))
-        self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
+        size = int_workspace_buffer.nbytes
+        check(size >= INT_WORKSPACE, "int_workspace_buffer", f"{size} bytes", f"at least {INT_WORKSPACE} bytes")
+        self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer.zero_()
+        self._arrivals = int_workspace_buffer.view(-1).view(torch.uint8)[:INT_WORKSPACE].view(torch.int32)
 
     def end_forward(self) -> None:
         """Kept for code that calls it; there is nothing to end."""
@@ -83,44 +133,101 @@ class AttentionWrapper:
             raise RuntimeError(f"{type(self).__name__}: plan() must be called before this")
         return self._spec
 
+    def _begin_plan(self) -> None:
+        """Refuse a plan that a captured graph would not see."""
+        if self._captured and not torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}: a run of the plan before this one was captured in a CUDA graph, which reads "
+                "that plan's tables. Make the wrapper with use_cuda_graph=True to plan again, or another wrapper"
+            )
+        self._captured = False
+
+    def _hold(self, given: dict[str, Tensor], non_blocking: bool) -> list[Tensor]:
+        """Tables on the wrapper's device, in the buffers that it was given (their attributes are `_<name>`), or as
+        they are, and then kept under those names.
+        """
+        for name, values in given.items():
+            table(values, name.removesuffix("_buf"))
+        if not self._use_cuda_graph:
+            held = [x.to(self.device, non_blocking=non_blocking).contiguous() for x in given.values()]
+            for name, values in zip(given, held, strict=True):
+                setattr(self, f"_{name}", values)
+            return held
+        buffers = [fitting(getattr(self, f"_{name}"), values, name) for name, values in given.items()]
+        for buffer, values in zip(buffers, given.values(), strict=True):
+            buffer[: len(values)].copy_(values, non_blocking=non_blocking)
+        return buffers
+
+    def _hold_pages(self, given: dict[str, Tensor], page_size: int, non_blocking: bool) -> PageTable:
+        """A page table (indptr, indices, last_page_len), checked where that is free or asked for, then held."""
+        here = all(isinstance(x, Tensor) and x.device.type == "cpu" for x in given.values())
+        pages = None
+        if here or self._checking:
+            pages = _page_table([x.cpu() for x in given.values()], page_size)
+        held = self._hold(given, non_blocking)
+        if pages is not None and held[0] is pages.indptr and held[1] is pages.indices:
+            return pages
+        return _page_table(held, page_size)
+
     def _plan_layer(
         self,
         qo: RaggedLayout,
         kv: PageTable | RaggedLayout,
         mask: PackedMask | None,
+        items: Items | None = None,
         *,
+        max_q_len: int = 0,
         q_data_type: DType,
         kv_data_type: DType | None,
         o_data_type: DType | None,
         logits_soft_cap: float | None,
-        sm_scale: float | None,
         rope_scale: float | None,
         rope_theta: float | None,
+        batch_invariant: bool = False,
         **spec: Any,
     ) -> None:
-        """Record a batch and its layer, and make sure that somebody can compute it."""
+        """Record a batch and its layer, and make sure that somebody can compute it. max_q_len: the most query tokens
+        that a request has, 0 if nobody knows.
+        """
         q_dtype = as_dtype(q_data_type, "q_data_type")
-        planned = AttentionSpec(
+        planned = _layer(
             q_dtype=q_dtype,
             kv_dtype=q_dtype if kv_data_type is None else as_dtype(kv_data_type, "kv_data_type"),
             o_dtype=q_dtype if o_data_type is None else as_dtype(o_data_type, "o_data_type"),
             logits_soft_cap=logits_soft_cap or 0.0,
-            sm_scale=sm_scale,  # type: ignore[arg-type]
             rope_scale=1.0 if rope_scale is None else rope_scale,
             rope_theta=1e4 if rope_theta is None else rope_theta,
             custom_mask=mask is not None,
+            items=items is not None,
+            batch_invariant=batch_invariant or self._invariant,
             **spec,
         )
-        registry.choose(planned, self.device, self._backend)
-        self._spec, self._qo, self._kv, self._mask = planned, qo, kv, mask
+        keys = len(kv.indices) * kv.page_size if isinstance(kv, PageTable) else 0
+        size = registry.scratch(planned, self.device, self._family, max_q_len, kv.batch_size, keys)
+        self._scratch = self._take_scratch(size)
+        self._spec, self._qo, self._kv, self._mask, self._items = planned, qo, kv, mask, items
+        self._max_q_len = max_q_len
+        self._plan_info = planned
         self._causal, self._pos_encoding_mode = planned.causal, planned.pos_encoding
         self._window_left, self._logits_soft_cap = planned.window_left, planned.logits_soft_cap
         self._sm_scale, self._rope_scale, self._rope_theta = planned.sm_scale, rope_scale, rope_theta
 
+    def _take_scratch(self, size: int) -> Tensor | None:
+        """Scratch memory of a plan: the float workspace, or the wrapper's own where there is none."""
+        given = self._float_workspace_buffer
+        if not size:
+            return None
+        if given is not None and given.numel():
+            check(given.nbytes >= size, "float_workspace_buffer", f"{given.nbytes} bytes", f"{size} bytes are needed")
+            return given.view(-1).view(torch.uint8)[: size // 4 * 4].view(torch.float32)
+        own = self._scratch
+        return own if own is not None and own.nbytes >= size else torch.empty(size // 4, device=self.device)
+
     def _replan(self, **changes: Any) -> None:
         """What the deprecated forward() does: change the plan's layer by the arguments that it repeats."""
-        given = {name: value for name, value in changes.items() if value is not None}
-        self._spec = self._planned().but(**given)
+        spec = self._planned()
+        defaults = {"sm_scale": 1 / math.sqrt(spec.head_dim_qk), "rope_scale": 1.0, "rope_theta": 1e4}
+        self._spec = spec.but(**{k: defaults.get(k) if x is None else x for k, x in changes.items()})
 
     def _attend(
         self,
@@ -143,50 +250,63 @@ class AttentionWrapper:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One call: checks, the layer's own values over the plan's, and the kernels."""
         spec = self._planned()
-        if window_left is not None or logits_soft_cap is not None or sm_scale is not None or sinks is not None:
-            spec = _with(
-                spec,
-                spec.window_left if window_left is None else window_left,
-                spec.logits_soft_cap if logits_soft_cap is None else logits_soft_cap,
-                spec.sm_scale if sm_scale is None else sm_scale,
-                sinks is not None,
-            )
         check_qkv(q, k, v, spec, self.device)
-        check(lse_base in ("log2", "e"), "lse_base", lse_base, "log2 or e")
-        check(lse_layout in ("NH", "HN"), "lse_layout", lse_layout, "NH or HN")
+        if self._checking and isinstance(self._kv, PageTable):
+            self._kv.to("cpu").check_pool(len(k))
+        scales = (
+            _scale(q_scale, "q_scale", spec.num_qo_heads),
+            _scale(k_scale, "k_scale", spec.num_kv_heads),
+            _scale(v_scale, "v_scale", spec.num_kv_heads),
+        )
         if sinks is not None:
             check_tensor(sinks, "sinks", (spec.num_qo_heads,), sinks.dtype, self.device)
-        scales = {}
-        for name, scale, heads in (
-            ("q_scale", q_scale, spec.num_qo_heads),
-            ("k_scale", k_scale, spec.num_kv_heads),
-            ("v_scale", v_scale, spec.num_kv_heads),
-        ):
-            if isinstance(scale, Tensor):
-                check(
-                    scale.numel() in (1, heads), name, list(scale.shape), f"a number, or one for each of {heads} heads"
-                )
-            scales[name] = 1.0 if scale is None else scale
-        plain, wanted = (lse_base, lse_layout) == ("log2", "NH"), return_lse or lse is not None
-        out, sums = outputs(len(q), spec, self.device, out, lse if plain else None, wanted)
-        call = registry.Call(q, k, v, self._qo, self._kv, spec, mask=self._mask, sinks=sinks, **scales)
-        registry.attend(call, out, sums, self._backend)
-        if sums is None:
-            return out
+        wanted = return_lse or lse is not None
+        plain = lse_base == "log2" and lse_layout == "NH"
+        if wanted and not plain:
+            sums = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device)
+            _check_lse(lse, sums.shape, lse_base, lse_layout, self.device)
+            result, _ = outputs(len(q), spec, self.device, out, None, False)
+        else:
+            result, sums = outputs(len(q), spec, self.device, out, lse, wanted)  # type: ignore[assignment]
+        if not self._use_cuda_graph and not torch.compiler.is_compiling() and q.is_cuda:
+            self._captured |= torch.cuda.is_current_stream_capturing()
+        call = registry.Call(
+            q, k, v, self._qo, self._kv, spec, self._mask, sinks, *scales, self._items,
+            max_q_len=self._max_q_len, scratch=self._scratch, arrivals=self._arrivals,
+        )  # fmt: skip
+        attend(call, result, sums, self._family, window_left, logits_soft_cap, sm_scale)
+        if not wanted:
+            return result
         if not plain:
-            sums = sums * math.log(2) if lse_base == "e" else sums
+            sums = sums * math.log(2) if lse_base == "ln" else sums
             sums = sums.T.contiguous() if lse_layout == "HN" else sums
             sums = sums if lse is None else lse.copy_(sums)
-        return (out, sums) if return_lse else out
+        return (result, sums) if return_lse else result
 
 
-def copy_into(buffer: Tensor | None, values: Tensor, name: str, non_blocking: bool) -> Tensor:
-    """values, in the buffer that a CUDA-graph wrapper was given for them (its first entries)."""
+def _scale(scale: Scale | None, name: str, heads: int) -> Scale:
+    """A scale that is a number, or a tensor with one number or one for each head."""
+    if scale is None:
+        return 1.0
+    if isinstance(scale, Tensor):
+        check(scale.numel() in (1, heads), name, list(scale.shape), f"a number, or one for each of {heads} heads")
+    return scale
+
+
+def _check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, device: torch.device) -> None:
+    check(base in ("log2", "ln"), "lse_base", base, "log2 or ln")
+    check(layout in ("NH", "HN"), "lse_layout", layout, "NH or HN")
+    if lse is not None:
+        check_tensor(lse, "lse", tuple(shape) if layout == "NH" else (shape[1], shape[0]), torch.float32, device)
+        check(lse.is_contiguous(), "lse.stride()", lse.stride(), "contiguous")
+
+
+def fitting(buffer: Tensor | None, values: Tensor, name: str) -> Tensor:
+    """The buffer that a CUDA-graph wrapper was given for a table; it must hold the table."""
     if buffer is None:
         raise ValueError(f"{name} is needed with use_cuda_graph=True")
     if len(values) > len(buffer):
         raise ValueError(f"{name} holds {len(buffer)} entries: this plan needs {len(values)}")
-    buffer[: len(values)].copy_(values, non_blocking=non_blocking)
     return buffer
 
 
@@ -208,36 +328,42 @@ class PrefillWrapper(AttentionWrapper):
 
     def _plan_queries(self, qo_indptr: Tensor, non_blocking: bool) -> RaggedLayout:
         """The query rows, in the wrapper's buffer or as given."""
+        self._begin_plan()
         table(qo_indptr, "qo_indptr")
-        if self.is_cuda_graph_enabled:
+        if self._use_cuda_graph:
             fixed_batch(self._qo_indptr_buf, "qo_indptr_buf", len(qo_indptr) - 1, extra=1)
-            RaggedLayout(qo_indptr)  # refuses before the buffer changes
-            return RaggedLayout(copy_into(self._qo_indptr_buf, qo_indptr, "qo_indptr_buf", non_blocking))
-        self._qo_indptr_buf = qo_indptr.to(self.device, non_blocking=non_blocking)
-        return RaggedLayout(self._qo_indptr_buf)
+        RaggedLayout(qo_indptr.cpu() if self._checking else qo_indptr)  # refuses before a buffer changes
+        return RaggedLayout(*self._hold({"qo_indptr_buf": qo_indptr}, non_blocking))
 
     def _plan_mask(
-        self, custom_mask: Tensor | None, packed_custom_mask: Tensor | None, qo: RaggedLayout, kv_lens: Tensor
+        self,
+        custom_mask: Tensor | None,
+        packed_custom_mask: Tensor | None,
+        qo: RaggedLayout,
+        kv: PageTable | RaggedLayout,
     ) -> PackedMask | None:
         """The requests' masks, packed; the packed form wins where both are given."""
         if packed_custom_mask is not None:
-            mask = PackedMask.from_packed(packed_custom_mask, qo.lengths(), kv_lens)
+            mask = PackedMask.from_packed(packed_custom_mask.to(self.device), qo.lengths(), kv.lengths())
         elif custom_mask is not None:
-            mask = PackedMask.from_bool(custom_mask, qo.lengths(), kv_lens)
+            mask = PackedMask.from_bool(custom_mask.to(self.device), qo.lengths(), kv.lengths())
         else:
             return None
-        if not self.is_cuda_graph_enabled:
+        if not self._use_cuda_graph:
             return mask
-        bits = copy_into(self._custom_mask_buf, mask.bits, "custom_mask_buf", False)
-        return PackedMask(bits, copy_into(self._mask_indptr_buf, mask.indptr, "mask_indptr_buf", False))
+        bits = fitting(self._custom_mask_buf, mask.bits, "custom_mask_buf")
+        indptr = fitting(self._mask_indptr_buf, mask.indptr, "mask_indptr_buf")
+        bits[: len(mask.bits)] = mask.bits
+        indptr[: len(mask.indptr)] = mask.indptr
+        return PackedMask(bits, indptr)
 
-    def _check_rows(self, q: Tensor) -> None:
-        """Enough rows of q for the plan; more are padding, whose output is 0."""
-        indptr = self._qo.indptr
-        if indptr.device.type == "cpu" and q.ndim == 3:
-            check(
-                len(q) >= int(indptr[-1]),
-                "q.shape",
-                list(q.shape),
-                f"at least qo_indptr[-1] = {int(indptr[-1])} tokens",
-            )
+    def _plan_items(
+        self, prefix_lens: Tensor | None, positions: Tensor | None, length: int, mask: PackedMask | None
+    ) -> Items | None:
+        """The items of prompts, of multi-item scoring."""
+        if prefix_lens is None and positions is None:
+            return None
+        if prefix_lens is None or positions is None:
+            raise ValueError("prefix_len_ptr and token_pos_in_items_ptr belong together")
+        check(mask is None, "custom_mask", "given", "none with token_pos_in_items_ptr")
+        return Items(prefix_lens.reshape(-1).to(self.device), positions.to(self.device), length)

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._wrapper import AttentionWrapper, DType, Scale, copy_into, fixed_batch, refuse
+from quire._wrapper import AttentionWrapper, DType, Scale, fitting, fixed_batch, refuse
 from quire.attention.pages import PageTable, RaggedLayout, table
-from quire.attention.spec import check
+from quire.attention.spec import FLOATS8, as_dtype, check
 from quire.attention.tensors import as_nhd, check_layout, split_cache
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
     "single_decode_with_kv_cache",
 ]
 
@@ -49,13 +50,18 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_last_page_len_buffer: Tensor | None = None,
         backend: str = "auto",
         jit_args: Any = None,
+        *,
+        check: bool | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, check, batch_invariant)
         refuse(jit_args=jit_args)
         self.use_tensor_cores = use_tensor_cores
         self._paged_kv_indptr_buf = paged_kv_indptr_buffer
         self._paged_kv_indices_buf = paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
+        self._qo_indptr_buf: Tensor | None = None
+        self._q_len_per_req = 0
 
     def plan(
         self,
@@ -78,12 +84,12 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         non_blocking: bool = True,
         *,
         o_data_type: DType | None = None,
-        head_dim_vo: int | None = None,
-        q_len_per_req: int = 1,
         block_tables: Tensor | None = None,
         seq_lens: Tensor | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        head_dim_vo: int | None = None,
         window_right: int = 0,
         is_causal: bool | None = None,
     ) -> None:
@@ -99,14 +105,16 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             pos_encoding_mode: NONE, ROPE_LLAMA or ALIBI (see `quire.attention.AttentionSpec`).
             window_left: keys to the left of the query that it still sees; -1: all.
             logits_soft_cap: c > 0 turns logits x into c * tanh(x / c); None or 0: none.
-            q_data_type, kv_data_type: dtypes or names; the cache's follows q's. `data_type` is the old name for both.
+            q_data_type, kv_data_type: dtypes or names; the cache's follows q's. `data_type` is the old name for both,
+                where they are not given; an fp8 type is the cache's alone.
             sm_scale: the logits' factor, 1/sqrt(head_dim) by default.
             rope_scale, rope_theta: of ROPE_LLAMA, 1 and 10,000 by default.
             non_blocking: copies to the device do not wait for the host.
             o_data_type: dtype of the output, q's by default.
             q_len_per_req: query tokens of every request; they are causal among themselves.
-            block_tables, seq_lens, fixed_split_size, disable_split_kv: accepted: the pages say the same, and splits are
-                the kernels' own.
+            block_tables, seq_lens: accepted: the pages say the same.
+            fixed_split_size, disable_split_kv: how FlashInfer is asked for batch-invariant results, and so is Quire;
+                how keys are split is the kernels' own affair.
 
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
@@ -114,30 +122,23 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         if window_right != 0:
             refuse(window_right=window_right)
         if data_type is not None:
-            q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
-        check(isinstance(q_len_per_req, int) and q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "1 or more")
+            if q_data_type is None or (q_data_type == "float16" and as_dtype(data_type, "data_type") not in FLOATS8):
+                q_data_type = data_type
+        check(isinstance(q_len_per_req, int) and q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "it must be >= 1")
         batch_size = len(table(last_page_len, "last_page_len"))
-        if self.is_cuda_graph_enabled:
+        self._begin_plan()
+        if self._use_cuda_graph:
             fixed_batch(self._paged_kv_last_page_len_buf, "paged_kv_last_page_len_buffer", batch_size)
-        pages = PageTable(indptr, indices, last_page_len, page_size)
-        if self.is_cuda_graph_enabled:
-            copy_into(self._paged_kv_indptr_buf, indptr, "paged_kv_indptr_buffer", non_blocking)
-            copy_into(self._paged_kv_indices_buf, indices, "paged_kv_indices_buffer", non_blocking)
-            copy_into(self._paged_kv_last_page_len_buf, last_page_len, "paged_kv_last_page_len_buffer", non_blocking)
-        else:
-            self._paged_kv_indptr_buf = indptr.to(self.device, non_blocking=non_blocking)
-            self._paged_kv_indices_buf = indices.to(self.device, non_blocking=non_blocking)
-            self._paged_kv_last_page_len_buf = last_page_len.to(self.device, non_blocking=non_blocking)
-        buffers = (self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf)
-        if not all(a is b for a, b in zip(buffers, (indptr, indices, last_page_len), strict=True)):
-            pages = PageTable(*buffers, page_size)  # type: ignore[arg-type]
-        rows = torch.arange(batch_size + 1, dtype=torch.int32, device=self.device) * q_len_per_req
-        self._q_len_per_req = q_len_per_req
-        self._plan_layer(
-            RaggedLayout(rows),
+        given = {
+            "paged_kv_indptr_buf": indptr,
+            "paged_kv_indices_buf": indices,
+            "paged_kv_last_page_len_buf": last_page_len,
+        }
+        pages = self._hold_pages(given, page_size, non_blocking)
+        self._plan_decode(
             pages,
-            None,
+            q_len_per_req,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim,
@@ -152,7 +153,16 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
         )
+
+    def _plan_decode(self, pages: PageTable, q_len_per_req: int, **layer: Any) -> None:
+        rows = self._qo_indptr_buf
+        if rows is None or len(rows) != pages.batch_size + 1 or q_len_per_req != self._q_len_per_req:
+            end = pages.batch_size * q_len_per_req + 1
+            rows = torch.arange(0, end, q_len_per_req, dtype=torch.int32, device=self.device)
+        self._plan_layer(RaggedLayout(rows), pages, None, max_q_len=q_len_per_req, **layer)
+        self._qo_indptr_buf, self._q_len_per_req = rows, q_len_per_req
 
     begin_forward = plan
 
@@ -210,7 +220,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         check(
             k.shape[1] == self._kv.page_size, "page size of the cache", k.shape[1], f"{self._kv.page_size}, as planned"
         )
-        self._kv.check_pool(len(k))
         return self._attend(
             q,
             k,
@@ -288,6 +297,71 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
             paged_kv_last_page_len_buffer=last_page_len_buffer,
             backend=backend,
         )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: DType | None = None,
+    kv_data_type: DType | None = None,
+    data_type: DType | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:
+    """`BatchDecodeWithPagedKVCacheWrapper.plan` that copies nothing in a CUDA-graph wrapper: the caller has written its
+    buffers already, and the tables given here only tell the sizes.
+
+    Args:
+        self: a wrapper; ``wrapper.plan = functools.partial(fast_decode_plan, wrapper)`` is how engines use this.
+        global_override_indptr_cpu: accepted: no plan reads lengths on the host.
+
+    The other arguments and errors are those of `plan`. The output's dtype stays that of the plan before.
+    """
+    o_data_type = None if self._spec is None else self._spec.o_dtype
+    if self.is_cuda_graph_enabled:
+        held = (self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf)
+        fixed_batch(held[2], "paged_kv_last_page_len_buffer", len(table(last_page_len, "last_page_len")))
+        fitting(held[1], indices, "paged_kv_indices_buffer")
+        indptr, indices, last_page_len = (x for x in held if x is not None)
+    type(self).plan(
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        pos_encoding_mode,
+        window_left,
+        logits_soft_cap,
+        q_data_type,
+        kv_data_type,
+        data_type,
+        sm_scale,
+        rope_scale,
+        rope_theta,
+        non_blocking,
+        o_data_type=o_data_type,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )
 
 
 def single_decode_with_kv_cache(

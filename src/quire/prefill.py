@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._wrapper import DType, PrefillWrapper, Scale, copy_into, refuse
+from quire._wrapper import DType, PrefillWrapper, Scale, refuse
 from quire.attention.pages import PageTable, RaggedLayout, table
 from quire.attention.spec import check
 from quire.attention.tensors import as_nhd, check_layout, split_cache
@@ -55,9 +55,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         backend: str = "auto",
         jit_args: Any = None,
         jit_kwargs: Any = None,
+        variant_owns_mask: bool = False,
+        *,
+        check: bool | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, check, batch_invariant)
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs, variant_owns_mask=variant_owns_mask)
         self._qo_indptr_buf = qo_indptr_buf
         self._paged_kv_indptr_buf = paged_kv_indptr_buf
         self._paged_kv_indices_buf = paged_kv_indices_buf
@@ -112,36 +116,33 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 then without effect. packed_custom_mask: uint8, the same packed, each request on a new byte.
             causal: query i of a request sees keys up to i + kv_len - q_len.
             use_fp16_qk_reduction: accepted; sums are float32.
-            seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv, fixed_split_size,
-                disable_split_kv: accepted: the tables say the same, and splits are the kernels' own.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: prompts of several items, see
+                `quire.attention.items`; the layer is then causal. max_item_len_ptr: accepted, and not needed.
+            seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv: accepted: the tables say the
+                same.
+            fixed_split_size, disable_split_kv: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
 
         The other arguments are those of `BatchDecodeWithPagedKVCacheWrapper.plan`.
 
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        refuse(prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr)
-        refuse(max_item_len_ptr=max_item_len_ptr)
-        pages = PageTable(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
-        batch = len(paged_kv_last_page_len)
+        batch = len(table(paged_kv_last_page_len, "paged_kv_last_page_len"))
         check(len(qo_indptr) == batch + 1, "len(qo_indptr)", len(qo_indptr), f"batch size + 1 = {batch + 1}")
         qo = self._plan_queries(qo_indptr, non_blocking)
-        mask = self._plan_mask(custom_mask, packed_custom_mask, qo, pages.lengths())
-        given = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        if self.is_cuda_graph_enabled:
-            names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
-            pairs = zip(names, given, strict=True)
-            held = tuple(copy_into(getattr(self, f"_{name}"), x, name, non_blocking) for name, x in pairs)
-        else:
-            held = tuple(x.to(self.device, non_blocking=non_blocking) for x in given)
-        self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = held
-        if not all(a is b for a, b in zip(held, given, strict=True)):
-            indptr, indices, last_page_len = held
-            pages = PageTable(indptr, indices, last_page_len, page_size)
+        given = {
+            "paged_kv_indptr_buf": paged_kv_indptr,
+            "paged_kv_indices_buf": paged_kv_indices,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len,
+        }
+        pages = self._hold_pages(given, page_size, non_blocking)
+        mask = self._plan_mask(custom_mask, packed_custom_mask, qo, pages)
+        items = self._plan_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
         self._plan_layer(
             qo,
             pages,
             mask,
+            items,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim_qk,
@@ -149,13 +150,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
             o_data_type=o_data_type,
-            causal=causal and mask is None,
+            causal=(causal and mask is None) or items is not None,
             pos_encoding=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
         )
 
     begin_forward = plan
@@ -185,19 +187,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk]; rows beyond are padding, their output is 0.
-            lse_base: "log2" or "e"; lse_layout: "NH" for [tokens, heads] or "HN" for [heads, tokens].
+            lse_base: "log2" or "ln"; lse_layout: "NH" for [tokens, heads] or "HN" for [heads, tokens].
 
         The other arguments, results and errors are those of `BatchDecodeWithPagedKVCacheWrapper.run`.
         """
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         self._planned()
-        self._check_rows(q)
         k, v = split_cache(paged_kv_cache, self._kv_layout)
         assert isinstance(self._kv, PageTable)
         check(
             k.shape[1] == self._kv.page_size, "page size of the cache", k.shape[1], f"{self._kv.page_size}, as planned"
         )
-        self._kv.check_pool(len(k))
         return self._attend(
             q,
             k,
@@ -271,9 +271,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         backend: str = "auto",
         jit_args: Any = None,
         jit_kwargs: Any = None,
+        variant_owns_mask: bool = False,
+        *,
+        check: bool | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, check, batch_invariant)
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs, variant_owns_mask=variant_owns_mask)
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr_buf, kv_indptr_buf
         self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
 
@@ -305,6 +309,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         max_item_len_ptr: Tensor | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Tensor | None = None,
+        o_indptr: Tensor | None = None,
     ) -> None:
         """Record which rows of q, and of k and v, belong to which request, and the layer that runs share.
 
@@ -313,21 +323,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
         The other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
-        refuse(prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr)
-        refuse(max_item_len_ptr=max_item_len_ptr)
+        refuse(v_indptr=v_indptr, o_indptr=o_indptr)
         table(kv_indptr, "kv_indptr", len(table(qo_indptr, "qo_indptr")))
-        kv = RaggedLayout(kv_indptr)
+        RaggedLayout(kv_indptr.cpu() if self._checking else kv_indptr)  # refuses before a buffer changes
         qo = self._plan_queries(qo_indptr, non_blocking)
-        mask = self._plan_mask(custom_mask, packed_custom_mask, qo, kv.lengths())
-        if self.is_cuda_graph_enabled:
-            kv = RaggedLayout(copy_into(self._kv_indptr_buf, kv_indptr, "kv_indptr_buf", non_blocking))
-        else:
-            self._kv_indptr_buf = kv_indptr.to(self.device, non_blocking=non_blocking)
-            kv = RaggedLayout(self._kv_indptr_buf)
+        kv = RaggedLayout(*self._hold({"kv_indptr_buf": kv_indptr}, non_blocking))
+        mask = self._plan_mask(custom_mask, packed_custom_mask, qo, kv)
+        items = self._plan_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
         self._plan_layer(
             qo,
             kv,
             mask,
+            items,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim_qk,
@@ -335,13 +342,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
             o_data_type=o_data_type,
-            causal=causal and mask is None,
+            causal=(causal and mask is None) or items is not None,
             pos_encoding=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
         )
 
     begin_forward = plan
@@ -379,7 +387,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """
         refuse(kv_cache_sf=kv_cache_sf)
         self._planned()
-        self._check_rows(q)
         k, v = as_nhd(k, self._kv_layout), as_nhd(v, self._kv_layout)
         rows = self._kv.indptr
         if rows.device.type == "cpu":

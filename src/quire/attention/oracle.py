@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.attention.items import Items
 from quire.attention.masks import PackedMask, unpack_bits
 from quire.attention.pages import PageTable, RaggedLayout
 from quire.attention.spec import LOG2E, AttentionSpec
@@ -108,6 +109,7 @@ def attend_batch(
     spec: AttentionSpec,
     *,
     mask: PackedMask | None = None,
+    items: Items | None = None,
     **extras: Tensor | Scale | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a batch over pages, request by request.
@@ -115,7 +117,7 @@ def attend_batch(
     Args:
         q: [tokens, num_qo_heads, head_dim_qk], the rows of request b being those that `qo` gives it.
         k_cache, v_cache: [pages, page_size, num_kv_heads, head_dim], any strides.
-        mask: the requests' packed masks.
+        mask: the requests' packed masks; items: the items of their prompts.
         extras: sinks and scales, as in `attend`.
 
     Returns:
@@ -134,5 +136,8 @@ def attend_batch(
             q_len = rows.stop - rows.start
             bits = mask.bits[int(mask.indptr[b]) :]
             request_mask = unpack_bits(bits, q_len * length).view(q_len, length)
+        if items is not None:
+            allowed = items.mask(b, rows.stop - rows.start, length)
+            request_mask = allowed if request_mask is None else request_mask & allowed
         out[rows], lse[rows] = attend(q[rows], k, v, spec, mask=request_mask, **extras)  # type: ignore[arg-type]
     return out, lse

@@ -126,6 +126,10 @@ class PageTable:
             page = int(self.indices[bad])
             raise ValueError(f"kv_indices[{bad}] = {page} of request {request} is out of range: 0 to {num_pages - 1}")
 
+    def to(self, device: torch.device | str) -> PageTable:
+        """The table on another device; its values are checked if that is the host."""
+        return PageTable(self.indptr.to(device), self.indices.to(device), self.last_page_len.to(device), self.page_size)
+
     @property
     def batch_size(self) -> int:
         return len(self.last_page_len)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from ast import literal_eval
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,7 +40,8 @@ class AttentionSpec:
 
     - ``j <= i + kv_len - q_len`` if `causal` (aligned to the bottom right),
     - ``j >= i + kv_len - q_len - window_left`` if `window_left` >= 0,
-    - its bit in the custom mask is set, if `custom_mask`.
+    - its bit in the custom mask is set, if `custom_mask`,
+    - its prompt's items allow it, if `items` (see `quire.attention.items`).
 
     Its logits are ``sm_scale * q . k``, with ALIBI plus ``slope(head) * (j - (i + kv_len - q_len))``, and with a soft
     cap c > 0 then ``c * tanh(logit / c)``. `sinks` adds one more logit per head to the softmax's denominator.
@@ -46,13 +49,17 @@ class AttentionSpec:
     Attributes:
         num_qo_heads: query (and output) heads, a multiple of `num_kv_heads`.
         num_kv_heads: key and value heads.
-        head_dim_qk: size of a query or key head; a multiple of 8 up to 256, or 512 (576 with head_dim_vo 512).
+        head_dim_qk: size of a query or key head; a multiple of 8 up to 256, of 64 up to 512, or 576 with head_dim_vo
+            512 (MLA).
         head_dim_vo: size of a value or output head; the same as head_dim_qk where not given.
         q_dtype, kv_dtype, o_dtype: dtypes of queries, cache and output; kv and output follow q where not given.
         causal, window_left, logits_soft_cap, sm_scale: see above; `sm_scale` defaults to 1/sqrt(head_dim_qk).
         pos_encoding: NONE, ROPE_LLAMA (q and k are rotated, halves paired, at positions i + kv_len - q_len and j by
             ``pos / rope_scale * rope_theta**(-2k/head_dim)``) or ALIBI.
-        custom_mask, sinks: whether calls pass a mask, or a sink logit per head.
+        custom_mask, items, sinks: whether calls pass a mask, the items of prompts, or a sink logit per head.
+        latent: keys and values are one (MLA): values are the first head_dim_vo elements of keys, whose rest is stored
+            apart, as it is of queries. One KV head.
+        batch_invariant: the bits of a row depend on its query and keys alone, not on how they came here.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
@@ -73,7 +80,12 @@ class AttentionSpec:
     rope_scale: float = 1.0
     rope_theta: float = 1e4
     custom_mask: bool = False
+    items: bool = False
     sinks: bool = False
+    latent: bool = False
+    batch_invariant: bool = False
+    text: str = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         default = object.__setattr__
@@ -88,6 +100,25 @@ class AttentionSpec:
             default(self, "sm_scale", 1.0 / math.sqrt(self.head_dim_qk))
         self._check_types()
         self._check_logits()
+        values = tuple(getattr(self, f.name) for f in fields(self) if f.init)
+        default(
+            self,
+            "text",
+            repr(tuple(str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x for x in values)),
+        )
+        default(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> AttentionSpec:
+        """The layer whose `text` this is: how it passes through a torch operation."""
+        names = [f.name for f in fields(AttentionSpec) if f.init]
+        given = dict(zip(names, literal_eval(text), strict=True))
+        layer: dict[str, Any] = {k: as_dtype(x) if k.endswith("dtype") else x for k, x in given.items()}
+        return AttentionSpec(**layer)
 
     def _check_shape(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads"):
@@ -98,8 +129,10 @@ class AttentionSpec:
         mla = (self.head_dim_qk, self.head_dim_vo) == (576, 512)
         for name in ("head_dim_qk", "head_dim_vo"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and value > 0 and value % 8 == 0 and (value <= 256 or value == 512)
-            check(whole or mla, name, value, "a multiple of 8 up to 256, or 512 (576 for q and k with 512 for v)")
+            whole = isinstance(value, int) and value > 0 and value % 8 == 0
+            fits = whole and (value <= 256 or (value <= 512 and value % 64 == 0))
+            check(fits or mla, name, value, "a multiple of 8 up to 256, or of 64 up to 512 (MLA: 576 with 512 for v)")
+        check((mla and self.num_kv_heads == 1) or not self.latent, "latent", True, "head_dim 576 and 512, one KV head")
 
     def _check_types(self) -> None:
         check(self.q_dtype in FLOATS + FLOATS8, "q_dtype", self.q_dtype, "float32, bfloat16, float16 or an fp8 type")

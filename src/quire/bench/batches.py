@@ -37,9 +37,17 @@ class Batch:
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """The oracle's output and lse, in float64."""
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         return oracle.attend_batch(
-            self.q, self.k, self.v, self.qo, self.kv, self.spec, mask=self.mask, sinks=self.sinks, **scales
+            self.q,
+            self.k,
+            self.v,
+            self.qo,
+            self.kv,
+            self.spec,
+            mask=self.mask,
+            sinks=self.sinks,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:

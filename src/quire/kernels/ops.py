@@ -12,6 +12,11 @@ from torch import Tensor
 P = ParamSpec("P")
 
 
+def traced(x: object) -> bool:
+    """Whether a call with this tensor is being traced, rather than computed."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
 def operation(name: str, *mutates: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Register a function as ``torch.ops.quire.<name>``.
 
@@ -26,7 +31,7 @@ def operation(name: str, *mutates: str) -> Callable[[Callable[P, None]], Callabl
 
         @wraps(compute)
         def call(*args: P.args, **kwargs: P.kwargs) -> None:
-            if torch.compiler.is_compiling() or type(args[0]) is not Tensor:
+            if traced(args[0]):
                 op(*args, **kwargs)
             else:
                 compute(*args, **kwargs)

@@ -15,6 +15,7 @@ def declines(spec: AttentionSpec, device: torch.device) -> str | None:
 
 
 def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
+    call = call.plain()
     k, v, table = call.paged()
     exact, exact_lse = oracle.attend_batch(
         call.q,

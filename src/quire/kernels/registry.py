@@ -3,7 +3,9 @@
 A family is a module with these functions:
 
 - ``declines(spec, device) -> str | None``: the reason why it cannot compute such a layer, None if it can;
-- ``attend(call, out, lse)``: attention over pages or ragged rows, into `out` and, unless None, `lse`.
+- ``attend(call, out, lse)``: attention over pages or ragged rows, into `out` and, unless None, `lse`;
+- ``scratch(spec, device, max_q_len, batch_size, keys) -> int``, if it needs any: bytes of scratch memory for a batch
+  with at most so many query tokens in a request (0: any number), and so many keys in all.
 
 "reference" is the definition in float64. It is correct anywhere and slow, so it computes only where asked for by name.
 """
@@ -13,11 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.attention.items import Items
 from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout
 from quire.attention.spec import AttentionSpec
@@ -31,7 +34,7 @@ FAMILIES = {
 _FLASHINFER = ("fa2", "fa3", "cuda", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cutile", "xqa")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
     """One call of attention, checked: what kernels need to know, besides where the results go.
 
@@ -40,8 +43,13 @@ class Call:
         k, v: [pages, page_size, num_kv_heads, head_dim] with a page table, [tokens, num_kv_heads, head_dim] with
             ragged rows; any strides with the last one 1.
         qo, kv: whose rows of q, and whose keys.
-        q_scale, k_scale, v_scale: factors of the stored numbers; a number, or float32 [heads] of q or of k and v.
         sinks: float32 [num_qo_heads], one more logit per head in the denominator.
+        q_scale, k_scale, v_scale: factors of the stored numbers; a number, or float32 [heads] of q or of k and v.
+        q_pe, k_pe: with spec.latent, the second part of queries, [tokens, num_qo_heads, 64], and of keys, [pages,
+            page_size, 1, 64]; q and k are then the first, and v is k.
+        max_q_len: the most query tokens that a request has, 0 if nobody knows.
+        scratch, arrivals: memory of the caller's that no other call uses meanwhile, float32 as much as the family asks
+            for and int32 zeros, which are zeros again afterwards; kernels take their own where there is none.
     """
 
     q: Tensor
@@ -55,12 +63,32 @@ class Call:
     q_scale: float | Tensor = 1.0
     k_scale: float | Tensor = 1.0
     v_scale: float | Tensor = 1.0
+    items: Items | None = None
+    q_pe: Tensor | None = None
+    k_pe: Tensor | None = None
+    max_q_len: int = 0
+    scratch: Tensor | None = None
+    arrivals: Tensor | None = None
 
     def paged(self) -> tuple[Tensor, Tensor, PageTable]:
         """k, v and their table, ragged rows as pages of size 1."""
         if isinstance(self.kv, PageTable):
             return self.k, self.v, self.kv
         return self.k.unsqueeze(1), self.v.unsqueeze(1), PageTable.from_ragged(self.kv, len(self.k))
+
+    def plain(self) -> Call:
+        """The same for kernels that know no items (they become a mask) and no latent cache (it is copied whole)."""
+        if self.items is None and self.q_pe is None:
+            return self
+        q, k, spec, mask = self.q, self.k, self.spec, self.mask
+        if self.items is not None:
+            mask = self.items.packed(self.qo.lengths(), self.kv.lengths())
+            spec = spec.but(items=False, custom_mask=True)
+        if self.q_pe is not None and self.k_pe is not None:
+            q, k = torch.cat([q, self.q_pe], -1), torch.cat([k, self.k_pe], -1)
+            spec = spec.but(latent=False)
+        scales = (self.q_scale, self.k_scale, self.v_scale)
+        return Call(q, k, self.v, self.qo, self.kv, spec, mask, self.sinks, *scales)
 
 
 class Family(Protocol):
@@ -80,14 +108,14 @@ def canonical(backend: str) -> str:
     raise ValueError(f"backend = {backend!r} is unknown: auto, {', '.join(FAMILIES)}, or a name of FlashInfer's")
 
 
-def family(name: str) -> Family:
+def family(name: str) -> Any:
     return import_module(FAMILIES[name])
 
 
 def why_not(name: str, spec: AttentionSpec, device: torch.device) -> str | None:
     """Why a family cannot compute such a layer on a device; None if it can."""
     try:
-        module = family(name)
+        module: Family = family(name)
     except ImportError as error:
         return f"not installed ({error})"
     return module.declines(spec, device)
@@ -112,6 +140,32 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str = "auto") -> 
     raise ValueError(f"no kernels for this attention on {device}: {told}")
 
 
+def scratch(spec: AttentionSpec, device: torch.device, backend: str, max_q_len: int, batch_size: int, keys: int) -> int:
+    """Bytes of scratch memory that calls of a layer need.
+
+    Raises:
+        ValueError: as `choose`.
+    """
+    module = _chosen(spec, device, backend)
+    return module.scratch(spec, device, max_q_len, batch_size, keys) if hasattr(module, "scratch") else 0
+
+
+@lru_cache(maxsize=4096)
+def _chosen(spec: AttentionSpec, device: torch.device, backend: str) -> Any:
+    return family(choose(spec, device, backend))
+
+
+@lru_cache(maxsize=4096)
+def layer(
+    spec: AttentionSpec, window_left: int | None, logits_soft_cap: float | None, sm_scale: float | None, sinks: bool
+) -> AttentionSpec:
+    """A planned layer with what one run says otherwise."""
+    given = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale}
+    return spec.but(sinks=sinks, **{name: value for name, value in given.items() if value is not None})
+
+
 def attend(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto") -> None:
     """Compute a call with the family that `backend` names or, for "auto", with the first that can."""
-    family(choose(call.spec, call.q.device, backend)).attend(call, out, lse)
+    if isinstance(call.kv, PageTable):
+        call.kv.check_pool(len(call.k))
+    _chosen(call.spec, call.q.device, backend).attend(call, out, lse)

@@ -1,26 +1,28 @@
 """Attention in Triton: every layer that `AttentionSpec` admits, on any GPU that Triton compiles for.
 
-The family that always works. `attention.py` has the kernels, `config.py` what they are compiled for.
+The family that always works. `attention.py` has the kernel, over `line.py` and `tile.py`; `config.py` what it is
+compiled for; `launch.py` how it starts.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
-from triton.runtime.interpreter import InterpretedFunction
 
 from quire.attention.pages import PageTable
 from quire.attention.spec import FLOATS, LOG2E, AttentionSpec
 from quire.kernels.registry import Call
 from quire.kernels.triton import attention
 from quire.kernels.triton.config import Config, Machine, Tuning, parts, product_types, tune
+from quire.kernels.triton.launch import INTERPRETED, Launcher
 
-INTERPRETED = isinstance(attention.attend, InterpretedFunction)  # TRITON_INTERPRET=1: on the CPU, slowly
+_UNIT = 512  # keys between two cuts in batch-invariant mode
 
 
 def declines(spec: AttentionSpec, device: torch.device) -> str | None:
@@ -43,18 +45,87 @@ def _machine(device: torch.device) -> Machine:
     return Machine(p.multi_processor_count, shared_memory, not hip and (p.major, p.minor) >= (8, 9), hip)
 
 
+def _programs(spec: AttentionSpec, block_m: int, on: Machine) -> int:
+    """Programs that share a line: as many as multiprocessors hold at a time, fewer where tiles are large."""
+    return on.processors * (2 if block_m * spec.head_dim_vo <= 64 * 128 else 1)
+
+
 def _block_m(spec: AttentionSpec, rows: int) -> int:
     """Query rows in a tile, for requests of about so many."""
     width = max(spec.head_dim_qk, spec.head_dim_vo)
+    if spec.batch_invariant:
+        return 16 if spec.q_dtype == torch.float32 or width > 256 else 32 if spec.pos_encoding == "ROPE_LLAMA" else 64
     most = 16 if spec.q_dtype == torch.float32 or width > 256 else 32 if spec.pos_encoding == "ROPE_LLAMA" else 128
     return min(most, max(16, triton.next_power_of_2(rows)))
 
 
+def scratch(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, keys: int) -> int:
+    """Bytes for parts of tiles: see `quire.kernels.registry`."""
+    on = _machine(device)
+    if spec.batch_invariant:
+        rows = max_q_len * spec.group_size
+        slots = _slots(spec, 0, on, batch_size, keys) if 0 < rows <= _block_m(spec, rows) else 0
+        return slots * rows * (spec.head_dim_vo + 2) * 4
+    rows = max_q_len * spec.group_size or 64
+    sizes = [m for m in (16, 32, 64) if m <= _block_m(spec, rows)]
+    return max(_slots(spec, m, on) * min(rows, m) for m in sizes) * (spec.head_dim_vo + 2) * 4
+
+
+def _slots(spec: AttentionSpec, block_m: int, on: Machine, batch_size: int = 0, keys: int = 0) -> int:
+    """Parts of tiles that have to be kept: two for each program or, to be batch-invariant, all units of the line."""
+    if spec.batch_invariant:
+        return spec.num_kv_heads * (-(-keys // _UNIT) + batch_size)
+    return 2 * _programs(spec, block_m, on)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a batch meets the machine, and the kernel for it: what `_cut` finds once for each shape of a call. Parts of
+    tiles have `part_rows` rows.
+    """
+
+    c: Config
+    programs: int
+    part_rows: int
+    launch: Launcher
+
+
 @lru_cache(maxsize=1024)
-def _shape(
+def _launcher(c: Config, num_warps: int, num_stages: int) -> Launcher:
+    return Launcher(attention.attend, c, num_warps=num_warps, num_stages=num_stages)
+
+
+@lru_cache(maxsize=4096)
+def _cut(
+    spec: AttentionSpec,
+    device: torch.device,
+    page_size: int,
+    tokens: int,
+    batch: int,
+    max_q_len: int,
+    flags: tuple[bool, ...],
+) -> Cut:
+    on = _machine(device)
+    rows = (max_q_len or -(-tokens // max(batch, 1))) * spec.group_size
+    block_m = _block_m(spec, rows)
+    tiles = tokens * spec.group_size // block_m + batch
+    split = rows <= 64 or tiles * spec.num_kv_heads < 2 * on.processors
+    if spec.batch_invariant:  # one tile per request, or there would be parts without a bound that is known here
+        split = 0 < max_q_len * spec.group_size <= block_m
+    elif split:
+        block_m = min(block_m, 64)
+    tuning = tune(spec, block_m, page_size > 0, on.shared_memory)
+    programs = _programs(spec, block_m, on) if split else max(tiles * spec.num_kv_heads, 1)
+    part_rows = min(max_q_len * spec.group_size or block_m, block_m)
+    c = _config(spec, page_size, tuning, split, max(16, min(1024, triton.next_power_of_2(batch))), flags, on)
+    return Cut(c, programs, part_rows, _launcher(c, tuning.num_warps, tuning.num_stages))
+
+
+@lru_cache(maxsize=1024)
+def _config(
     spec: AttentionSpec, page_size: int, tuning: Tuning, split: bool, scan: int, flags: tuple[bool, ...], on: Machine
 ) -> Config:
-    q_scale, k_scale, v_scale, lse, reversing = flags
+    q_scale, k_scale, v_scale, lse, reversing, far = flags
     d1, d2 = parts(spec.head_dim_qk)
     qk_type, pv_type, precision = product_types(spec, INTERPRETED, on.hip)
     normed = qk_type == tl.float16 and spec.q_dtype == torch.bfloat16
@@ -71,6 +142,8 @@ def _shape(
         block_m=tuning.block_m,
         block_n=tuning.block_n,
         split=split,
+        invariant=spec.batch_invariant,
+        unit=_UNIT if spec.batch_invariant else tuning.block_n,
         scan=scan,
         qk_type=qk_type,
         pv_type=pv_type,
@@ -83,6 +156,9 @@ def _shape(
         alibi=alibi,
         rope=spec.pos_encoding == "ROPE_LLAMA",
         mask=spec.custom_mask,
+        items=spec.items,
+        latent=spec.latent,
+        far=far,
         sinks=spec.sinks,
         q_scale=q_scale,
         k_scale=k_scale,
@@ -118,11 +194,10 @@ def _bytes(x: Tensor, on: Machine) -> Tensor:
 
 
 def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
-    spec = call.spec
     plain = out.dtype in FLOATS and out.stride(-1) == 1
     direct = out if plain else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     sums = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    _launch(call, spec, direct, sums)
+    _launch(call, call.spec, direct, sums)
     if direct is not out:
         out.copy_(direct)
     if lse is not None and sums is not None and sums is not lse:
@@ -130,86 +205,102 @@ def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
 
 
 def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) -> None:
-    on = _machine(out.device)
-    q = call.q if call.q.element_size() > 1 else call.q.half()
-    k, v = _bytes(call.k, on), _bytes(call.v, on)
-    if isinstance(call.kv, PageTable):
-        page_size, indices, last_page_len = call.kv.page_size, call.kv.indices, call.kv.last_page_len
-        entries = len(indices) if len(k) else 0
-        k_strides, v_strides = k.stride()[:3], v.stride()[:3]
+    device = out.device
+    on = _machine(device)
+    q, k, v, kv = call.q, call.k, call.v, call.kv
+    if k.element_size() == 1:
+        q, k, v = q if q.element_size() > 1 else q.half(), _bytes(k, on), _bytes(v, on)
+    k_token: int
+    if isinstance(kv, PageTable):
+        page_size, indices, last_page_len = kv.page_size, kv.indices, kv.last_page_len
+        entries = indices.shape[0] if k.shape[0] else 0
+        k_page, k_token, k_head, _one = k.stride()
+        v_page, v_token, v_head, _one = v.stride()
     else:
-        page_size, indices, last_page_len, entries = 0, call.kv.indptr, call.kv.indptr, len(k)
-        k_strides, v_strides = (k.stride(0), 0, k.stride(1)), (v.stride(0), 0, v.stride(1))
-    batch = call.qo.batch_size
-    rows = -(-len(q) // max(batch, 1)) * spec.group_size
-    tuning = tune(spec, _block_m(spec, rows), page_size > 0, on.shared_memory)
-    tiles = len(q) * spec.group_size // tuning.block_m + batch
-    split = rows <= 64 or tiles * spec.num_kv_heads < 2 * on.processors
-    programs = 2 * on.processors if split else max(tiles * spec.num_kv_heads, 1)
-    (q_gain, q_scale), (k_gain, k_scale), (v_gain, v_scale) = (
-        _split_scale(call.q_scale, spec.num_qo_heads),
-        _split_scale(call.k_scale, spec.num_kv_heads),
-        _split_scale(call.v_scale, spec.num_kv_heads),
-    )
+        page_size, indices, last_page_len, entries = 0, kv.indptr, kv.indptr, k.shape[0]
+        (k_page, k_head, _one), (v_page, v_head, _one) = k.stride(), v.stride()
+        k_token = v_token = 0
+    q_gain, k_gain, v_gain, q_scale, k_scale, v_scale = call.q_scale, call.k_scale, call.v_scale, None, None, None
+    if not (type(q_gain) is type(k_gain) is type(v_gain) is float):
+        q_gain, q_scale = _split_scale(q_gain, spec.num_qo_heads)
+        k_gain, k_scale = _split_scale(k_gain, spec.num_kv_heads)
+        v_gain, v_scale = _split_scale(v_gain, spec.num_kv_heads)
     scale = spec.sm_scale * LOG2E * q_gain * k_gain
-    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, scale <= 0)
-    scan = max(16, min(1024, triton.next_power_of_2(batch)))
-    c = _shape(spec, page_size, tuning, split, scan, flags, on)
-    part = torch.empty(2 * programs * tuning.block_m * (spec.head_dim_vo + 2) if split else 0, device=out.device)
-    part_ml = part[2 * programs * tuning.block_m * spec.head_dim_vo :]
-    mask, tables = call.mask, (call.qo.indptr, call.kv.indptr, last_page_len)
-    options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-    attention.attend[(programs,)](
-        q,
-        k,
-        v,
-        out,
-        lse,
-        part,
-        part_ml,
-        *tables,
-        indices,
-        mask.bits if mask else None,
-        mask.indptr if mask else None,
-        len(mask.bits) if mask else 0,
-        call.sinks,
-        _slopes(spec, out.device) if c.alibi else None,
-        q_scale,
-        k_scale,
-        v_scale,
-        *q.stride()[:2],
-        *k_strides,
-        *v_strides,
-        *out.stride()[:2],
-        batch,
-        len(q),
-        entries,
-        len(k),
-        scale,
-        v_gain,
-        spec.logits_soft_cap * LOG2E,
-        spec.window_left,
-        _turns(spec.head_dim_qk, spec.rope_scale, spec.rope_theta, out.device) if c.rope else None,
-        c,
-        **options,
-    )
-    if split:
-        most = min(tuning.block_m, rows if len(q) == batch else tuning.block_m)
-        attention.merge[(programs, most)](
-            out,
+    far = max(k_token, v_token) * page_size >= 1 << 31
+    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, scale <= 0, far)
+    tokens, batch = q.shape[0], call.qo.indptr.shape[0] - 1
+    cut = _cut(spec, device, page_size, tokens, batch, call.max_q_len, flags)
+    slots, part, arrivals = 0, None, None
+    if cut.c.split:
+        slots = _slots(spec, cut.c.block_m, on, batch, entries * max(page_size, 1))
+        part, arrivals = _scratch(call, cut, slots * cut.part_rows * (spec.head_dim_vo + 2))
+    mask, items, q_pe, k_pe = call.mask, call.items, call.q_pe, call.k_pe
+    if k_pe is not None:
+        k_pe = _bytes(k_pe, on)
+    cut.launch(
+        cut.programs,
+        (q, q_pe, k, v, k_pe, out, part),
+        (
             lse,
-            part,
-            part_ml,
-            *tables,
+            arrivals,
+            call.qo.indptr,
+            kv.indptr,
+            last_page_len,
+            indices,
+            mask.bits if mask is not None else None,
+            mask.indptr if mask is not None else None,
+            items.prefix_lens if items is not None else None,
+            items.positions if items is not None else None,
             call.sinks,
+            _slopes(spec, device) if cut.c.alibi else None,
+            _turns(spec.head_dim_qk, spec.rope_scale, spec.rope_theta, device) if cut.c.rope else None,
+            q_scale,
+            k_scale,
             v_scale,
-            *out.stride()[:2],
+        ),
+        (
+            mask.bits.shape[0] if mask is not None else 0,
+            items.length if items is not None else 0,
+            slots,
+            cut.part_rows,
             batch,
-            len(q),
+            tokens,
             entries,
+            k.shape[0],
             spec.window_left,
+            scale,
             v_gain,
-            programs,
-            c,
-            num_warps=1,
-        )
+            spec.logits_soft_cap * LOG2E,
+        ),
+        (
+            *q.stride()[:2],
+            *(q_pe.stride()[:2] if q_pe is not None else (0, 0)),
+            k_page,
+            k_token,
+            k_head,
+            v_page,
+            v_token,
+            v_head,
+            *(k_pe.stride()[:2] if k_pe is not None else (0, 0)),
+            *out.stride()[:2],
+        ),
+        _kinds(call),
+    )
+
+
+def _kinds(call: Call) -> tuple[torch.dtype, ...]:
+    """Dtypes that the layer leaves open."""
+    open_ones = [] if call.sinks is None else [call.sinks.dtype]
+    if call.items is not None:
+        open_ones += [call.items.prefix_lens.dtype, call.items.positions.dtype]
+    return tuple(open_ones)
+
+
+def _scratch(call: Call, cut: Cut, size: int) -> tuple[Tensor, Tensor]:
+    """Memory for parts of tiles, `size` numbers, and for counting them: the caller's, or new."""
+    part, arrivals, device = call.scratch, call.arrivals, call.q.device
+    if part is None or part.numel() < size:
+        part = torch.empty(size, dtype=torch.float32, device=device)
+    if arrivals is None or arrivals.numel() < cut.programs:
+        arrivals = torch.zeros(cut.programs, dtype=torch.int32, device=device)
+    return part, arrivals

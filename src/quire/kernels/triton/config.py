@@ -25,11 +25,14 @@ class Config:
         page_size: tokens in a page; 0 for ragged rows.
         block_m, block_n: query rows and keys in a tile.
         split: whether programs take equal shares of all keys, cut anywhere, or one tile of queries each.
+        invariant: whether the bits of a row depend on its own query and keys alone.
+        unit: keys in a unit of the line, where programs are cut.
         scan: requests that a step of a prefix sum takes.
         qk_type, pv_type: what the two products are computed in.
         precision: of float32 products.
         e4m3, e5m2: keys and values are bytes to be widened without the GPU's help.
         shaped: logits are scaled before anything else happens to them (soft cap, ALiBi, scales that differ by row).
+        far: the tokens of a page may lie 2**31 elements apart.
         normed: rows of queries are brought near 1 by a power of two, so that halves hold them; implies shaped.
         pad_heads: query heads, padded to a power of two.
     """
@@ -45,6 +48,8 @@ class Config:
     block_m: int
     block_n: int
     split: bool
+    invariant: bool
+    unit: int
     scan: int
     qk_type: tl.dtype
     pv_type: tl.dtype
@@ -57,6 +62,9 @@ class Config:
     alibi: bool
     rope: bool
     mask: bool
+    items: bool
+    latent: bool
+    far: bool
     sinks: bool
     q_scale: bool
     k_scale: bool

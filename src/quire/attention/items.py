@@ -1,0 +1,59 @@
+"""Prompts of several items: a prefix, then items that do not see each other (multi-item scoring).
+
+The tokens after the prefix are numbered within their items, from 1; the delimiter before an item has number 0. Besides
+being causal, a token with number n sees the prefix and the n - 1 tokens before it, that is the keys beyond its position
+minus n; a delimiter sees the prefix alone. Tokens of the prefix see what causal ones see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.attention.masks import PackedMask
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """The items of a batch's prompts.
+
+    Attributes:
+        prefix_lens: uint32 or int32 [batch_size], tokens in each prefix.
+        positions: uint16 or int32 [batch_size * length], each request's numbers, padded to `length`.
+        length: numbers per request.
+    """
+
+    prefix_lens: Tensor
+    positions: Tensor
+    length: int
+
+    def __post_init__(self) -> None:
+        for name, x in (("prefix_len_ptr", self.prefix_lens), ("token_pos_in_items_ptr", self.positions)):
+            if x.ndim != 1 or x.dtype not in (torch.uint16, torch.uint32, torch.int32):
+                raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: a uint16, uint32 or int32 vector")
+        if len(self.positions) < len(self.prefix_lens) * self.length:
+            raise ValueError(
+                f"token_pos_in_items_ptr has {len(self.positions)} entries: batch size * token_pos_in_items_len = "
+                f"{len(self.prefix_lens) * self.length} are needed"
+            )
+
+    def mask(self, b: int, q_len: int, kv_len: int) -> Tensor:
+        """Bool [q_len, kv_len]: what the queries of request b see, besides being causal."""
+        prefix = int(self.prefix_lens[b])
+        numbers = self.positions[b * self.length : (b + 1) * self.length].long()
+        position = torch.arange(kv_len - q_len, kv_len, device=numbers.device)[:, None]
+        at = (position - prefix)[:, 0]
+        there = (at >= 0) & (at < self.length)
+        number = torch.zeros_like(at)
+        number[there] = numbers[at[there]]
+        key = torch.arange(kv_len, device=numbers.device)[None, :]
+        return (position < prefix) | (key < prefix) | (key > position - number[:, None])
+
+    def packed(self, q_lens: Tensor, kv_lens: Tensor) -> PackedMask:
+        """The same as packed masks, for kernels that know no items. Reads the lengths on the host."""
+        sizes = zip(q_lens.tolist(), kv_lens.tolist(), strict=True)
+        masks = [self.mask(b, q_len, kv_len).flatten() for b, (q_len, kv_len) in enumerate(sizes)]
+        bits = torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool, device=q_lens.device)
+        return PackedMask.from_bool(bits, q_lens, kv_lens)
