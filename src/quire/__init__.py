@@ -23,7 +23,14 @@ _HOME = {
         "single_prefill_with_kv_cache",
         "single_prefill_with_kv_cache_return_lse",
     ),
-    "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
+    "cascade": (
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "MultiLevelCascadeAttentionWrapper",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+    ),
     "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
@@ -31,7 +38,14 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _MODULES = (*_HOME, "attention", "cache", "engine")
 
 if TYPE_CHECKING:
-    from quire.cascade import merge_state, merge_state_in_place, merge_states
+    from quire.cascade import (
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+        BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+        MultiLevelCascadeAttentionWrapper,
+        merge_state,
+        merge_state_in_place,
+        merge_states,
+    )
     from quire.core import BatchDecodeWithPagedKVCache, BatchPrefillWithRaggedKVCache, PagedKVCache
     from quire.decode import (
         BatchDecodeWithPagedKVCacheWrapper,
