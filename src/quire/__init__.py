@@ -32,6 +32,7 @@ _HOME = {
         "merge_states",
     ),
     "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         single_decode_with_kv_cache,
     )
     from quire.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+    from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
     from quire.prefill import (
         BatchPrefillWithPagedKVCacheWrapper,
         BatchPrefillWithRaggedKVCacheWrapper,
