@@ -32,6 +32,7 @@ _HOME = {
         "merge_states",
     ),
     "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "batch": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
@@ -39,6 +40,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _MODULES = (*_HOME, "attention", "cache", "engine")
 
 if TYPE_CHECKING:
+    from quire.batch import BatchAttention, BatchAttentionWithAttentionSinkWrapper
     from quire.cascade import (
         BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
         BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
