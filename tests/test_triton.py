@@ -17,12 +17,21 @@ from quire.attention import AttentionSpec
 CHOSEN = "float32-float32 and (plain or window or alibi or mask or sinks) or ragged or strided or per_head or growing"
 
 
-def test_interpreted_kernels_are_the_oracle():
-    file = Path(__file__).parent / "test_kernels.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), "-k", CHOSEN]
+def interpret(file: str, chosen: str) -> None:
+    """Run the chosen tests of a file with Triton's kernels interpreted."""
+    path = str(Path(__file__).parent / file)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path, "-k", chosen]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
     assert " passed" in done.stdout
+
+
+def test_interpreted_kernels_are_the_oracle():
+    interpret("test_kernels.py", CHOSEN)
+
+
+def test_interpreted_states_merge_as_defined():
+    interpret("test_cascade.py", "states and not bfloat16")
 
 
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
@@ -35,3 +44,19 @@ def test_kernels_compile_for_every_architecture(target):
         usage = compile_attend(layer, target, rows, split=rows < 100)
         assert usage.shared <= usage.limit
         assert usage.spills <= 128, usage.spills
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_merging_compiles_for_every_architecture(target):
+    from quire.kernels.triton.merge import merge_rows
+    from triton_compile import compile_kernel
+
+    v, s = "*bf16", "*fp32"
+    two = {"v": v, "v_other": v, "out": v, "s": s, "s_other": s, "lse": s, "mask": "*u8"}
+    many = {**two, "v_other": None, "s_other": None, "mask": None}
+    for given in (two, many):
+        for dim in (64, 128, 512):
+            usage = compile_kernel(merge_rows, target, {**given, "block_rows": 2048 // dim, "block_dim": dim})
+            assert usage.shared <= usage.limit
+            assert usage.spills == 0, usage.spills

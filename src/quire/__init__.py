@@ -23,15 +23,32 @@ _HOME = {
         "single_prefill_with_kv_cache",
         "single_prefill_with_kv_cache_return_lse",
     ),
-    "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
+    "cascade": (
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "MultiLevelCascadeAttentionWrapper",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+    ),
     "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "batch": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
+    "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _MODULES = (*_HOME, "attention", "cache", "engine")
 
 if TYPE_CHECKING:
-    from quire.cascade import merge_state, merge_state_in_place, merge_states
+    from quire.batch import BatchAttention, BatchAttentionWithAttentionSinkWrapper
+    from quire.cascade import (
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+        BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+        MultiLevelCascadeAttentionWrapper,
+        merge_state,
+        merge_state_in_place,
+        merge_states,
+    )
     from quire.core import BatchDecodeWithPagedKVCache, BatchPrefillWithRaggedKVCache, PagedKVCache
     from quire.decode import (
         BatchDecodeWithPagedKVCacheWrapper,
@@ -39,6 +56,7 @@ if TYPE_CHECKING:
         single_decode_with_kv_cache,
     )
     from quire.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+    from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
     from quire.prefill import (
         BatchPrefillWithPagedKVCacheWrapper,
         BatchPrefillWithRaggedKVCacheWrapper,

@@ -164,6 +164,24 @@ class PageTable:
         return cls(indptr, indices[:spare], last_page_len, page_size)
 
     @classmethod
+    def from_lengths(cls, indptr: Tensor, indices: Tensor, lengths: Tensor, page_size: int) -> PageTable:
+        """From int32 [batch_size] lengths in tokens; a request may own more pages than they fill, which are left out.
+
+        indptr and indices are those of a PageTable, and not changed. Never waits for a device.
+        """
+        table(indptr, "kv_indptr", len(table(lengths, "lengths")) + 1)
+        if lengths.device.type == "cpu":
+            room = indptr.diff() * page_size
+            check_indptr(indptr, "kv_indptr", len(table(indices, "kv_indices")), "the number of kv_indices")
+            refuse_first((lengths < 0) | (lengths > room), "lengths", lengths, "0 to what the request's pages hold")
+        packed = RaggedLayout.from_lengths((lengths + (page_size - 1)) // page_size).indptr
+        place = torch.arange(len(indices), dtype=torch.int32, device=lengths.device)
+        owner = torch.searchsorted(packed[1:], place, right=True).clamp(max=len(lengths) - 1)
+        source = (indptr[owner] + place - packed[owner]).clamp(0, len(indices) - 1)
+        last_page_len = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
+        return cls(packed, indices[source], last_page_len, page_size)
+
+    @classmethod
     def from_slots(cls, slots: Tensor, indptr: Tensor) -> PageTable:
         """From one cache slot per token: int32 [tokens] slots and int32 [batch_size + 1] indptr. Pages have size 1."""
         return cls(indptr, slots, torch.ones_like(indptr[1:]), page_size=1)

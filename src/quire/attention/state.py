@@ -13,21 +13,20 @@ from torch import Tensor
 
 def merge(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """The state of the union. v: [tokens, heads, head_dim], s: float32 [tokens, heads]; v keeps v_a's dtype."""
-    wide = torch.promote_types(s_a.dtype, torch.float32)
-    s_a, s_b = s_a.to(wide), s_b.to(wide)
-    top = torch.maximum(s_a, s_b)
-    safe = torch.where(torch.isinf(top), 0.0, top)  # -inf - -inf is no number; neither is inf - inf
-    w_a, w_b = torch.exp2(s_a - safe)[..., None], torch.exp2(s_b - safe)[..., None]
-    total = w_a + w_b
-    v = (v_a.to(wide) * w_a + v_b.to(wide) * w_b) / torch.where(total > 0, total, 1.0)
-    return v.to(v_a.dtype), safe + torch.log2(total[..., 0])
+    v, s = merge_many(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
+    return v.to(v_a.dtype), s
 
 
 def merge_many(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of the union of n sets. v: [tokens, n, heads, head_dim], s: float32 [tokens, n, heads]."""
-    top = s.amax(1)
-    safe = torch.where(torch.isinf(top), 0.0, top)
+    """The state of the union of n sets, 0 or more. v: [tokens, n, heads, head_dim], s: float32 [tokens, n, heads].
+
+    A set without keys adds nothing, whatever its v holds.
+    """
+    s = s.to(torch.promote_types(s.dtype, torch.float32))
+    top = torch.cat([s, s.new_full((len(s), 1, s.shape[2]), -torch.inf)], 1).amax(1)  # amax of nothing is no number
+    safe = torch.where(torch.isinf(top), 0.0, top)  # -inf - -inf is no number; neither is inf - inf
     weight = torch.exp2(s - safe[:, None])[..., None]
     total = weight.sum(1)
-    out = (v.to(weight.dtype) * weight).sum(1) / torch.where(total > 0, total, 1.0)
+    parts = torch.where(weight == 0, 0.0, v.to(weight.dtype) * weight)
+    out = parts.sum(1) / torch.where(total == 0, 1.0, total)
     return out.to(v.dtype), safe + torch.log2(total[..., 0])

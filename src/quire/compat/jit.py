@@ -1,0 +1,66 @@
+"""What programs import from `flashinfer.jit` to build kernels before they are needed.
+
+Quire has nothing to build, so that these do nothing. What builds kernels of a program's own is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+_NAMES = (
+    "gen_batch_attention_module",
+    "gen_batch_decode_module",
+    "gen_batch_mla_module",
+    "gen_batch_pod_module",
+    "gen_batch_prefill_attention_sink_module",
+    "gen_batch_prefill_module",
+    "gen_cascade_module",
+    "gen_page_module",
+    "gen_pod_module",
+    "gen_quantization_module",
+    "gen_rope_module",
+    "gen_single_decode_module",
+    "gen_single_prefill_module",
+)
+__all__ = [  # noqa: PLE0604
+    *_NAMES,
+    "JitSpec",
+    "MissingJITCacheError",
+    "attention_sink_decl",
+    "build_jit_specs",
+    "filename_safe_dtype_map",
+]
+
+filename_safe_dtype_map = {x: str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
+attention_sink_decl = {"fa2": "AttentionSink", "fa3": "AttentionSink"}  # a name; FlashInfer's are programs in C++
+
+
+class MissingJITCacheError(RuntimeError):
+    """For programs that catch it; Quire does not raise it."""
+
+
+@dataclass(frozen=True)
+class JitSpec:
+    """A kernel to build: a name, as there is nothing to build."""
+
+    name: str
+
+
+def _spec(name: str, *args: Any, **kwargs: Any) -> JitSpec:
+    given = (*args, *kwargs.values())
+    return JitSpec("_".join([name.removeprefix("gen_"), *(str(filename_safe_dtype_map.get(x, x)) for x in given)]))
+
+
+def build_jit_specs(specs: Iterable[JitSpec], verbose: bool = False, skip_prebuilt: bool = True) -> None:
+    """Does nothing."""
+
+
+def __getattr__(name: str) -> Callable[..., JitSpec]:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return partial(_spec, name)

@@ -1,0 +1,61 @@
+"""Merging attention states: by the definition in torch, on a GPU by a kernel. See `quire.attention.state`."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from quire.attention import state
+from quire.kernels.ops import operation
+
+
+def _by_triton(x: Tensor) -> bool:
+    return x.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@operation("merge_state", "out", "lse")
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    """The state of two sets into out and lse. v and out: [tokens, heads, head_dim]; s and lse: float32 [tokens, heads].
+
+    Any strides with the last one 1.
+    """
+    if _by_triton(v_a):
+        from quire.kernels.triton.merge import merge
+
+        merge(v_a[:, None], s_a[:, None], v_b, s_b, None, out, lse)
+        return
+    v, s = state.merge(v_a, s_a, v_b, s_b)
+    out.copy_(v)
+    lse.copy_(s)
+
+
+@operation("merge_state_in_place", "v", "s")
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None) -> None:
+    """(v_other, s_other) into (v, s), shaped as in `merge_state`, for a bool mask's tokens [tokens], any stride."""
+    if _by_triton(v):
+        from quire.kernels.triton.merge import merge
+
+        merge(v[:, None], s[:, None], v_other, s_other, mask, v, s)
+        return
+    merged_v, merged_s = state.merge(v, s, v_other, s_other)
+    if mask is not None:
+        merged_v, merged_s = torch.where(mask[:, None, None], merged_v, v), torch.where(mask[:, None], merged_s, s)
+    v.copy_(merged_v)
+    s.copy_(merged_s)
+
+
+@operation("merge_states", "out", "lse")
+def merge_states(v: Tensor, s: Tensor, out: Tensor, lse: Tensor) -> None:
+    """The state of n sets into out and lse, shaped as in `merge_state`. v: [tokens, n, heads, head_dim], s: float32
+    [tokens, n, heads]; n may be 0.
+    """
+    if _by_triton(v):
+        from quire.kernels.triton.merge import merge
+
+        merge(v, s, None, None, None, out, lse)
+        return
+    merged_v, merged_s = state.merge_many(v, s)
+    out.copy_(merged_v)
+    lse.copy_(merged_s)

@@ -1,0 +1,303 @@
+"""Prefill and decode in one call, for batches that mix them.
+
+Names, parameters and meanings are those of `flashinfer.pod`. Here a call is two launches, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from quire._wrapper import DType, Scale, refuse
+from quire.attention.spec import check
+from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+
+__all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+
+
+class PODWithPagedKVCacheWrapper:
+    """Attention of one prefill, whose keys are rows, and of a batch of decodes, whose keys are pages.
+
+    Args:
+        float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indptr_buffer, paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer: of the decodes, as in `BatchDecodeWithPagedKVCacheWrapper`.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor | None = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        jit_args: Any = None,
+    ) -> None:
+        refuse(jit_args=jit_args)
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            paged_kv_indptr_buffer=paged_kv_indptr_buffer,
+            paged_kv_indices_buffer=paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
+        )
+        self._settings: dict[str, Any] = {"kv_layout_d": kv_layout}
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether plans go into buffers given once, with a fixed batch size."""
+        return self._decode.is_cuda_graph_enabled
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Replace the workspace buffers; both must lie on the wrapper's device."""
+        self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: DType | None = "float16",
+        kv_data_type: DType | None = None,
+        data_type: DType | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Record the decodes' pages and layer: arguments and errors are those of
+        `BatchDecodeWithPagedKVCacheWrapper.plan`.
+        """
+        self._decode.plan(
+            indptr,
+            indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            data_type=data_type,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            non_blocking=non_blocking,
+        )
+        self._settings.update(
+            pos_encoding_mode_d=pos_encoding_mode,
+            sm_scale_d=1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale,
+            window_left_d=window_left,
+            rope_scale_d=1.0 if rope_scale is None else rope_scale,
+            rope_theta_d=1e4 if rope_theta is None else rope_theta,
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q_p: Tensor,
+        k_p: Tensor,
+        v_p: Tensor,
+        q_d: Tensor,
+        paged_kv_cache_d: Tensor | tuple[Tensor, Tensor],
+        custom_mask_p: Tensor | None = None,
+        packed_custom_mask_p: Tensor | None = None,
+        causal_p: bool = False,
+        kv_layout_p: str = "NHD",
+        pos_encoding_mode_p: str = "NONE",
+        sm_scale_p: float | None = None,
+        window_left_p: int = -1,
+        rope_scale_p: float | None = None,
+        rope_theta_p: float | None = None,
+        return_lse_p: bool = False,
+        custom_mask_d: Tensor | None = None,
+        packed_custom_mask_d: Tensor | None = None,
+        causal_d: bool = False,
+        kv_layout_d: str | None = None,
+        pos_encoding_mode_d: str | None = None,
+        sm_scale_d: float | None = None,
+        window_left_d: int | None = None,
+        rope_scale_d: float | None = None,
+        rope_theta_d: float | None = None,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        return_lse_d: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of one layer.
+
+        Args:
+            q_p: [q_len, num_qo_heads, head_dim]; k_p, v_p: NHD [kv_len, num_kv_heads, head_dim] or HND [num_kv_heads,
+                kv_len, head_dim]; the other arguments that end in _p as in `single_prefill_with_kv_cache`.
+            q_d, paged_kv_cache_d, q_scale, k_scale, v_scale: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
+            kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: where given, what
+                was planned.
+            causal_d, use_fp16_qk_reduction, enable_pdl: accepted: a decode's query is the last of its tokens, sums are
+                float32, and kernels choose.
+            return_lse_p, return_lse_d: accepted; as in FlashInfer, the outputs alone are returned.
+
+        Returns:
+            (out_p, out_d), [q_len, num_qo_heads, head_dim] and [batch_size, num_qo_heads, head_dim].
+
+        Raises:
+            RuntimeError: nothing has been planned.
+            ValueError: a tensor that does not fit, a mask for the decodes, or a setting other than planned.
+        """
+        refuse(custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d)
+        given = {
+            "kv_layout_d": kv_layout_d,
+            "pos_encoding_mode_d": pos_encoding_mode_d,
+            "sm_scale_d": sm_scale_d,
+            "window_left_d": window_left_d,
+            "rope_scale_d": rope_scale_d,
+            "rope_theta_d": rope_theta_d,
+        }
+        for name, value in given.items():
+            planned = self._settings.get(name)
+            check(value in (None, planned), name, value, f"it differs from the value planned, {planned!r}")
+        out_d = self._decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale)
+        out_p = single_prefill_with_kv_cache(
+            q_p,
+            k_p,
+            v_p,
+            custom_mask=custom_mask_p,
+            packed_custom_mask=packed_custom_mask_p,
+            causal=causal_p,
+            kv_layout=kv_layout_p,
+            pos_encoding_mode=pos_encoding_mode_p,
+            sm_scale=sm_scale_p,
+            window_left=window_left_p,
+            rope_scale=rope_scale_p,
+            rope_theta=rope_theta_p,
+        )
+        assert isinstance(out_p, Tensor)
+        assert isinstance(out_d, Tensor)
+        return out_p, out_d
+
+
+class BatchPODWithPagedKVCacheWrapper:
+    """Attention of a batch of prefills and of a batch of decodes, both over pages.
+
+    Args:
+        float_workspace_buffer, kv_layout: as in `BatchPrefillWithPagedKVCacheWrapper`.
+    """
+
+    def __init__(self, float_workspace_buffer: Tensor | None = None, kv_layout: str = "NHD") -> None:
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._decode = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """False: this wrapper takes no buffers for its plans."""
+        return False
+
+    def plan(
+        self,
+        qo_indptr_p: Tensor,
+        kv_indptr_p: Tensor,
+        kv_indices_p: Tensor,
+        last_page_len_p: Tensor,
+        qo_indptr_d: Tensor,
+        kv_indptr_d: Tensor,
+        kv_indices_d: Tensor,
+        last_page_len_d: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: DType | None = "float16",
+        kv_data_type: DType | None = None,
+        data_type: DType | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Record the query rows and pages of the prefills (_p) and of the decodes (_d), and the layer of both.
+
+        Arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`; `data_type` is the old name for
+        both dtypes. The query tokens of one decode all see all of its keys.
+        """
+        if data_type is not None:
+            q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
+            kv_data_type = data_type if kv_data_type is None else kv_data_type
+        layer: dict[str, Any] = {
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim_qk": head_dim,
+            "page_size": page_size,
+            "pos_encoding_mode": pos_encoding_mode,
+            "window_left": window_left,
+            "q_data_type": q_data_type or "float16",
+            "kv_data_type": kv_data_type,
+            "sm_scale": sm_scale,
+            "rope_scale": rope_scale,
+            "rope_theta": rope_theta,
+            "non_blocking": non_blocking,
+        }
+        self._plan_prefill = partial(
+            self._prefill.plan, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, **layer
+        )
+        self._plan_prefill()
+        self._planned_as = (False, False)
+        self._decode.plan(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, **layer)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q_p: Tensor,
+        paged_kv_cache_p: Tensor | tuple[Tensor, Tensor],
+        q_d: Tensor,
+        paged_kv_cache_d: Tensor | tuple[Tensor, Tensor],
+        custom_mask_p: Tensor | None = None,
+        packed_custom_mask_p: Tensor | None = None,
+        causal_p: bool = False,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        return_lse: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> tuple[Tensor, Tensor] | tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Attention of one layer.
+
+        Args:
+            q_p, q_d: [qo_indptr_p[-1] or qo_indptr_d[-1], num_qo_heads, head_dim].
+            paged_kv_cache_p, paged_kv_cache_d: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+            custom_mask_p, packed_custom_mask_p, causal_p: of the prefills, as in its `plan`.
+            q_scale, k_scale, v_scale: of the decodes, as in its `run`.
+            use_fp16_qk_reduction, enable_pdl: accepted: sums are float32, and kernels choose.
+
+        Returns:
+            (out_p, out_d), or ((out_p, out_d), (lse_p, lse_d)).
+
+        Raises:
+            RuntimeError: nothing has been planned.
+            ValueError: a tensor that does not fit the plan.
+        """
+        out_d, lse_d = self._decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale, return_lse=True)
+        masked = custom_mask_p is not None or packed_custom_mask_p is not None
+        if masked or (causal_p, masked) != self._planned_as:
+            self._plan_prefill(causal=causal_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p)
+            self._planned_as = (causal_p, masked)
+        out_p, lse_p = self._prefill.run(q_p, paged_kv_cache_p, return_lse=True)
+        return ((out_p, out_d), (lse_p, lse_d)) if return_lse else (out_p, out_d)

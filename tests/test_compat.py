@@ -1,0 +1,185 @@
+"""`import flashinfer` means Quire: in a process of its own, or installed and removed again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+import torch
+
+import quire
+from quire import compat
+
+
+@pytest.fixture
+def flashinfer():
+    compat.install()
+    yield import_module("flashinfer")
+    compat.uninstall()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def removed():
+    compat.uninstall()
+    yield
+    compat.uninstall()
+
+
+def test_its_operations_are_quires(flashinfer):
+    for name in ("BatchAttention", "MultiLevelCascadeAttentionWrapper", "append_paged_kv_cache", "merge_state"):
+        assert getattr(flashinfer, name) is getattr(quire, name)
+        assert name in dir(flashinfer)
+    from flashinfer.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
+    from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+    from flashinfer.triton.cascade import merge_states
+
+    assert BatchAttention is flashinfer.attention.BatchAttention is quire.BatchAttention
+    assert BatchAttentionWithAttentionSinkWrapper is quire.BatchAttentionWithAttentionSinkWrapper
+    assert BatchDecodeWithPagedKVCacheWrapper is quire.BatchDecodeWithPagedKVCacheWrapper
+    assert merge_states is quire.merge_states
+    assert flashinfer.__version__ == "0.7.2"
+
+
+@pytest.mark.parametrize("name", compat._OPERATIONS)
+def test_a_module_is_there_where_quire_has_it(name, flashinfer):
+    if find_spec(f"quire.{name}") is None:
+        assert find_spec(f"flashinfer.{name}") is None
+        assert not hasattr(flashinfer, name)
+        with pytest.raises(ImportError, match=f"flashinfer.{name}"):
+            import_module(f"flashinfer.{name}")
+        return
+    ours, theirs = import_module(f"quire.{name}"), import_module(f"flashinfer.{name}")
+    assert getattr(flashinfer, name) is theirs
+    assert find_spec(f"flashinfer.{name}") is not None
+    assert set(ours.__all__) <= set(dir(theirs))
+    assert set(ours.__all__) <= set(theirs.__all__)
+    for public in ours.__all__:
+        assert getattr(theirs, public) is getattr(ours, public)
+
+
+def test_what_quire_has_not_is_said(flashinfer):
+    for name in ("trtllm_fp4_block_scale_moe", "_private", "cache", "engine", "core", "moe_ep"):
+        with pytest.raises(AttributeError, match=f"'flashinfer' has no attribute '{name}': Quire"):
+            getattr(flashinfer, name)
+    with pytest.raises(AttributeError, match=r"'flashinfer\.decode' has no attribute 'refuse'"):
+        flashinfer.decode.refuse  # noqa: B018
+    with pytest.raises(ImportError, match="trtllm_batch_decode_with_kv_cache_mla"):
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla  # noqa: F401
+    for name in ("flashinfer.moe_ep", "flashinfer.core", "flashinfer.jit.env"):
+        with pytest.raises(ImportError, match=name):
+            import_module(name)
+        assert find_spec(name) is None
+    assert not any(
+        isinstance(getattr(flashinfer.cascade, name), ModuleType) for name in dir(flashinfer.cascade) if name[0] != "_"
+    )
+
+
+def test_installing_and_removing():
+    def names():
+        return [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]
+
+    path, elsewhere = list(sys.meta_path), find_spec("flashinfer")
+    compat.install()
+    compat.install()
+    assert sys.meta_path[1:] == path
+    assert find_spec("flashinfer").origin == "quire"
+    import_module("flashinfer.decode")
+    assert {"flashinfer", "flashinfer.decode"} <= set(names())
+    compat.uninstall()
+    compat.uninstall()
+    assert sys.meta_path == path
+    assert names() == []
+    assert find_spec("flashinfer") == elsewhere
+
+
+def test_another_flashinfer_is_not_replaced_halfway(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    with pytest.raises(RuntimeError, match="flashinfer is imported already"):
+        compat.install()
+    assert compat._FINDER not in sys.meta_path
+    compat.uninstall()
+    assert "flashinfer" in sys.modules
+
+
+def test_a_program_that_knows_nothing_of_it(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import quire.compat, sys\nassert 'torch' not in sys.modules\n")
+    program = tmp_path / "program.py"
+    program.write_text("""
+import importlib.util
+assert importlib.util.find_spec("flashinfer") and not importlib.util.find_spec("flashinfer.comm")
+import torch
+import flashinfer
+from flashinfer.cascade import *
+v, s = torch.randn(3, 2, 8), torch.randn(3, 2)
+out, lse = merge_state(v, s, v, s)
+torch.testing.assert_close(out, v)
+torch.testing.assert_close(lse, s + 1)
+print(flashinfer.single_decode_with_kv_cache(v[0], v, v).shape)
+""")
+    paths = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
+    done = subprocess.run(
+        [sys.executable, str(program)], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "torch.Size([2, 8])", done.stderr
+    assert "Error in sitecustomize" not in done.stderr
+
+
+def test_small_helpers(flashinfer):
+    utils = import_module("flashinfer.utils")
+    assert [utils.PosEncodingMode[name].value for name in ("NONE", "ROPE_LLAMA", "ALIBI")] == [0, 1, 2]
+    assert (utils.MaskMode.CUSTOM.value, utils.TensorLayout["HND"].value) == (2, 1)
+    for x in range(1, 40):
+        y = utils.next_positive_power_of_2(x)
+        assert y >= x > y // 2
+        assert y & (y - 1) == 0
+        assert utils.round_up(x, 7) == utils.ceil_div(x, 7) * 7
+        assert 0 <= utils.round_up(x, 7) - x < 7
+    assert utils.next_positive_power_of_2(0) == 1
+    assert utils.get_indptr(torch.tensor([3, 0, 2]).int()).tolist() == [0, 3, 3, 5]
+    assert utils.canonicalize_torch_dtype("bfloat16") is torch.bfloat16
+    assert utils.is_float8(torch.zeros(1).to(torch.float8_e5m2))
+    assert not utils.is_float8(torch.zeros(1))
+    assert utils.version_at_least("0.7.2", "0.7")
+    assert not utils.version_at_least("0.7.2", "0.10")
+    assert not utils.device_support_pdl(torch.device("cpu"))
+    with pytest.raises(ValueError, match="device = 'cpu' is not supported"):
+        utils.is_sm90a_supported(torch.device("cpu"))
+    backend = utils.determine_attention_backend(torch.device("cpu"), 0, False, False, torch.float16, torch.float16)
+    assert flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0), backend=backend)
+
+
+@pytest.mark.gpu
+def test_questions_about_the_device(flashinfer):
+    utils = import_module("flashinfer.utils")
+    major, minor = utils.get_compute_capability(torch.device("cuda"))
+    assert (major, minor) == torch.cuda.get_device_capability()
+    assert utils.is_sm90a_supported(torch.device("cuda")) == (major == 9)
+    assert utils.is_sm121a_supported("cuda") == ((major, minor) == (12, 1))
+    assert utils.get_device_sm_count(torch.device("cuda")) > 0
+
+
+def test_building_kernels_beforehand_does_nothing(flashinfer):
+    from flashinfer.jit import JitSpec, build_jit_specs
+    from flashinfer.jit.attention import gen_pod_module
+    from flashinfer.jit.attention.variants import attention_sink_decl
+    from flashinfer.jit.utils import filename_safe_dtype_map
+
+    specs = [
+        flashinfer.decode.gen_batch_decode_module(torch.float16, torch.float16, 128),
+        flashinfer.prefill.gen_batch_prefill_module("fa2", torch.float16, 128, pos_encoding_mode=0),
+        flashinfer.attention.gen_batch_attention_module(torch.bfloat16),
+        flashinfer.page.gen_page_module(),
+        gen_pod_module(torch.float16, 128),
+    ]
+    assert all(isinstance(spec, JitSpec) for spec in specs)
+    assert len({spec.name for spec in specs}) == len(specs)
+    assert build_jit_specs(specs, verbose=False) is None
+    assert set(attention_sink_decl) == {"fa2", "fa3"}
+    assert filename_safe_dtype_map[torch.bfloat16] == "bfloat16"
+    with pytest.raises(AttributeError, match="gen_customize_batch_prefill_module"):
+        flashinfer.prefill.gen_customize_batch_prefill_module  # noqa: B018

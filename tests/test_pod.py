@@ -1,0 +1,144 @@
+"""Prefill and decode in one call, against the definition of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import quire as flashinfer
+from quire.attention import AttentionSpec
+from quire.attention.oracle import attend
+from quire.bench.batches import random_batch, relative_error
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+SPEC = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, window_left=20)
+TABLES = ("indptr", "indices", "last_page_len")
+
+
+def on(device, batch):
+    """Queries, caches and tables there."""
+    return (
+        batch.q.to(device),
+        (batch.k.to(device), batch.v.to(device)),
+        [getattr(batch.kv, x).to(device) for x in TABLES],
+    )
+
+
+@pytest.fixture
+def decodes(rng):
+    return random_batch(SPEC, [1, 1, 1], [rng.randrange(1, 60) for _ in range(3)], rng.choice((1, 4, 16)))
+
+
+def planned(decodes, device, **layer):
+    wrapper = flashinfer.PODWithPagedKVCacheWrapper(torch.empty(0, device=device))
+    layer = {"window_left": 20, "q_data_type": torch.float32, **layer}
+    wrapper.plan(*on(device, decodes)[2], 4, 2, 32, decodes.kv.page_size, **layer)
+    return wrapper
+
+
+@devices
+@pytest.mark.parametrize("layer", ["plain", "causal", "mask", "HND"])
+def test_a_prefill_and_decodes(layer, device, decodes, rng):
+    q_p, k_p, v_p = (torch.randn(n, heads, 32) for n, heads in ((7, 4), (19, 2), (19, 2)))
+    mask = torch.rand(7, 19) < 0.7 if layer == "mask" else None
+    options = {"causal_p": layer == "causal", "custom_mask_p": None if mask is None else mask.to(device)}
+    rows = (k_p, v_p)
+    if layer == "HND":
+        rows, options["kv_layout_p"] = (k_p.transpose(0, 1), v_p.transpose(0, 1)), "HND"
+    q_d, caches, _ = on(device, decodes)
+    wrapper = planned(decodes, device)
+    out_p, out_d = wrapper.run(q_p.to(device), *(x.to(device) for x in rows), q_d, caches, **options)
+    spec = SPEC.but(window_left=-1, causal=layer == "causal")
+    assert relative_error(out_p.cpu(), attend(q_p, k_p, v_p, spec, mask=mask)[0]) < 2e-6
+    assert relative_error(out_d.cpu(), decodes.exact()[0]) < 2e-6
+
+
+@devices
+def test_prefill_and_decodes_have_their_own_layer(device, decodes):
+    q_p, k_p, v_p = (torch.randn(9, heads, 32) for heads in (4, 2, 2))
+    q_d, caches, _ = on(device, decodes)
+    wrapper = planned(decodes, device, sm_scale=0.3)
+    own = {"sm_scale_d": 0.3, "window_left_d": 20, "kv_layout_d": "NHD", "rope_theta_d": 1e4}
+    rows = [x.to(device) for x in (q_p, k_p, v_p)]
+    out_p, out_d = wrapper.run(
+        *rows,
+        q_d,
+        caches,
+        window_left_p=3,
+        sm_scale_p=0.1,
+        pos_encoding_mode_p="ALIBI",
+        k_scale=0.5,
+        v_scale=2.0,
+        **own,
+    )
+    spec = SPEC.but(window_left=3, sm_scale=0.1, pos_encoding="ALIBI", causal=False)
+    assert relative_error(out_p.cpu(), attend(q_p, k_p, v_p, spec)[0]) < 2e-6
+    exact = replace(decodes, spec=SPEC.but(sm_scale=0.15)).exact()[0] * 2
+    assert relative_error(out_d.cpu(), exact) < 2e-6
+
+
+def test_what_a_run_cannot_do_is_refused(decodes):
+    q_p, k_p, v_p = (torch.randn(9, heads, 32) for heads in (4, 2, 2))
+    q_d, caches, _ = on("cpu", decodes)
+    wrapper = planned(decodes, "cpu")
+    for given, message in (
+        ({"window_left_d": -1}, "window_left_d = -1 .* differs from the value planned, 20"),
+        ({"kv_layout_d": "HND"}, "kv_layout_d = 'HND'"),
+        ({"pos_encoding_mode_d": "ALIBI"}, "pos_encoding_mode_d = 'ALIBI'"),
+        ({"custom_mask_d": torch.ones(3, 3)}, "custom_mask_d is not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrapper.run(q_p, k_p, v_p, q_d, caches, **given)
+    with pytest.raises(ValueError, match="jit_args is not supported"):
+        flashinfer.PODWithPagedKVCacheWrapper(torch.empty(0), jit_args=["variant"])
+    with pytest.raises(RuntimeError, match=r"plan\(\) must be called"):
+        flashinfer.PODWithPagedKVCacheWrapper(torch.empty(0)).run(q_p, k_p, v_p, q_d, caches)
+    with pytest.raises(RuntimeError, match=r"plan\(\) must be called"):
+        flashinfer.BatchPODWithPagedKVCacheWrapper(torch.empty(0)).run(q_d, caches, q_d, caches)
+
+
+@devices
+def test_decodes_keep_their_plan_in_buffers(device, decodes):
+    q_d, caches, tables = on(device, decodes)
+    buffers = [torch.zeros_like(x) for x in tables]
+    wrapper = flashinfer.PODWithPagedKVCacheWrapper(torch.empty(0, device=device), "NHD", True, *buffers)
+    assert wrapper.is_cuda_graph_enabled
+    wrapper.plan(*tables, 4, 2, 32, decodes.kv.page_size, window_left=20, data_type=torch.float32)
+    assert torch.equal(buffers[0], tables[0])
+    _, out_d = wrapper.run(q_d, *(torch.randn(2, 3, 2, 32, device=device)), q_d, caches)
+    assert relative_error(out_d.cpu(), decodes.exact()[0]) < 2e-6
+
+
+@devices
+def test_batches_of_prefills_and_decodes(device, rng):
+    """Also where masks and causality change from run to run of one plan."""
+    spec, page_size = SPEC.but(window_left=-1, custom_mask=True), rng.choice((1, 4, 16))
+    prefills = random_batch(spec, [3, 1, 8], [rng.randrange(8, 50) for _ in range(3)], page_size)
+    decodes = random_batch(spec.but(causal=False, custom_mask=False), [1, 2, 1], [40, 17, 2], page_size)
+    wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(torch.empty(0, device=device))
+    assert not wrapper.is_cuda_graph_enabled
+    (q_p, cache_p, tables_p), (q_d, cache_d, tables_d) = on(device, prefills), on(device, decodes)
+    wrapper.plan(
+        prefills.qo.indptr.to(device), *tables_p, decodes.qo.indptr.to(device), *tables_d,
+        4, 2, 32, page_size, data_type=torch.float32,
+    )  # fmt: skip
+    mask = prefills.bool_mask.to(device)
+    plain = replace(prefills, spec=spec.but(custom_mask=False), bool_mask=None)
+    for options, exact in (
+        ({}, replace(plain, spec=plain.spec.but(causal=False)).exact()),
+        ({"causal_p": True}, plain.exact()),
+        ({"causal_p": True, "custom_mask_p": mask}, replace(prefills, spec=spec.but(causal=False)).exact()),
+        ({"causal_p": True}, plain.exact()),
+    ):
+        (out_p, out_d), (lse_p, lse_d) = wrapper.run(q_p, cache_p, q_d, cache_d, return_lse=True, **options)
+        for result, wanted in (
+            (out_p, exact[0]),
+            (lse_p, exact[1]),
+            *zip((out_d, lse_d), decodes.exact(), strict=True),
+        ):
+            torch.testing.assert_close(result.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
+    out_p, out_d = wrapper.run(q_p, cache_p, q_d, cache_d, causal_p=True, q_scale=1.0, v_scale=3.0)
+    assert relative_error(out_p.cpu(), plain.exact()[0]) < 2e-6
+    assert relative_error(out_d.cpu(), 3 * decodes.exact()[0]) < 2e-6
