@@ -51,7 +51,6 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
     machine = Machine(processors=132, shared_memory=limit, fp8=native, hip=target.backend == "hip")
     tuning = tune(spec, family._block_m(spec, rows), page_size > 0, limit)
     c = family._shape(spec, page_size, tuning, split, 64, (False, False, False, True, False), machine)
-    signature, constants, attributes = {}, {}, {}
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype] if native or spec.kv_dtype.itemsize > 1 else "u8"
     pointers = {
         "q": q, "k": kv, "v": kv, "out": q, "lse": "fp32", "part": "fp32", "part_ml": "fp32", "qo_indptr": "i32",
@@ -60,22 +59,25 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
         "slopes": "fp32" if c.alibi else None, "q_scale": None, "k_scale": None, "v_scale": None,
         "turns": "fp64" if c.rope else None,
     }  # fmt: skip
-    floats = ("scale", "v_gain", "cap")
-    for i, argument in enumerate(attention.attend.arg_names):
-        if argument == "c":
-            signature[argument], constants[argument] = "constexpr", c
-        elif argument in pointers and pointers[argument] is None:
-            signature[argument], constants[argument] = "constexpr", None
-        elif argument in pointers:
-            signature[argument] = f"*{pointers[argument]}"
+    given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
+    given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
+    return compile_kernel(attention.attend, name, given, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+
+
+def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:
+    """A kernel whose arguments have these types ("*fp16", "fp32"), or, if not strings, these values; the rest are i32.
+    Pointers and strides, which end in _token, _head, _page or _state, are multiples of 16.
+    """
+    target, limit = TARGETS[name]
+    signature, constants, attributes = {}, {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        kind = given.get(argument, "i32")
+        signature[argument] = kind if isinstance(kind, str) else "constexpr"
+        if not isinstance(kind, str):
+            constants[argument] = kind
+        elif kind.startswith("*") or argument.endswith(("_token", "_head", "_page", "_state")):
             attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[argument] = "fp32" if argument in floats else "i32"
-            if argument.endswith(("_token", "_head", "_page")):
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(attention.attend, signature, constants, attributes)
-    options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-    compiled = triton.compile(source, target=target, options=options)
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
     registers, spills = _resources(compiled.asm["cubin"]) if target.backend == "cuda" else _amd(compiled.asm["amdgcn"])
     return Usage(registers, spills, compiled.metadata.shared, limit, compiled.asm)
 
