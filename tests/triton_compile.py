@@ -66,17 +66,22 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
 
 def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:
     """A kernel whose arguments have these types ("*fp16", "fp32"), or, if not strings, these values; the rest are i32.
-    Pointers and strides, which end in _token, _head, _page or _state, are multiples of 16.
+    Pointers, strides, which end in _token, _head, _page or _state, and all numbers in tuples are multiples of 16.
     """
     target, limit = TARGETS[name]
-    signature, constants, attributes = {}, {}, {}
-    for i, argument in enumerate(kernel.arg_names):
-        kind = given.get(argument, "i32")
-        signature[argument] = kind if isinstance(kind, str) else "constexpr"
+    constants, attributes = {}, {}
+
+    def type_of(path: tuple[int, ...], kind, argument: str):
+        if isinstance(kind, tuple):
+            return tuple(type_of((*path, i), each, argument) for i, each in enumerate(kind))
         if not isinstance(kind, str):
-            constants[argument] = kind
-        elif kind.startswith("*") or argument.endswith(("_token", "_head", "_page", "_state")):
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            constants[path] = kind
+            return "constexpr"
+        if len(path) > 1 or kind.startswith("*") or argument.endswith(("_token", "_head", "_page", "_state")):
+            attributes[path] = [["tt.divisibility", 16]]
+        return kind
+
+    signature = {a: type_of((i,), given.get(a, "i32"), a) for i, a in enumerate(kernel.arg_names)}
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
     registers, spills = _resources(compiled.asm["cubin"]) if target.backend == "cuda" else _amd(compiled.asm["amdgcn"])
     return Usage(registers, spills, compiled.metadata.shared, limit, compiled.asm)

@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from quire.attention.spec import FLOATS, check
-from quire.attention.tensors import check_tensor
-from quire.kernels.rope import rotate
+from quire.attention.spec import FLOATS, FLOATS8, check
+from quire.attention.tensors import check_layout, check_tensor
+from quire.kernels.rope import rotate, rotate_quantized
 
 __all__ = [
     "apply_llama31_rope",
@@ -25,6 +25,9 @@ __all__ = [
     "apply_rope_pos_ids_inplace",
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
+    "mla_rope_quantize_fp8",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
 ]
 
 _PLAIN = (1.0, 4.0, 0.0)  # no context whose frequencies are to be kept: rope_scale divides all of them
@@ -288,3 +291,201 @@ def apply_rope_with_cos_sin_cache_inplace(
 ) -> None:
     """`apply_rope_with_cos_sin_cache`, of which query and key themselves are the results."""
     _apply_cache(positions, query, key, head_size, cos_sin_cache, is_neox, inplace=True)
+
+
+def _check_parts(
+    q: Tensor, k: Tensor, q_nope: Tensor | None, k_nope: Tensor | None, cache: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Refuse parts of heads that do not fit each other, and return the other parts, of dimension 0 where None."""
+    check_tensor(cache, "cos_sin_cache", (None, None), torch.float32, q.device)
+    one_head = isinstance(k, Tensor) and k.ndim == 2
+    _check_heads(q, k.unsqueeze(1) if one_head else k, cache.shape[1], ("q_rope", "k_rope"))
+    if q.shape[-1] != cache.shape[1]:
+        raise ValueError(f"cos_sin_cache has shape {list(cache.shape)}: it must be [any, rope_dim = {q.shape[-1]}]")
+    _check_ints(positions, "pos_ids", len(q), q.device)
+    q_nope = q[..., :0] if q_nope is None else q_nope
+    k_nope = k[..., :0] if k_nope is None else k_nope
+    check_tensor(q_nope, "q_nope", (*q.shape[:2], None), q.dtype, q.device)
+    check_tensor(k_nope, "k_nope", (*k.shape[:-1], q_nope.shape[-1]), q.dtype, q.device)
+    return q_nope, k_nope
+
+
+def _fp8_outputs(
+    sources: dict[str, tuple[Tensor, Tensor | None]], dtype: torch.dtype | None
+) -> tuple[list[Tensor], torch.dtype]:
+    """For each name a source and its output, or None: the outputs, new where None, and their dtype."""
+    given = [out for _, out in sources.values() if out is not None]
+    dtype = (given[0].dtype if given else torch.float8_e4m3fn) if dtype is None else dtype
+    check(dtype in FLOATS8, "quantize_dtype", dtype, "torch.float8_e4m3fn or torch.float8_e5m2")
+    for name, (x, out) in sources.items():
+        if out is not None:
+            check_tensor(out, name, tuple(x.shape), dtype, x.device)
+    return [torch.empty_like(x, dtype=dtype) if out is None else out for x, out in sources.values()], dtype
+
+
+def rope_quantize_fp8(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    q_rope_out: Tensor | None = None,
+    k_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    k_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+    backend: str = "cuda",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Turn the parts of queries and keys that have positions, and write all parts, scaled, as fp8.
+
+    Args:
+        q_rope: [tokens, num_qo_heads, rope_dim], float16, bfloat16 or float32, any strides with the last one 1.
+        k_rope: [tokens, num_kv_heads, rope_dim], or [tokens, rope_dim] for a single head, as in MLA.
+        q_nope, k_nope: what does not turn, [..., other_dim]; None if there is nothing.
+        cos_sin_cache: float32 [positions, rope_dim], as in `apply_rope_with_cos_sin_cache`.
+        pos_ids: int32 or int64 [tokens].
+        is_neox: as in `apply_rope_with_cos_sin_cache`.
+        quantize_dtype: torch.float8_e4m3fn or float8_e5m2; where not given that of the outputs, or e4m3.
+        quant_scale_q, quant_scale_kv: what is multiplied before rounding. What is too large becomes the largest.
+        q_rope_out, k_rope_out, q_nope_out, k_nope_out: where to write, of the inputs' shapes.
+        enable_pdl, backend: accepted, of no consequence; backend is "cuda" or "cutile".
+
+    Returns:
+        q_rope, k_rope, q_nope and k_nope as fp8.
+
+    Raises:
+        ValueError: an argument that does not fit; on the host also a position that is not in the cache.
+    """
+    check(backend in ("cuda", "cutile"), "backend", backend, "cuda or cutile")
+    q_nope, k_nope = _check_parts(q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids)
+    sources = {"q_rope_out": (q_rope, q_rope_out), "k_rope_out": (k_rope, k_rope_out)}
+    sources |= {"q_nope_out": (q_nope, q_nope_out), "k_nope_out": (k_nope, k_nope_out)}
+    outs, _ = _fp8_outputs(sources, quantize_dtype)
+    q_out, k_out, q_rest_out, k_rest_out = outs
+    k, k_rest = k_rope, k_nope
+    if k.ndim == 2:
+        k, k_rest, k_out, k_rest_out = (x.unsqueeze(1) for x in (k, k_rest, k_out, k_rest_out))
+    rotate_quantized(
+        q_out, q_rest_out, k_out, k_rest_out, None, q_rope, q_nope, k, k_rest, None, pos_ids, cos_sin_cache,
+        None, None, None, None, not is_neox, float(quant_scale_q), float(quant_scale_kv),
+    )  # fmt: skip
+    return outs[0], outs[1], outs[2], outs[3]
+
+
+def mla_rope_quantize_fp8(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    q_rope_out: Tensor | None = None,
+    k_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    k_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rope_quantize_fp8` under its older name."""
+    return rope_quantize_fp8(
+        q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox, quantize_dtype, quant_scale_q, quant_scale_kv,
+        q_rope_out, k_rope_out, q_nope_out, k_nope_out, enable_pdl,
+    )  # fmt: skip
+
+
+def _cache_parts(
+    cache: tuple[Tensor, Tensor],
+    k: Tensor,
+    k_nope: Tensor,
+    v: Tensor | None,
+    dtype: torch.dtype,
+    page_size: int,
+    kv_layout: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Where k, k_nope and v go, [pages, page_size, heads, dim]: in MLA's two caches, or in those of keys and values."""
+    if not isinstance(cache, (tuple, list)) or len(cache) != 2:
+        raise ValueError("paged_kv_cache must be a pair of tensors")
+    rope_dim, dim = k.shape[-1], k.shape[-1] + k_nope.shape[-1]
+    if k.ndim == 2:
+        if v is not None:
+            raise ValueError(f"v has shape {list(v.shape)}: it must be None where k_rope has a single head, as in MLA")
+        check_tensor(cache[0], "ckv_cache", (None, page_size, k_nope.shape[-1]), dtype, k.device)
+        check_tensor(cache[1], "kpe_cache", (len(cache[0]), page_size, rope_dim), dtype, k.device)
+        return cache[1].unsqueeze(2), cache[0].unsqueeze(2), None
+    if v is None:
+        raise ValueError("v is None: it must be given where k_rope is [tokens, num_kv_heads, rope_dim]")
+    heads = k.shape[1]
+    check_tensor(v, "v", (len(k), heads, None), k.dtype, k.device)
+    rows = (page_size, heads) if check_layout(kv_layout) == "NHD" else (heads, page_size)
+    check_tensor(cache[0], "k_cache", (None, *rows, dim), dtype, k.device)
+    check_tensor(cache[1], "v_cache", (len(cache[0]), *rows, v.shape[-1]), dtype, k.device)
+    k_cache, v_cache = (x if kv_layout == "NHD" else x.transpose(1, 2) for x in cache)
+    return k_cache[..., :rope_dim], k_cache[..., rope_dim:], v_cache
+
+
+def rope_quantize_fp8_append_paged_kv_cache(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    v: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    paged_kv_cache: tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    page_size: int = 16,
+    kv_layout: str = "NHD",
+    q_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rope_quantize_fp8` whose keys, and values, go to their places in a paged cache, all in one launch.
+
+    Args:
+        v: [tokens, num_kv_heads, head_dim], quantized with quant_scale_kv; None if k_rope is [tokens, rope_dim].
+        paged_kv_cache: a pair of fp8 tensors. Keys, k_rope before k_nope, and values, [pages, page_size, num_kv_heads,
+            head_dim] or in HND; for k_rope [tokens, rope_dim] the pair is k_nope's [pages, page_size, other_dim] and
+            k_rope's [pages, page_size, rope_dim].
+        kv_indices, kv_indptr, batch_indices, positions: int32 or int64, as in `append_paged_kv_cache`; tokens of
+            request -1 are skipped.
+        page_size: tokens in a page.
+        kv_layout: NHD or HND.
+        q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox, quantize_dtype, quant_scale_q, quant_scale_kv,
+            q_rope_out, q_nope_out, enable_pdl: as in `rope_quantize_fp8`.
+
+    Returns:
+        q_rope and q_nope as fp8.
+
+    Raises:
+        ValueError: an argument that does not fit; on the host also a token outside its request's pages.
+    """
+    q_nope, k_nope = _check_parts(q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids)
+    sources = {"q_rope_out": (q_rope, q_rope_out), "q_nope_out": (q_nope, q_nope_out)}
+    (q_out, q_rest_out), dtype = _fp8_outputs(sources, quantize_dtype)
+    check(isinstance(page_size, int) and page_size > 0, "page_size", page_size, "a positive integer")
+    k_out, k_rest_out, v_out = _cache_parts(paged_kv_cache, k_rope, k_nope, v, dtype, page_size, kv_layout)
+    for name, x in (("batch_indices", batch_indices), ("positions", positions)):
+        _check_ints(x, name, len(q_rope), q_rope.device)
+    for name, x in (("kv_indices", kv_indices), ("kv_indptr", kv_indptr)):
+        _check_ints(x, name, len(x), q_rope.device)
+    k, k_rest = (x.unsqueeze(1) if x.ndim == 2 else x for x in (k_rope, k_nope))
+    rotate_quantized(
+        q_out, q_rest_out, k_out, k_rest_out, v_out, q_rope, q_nope, k, k_rest, v, pos_ids, cos_sin_cache,
+        batch_indices, positions, kv_indptr, kv_indices, not is_neox, float(quant_scale_q), float(quant_scale_kv),
+    )  # fmt: skip
+    return q_out, q_rest_out

@@ -9,7 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quire.attention.pages import check_indptr, refuse_first
+from quire.attention.pages import PageTable, check_indptr, refuse_first
+from quire.kernels.append import append
 from quire.kernels.ops import operation
 
 
@@ -86,6 +87,69 @@ def rotate(
             out[..., rotary_dim:] = x[..., rotary_dim:]
 
 
+@operation("rotate_quantized", "q_out", "q_rest_out", "k_out", "k_rest_out", "v_out")
+def rotate_quantized(
+    q_out: Tensor,
+    q_rest_out: Tensor,
+    k_out: Tensor,
+    k_rest_out: Tensor,
+    v_out: Tensor | None,
+    q: Tensor,
+    q_rest: Tensor,
+    k: Tensor,
+    k_rest: Tensor,
+    v: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    requests: Tensor | None,
+    places: Tensor | None,
+    kv_indptr: Tensor | None,
+    kv_indices: Tensor | None,
+    interleave: bool,
+    q_scale: float,
+    k_scale: float,
+) -> None:
+    """Turn q and k whole, and write them, q_rest, k_rest and v, times their scales, as fp8.
+
+    Inputs and outputs: [tokens, heads, dim], any strides with the last one 1; rests may have dim 0. With requests and
+    places, int [tokens], and the page table, keys and values go to those places of their requests, in k_out,
+    k_rest_out and v_out [pages, page_size, heads, dim]; those of requests below 0 are skipped.
+    Numbers that are too large for fp8 become its largest. v has k's scale.
+    """
+    if q_out.device.type == "cpu":
+        _check_places(positions, None, cos_sin_cache, len(q))
+    table = None
+    if requests is not None and places is not None and kv_indptr is not None and kv_indices is not None:
+        table = (requests, places, kv_indptr, kv_indices)
+    if _on_triton(q_out.device):
+        from quire.kernels.triton.rope import rotate_quantized as rotate_on_gpu
+
+        outs, parts = (q_out, q_rest_out, k_out, k_rest_out, v_out), (q, q_rest, k, k_rest, v)
+        rotate_on_gpu(outs, parts, positions, cos_sin_cache, table, interleave, (q_scale, k_scale))
+        return
+    cos, sin = _cos_sin(positions, None, cos_sin_cache)
+    q, k = (_turn(x, torch.empty(x.shape), cos, sin, x.shape[-1], interleave) for x in (q, k))
+    q, q_rest = (_quantized(x, q_scale, q_out.dtype) for x in (q, q_rest))
+    k, k_rest = (_quantized(x, k_scale, k_out.dtype) for x in (k, k_rest))
+    if table is None:
+        k_out.copy_(k)
+        k_rest_out.copy_(k_rest)
+    else:
+        requests, places, kv_indptr, kv_indices = (x.int() for x in table)
+        pages = PageTable(kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]), k_out.shape[1])
+        append(k_out, k_rest_out, k, k_rest, requests, places, pages)
+        if v is not None and v_out is not None:
+            v = _quantized(v, k_scale, v_out.dtype)
+            append(v_out, v_out[..., :0], v, v[..., :0], requests, places, pages)
+    q_out.copy_(q)
+    q_rest_out.copy_(q_rest)
+
+
+def _quantized(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
 def _check_places(positions: Tensor, indptr: Tensor | None, cache: Tensor | None, tokens: int) -> None:
     """Refuse requests that leave the tensors, and positions outside the cache."""
     if indptr is not None:
@@ -115,10 +179,12 @@ def _cos_sin(positions: Tensor, turns: Tensor | None, cache: Tensor | None) -> t
     return angles.cos().float(), angles.sin().float()
 
 
-def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleave: bool) -> None:
+def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleave: bool) -> Tensor:
+    """Write the first rotary_dim elements of x's heads, turned, to out, which may be x, and return out."""
     half = rotary_dim // 2
-    first, second = (
-        (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)) if interleave else (slice(half), slice(half, rotary_dim))
-    )
+    first, second = slice(half), slice(half, rotary_dim)
+    if interleave:
+        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
     a, b = x[..., first].float(), x[..., second].float()
     out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+    return out
