@@ -34,6 +34,14 @@ def test_interpreted_states_merge_as_defined():
     interpret("test_cascade.py", "states and not bfloat16")
 
 
+def test_interpreted_heads_turn_as_defined():
+    interpret("test_rope.py", "float32-indptr-True or far or copied or test_cached_angles")
+
+
+def test_interpreted_heads_round_to_fp8_as_torchs():
+    interpret("test_rope_quantize.py", "into_pages and e4m3fn or every_half and e5m2")
+
+
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_kernels_compile_for_every_architecture(target):
@@ -60,3 +68,29 @@ def test_merging_compiles_for_every_architecture(target):
             usage = compile_kernel(merge_rows, target, {**given, "block_rows": 2048 // dim, "block_dim": dim})
             assert usage.shared <= usage.limit
             assert usage.spills == 0, usage.spills
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_turning_compiles_for_every_architecture(target):
+    from quire.kernels.triton.rope import rotate_heads, shape
+    from triton_compile import compile_kernel
+
+    def part(dtype):
+        return ("*bf16", f"*{dtype}", *["i32"] * 5)
+
+    plain = {"positions": "*i32", "indptr": "*i32", "turns": "*i64", "cache": None, "table": None, "v": None}
+    plain |= {"q": part("bf16"), "k": part("bf16"), "q_rest": None, "k_rest": None, "q_scale": 1.0, "k_scale": 1.0}
+    rests = {"q_rest": part("bf16"), "k_rest": part("bf16")}
+    cached = {**plain, **rests, "positions": "*i64", "indptr": None, "turns": None, "cache": "*fp32"}
+    quantized = {**cached, **dict.fromkeys(("q", "q_rest", "k", "k_rest", "v"), part("u8"))}
+    quantized |= {"table": ("*i32",) * 4 + ("i32",) * 4, "q_scale": "fp32", "k_scale": "fp32"}
+    for given, c in (
+        (plain, shape(64, 0, 32, False)),
+        (cached, shape(48, 64, 32, True)),
+        (quantized, shape(32, 512, 128, True, 512, 3)),
+        (quantized, shape(32, 32, 16, False, 96, 2)),
+    ):
+        usage = compile_kernel(rotate_heads, target, {**given, "c": c}, num_warps=c.num_warps)
+        assert usage.shared <= usage.limit
+        assert usage.spills == 0, usage.spills

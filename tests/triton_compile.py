@@ -50,14 +50,16 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
     native = name in ("sm_89", "sm_90", "sm_100", "sm_120")
     machine = Machine(processors=132, shared_memory=limit, fp8=native, hip=target.backend == "hip")
     tuning = tune(spec, family._block_m(spec, rows), page_size > 0, limit)
-    c = family._shape(spec, page_size, tuning, split, 64, (False, False, False, True, False), machine)
+    c = family._config(spec, page_size, tuning, split, 64, (False, False, False, True, False, False), machine)
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype] if native or spec.kv_dtype.itemsize > 1 else "u8"
     pointers = {
-        "q": q, "k": kv, "v": kv, "out": q, "lse": "fp32", "part": "fp32", "part_ml": "fp32", "qo_indptr": "i32",
-        "kv_indptr": "i32", "last_page_len": "i32", "kv_indices": "i32", "mask_bits": "u8" if c.mask else None,
-        "mask_indptr": "i32" if c.mask else None, "sinks": "fp32" if c.sinks else None,
-        "slopes": "fp32" if c.alibi else None, "q_scale": None, "k_scale": None, "v_scale": None,
-        "turns": "fp64" if c.rope else None,
+        "q": q, "k": kv, "v": kv, "out": q, "part": "fp32", "lse": "fp32", "arrivals": "i32", "qo_indptr": "i32",
+        "kv_indptr": "i32", "last_page_len": "i32", "indices": "i32",
+        "q_pe": q if c.latent else None, "k_pe": kv if c.latent else None,
+        "mask_bits": "u8" if c.mask else None, "mask_indptr": "i32" if c.mask else None,
+        "prefix_lens": "u32" if c.items else None, "item_positions": "u16" if c.items else None,
+        "sinks": "fp32" if c.sinks else None, "slopes": "fp32" if c.alibi else None,
+        "turns": "fp64" if c.rope else None, "q_scale": None, "k_scale": None, "v_scale": None,
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
@@ -66,17 +68,22 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
 
 def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:
     """A kernel whose arguments have these types ("*fp16", "fp32"), or, if not strings, these values; the rest are i32.
-    Pointers and strides, which end in _token, _head, _page or _state, are multiples of 16.
+    Pointers, strides, which end in _token, _head, _page or _state, and all numbers in tuples are multiples of 16.
     """
     target, limit = TARGETS[name]
-    signature, constants, attributes = {}, {}, {}
-    for i, argument in enumerate(kernel.arg_names):
-        kind = given.get(argument, "i32")
-        signature[argument] = kind if isinstance(kind, str) else "constexpr"
+    constants, attributes = {}, {}
+
+    def type_of(path: tuple[int, ...], kind, argument: str):
+        if isinstance(kind, tuple):
+            return tuple(type_of((*path, i), each, argument) for i, each in enumerate(kind))
         if not isinstance(kind, str):
-            constants[argument] = kind
-        elif kind.startswith("*") or argument.endswith(("_token", "_head", "_page", "_state")):
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            constants[path] = kind
+            return "constexpr"
+        if len(path) > 1 or kind.startswith("*") or argument.endswith(("_token", "_head", "_page", "_state")):
+            attributes[path] = [["tt.divisibility", 16]]
+        return kind
+
+    signature = {a: type_of((i,), given.get(a, "i32"), a) for i, a in enumerate(kernel.arg_names)}
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
     registers, spills = _resources(compiled.asm["cubin"]) if target.backend == "cuda" else _amd(compiled.asm["amdgcn"])
     return Usage(registers, spills, compiled.metadata.shared, limit, compiled.asm)

@@ -34,6 +34,18 @@ _HOME = {
     "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "batch": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
+    "rope": (
+        "apply_llama31_rope",
+        "apply_llama31_rope_inplace",
+        "apply_llama31_rope_pos_ids",
+        "apply_llama31_rope_pos_ids_inplace",
+        "apply_rope",
+        "apply_rope_inplace",
+        "apply_rope_pos_ids",
+        "apply_rope_pos_ids_inplace",
+        "apply_rope_with_cos_sin_cache",
+        "apply_rope_with_cos_sin_cache_inplace",
+    ),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -62,6 +74,18 @@ if TYPE_CHECKING:
         BatchPrefillWithRaggedKVCacheWrapper,
         single_prefill_with_kv_cache,
         single_prefill_with_kv_cache_return_lse,
+    )
+    from quire.rope import (
+        apply_llama31_rope,
+        apply_llama31_rope_inplace,
+        apply_llama31_rope_pos_ids,
+        apply_llama31_rope_pos_ids_inplace,
+        apply_rope,
+        apply_rope_inplace,
+        apply_rope_pos_ids,
+        apply_rope_pos_ids_inplace,
+        apply_rope_with_cos_sin_cache,
+        apply_rope_with_cos_sin_cache_inplace,
     )
 
 __all__ = [*_MODULE_OF, *_MODULES, "__version__"]  # noqa: PLE0604

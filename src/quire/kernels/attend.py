@@ -73,7 +73,14 @@ def _compute(
 ) -> None:
     spec, rows = call.spec, call.qo.indptr
     if rows.device.type == "cpu":
-        check(len(call.q) >= rows[-1], "q.shape", list(call.q.shape), f"at least qo_indptr[-1] = {rows[-1]} tokens")
+        check(
+            len(call.q) >= int(rows[-1]),
+            "q.shape",
+            list(call.q.shape),
+            f"at least qo_indptr[-1] = {int(rows[-1])} tokens",
+        )
+    if isinstance(call.kv, PageTable):
+        call.kv.check_pool(len(call.k))
     sinks = call.sinks is not None
     if window_left is not None or logits_soft_cap is not None or sm_scale is not None or sinks != spec.sinks:
         call.spec = registry.layer(spec, window_left, logits_soft_cap, sm_scale, sinks)

@@ -166,6 +166,4 @@ def layer(
 
 def attend(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto") -> None:
     """Compute a call with the family that `backend` names or, for "auto", with the first that can."""
-    if isinstance(call.kv, PageTable):
-        call.kv.check_pool(len(call.k))
     _chosen(call.spec, call.q.device, backend).attend(call, out, lse)
