@@ -17,6 +17,7 @@ from quire.attention.spec import AttentionSpec, as_dtype, check
 from quire.attention.tensors import check_layout, check_qkv, check_tensor, outputs
 from quire.kernels import registry
 from quire.kernels.attend import attend
+from quire.kernels.ops import traced
 
 DType = str | torch.dtype
 Scale = float | Tensor
@@ -90,6 +91,9 @@ class AttentionWrapper:
         self._int_workspace_buffer = torch.zeros(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
         self._arrivals = self._int_workspace_buffer.view(torch.int32)
         self._scratch: Tensor | None = None
+        self._device_is_gpu = self.device.type == "cuda"
+        self._repeats: dict[Any, tuple[registry.Repeat, bool, int]] = {}
+        self._key: Any = None
         self._use_cuda_graph = use_cuda_graph
         self._captured = False
         self._checking = asked("QUIRE_CHECK") if check is None else check
@@ -122,6 +126,7 @@ class AttentionWrapper:
             check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))
         size = int_workspace_buffer.nbytes
         check(size >= INT_WORKSPACE, "int_workspace_buffer", f"{size} bytes", f"at least {INT_WORKSPACE} bytes")
+        self._repeats.clear()
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer.zero_()
         self._arrivals = int_workspace_buffer.view(-1).view(torch.uint8)[:INT_WORKSPACE].view(torch.int32)
 
@@ -206,6 +211,7 @@ class AttentionWrapper:
         size = registry.scratch(planned, self.device, self._family, max_q_len, kv.batch_size, keys)
         self._scratch = self._take_scratch(size)
         self._spec, self._qo, self._kv, self._mask, self._items = planned, qo, kv, mask, items
+        self._repeats.clear()
         self._max_q_len = max_q_len
         self._plan_info = planned
         self._causal, self._pos_encoding_mode = planned.causal, planned.pos_encoding
@@ -228,6 +234,63 @@ class AttentionWrapper:
         spec = self._planned()
         defaults = {"sm_scale": 1 / math.sqrt(spec.head_dim_qk), "rope_scale": 1.0, "rope_theta": 1e4}
         self._spec = spec.but(**{k: defaults.get(k) if x is None else x for k, x in changes.items()})
+        self._repeats.clear()
+
+    def _repeat(
+        self,
+        q: Tensor,
+        cache: Any,
+        out: Tensor | None,
+        lse: Tensor | None,
+        sinks: Tensor | None,
+        return_lse: bool,
+        *options: Any,
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
+        """The results of a call that differs from an earlier one of this plan in addresses alone, which needs none of
+        its checks. None if there was none, and then `_attend` may remember this one.
+
+        Args:
+            cache: k and v as the caller gave them, one tensor or a pair.
+            options: all else that the caller gave.
+        """
+        self._key = None
+        k, v = cache if isinstance(cache, tuple) and len(cache) == 2 else (cache, cache)
+        tensors = isinstance(k, Tensor) and isinstance(v, Tensor)
+        if not self._device_is_gpu or traced(q) or not tensors or self._checking:
+            return None
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+            v.shape, v.stride(), v.dtype, v.device, _kind(out), _kind(lse), _kind(sinks), return_lse, options,
+        )  # fmt: skip
+        found = self._repeats.get(key)
+        if found is None:
+            self._key = key
+            return None
+        repeat, alike, v_offset = found
+        self._note_capture()
+        if out is None:
+            out = torch.empty_like(q) if alike else outputs(len(q), self._planned(), self.device, None, None, False)[0]
+        if lse is None and return_lse:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device)
+        k_at = k.data_ptr()
+        done = repeat(
+            q.data_ptr(),
+            None,
+            k_at,
+            k_at + v_offset if v is k else v.data_ptr(),
+            None,
+            out.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+        )
+        if not done:
+            return None
+        return (out, lse) if return_lse else out  # type: ignore[return-value]
+
+    def _note_capture(self) -> None:
+        """Remember that a graph reads this plan's tables, if one does that does not read the wrapper's own buffers."""
+        if self._device_is_gpu and not (self._use_cuda_graph or self._captured or torch.compiler.is_compiling()):
+            self._captured = torch.cuda.is_current_stream_capturing()
 
     def _attend(
         self,
@@ -268,13 +331,15 @@ class AttentionWrapper:
             result, _ = outputs(len(q), spec, self.device, out, None, False)
         else:
             result, sums = outputs(len(q), spec, self.device, out, lse, wanted)  # type: ignore[assignment]
-        if not self._use_cuda_graph and not torch.compiler.is_compiling() and q.is_cuda:
-            self._captured |= torch.cuda.is_current_stream_capturing()
+        self._note_capture()
         call = registry.Call(
             q, k, v, self._qo, self._kv, spec, self._mask, sinks, *scales, self._items,
             max_q_len=self._max_q_len, scratch=self._scratch, arrivals=self._arrivals,
         )  # fmt: skip
-        attend(call, result, sums, self._family, window_left, logits_soft_cap, sm_scale)
+        repeat = attend(call, result, sums, self._family, window_left, logits_soft_cap, sm_scale)
+        if repeat is not None and self._key is not None and plain:
+            alike = result.shape == q.shape and result.dtype == q.dtype and q.is_contiguous()
+            self._repeats[self._key] = (repeat, alike, v.data_ptr() - k.data_ptr())
         if not wanted:
             return result
         if not plain:
@@ -282,6 +347,10 @@ class AttentionWrapper:
             sums = sums.T.contiguous() if lse_layout == "HN" else sums
             sums = sums if lse is None else lse.copy_(sums)
         return (result, sums) if return_lse else result
+
+
+def _kind(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
 
 
 def _scale(scale: Scale | None, name: str, heads: int) -> Scale:

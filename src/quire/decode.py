@@ -207,6 +207,12 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             RuntimeError: nothing has been planned.
             ValueError: a tensor that does not fit the plan.
         """
+        own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req)
+        done = self._repeat(
+            q, paged_kv_cache, out, lse, sinks, return_lse, *own, kv_cache_sf, skip_softmax_threshold_scale_factor
+        )
+        if done is not None:
+            return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         self._planned()
         if q_len_per_req is not None:

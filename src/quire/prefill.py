@@ -191,6 +191,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
         The other arguments, results and errors are those of `BatchDecodeWithPagedKVCacheWrapper.run`.
         """
+        own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout)
+        done = self._repeat(
+            q, paged_kv_cache, out, lse, sinks, return_lse, *own, kv_cache_sf, skip_softmax_threshold_scale_factor
+        )
+        if done is not None:
+            return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         self._planned()
         k, v = split_cache(paged_kv_cache, self._kv_layout)
@@ -385,6 +391,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
         The other arguments, results and errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
+        own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale)
+        done = self._repeat(q, (k, v), out, lse, sinks, return_lse, *own, kv_cache_sf)
+        if done is not None:
+            return done
         refuse(kv_cache_sf=kv_cache_sf)
         self._planned()
         k, v = as_nhd(k, self._kv_layout), as_nhd(v, self._kv_layout)

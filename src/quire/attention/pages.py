@@ -98,10 +98,11 @@ class PageTable:
         table(self.indptr, "kv_indptr")
         table(self.indices, "kv_indices")
         table(self.last_page_len, "kv_last_page_len", len(self.indptr) - 1)
-        devices = {str(t.device) for t in (self.indptr, self.indices, self.last_page_len)}
-        if len(devices) > 1:
-            raise ValueError(f"kv_indptr, kv_indices and kv_last_page_len lie on different devices: {sorted(devices)}")
-        if self.indptr.device.type == "cpu":
+        device = self.indptr.device
+        if device != self.indices.device or device != self.last_page_len.device:
+            devices = sorted({str(t.device) for t in (self.indptr, self.indices, self.last_page_len)})
+            raise ValueError(f"kv_indptr, kv_indices and kv_last_page_len lie on different devices: {devices}")
+        if device.type == "cpu":
             self._check_values()
 
     def _check_values(self) -> None:

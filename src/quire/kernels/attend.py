@@ -20,11 +20,12 @@ def attend(
     window_left: int | None = None,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
-) -> None:
-    """Compute a call into out and, unless it is None, lse; its layer is the plan's but for what this run says."""
+) -> registry.Repeat | None:
+    """Compute a call into out and, unless it is None, lse; its layer is the plan's but for what this run says. Returns
+    what repeats it, as `quire.kernels.registry.attend`.
+    """
     if not traced(call.q):
-        _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
-        return
+        return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
     kv, mask, items = call.kv, call.mask, call.items
     scales = (call.q_scale, call.k_scale, call.v_scale)
     per_head = [x if isinstance(x, Tensor) else None for x in scales]
@@ -60,6 +61,7 @@ def attend(
         logits_soft_cap,
         sm_scale,
     )
+    return None
 
 
 def _compute(
@@ -70,7 +72,7 @@ def _compute(
     window_left: int | None,
     logits_soft_cap: float | None,
     sm_scale: float | None,
-) -> None:
+) -> registry.Repeat | None:
     spec, rows = call.spec, call.qo.indptr
     if rows.device.type == "cpu":
         check(
@@ -84,7 +86,7 @@ def _compute(
     sinks = call.sinks is not None
     if window_left is not None or logits_soft_cap is not None or sm_scale is not None or sinks != spec.sinks:
         call.spec = registry.layer(spec, window_left, logits_soft_cap, sm_scale, sinks)
-    registry.attend(call, out, lse, backend)
+    return registry.attend(call, out, lse, backend)
 
 
 @operation("attend", "out", "lse", "scratch", "arrivals")

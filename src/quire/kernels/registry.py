@@ -3,7 +3,7 @@
 A family is a module with these functions:
 
 - ``declines(spec, device) -> str | None``: the reason why it cannot compute such a layer, None if it can;
-- ``attend(call, out, lse)``: attention over pages or ragged rows, into `out` and, unless None, `lse`;
+- ``attend(call, out, lse) -> Repeat | None``: attention over pages or ragged rows, into `out` and, unless None, `lse`;
 - ``scratch(spec, device, max_q_len, batch_size, keys) -> int``, if it needs any: bytes of scratch memory for a batch
   with at most so many query tokens in a request (0: any number), and so many keys in all.
 
@@ -91,12 +91,29 @@ class Call:
         return Call(q, k, self.v, self.qo, self.kv, spec, mask, self.sinks, *scales)
 
 
+class Repeat(Protocol):
+    """A call that is repeated with other tensors of the same shapes, strides, dtypes and devices."""
+
+    def __call__(
+        self,
+        q: int,
+        q_pe: int | None,
+        k: int,
+        v: int,
+        k_pe: int | None,
+        out: int,
+        lse: int | None,
+        sinks: int | None,
+    ) -> bool:
+        """Do it, with tensors at these addresses; False, and nothing done, if that does not go for them."""
+
+
 class Family(Protocol):
     __name__: str
 
     def declines(self, spec: AttentionSpec, device: torch.device) -> str | None: ...
 
-    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> None: ...
+    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None: ...
 
 
 def canonical(backend: str) -> str:
@@ -164,6 +181,11 @@ def layer(
     return spec.but(sinks=sinks, **{name: value for name, value in given.items() if value is not None})
 
 
-def attend(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto") -> None:
-    """Compute a call with the family that `backend` names or, for "auto", with the first that can."""
-    _chosen(call.spec, call.q.device, backend).attend(call, out, lse)
+def attend(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto") -> Repeat | None:
+    """Compute a call with the family that `backend` names or, for "auto", with the first that can.
+
+    Returns:
+        where the family can, what repeats the call with other tensors of the same kinds.
+    """
+    repeat: Repeat | None = _chosen(call.spec, call.q.device, backend).attend(call, out, lse)
+    return repeat

@@ -20,7 +20,7 @@ from quire.attention.spec import FLOATS, LOG2E, AttentionSpec
 from quire.kernels.registry import Call
 from quire.kernels.triton import attention
 from quire.kernels.triton.config import Config, Machine, Tuning, parts, product_types, tune
-from quire.kernels.triton.launch import INTERPRETED, Launcher
+from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat
 
 _UNIT = 512  # keys between two cuts in batch-invariant mode
 
@@ -193,18 +193,21 @@ def _bytes(x: Tensor, on: Machine) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 and not on.fp8 else x
 
 
-def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
+def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
     plain = out.dtype in FLOATS and out.stride(-1) == 1
     direct = out if plain else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     sums = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    _launch(call, call.spec, direct, sums)
+    repeat = _launch(call, call.spec, direct, sums)
+    if direct is out and sums is lse:
+        return repeat
     if direct is not out:
         out.copy_(direct)
     if lse is not None and sums is not None and sums is not lse:
         lse.copy_(sums)
+    return None
 
 
-def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) -> None:
+def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) -> Repeat | None:
     device = out.device
     on = _machine(device)
     q, k, v, kv = call.q, call.k, call.v, call.kv
@@ -237,11 +240,11 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
     mask, items, q_pe, k_pe = call.mask, call.items, call.q_pe, call.k_pe
     if k_pe is not None:
         k_pe = _bytes(k_pe, on)
-    cut.launch(
+    repeat = cut.launch(
         cut.programs,
-        (q, q_pe, k, v, k_pe, out, part),
+        (q, q_pe, k, v, k_pe, out, lse, call.sinks),
         (
-            lse,
+            part,
             arrivals,
             call.qo.indptr,
             kv.indptr,
@@ -251,7 +254,6 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
             mask.indptr if mask is not None else None,
             items.prefix_lens if items is not None else None,
             items.positions if items is not None else None,
-            call.sinks,
             _slopes(spec, device) if cut.c.alibi else None,
             _turns(spec.head_dim_qk, spec.rope_scale, spec.rope_theta, device) if cut.c.rope else None,
             q_scale,
@@ -284,16 +286,10 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
             *(k_pe.stride()[:2] if k_pe is not None else (0, 0)),
             *out.stride()[:2],
         ),
-        _kinds(call),
     )
-
-
-def _kinds(call: Call) -> tuple[torch.dtype, ...]:
-    """Dtypes that the layer leaves open."""
-    open_ones = [] if call.sinks is None else [call.sinks.dtype]
-    if call.items is not None:
-        open_ones += [call.items.prefix_lens.dtype, call.items.positions.dtype]
-    return tuple(open_ones)
+    # What is to be repeated must read the caller's own tensors.
+    own = q is call.q and q_scale is k_scale is v_scale is None and (slots == 0 or part is call.scratch)
+    return repeat if own else None
 
 
 def _scratch(call: Call, cut: Cut, size: int) -> tuple[Tensor, Tensor]:

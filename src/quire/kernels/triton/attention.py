@@ -221,17 +221,17 @@ def clear_padding(results, q_end, tokens, c: tl.constexpr):
 
 
 _POINTERS = (
-    "lse", "arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
-    "prefix_lens", "item_positions", "sinks", "slopes", "turns", "q_scale", "k_scale", "v_scale",
+    "lse", "sinks", "arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
+    "prefix_lens", "item_positions", "slopes", "turns", "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
 _NUMBERS = ("mask_size", "items_len", "slots", "part_rows", "batch", "tokens", "entries", "pages", "window")
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def attend(
-    q, q_pe, k, v, k_pe, out, part,
-    lse, arrivals, qo_indptr, kv_indptr, last_page_len, indices,
-    mask_bits, mask_indptr, prefix_lens, item_positions, sinks, slopes, turns, q_scale, k_scale, v_scale,
+    q, q_pe, k, v, k_pe, out, lse, sinks,
+    part, arrivals, qo_indptr, kv_indptr, last_page_len, indices,
+    mask_bits, mask_indptr, prefix_lens, item_positions, slopes, turns, q_scale, k_scale, v_scale,
     mask_size, items_len, slots, part_rows, batch, tokens, entries, pages, window, scale, v_gain, cap,
     q_token, q_head, q_pe_token, q_pe_head, k_page, k_token, k_head, v_page, v_token, v_head,
     k_pe_page, k_pe_token, o_token, o_head,

@@ -15,7 +15,30 @@ def _nothing():
     pass
 
 
+ALIGNED = 6  # tensors of a launch for whose alignment the kernel is compiled
 INTERPRETED = isinstance(_nothing, InterpretedFunction)  # TRITON_INTERPRET=1: on the CPU, slowly
+
+
+class Repeat:
+    """A launch that is to be repeated with other tensors of the same kinds, for a fraction of what the first took."""
+
+    def __init__(
+        self, compiled: Any, programs: int, device: int, others: tuple[Tensor | None, ...], rest: tuple[Any, ...]
+    ) -> None:
+        self._run, self._programs, self._device, self._kept = compiled.run, programs, device, others
+        self._rest = (*(None if x is None else x.data_ptr() for x in others), *rest)
+        self._handle = (compiled.function, compiled.packed_metadata)
+
+    def __call__(self, *addresses: int | None) -> bool:
+        """Launch with these addresses in place of the first tensors; False, and nothing done, if one is not aligned."""
+        low = 0
+        for address in addresses[:ALIGNED]:
+            low |= address or 0
+        if low & 15:
+            return False
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        self._run(self._programs, 1, 1, stream, *self._handle, None, None, None, *addresses, *self._rest)
+        return True
 
 
 class Launcher:
@@ -33,35 +56,39 @@ class Launcher:
     def __call__(
         self,
         programs: int,
-        aligned: tuple[Tensor | None, ...],
-        pointers: tuple[Tensor | None, ...],
+        tensors: tuple[Tensor | None, ...],
+        others: tuple[Tensor | None, ...],
         numbers: tuple[int | float, ...],
         strides: tuple[int, ...],
-        kinds: tuple[Any, ...],
-    ) -> None:
-        """Launch on the device of the first tensor. The kernel's arguments are the first four tuples and the constants.
+    ) -> Repeat | None:
+        """Launch on the device of the first tensor. The kernel's arguments are the tuples' and then the constants.
 
         Args:
-            aligned: tensors whose alignment the kernel is compiled for; pointers: others.
+            tensors: those that differ from call to call; the kernel is compiled for the alignment of the first ALIGNED.
+            others: tensors whose alignment does not count, but for the first.
             numbers: what the kernel is not compiled for; strides: what it is.
-            kinds: whatever else tells kinds of arguments apart.
+
+        Returns:
+            what repeats the launch, if it can be.
         """
-        device = aligned[0].device.index  # type: ignore[union-attr]
+        device = tensors[0].device.index  # type: ignore[union-attr]
         if not INTERPRETED and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self(programs, aligned, pointers, numbers, strides, kinds)
-            return
-        first = [None if x is None else x.data_ptr() for x in aligned]
+                return self(programs, tensors, others, numbers, strides)
+        rest = (*numbers, *strides, self._constants)
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
         low = 0
-        for address in first:
+        for address in (*addresses[:ALIGNED], None if others[0] is None else others[0].data_ptr()):
             low |= address or 0
+        kinds = tuple(None if x is None else x.dtype for x in (*tensors, *others))
         key = (low & 15, device, strides, kinds)
         compiled = self._compiled.get(key)
-        if compiled is not None:
-            rest = [None if x is None else x.data_ptr() for x in pointers]
-            compiled[(programs, 1, 1)](*first, *rest, *numbers, *strides, self._constants)
-            return
-        arguments = (*aligned, *pointers, *numbers, *strides, self._constants)
-        compiled = self._kernel[(programs,)](*arguments, **self._options)
-        if low & 15 == 0 and compiled is not None:
+        if compiled is None:
+            compiled = self._kernel[(programs,)](*tensors, *others, *rest, **self._options)
+            if low & 15 or compiled is None:
+                return None
             self._compiled[key] = compiled
+            return Repeat(compiled, programs, device, others, rest)
+        repeat = Repeat(compiled, programs, device, others, rest)
+        repeat(*addresses)
+        return repeat
