@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from copy import copy
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire._buffers import check_workspace, fitting, fixed_batch
 from quire.attention.items import Items
 from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout, table
@@ -31,6 +35,20 @@ def refuse(**given: Any) -> None:
             raise ValueError(f"{name} is not supported")
 
 
+def takes_sink(jit_args: Any) -> bool:
+    """Whether a kernel of the program's own is the one that Quire has: attention with a sink. Refuses any other."""
+    if jit_args is None:
+        return False
+    variant = jit_args[11] if len(jit_args) > 11 else None
+    check(variant == "AttentionSink", "jit_args", variant, "the variant AttentionSink, or none")
+    return True
+
+
+def product(a: Scale | None, b: Scale | None) -> Scale | None:
+    """Two factors in one, either of which may be missing."""
+    return b if a is None else a if b is None else a * b
+
+
 def asked(variable: str) -> bool:
     """Whether an environment variable is set to something other than 0."""
     return os.environ.get(variable, "0") not in ("", "0")
@@ -46,17 +64,11 @@ def _page_table(tables: list[Tensor], page_size: int) -> PageTable:
     return PageTable(indptr, indices, last_page_len, page_size)
 
 
-def _check_workspace(buffer: Tensor | None, name: str) -> None:
-    if buffer is None:
-        return
-    if not isinstance(buffer, Tensor):
-        raise ValueError(f"{name} is a {type(buffer).__name__}: a tensor is needed")
-    if buffer.numel() and buffer.data_ptr() % 16:
-        raise ValueError(f"{name} must be 16-byte aligned")
-
-
 class AttentionWrapper:
     """A workspace, and the plan of a batch.
+
+    By position, runs take after their tensors the scales of q, k and v, which multiply those given by name; or, where
+    `jit_args` asked for FlashInfer's variant AttentionSink, the sink and sm_scale.
 
     Kernels for GPUs keep parts of results in the float workspace while they run: `plan` refuses one that is too small,
     and `workspace_size` tells what is needed. Wrappers that run one after another may share it. Without one (None, or
@@ -69,6 +81,10 @@ class AttentionWrapper:
       whether it is decoded or prefilled (default: whether QUIRE_BATCH_INVARIANT is 1).
     """
 
+    plan: Callable[..., None]
+    run: Callable[..., Any]
+    forward: Callable[..., Any]
+
     def __init__(
         self,
         float_workspace_buffer: Tensor | None,
@@ -77,8 +93,10 @@ class AttentionWrapper:
         backend: str = "auto",
         check: bool | None = None,
         batch_invariant: bool | None = None,
+        jit_args: Any = None,
     ) -> None:
-        _check_workspace(float_workspace_buffer, "float_workspace_buffer")
+        check_workspace(float_workspace_buffer, "float_workspace_buffer")
+        self._sink_by_position = takes_sink(jit_args)
         self._kv_layout = check_layout(kv_layout)
         self._backend, self._family = backend, registry.canonical(backend)
         if float_workspace_buffer is not None:
@@ -119,10 +137,39 @@ class AttentionWrapper:
         """The longest request's keys. Waits for the device."""
         return int(self._kv.lengths().max())
 
+    def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """Bytes that the float and the int workspace need for a plan; nothing is planned, and never is one of them 0.
+
+        The arguments and errors are those of `plan`, without non_blocking.
+        """
+        own = signature(type(self).plan)
+        taken = own.replace(parameters=[x for name, x in own.parameters.items() if name != "non_blocking"])
+        other = copy(self)
+        other._use_cuda_graph, other._captured, other._repeats = False, False, {}
+        other._float_workspace_buffer = torch.empty(1 << 50, dtype=torch.uint8, device="meta")  # large, and not there
+        given = taken.bind(other, *args, **options)
+        type(self).plan(**given.arguments)
+        return max(16, other._scratch_size), INT_WORKSPACE
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Accepted after a plan: k and v may differ in strides without any preparation."""
+        check(variant == "independent", "variant", variant, "independent")
+        self._planned()
+
+    def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """`run` with return_lse=True."""
+        result: tuple[Tensor, Tensor] = self.run(*args, return_lse=True, **options)
+        return result
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """`forward` with return_lse=True."""
+        result: tuple[Tensor, Tensor] = self.forward(*args, return_lse=True, **options)
+        return result
+
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Replace the workspace buffers; both must lie on the wrapper's device. The second is zeroed."""
         for name, buffer in (("float", float_workspace_buffer), ("int", int_workspace_buffer)):
-            _check_workspace(buffer, f"{name}_workspace_buffer")
+            check_workspace(buffer, f"{name}_workspace_buffer")
             check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))
         size = int_workspace_buffer.nbytes
         check(size >= INT_WORKSPACE, "int_workspace_buffer", f"{size} bytes", f"at least {INT_WORKSPACE} bytes")
@@ -160,7 +207,8 @@ class AttentionWrapper:
             return held
         buffers = [fitting(getattr(self, f"_{name}"), values, name) for name, values in given.items()]
         for buffer, values in zip(buffers, given.values(), strict=True):
-            buffer[: len(values)].copy_(values, non_blocking=non_blocking)
+            if buffer.data_ptr() != values.data_ptr():
+                buffer[: len(values)].copy_(values, non_blocking=non_blocking)
         return buffers
 
     def _hold_pages(self, given: dict[str, Tensor], page_size: int, non_blocking: bool) -> PageTable:
@@ -209,7 +257,7 @@ class AttentionWrapper:
         )
         keys = len(kv.indices) * kv.page_size if isinstance(kv, PageTable) else 0
         size = registry.scratch(planned, self.device, self._family, max_q_len, kv.batch_size, keys)
-        self._scratch = self._take_scratch(size)
+        self._scratch, self._scratch_size = self._take_scratch(size), size
         self._spec, self._qo, self._kv, self._mask, self._items = planned, qo, kv, mask, items
         self._repeats.clear()
         self._max_q_len = max_q_len
@@ -287,6 +335,26 @@ class AttentionWrapper:
             return None
         return (out, lse) if return_lse else out  # type: ignore[return-value]
 
+    def _by_position(
+        self,
+        args: tuple[Any, ...],
+        q_scale: Scale | None,
+        k_scale: Scale | None,
+        v_scale: Scale | None,
+        sm_scale: float | None,
+        sinks: Tensor | None,
+    ) -> tuple[Scale | None, Scale | None, Scale | None, float | None, Tensor | None]:
+        """The arguments of a run that may come by position: see the class."""
+        most = 2 if self._sink_by_position else 3
+        check(len(args) <= most, "arguments by position", len(args), f"at most {most} after the tensors")
+        if self._sink_by_position:
+            sinks = args[0] if args else sinks
+            sm_scale = args[1] if len(args) > 1 else sm_scale
+        elif args:
+            q_more, k_more, v_more = (*args, None, None)[:3]
+            q_scale, k_scale, v_scale = product(q_scale, q_more), product(k_scale, k_more), product(v_scale, v_more)
+        return q_scale, k_scale, v_scale, sm_scale, sinks
+
     def _note_capture(self) -> None:
         """Remember that a graph reads this plan's tables, if one does that does not read the wrapper's own buffers."""
         if self._device_is_gpu and not (self._use_cuda_graph or self._captured or torch.compiler.is_compiling()):
@@ -317,9 +385,9 @@ class AttentionWrapper:
         if self._checking and isinstance(self._kv, PageTable):
             self._kv.to("cpu").check_pool(len(k))
         scales = (
-            _scale(q_scale, "q_scale", spec.num_qo_heads),
-            _scale(k_scale, "k_scale", spec.num_kv_heads),
-            _scale(v_scale, "v_scale", spec.num_kv_heads),
+            as_scale(q_scale, "q_scale", spec.num_qo_heads),
+            as_scale(k_scale, "k_scale", spec.num_kv_heads),
+            as_scale(v_scale, "v_scale", spec.num_kv_heads),
         )
         if sinks is not None:
             check_tensor(sinks, "sinks", (spec.num_qo_heads,), sinks.dtype, self.device)
@@ -353,7 +421,7 @@ def _kind(x: Tensor | None) -> Any:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
 
 
-def _scale(scale: Scale | None, name: str, heads: int) -> Scale:
+def as_scale(scale: Scale | None, name: str, heads: int) -> Scale:
     """A scale that is a number, or a tensor with one number or one for each head."""
     if scale is None:
         return 1.0
@@ -368,24 +436,6 @@ def _check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, de
     if lse is not None:
         check_tensor(lse, "lse", tuple(shape) if layout == "NH" else (shape[1], shape[0]), torch.float32, device)
         check(lse.is_contiguous(), "lse.stride()", lse.stride(), "contiguous")
-
-
-def fitting(buffer: Tensor | None, values: Tensor, name: str) -> Tensor:
-    """The buffer that a CUDA-graph wrapper was given for a table; it must hold the table."""
-    if buffer is None:
-        raise ValueError(f"{name} is needed with use_cuda_graph=True")
-    if len(values) > len(buffer):
-        raise ValueError(f"{name} holds {len(buffer)} entries: this plan needs {len(values)}")
-    return buffer
-
-
-def fixed_batch(buffer: Tensor | None, name: str, batch_size: int, extra: int = 0) -> None:
-    """Refuse a batch of another size than the buffers of a CUDA-graph wrapper were made for."""
-    if buffer is None:
-        raise ValueError(f"{name} is needed with use_cuda_graph=True")
-    fixed = len(buffer) - extra
-    if batch_size != fixed:
-        raise ValueError(f"the batch has {batch_size} requests: {name} was made for {fixed}, and a CUDA graph is fixed")
 
 
 class PrefillWrapper(AttentionWrapper):

@@ -7,21 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BITS = (1, 2, 4, 8, 16, 32, 64, 128)
-
 
 def pack_bits(x: Tensor) -> Tensor:
     """Bool [n] to uint8 [ceil(n / 8)], bit i of byte j being x[8 * j + i]; missing bits are 0."""
     padded = torch.zeros(-(-x.numel() // 8) * 8, dtype=torch.int32, device=x.device)
     padded[: x.numel()] = x.flatten()
-    weights = torch.tensor(_BITS, dtype=torch.int32, device=x.device)
-    return (padded.view(-1, 8) * weights).sum(1).to(torch.uint8)
+    places = torch.arange(8, dtype=torch.int32, device=x.device)
+    return (padded.view(-1, 8) << places).sum(1).to(torch.uint8)
 
 
 def unpack_bits(bits: Tensor, count: int) -> Tensor:
     """uint8 [ceil(count / 8)] to bool [count], the inverse of `pack_bits`."""
-    weights = torch.tensor(_BITS, dtype=torch.uint8, device=bits.device)
-    return (bits[: -(-count // 8), None] & weights).flatten()[:count] != 0
+    places = torch.arange(8, dtype=torch.int32, device=bits.device)
+    return (bits[: -(-count // 8), None].int() >> places).flatten()[:count] & 1 != 0
 
 
 @dataclass(frozen=True, eq=False)
