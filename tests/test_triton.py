@@ -25,6 +25,14 @@ def test_interpreted_kernels_are_the_oracle():
     assert " passed" in done.stdout
 
 
+@pytest.mark.parametrize("file", ["test_quantization.py"])
+def test_interpreted_operations_are_their_definitions(file):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / file)]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout
+
+
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_kernels_compile_for_every_architecture(target):
@@ -35,3 +43,17 @@ def test_kernels_compile_for_every_architecture(target):
         usage = compile_attend(layer, target, rows, split=rows < 100)
         assert usage.shared <= usage.limit
         assert usage.spills <= 128, usage.spills
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_packing_compiles_for_every_architecture(target, segmented):
+    from quire.kernels.triton.pack import BLOCK, pack_bytes
+    from triton_compile import compile_kernel
+
+    constants = {"big": True, "block": BLOCK} | ({} if segmented else {"indptr": None, "bytes_at": None})
+    types = {"x": "*u8", "bits": "*u8", "indptr": "*i64", "bytes_at": "*i64"}
+    names = pack_bytes.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    assert compile_kernel(pack_bytes, target, signature, constants).spills == 0

@@ -73,9 +73,14 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
             signature[argument] = "fp32" if argument in floats else "i32"
             if argument.endswith(("_token", "_head", "_page")):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(attention.attend, signature, constants, attributes)
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-    compiled = triton.compile(source, target=target, options=options)
+    return compile_kernel(attention.attend, name, signature, constants, attributes, **options)
+
+
+def compile_kernel(kernel, name: str, signature: dict, constants: dict, attributes=None, **options) -> Usage:
+    """Any kernel, from its arguments' types ("*bf16", "i32", "constexpr") and the values of those that are fixed."""
+    target, limit = TARGETS[name]
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
     registers, spills = _resources(compiled.asm["cubin"]) if target.backend == "cuda" else _amd(compiled.asm["amdgcn"])
     return Usage(registers, spills, compiled.metadata.shared, limit, compiled.asm)
 
