@@ -26,6 +26,7 @@ _HOME = {
     "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
     "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "quantization": ("packbits", "segment_packbits"),
+    "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         single_prefill_with_kv_cache_return_lse,
     )
     from quire.quantization import packbits, segment_packbits
+    from quire.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 __all__ = [*_MODULE_OF, *_MODULES, "__version__"]  # noqa: PLE0604
 

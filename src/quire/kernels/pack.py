@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+import torch
 from torch import Tensor
 
-from quire.attention.masks import pack_bits, pack_segments
+from quire.attention.blocks import mask_by_rows
+from quire.attention.masks import byte_indptr, pack_bits, pack_segments
 from quire.kernels.ops import operation
 
 
@@ -26,3 +28,16 @@ def pack(x: Tensor, indptr: Tensor | None, bytes_at: Tensor | None, bits: Tensor
         bits.copy_(pack_bits(x, big))
     else:
         bits.copy_(pack_segments(x, indptr, bytes_at, len(bits), big))
+
+
+def pack_blocks(mask: Tensor, indptr: Tensor) -> Tensor:
+    """The masks of a block-sparse matrix's rows of blocks, packed for attention: uint8, with spare bytes at the end.
+
+    mask: bool [blocks, R, C]; indptr: int32 [rows of blocks + 1], where each one's blocks begin. Never waits for a
+    device, hence the spare bytes.
+    """
+    indptr = indptr.to(mask.device)
+    begins = indptr.long() * (mask.shape[1] * mask.shape[2])
+    bits = torch.empty(mask.numel() // 8 + len(indptr), dtype=torch.uint8, device=mask.device)
+    pack(mask_by_rows(mask, indptr), begins, byte_indptr(begins.diff()), bits, False)
+    return bits
