@@ -174,7 +174,7 @@ def merge_parts(results, layer, request, tile, h, begin, cost, origin, final, c:
     count = final - origin + 1
     if c.invariant:
         count = cost
-    for n in range(count):
+    for n in tl.range(count, loop_unroll_factor=4):
         if c.invariant:
             slot = begin + n
         else:
