@@ -42,6 +42,10 @@ def test_interpreted_heads_round_to_fp8_as_torchs():
     interpret("test_rope_quantize.py", "into_pages and e4m3fn or every_half and e5m2")
 
 
+def test_interpreted_bits_are_packed_as_defined():
+    interpret("test_quantization.py", "")
+
+
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_kernels_compile_for_every_architecture(target):
@@ -94,3 +98,14 @@ def test_turning_compiles_for_every_architecture(target):
         usage = compile_kernel(rotate_heads, target, {**given, "c": c}, num_warps=c.num_warps)
         assert usage.shared <= usage.limit
         assert usage.spills == 0, usage.spills
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_packing_compiles_for_every_architecture(target):
+    from quire.kernels.triton.pack import BLOCK, pack_bytes
+    from triton_compile import compile_kernel
+
+    given = {"x": "*u8", "bits": "*u8", "indptr": "*i64", "bytes_at": "*i64", "big": True, "block": BLOCK}
+    for each in (given, {**given, "indptr": None, "bytes_at": None}):
+        assert compile_kernel(pack_bytes, target, each).spills == 0

@@ -46,6 +46,8 @@ _HOME = {
         "apply_rope_with_cos_sin_cache",
         "apply_rope_with_cos_sin_cache_inplace",
     ),
+    "quantization": ("packbits", "segment_packbits"),
+    "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
         single_prefill_with_kv_cache,
         single_prefill_with_kv_cache_return_lse,
     )
+    from quire.quantization import packbits, segment_packbits
     from quire.rope import (
         apply_llama31_rope,
         apply_llama31_rope_inplace,
@@ -87,6 +90,7 @@ if TYPE_CHECKING:
         apply_rope_with_cos_sin_cache,
         apply_rope_with_cos_sin_cache_inplace,
     )
+    from quire.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 __all__ = [*_MODULE_OF, *_MODULES, "__version__"]  # noqa: PLE0604
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from quire.attention.items import Items
-from quire.attention.masks import PackedMask, pack_bits
+from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout
 from quire.attention.spec import AttentionSpec, check
 from quire.attention.tensors import check_qkv
 from quire.kernels import registry
 from quire.kernels.ops import operation, traced
+from quire.kernels.pack import pack
 
 Scale = float | Tensor
 _layer = lru_cache(maxsize=1024)(AttentionSpec)
@@ -267,15 +268,15 @@ def _ends(length: int, device: torch.device) -> Tensor:
 def _whole_mask(
     q_len: int, kv_len: int, custom_mask: Tensor | None, packed: Tensor | None, device: torch.device
 ) -> PackedMask | None:
-    bits = packed
+    bits, size = packed, -(-q_len * kv_len // 8)
     if bits is None:
         if custom_mask is None:
             return None
         check(custom_mask.dtype == torch.bool, "custom_mask.dtype", custom_mask.dtype, "torch.bool")
         fits = custom_mask.numel() == q_len * kv_len
         check(fits, "custom_mask.shape", list(custom_mask.shape), f"q_len * kv_len = {q_len * kv_len} entries")
-        bits = pack_bits(custom_mask)
-    size = -(-q_len * kv_len // 8)
+        bits = torch.empty(size, dtype=torch.uint8, device=custom_mask.device)
+        pack(custom_mask.flatten(), None, None, bits, False)
     fits = bits.dtype == torch.uint8 and bits.ndim == 1 and len(bits) >= size
     given = f"{bits.dtype} of shape {list(bits.shape)}"
     check(fits, "packed_custom_mask", given, f"a uint8 vector of ceil(q_len * kv_len / 8) = {size} bytes")

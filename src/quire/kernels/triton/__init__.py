@@ -189,6 +189,11 @@ def _split_scale(scale: float | Tensor, heads: int) -> tuple[float, Tensor | Non
     return float(scale), None
 
 
+def _reach(x: Tensor) -> int:
+    """How many elements lie between the first and the last."""
+    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
 def _bytes(x: Tensor, on: Machine) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 and not on.fp8 else x
 
@@ -229,7 +234,7 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
         k_gain, k_scale = _split_scale(k_gain, spec.num_kv_heads)
         v_gain, v_scale = _split_scale(v_gain, spec.num_kv_heads)
     scale = spec.sm_scale * LOG2E * q_gain * k_gain
-    far = max(k_token, v_token) * page_size >= 1 << 31
+    far = max(_reach(k), _reach(v)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, scale <= 0, far)
     tokens, batch = q.shape[0], call.qo.indptr.shape[0] - 1
     cut = _cut(spec, device, page_size, tokens, batch, call.max_q_len, flags)

@@ -32,7 +32,7 @@ class Config:
         precision: of float32 products.
         e4m3, e5m2: keys and values are bytes to be widened without the GPU's help.
         shaped: logits are scaled before anything else happens to them (soft cap, ALiBi, scales that differ by row).
-        far: the tokens of a page may lie 2**31 elements apart.
+        far: the cache reaches 2**31 elements or further.
         normed: rows of queries are brought near 1 by a power of two, so that halves hold them; implies shaped.
         pad_heads: query heads, padded to a power of two.
     """

@@ -114,17 +114,17 @@ def load_queries(start, d0, width: tl.constexpr, rows, turns, c: tl.constexpr):
 
 @triton.jit
 def load_keys(start, d0, width: tl.constexpr, seen, j, turns, guarded: tl.constexpr, c: tl.constexpr):
-    """Elements d0 to d0 + width of keys, [width, block_n]; their heads begin at `start`, `seen` are read."""
-    d = d0 + tl.arange(0, width)[:, None]
-    inside = seen[None, :] & (d < c.dim_qk)
+    """Elements d0 to d0 + width of keys, [block_n, width]; their heads begin at `start`, `seen` are read."""
+    d = d0 + tl.arange(0, width)[None, :]
+    inside = seen[:, None] & (d < c.dim_qk)
     if guarded or d0 + width > c.dim_qk:
-        x = tl.load(start[None, :] + d, inside, 0.0)
+        x = tl.load(start[:, None] + d, inside, 0.0)
     else:
-        x = tl.load(start[None, :] + d)
+        x = tl.load(start[:, None] + d)
     if c.rope:
         half: tl.constexpr = c.dim_qk // 2
-        other = tl.load(start[None, :] + tl.where(d < half, d + half, d - half), inside, 0.0)
-        x = turn(widen(x, tl.float32, c), widen(other, tl.float32, c), d, j[None, :], turns, c)
+        other = tl.load(start[:, None] + tl.where(d < half, d + half, d - half), inside, 0.0)
+        x = turn(widen(x, tl.float32, c), widen(other, tl.float32, c), d, j[:, None], turns, c)
         return x
     return widen(x, c.qk_type, c)
 
@@ -134,7 +134,7 @@ def load_values(start, keys, seen, guarded: tl.constexpr, c: tl.constexpr):
     """Values, [block_n, dv], whose heads begin at `start`; those of a latent cache are its keys' first part."""
     dv = tl.arange(0, c.dv)[None, :]
     if c.latent:
-        return tl.trans(keys).to(c.pv_type)
+        return keys.to(c.pv_type)
     if guarded or c.dv > c.dim_vo:
         x = tl.load(start[:, None] + dv, seen[:, None] & (dv < c.dim_vo), 0.0)
     else:
@@ -149,7 +149,8 @@ def place(cache, request, j, c: tl.constexpr):
         page = tl.load(cache.indices + request.kv_begin + j // c.page_size, j < request.kv_len, 0)
     else:
         page = request.kv_begin + j
-    return tl.minimum(tl.maximum(page, 0), cache.pages - 1).to(tl.int64)
+    page = tl.minimum(tl.maximum(page, 0), cache.pages - 1)
+    return page.to(tl.int64) if c.far else page
 
 
 @triton.jit
@@ -207,6 +208,8 @@ def walk(
     takes those that it sees; otherwise all rows see all of them.
     """
     gain = 1.0 if c.shaped else layer.scale  # what is left to multiply logits with
+    if c.far:
+        h = h.to(tl.int64)
     page = place(cache, request, begin + tl.arange(0, c.block_n), c)
     for t0 in range(begin, end, c.block_n):
         j = t0 + tl.arange(0, c.block_n)
@@ -216,15 +219,16 @@ def walk(
             within = within.to(tl.int64)
         k_start = cache.k + page * cache.k_page + within * cache.k_token + h * cache.k_head
         v_start = cache.v + page * cache.v_page + within * cache.v_token + h * cache.v_head
-        k1 = load_keys(k_start, 0, c.d1, seen, j, layer.turns, guarded, c)
+        rest_start = k_start
         if c.latent:
-            k_start = cache.pe + page * cache.pe_page + within * cache.pe_token - c.d1
+            rest_start = cache.pe + page * cache.pe_page + within * cache.pe_token - c.d1
         # The next block's pages are asked for before this one's keys: no load waits for another in the same step.
         page = place(cache, request, j + c.block_n, c)
-        s = tl.dot(q1, k1, input_precision=c.precision)
+        k1 = load_keys(k_start, 0, c.d1, seen, j, layer.turns, guarded, c)
+        s = tl.dot(q1, tl.trans(k1), input_precision=c.precision)
         if c.d2 > 0:
-            k2 = load_keys(k_start, c.d1, c.d2, seen, j, layer.turns, guarded, c)
-            s = tl.dot(q2, k2, s, input_precision=c.precision)
+            k2 = load_keys(rest_start, c.d1, c.d2, seen, j, layer.turns, guarded, c)
+            s = tl.dot(q2, tl.trans(k2), s, input_precision=c.precision)
         if c.shaped:
             s = shape(s, rows, j, layer.cap, c)
         if guarded:

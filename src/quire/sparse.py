@@ -1,0 +1,377 @@
+"""Attention under a block-sparse mask: a row of blocks is a request, the blocks that it has are its pages.
+
+Names, parameters and meanings are those of `flashinfer.sparse`. What computes is paged prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire._wrapper import DType, Scale, refuse
+from quire.attention.blocks import VariableBlocks, fixed_blocks, mask_by_rows
+from quire.attention.pages import PageTable, RaggedLayout
+from quire.attention.spec import check
+from quire.kernels.pack import pack_blocks
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
+
+# FlashInfer's names for kernels that compute some of these matrices only; here all are one.
+_KERNELS = {"cake", "cake_cute", "vsa_blackwell", "vsa_blackwell_blk64"}
+_KERNELS |= {"vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64"}
+
+
+def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
+    """A mask of blocks, [blocks, R, C], as a flat custom mask: one row of blocks after another, each row by row.
+
+    indptr: int [rows of blocks + 1], where each one's blocks begin.
+    """
+    return mask_by_rows(mask, indptr.to(mask.device))
+
+
+class _BlockSparseWrapper:
+    """A prefill wrapper, and the plan that it was given.
+
+    Args:
+        float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
+        backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
+    """
+
+    def __init__(self, float_workspace_buffer: Tensor | None, backend: str = "auto") -> None:
+        backend = "auto" if backend in _KERNELS else backend
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, backend=backend)
+        self.device = self._prefill.device
+        self._plan: Callable[..., None] | None = None
+
+    @property
+    def backend(self) -> str:
+        """The kernel family that computes the planned layer."""
+        return self._prefill.backend
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Replace the workspace buffers; both must lie on the wrapper's device."""
+        self._prefill.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def end_forward(self) -> None:
+        """Kept for code that calls it; there is nothing to end."""
+
+    def _begin(self, qo: RaggedLayout, kv: PageTable, **layer: Any) -> None:
+        tables = (qo.indptr, kv.indptr, kv.indices, kv.last_page_len)
+        plan = partial(self._prefill.plan, *tables, page_size=kv.page_size, **layer)
+        plan()
+        self._plan = plan
+
+    def _planned(self) -> Callable[..., None]:
+        if self._plan is None:
+            raise RuntimeError(f"{type(self).__name__}: plan() must be called before this")
+        return self._plan
+
+
+class BlockSparseAttentionWrapper(_BlockSparseWrapper):
+    """Attention whose mask is a matrix of blocks [R, C], given as in SciPy's `bsr_matrix`, the same for all heads.
+
+    Args:
+        float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
+        backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
+    """
+
+    def plan(
+        self,
+        indptr: Tensor | None,
+        indices: Tensor | None,
+        M: int,
+        N: int,
+        R: int,
+        C: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        mask: Tensor | None = None,
+        packed_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType = "float16",
+        non_blocking: bool = True,
+        block_mask: Tensor | None = None,
+        kv_block_lens: Tensor | None = None,
+        q2k_indices: Tensor | None = None,
+        q2k_num: Tensor | None = None,
+        kv_splits: int | str | None = None,
+        use_clc: bool | None = None,
+        q_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Record the matrix, and the layer that runs share. Never waits for a device.
+
+        Args:
+            indptr: int32 [ceil(M / R) + 1], where each row's blocks begin in `indices`.
+            indices: int32 [blocks], the blocks' columns, 0 to N / C - 1.
+            M, N: rows and columns of the matrix: queries and keys. N is a multiple of C; if M is none of R, the last
+                row of blocks has fewer rows.
+            R, C: rows and columns of a block.
+            num_qo_heads, num_kv_heads, head_dim: of q, and of k and v.
+            mask: bool [blocks, R, C], the entries to see within each block; all by default.
+            packed_mask: uint8, the same for each row of blocks as [rows, its blocks * C], bits packed little end
+                first, each row of blocks on a new byte. Goes before `mask`.
+            causal: without a mask, query i of a row of blocks sees the first i + 1 + (keys of the row) - (its queries)
+                of the keys that it has. Positions of ROPE_LLAMA and ALIBI are counted in the same way.
+            o_data_type: dtype of the output, float16 unless said otherwise, whatever q's is.
+            use_fp16_qk_reduction: accepted; sums are float32.
+            block_mask, kv_block_lens, q2k_indices, q2k_num, kv_splits, use_clc, q_scale, k_scale, v_scale: refused;
+                they are for kernels of FlashInfer's that compute on Blackwell only.
+
+        The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Raises:
+            ValueError: an argument that does not fit, named with its value and what is allowed; whether columns are
+                in range is checked for tables on the host.
+        """
+        refuse(block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices, q2k_num=q2k_num)
+        refuse(kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        if indptr is None or indices is None:
+            raise ValueError("indptr and indices are needed")
+        qo, kv = fixed_blocks(indptr, indices, M, N, R, C)
+        if packed_mask is None and mask is not None:
+            shape = (len(indices), R, C)
+            fits = mask.shape == shape and mask.dtype == torch.bool
+            check(fits, "mask", f"{mask.dtype} {list(mask.shape)}", f"bool {list(shape)}, blocks and R and C")
+            packed_mask = pack_blocks(mask, indptr)
+        if packed_mask is not None:
+            packed_mask = packed_mask.to(self.device, non_blocking=non_blocking)
+        self._begin(
+            qo,
+            kv,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim,
+            packed_custom_mask=packed_mask,
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+            non_blocking=non_blocking,
+        )
+        self.M, self.N, self.R, self.C = M, N, R, C
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale_q: Scale | None = None,
+        scale_k: Scale | None = None,
+        scale_v: Scale | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of one layer.
+
+        Args:
+            q: [M, num_qo_heads, head_dim].
+            k, v: [N, num_kv_heads, head_dim].
+            scale_q, scale_k, scale_v: factors of what is stored, as numbers or one per head.
+            out: [M, num_qo_heads, head_dim] of o_data_type, and lse: float32 [M, num_qo_heads], to write to.
+            enable_pdl: accepted, without effect.
+
+        Returns:
+            out, or (out, lse) with lse in base 2. Rows that see no key are 0 and -inf.
+
+        Raises:
+            ValueError: a tensor that does not fit the plan.
+            RuntimeError: there is no plan.
+        """
+        self._planned()
+        for name, x, length in (("q", q, self.M), ("k", k, self.N), ("v", v, self.N)):
+            check(x.ndim == 3 and len(x) == length, f"{name}.shape", list(x.shape), f"[{length}, heads, head_dim]")
+        pages = (self.N // self.C, self.C)
+        cache = (k.unflatten(0, pages), v.unflatten(0, pages))
+        return self._prefill.run(q, cache, scale_q, scale_k, scale_v, return_lse=return_lse, out=out, lse=lse)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale_q: Scale | None = None,
+        scale_k: Scale | None = None,
+        scale_v: Scale | None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
+        self._planned()(
+            pos_encoding_mode=pos_encoding_mode,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, k, v, scale_q, scale_k, scale_v)
+
+
+class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
+    """Attention whose mask is a matrix of blocks with heights and widths of their own, another for each KV head.
+
+    Args:
+        float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
+        backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
+    """
+
+    def plan(
+        self,
+        block_mask_map: Tensor,
+        block_row_sz: Tensor,
+        block_col_sz: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+    ) -> None:
+        """Record the matrices, and the layer that runs share. Waits once for the device that the map lies on, since
+        how many keys it selects decides how large the tables are.
+
+        Args:
+            block_mask_map: bool [num_kv_heads, rows of blocks, columns of blocks], the blocks to see.
+            block_row_sz, block_col_sz: int32 or int64 [num_kv_heads, rows of blocks] and [num_kv_heads, columns of
+                blocks], heights and widths of blocks; those of each head add up to all its queries and keys.
+            num_qo_heads: a multiple of num_kv_heads; query heads that share a KV head share its mask.
+            pos_encoding_mode: NONE or ROPE_LLAMA.
+            q_data_type: dtype of q and of the output.
+
+        The other arguments are those of `BlockSparseAttentionWrapper.plan`.
+
+        Raises:
+            ValueError: an argument that does not fit, named with its value and what is allowed.
+        """
+        for name, heads in (("num_kv_heads", num_kv_heads), ("num_qo_heads", num_qo_heads)):
+            check(isinstance(heads, int) and heads > 0, name, heads, "a positive integer")
+        fits = num_qo_heads % num_kv_heads == 0
+        check(fits, "num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
+        given = len(block_mask_map)
+        check(given == num_kv_heads, "len(block_mask_map)", given, f"num_kv_heads = {num_kv_heads}")
+        self._refuse_alibi(pos_encoding_mode)
+        blocks = VariableBlocks.from_map(block_mask_map, block_row_sz, block_col_sz)
+        self._begin(
+            blocks.qo,
+            blocks.kv,
+            num_qo_heads=num_qo_heads // num_kv_heads,
+            num_kv_heads=1,
+            head_dim_qk=head_dim,
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            non_blocking=non_blocking,
+        )
+        self._heads, self._rows, self._keys = (num_kv_heads, num_qo_heads), blocks.num_rows, blocks.num_keys
+
+    begin_forward = plan
+
+    @staticmethod
+    def _refuse_alibi(pos_encoding_mode: str) -> None:
+        """All heads are one to prefill, which would take them for the first ones and give them their slopes."""
+        check(pos_encoding_mode != "ALIBI", "pos_encoding_mode", pos_encoding_mode, "NONE or ROPE_LLAMA")
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of one layer.
+
+        Args:
+            q: [num_qo_heads, queries, head_dim].
+            k, v: [num_kv_heads, keys, head_dim].
+            out: [num_kv_heads * queries, num_qo_heads / num_kv_heads, head_dim] of q's dtype, and lse: float32
+                [num_kv_heads * queries, num_qo_heads / num_kv_heads], to write to, in this order too.
+            enable_pdl: accepted, without effect.
+
+        Returns:
+            out [num_qo_heads, queries, head_dim], or (out, lse) with lse float32 [num_qo_heads, queries], in base 2.
+            Rows that see no key are 0 and -inf.
+
+        Raises:
+            ValueError: a tensor that does not fit the plan.
+            RuntimeError: there is no plan.
+        """
+        self._planned()
+        num_kv_heads, num_qo_heads = self._heads
+        queries, keys = (num_qo_heads, self._rows), (num_kv_heads, self._keys)
+        for name, x, shape in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
+            fits = x.ndim == 3 and x.shape[:2] == shape
+            check(fits, f"{name}.shape", list(x.shape), f"[{shape[0]}, {shape[1]}, head_dim]")
+        rows = q.unflatten(0, (num_kv_heads, num_qo_heads // num_kv_heads)).transpose(1, 2).flatten(0, 1)
+        cache = (k.flatten(0, 1)[:, None, None], v.flatten(0, 1)[:, None, None])
+        found = self._prefill.run(rows, cache, return_lse=return_lse, out=out, lse=lse)
+        return self._by_head(found) if isinstance(found, Tensor) else (self._by_head(found[0]), self._by_head(found[1]))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[num_kv_heads * queries, group, ...] as [num_qo_heads, queries, ...]."""
+        return x.unflatten(0, (self._heads[0], self._rows)).transpose(1, 2).flatten(0, 1).contiguous()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
+        self._refuse_alibi(pos_encoding_mode)
+        self._planned()(
+            pos_encoding_mode=pos_encoding_mode,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, k, v)
