@@ -15,6 +15,7 @@ _HOME = {
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
     "prefill": (
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from quire.decode import (
         BatchDecodeWithPagedKVCacheWrapper,
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+        fast_decode_plan,
         single_decode_with_kv_cache,
     )
     from quire.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens

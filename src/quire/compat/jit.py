@@ -40,15 +40,19 @@ filename_safe_dtype_map = {x: str(x).removeprefix("torch.") for x in vars(torch)
 attention_sink_decl = {"fa2": "AttentionSink", "fa3": "AttentionSink"}  # a name; FlashInfer's are programs in C++
 
 
-class MissingJITCacheError(RuntimeError):
-    """For programs that catch it; Quire does not raise it."""
-
-
 @dataclass(frozen=True)
 class JitSpec:
     """A kernel to build: a name, as there is nothing to build."""
 
     name: str
+
+
+class MissingJITCacheError(RuntimeError):
+    """For programs that catch it, and ask for its `spec`; Quire does not raise it."""
+
+    def __init__(self, message: str, spec: JitSpec | None = None) -> None:
+        super().__init__(message)
+        self.spec = spec
 
 
 def _spec(name: str, *args: Any, **kwargs: Any) -> JitSpec:
