@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire._buffers import check_buffers
 from quire._wrapper import DType, PrefillWrapper, Scale, refuse
 from quire.attention.pages import RaggedLayout, table
+from quire.attention.spec import FLOATS8, as_dtype
 from quire.attention.tensors import as_nhd
 
 
@@ -85,6 +87,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
         Args:
             qo_indptr, kv_indptr: int32 [batch_size + 1], the requests' begins in q, and in k and v.
+            o_data_type: dtype of the output: q's by default, or bfloat16 where that is fp8.
 
         The other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
@@ -93,6 +96,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         RaggedLayout(kv_indptr.cpu() if self._checking else kv_indptr)  # refuses before a buffer changes
         qo = self._plan_queries(qo_indptr, non_blocking)
         kv = RaggedLayout(*self._hold({"kv_indptr_buf": kv_indptr}, non_blocking))
+        if o_data_type is None and as_dtype(q_data_type, "q_data_type") in FLOATS8:
+            o_data_type = torch.bfloat16
         mask = self._plan_mask(custom_mask, packed_custom_mask, qo, kv)
         items = self._plan_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
         self._plan_layer(

@@ -199,6 +199,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         enable_pdl: bool | None = None,
         kv_cache_sf: Any = None,
         skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of one layer.
 
@@ -213,12 +215,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 args, q_scale, k_scale, v_scale, sm_scale, sinks
             )
         own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout)
-        done = self._repeat(
-            q, paged_kv_cache, out, lse, sinks, return_lse, *own, kv_cache_sf, skip_softmax_threshold_scale_factor
-        )
+        beyond = (kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress)
+        done = self._repeat(q, paged_kv_cache, out, lse, sinks, return_lse, *own, *beyond)
         if done is not None:
             return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        refuse(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
         self._planned()
         k, v = split_cache(paged_kv_cache, self._kv_layout)
         assert isinstance(self._kv, PageTable)
