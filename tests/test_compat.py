@@ -97,6 +97,23 @@ def test_what_has_nothing_to_do_with_quire_is_there_and_refuses(module, flashinf
                 call(1, x=2)
 
 
+def test_a_function_of_pages_past_the_module(flashinfer):
+    module = flashinfer.page.get_page_module()
+    indptr, lengths = torch.tensor([0, 2, 2, 3]).int(), torch.tensor([5, 1, 1]).int()
+    requests, positions = torch.full((2, 3), -7, dtype=torch.int32)
+    module.get_batch_indices_positions(indptr, lengths, requests, positions)
+    assert (requests.tolist(), positions.tolist()) == ([0, 0, 2], [3, 4, 0])
+    with pytest.raises(ValueError, match=r"seq_lens is torch\.int64"):
+        module.get_batch_indices_positions(indptr, lengths.long(), requests, positions)
+    module.get_batch_indices_positions(indptr[:1], lengths[:0], requests[:0], positions[:0])
+
+
+def test_ready_made_kernels_are_found(flashinfer):
+    for name in ("flashinfer_cubin", "flashinfer_jit_cache"):
+        assert find_spec(name).origin == "quire"
+        assert import_module(name).__name__ == name
+
+
 def test_libraries_that_quire_does_not_use(flashinfer):
     from flashinfer.cudnn.prefill import CUDNN_AVAILABLE
     from flashinfer.cutile.cutile_common import is_cuda_tile_available

@@ -40,6 +40,8 @@ _OPERATIONS = (
 # what Quire has not has names of it.
 _SOURCES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(NAMES, ()),
+    # Programs look for FlashInfer's ready-made kernels, and without them for a compiler, which Quire does not need.
+    **dict.fromkeys(("flashinfer_cubin", "flashinfer_jit_cache"), ()),
     "flashinfer": ("quire",),
     "flashinfer.attention": ("quire.batch", _JIT),
     **dict.fromkeys(("flashinfer.cudnn", "flashinfer.cudnn.decode", "flashinfer.cudnn.prefill"), (_ABSENT,)),
