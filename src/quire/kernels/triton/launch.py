@@ -29,13 +29,21 @@ class Repeat:
         self._rest = (*(None if x is None else x.data_ptr() for x in others), *rest)
         self._handle = (compiled.function, compiled.packed_metadata)
 
-    def __call__(self, *addresses: int | None) -> bool:
+    def __call__(
+        self,
+        q: int,
+        q_pe: int | None,
+        k: int,
+        v: int,
+        k_pe: int | None,
+        out: int,
+        lse: int | None,
+        sinks: int | None,
+    ) -> bool:
         """Launch with these addresses in place of the first tensors; False, and nothing done, if one is not aligned."""
-        low = 0
-        for address in addresses[:ALIGNED]:
-            low |= address or 0
-        if low & 15:
+        if (q | k | v | out | (q_pe or 0) | (k_pe or 0)) & 15:
             return False
+        addresses = (q, q_pe, k, v, k_pe, out, lse, sinks)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         self._run(self._programs, 1, 1, stream, *self._handle, None, None, None, *addresses, *self._rest)
         return True
@@ -90,5 +98,5 @@ class Launcher:
             self._compiled[key] = compiled
             return Repeat(compiled, programs, device, others, rest)
         repeat = Repeat(compiled, programs, device, others, rest)
-        repeat(*addresses)
+        repeat(*addresses)  # type: ignore[arg-type]
         return repeat
