@@ -405,8 +405,13 @@ class PrefillWrapper(AttentionWrapper):
         table(qo_indptr, "qo_indptr")
         if self._use_cuda_graph:
             fixed_batch(self._qo_indptr_buf, "qo_indptr_buf", len(qo_indptr) - 1, extra=1)
-        RaggedLayout(qo_indptr.cpu() if self._checking else qo_indptr)  # refuses before a buffer changes
-        return RaggedLayout(*self._hold({"qo_indptr_buf": qo_indptr}, non_blocking))
+        return self._hold_rows("qo_indptr_buf", qo_indptr, non_blocking)
+
+    def _hold_rows(self, name: str, indptr: Tensor, non_blocking: bool) -> RaggedLayout:
+        """An indptr, checked where that is free or asked for, then held."""
+        rows = RaggedLayout(indptr.cpu() if self._checking else indptr)
+        (held,) = self._hold({name: indptr}, non_blocking)
+        return rows if held is rows.indptr else RaggedLayout(held)
 
     def _plan_mask(
         self,

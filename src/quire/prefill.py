@@ -331,9 +331,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """
         refuse(v_indptr=v_indptr, o_indptr=o_indptr)
         table(kv_indptr, "kv_indptr", len(table(qo_indptr, "qo_indptr")))
-        RaggedLayout(kv_indptr.cpu() if self._checking else kv_indptr)  # refuses before a buffer changes
         qo = self._plan_queries(qo_indptr, non_blocking)
-        kv = RaggedLayout(*self._hold({"kv_indptr_buf": kv_indptr}, non_blocking))
+        kv = self._hold_rows("kv_indptr_buf", kv_indptr, non_blocking)
         mask = self._plan_mask(custom_mask, packed_custom_mask, qo, kv)
         items = self._plan_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
         self._plan_layer(
