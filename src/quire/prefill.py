@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire._wrapper import DType, PrefillWrapper, Scale, refuse
-from quire.attention.pages import PageTable, RaggedLayout, table
+from quire.attention.pages import PageTable, table
 from quire.attention.spec import check
 from quire.attention.tensors import as_nhd, check_layout, split_cache
 
