@@ -263,6 +263,8 @@ class AttentionWrapper:
             return None
         if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
             return None
+        if torch._C._cuda_getDevice() != self.device.index:  # launches need the device to be the current one
+            return None
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             None if v is k else (v.shape, v.stride(), v.dtype, v.device), None if out is None else _kind(out),
@@ -273,7 +275,8 @@ class AttentionWrapper:
             self._key = key
             return None
         repeat, alike, v_offset = found
-        if not (self._use_cuda_graph or self._captured):
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream and not (self._use_cuda_graph or self._captured):  # the default stream cannot be captured
             self._captured = torch.cuda.is_current_stream_capturing()
         if out is None:
             out = torch.empty_like(q) if alike else outputs(len(q), self._planned(), self.device, None, None, False)[0]
@@ -289,6 +292,7 @@ class AttentionWrapper:
             out.data_ptr(),
             None if lse is None else lse.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
+            stream,
         )
         if not done:
             return None

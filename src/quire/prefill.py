@@ -127,8 +127,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        batch = len(table(paged_kv_last_page_len, "paged_kv_last_page_len"))
-        check(len(qo_indptr) == batch + 1, "len(qo_indptr)", len(qo_indptr), f"batch size + 1 = {batch + 1}")
+        table(qo_indptr, "qo_indptr", table(paged_kv_last_page_len, "paged_kv_last_page_len").shape[0] + 1)
         qo = self._plan_queries(qo_indptr, non_blocking)
         given = {
             "paged_kv_indptr_buf": paged_kv_indptr,
@@ -330,7 +329,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         The other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         refuse(v_indptr=v_indptr, o_indptr=o_indptr)
-        table(kv_indptr, "kv_indptr", len(table(qo_indptr, "qo_indptr")))
+        table(kv_indptr, "kv_indptr", table(qo_indptr, "qo_indptr").shape[0])
         qo = self._plan_queries(qo_indptr, non_blocking)
         kv = self._hold_rows("kv_indptr_buf", kv_indptr, non_blocking)
         mask = self._plan_mask(custom_mask, packed_custom_mask, qo, kv)
