@@ -98,5 +98,5 @@ class Launcher:
             self._compiled[key] = compiled
             return Repeat(compiled, programs, others, rest)
         repeat = Repeat(compiled, programs, others, rest)
-        repeat(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type]
+        repeat(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type, call-arg]
         return repeat
