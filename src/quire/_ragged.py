@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire._buffers import check_buffers
 from quire._wrapper import DType, PrefillWrapper, Scale, refuse
-from quire.attention.pages import RaggedLayout, table
+from quire.attention.pages import table
 from quire.attention.spec import FLOATS8, as_dtype
 from quire.attention.tensors import as_nhd
 
@@ -92,10 +92,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         The other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         refuse(v_indptr=v_indptr, o_indptr=o_indptr)
-        table(kv_indptr, "kv_indptr", len(table(qo_indptr, "qo_indptr")))
-        RaggedLayout(kv_indptr.cpu() if self._checking else kv_indptr)  # refuses before a buffer changes
+        table(kv_indptr, "kv_indptr", table(qo_indptr, "qo_indptr").shape[0])
         qo = self._plan_queries(qo_indptr, non_blocking)
-        kv = RaggedLayout(*self._hold({"kv_indptr_buf": kv_indptr}, non_blocking))
+        kv = self._hold_rows("kv_indptr_buf", kv_indptr, non_blocking)
         if o_data_type is None and as_dtype(q_data_type, "q_data_type") in FLOATS8:
             o_data_type = torch.bfloat16
         mask = self._plan_mask(custom_mask, packed_custom_mask, qo, kv)

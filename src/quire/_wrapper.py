@@ -109,13 +109,14 @@ class AttentionWrapper:
         self._int_workspace_buffer = torch.zeros(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
         self._arrivals = self._int_workspace_buffer.view(torch.int32)
         self._scratch: Tensor | None = None
+        self._checking = asked("QUIRE_CHECK") if check is None else check
+        self._invariant = asked("QUIRE_BATCH_INVARIANT") if batch_invariant is None else batch_invariant
         self._device_is_gpu = self.device.type == "cuda"
+        self._repeatable = self._device_is_gpu and not self._checking
         self._repeats: dict[Any, tuple[registry.Repeat, bool, int]] = {}
         self._key: Any = None
         self._use_cuda_graph = use_cuda_graph
         self._captured = False
-        self._checking = asked("QUIRE_CHECK") if check is None else check
-        self._invariant = asked("QUIRE_BATCH_INVARIANT") if batch_invariant is None else batch_invariant
         self._spec: AttentionSpec | None = None
         self._qo: RaggedLayout
         self._kv: PageTable | RaggedLayout
@@ -198,24 +199,24 @@ class AttentionWrapper:
         """Tables on the wrapper's device, in the buffers that it was given (their attributes are `_<name>`), or as
         they are, and then kept under those names.
         """
-        for name, values in given.items():
-            table(values, name.removesuffix("_buf"))
         if not self._use_cuda_graph:
-            held = [x.to(self.device, non_blocking=non_blocking).contiguous() for x in given.values()]
-            for name, values in zip(given, held, strict=True):
+            held = []
+            for name, values in given.items():
+                if not isinstance(values, Tensor) or values.device != self.device or not values.is_contiguous():
+                    values = table(values, name).to(self.device, non_blocking=non_blocking).contiguous()
                 setattr(self, f"_{name}", values)
+                held.append(values)
             return held
-        buffers = [fitting(getattr(self, f"_{name}"), values, name) for name, values in given.items()]
+        buffers = [fitting(getattr(self, f"_{name}"), table(x, name), name) for name, x in given.items()]
         for buffer, values in zip(buffers, given.values(), strict=True):
-            if buffer.data_ptr() != values.data_ptr():
+            if buffer is not values:
                 buffer[: len(values)].copy_(values, non_blocking=non_blocking)
         return buffers
 
     def _hold_pages(self, given: dict[str, Tensor], page_size: int, non_blocking: bool) -> PageTable:
         """A page table (indptr, indices, last_page_len), checked where that is free or asked for, then held."""
-        here = all(isinstance(x, Tensor) and x.device.type == "cpu" for x in given.values())
         pages = None
-        if here or self._checking:
+        if self._checking or all(isinstance(x, Tensor) and x.is_cpu for x in given.values()):
             pages = _page_table([x.cpu() for x in given.values()], page_size)
         held = self._hold(given, non_blocking)
         if pages is not None and held[0] is pages.indptr and held[1] is pages.indices:
@@ -255,8 +256,10 @@ class AttentionWrapper:
             batch_invariant=batch_invariant or self._invariant,
             **spec,
         )
-        keys = len(kv.indices) * kv.page_size if isinstance(kv, PageTable) else 0
-        size = registry.scratch(planned, self.device, self._family, max_q_len, kv.batch_size, keys)
+        keys = 0
+        if planned.batch_invariant and isinstance(kv, PageTable):
+            keys = kv.indices.shape[0] * kv.page_size
+        size = registry.scratch(planned, self.device, self._family, max_q_len, kv.batch_size if keys else 0, keys)
         self._scratch, self._scratch_size = self._take_scratch(size), size
         self._spec, self._qo, self._kv, self._mask, self._items = planned, qo, kv, mask, items
         self._repeats.clear()
@@ -303,19 +306,25 @@ class AttentionWrapper:
         """
         self._key = None
         k, v = cache if isinstance(cache, tuple) and len(cache) == 2 else (cache, cache)
-        tensors = isinstance(k, Tensor) and isinstance(v, Tensor)
-        if not self._device_is_gpu or traced(q) or not tensors or self._checking:
+        if not self._repeatable or type(q) is not Tensor or torch.compiler.is_compiling():
+            return None
+        if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+            return None
+        if torch._C._cuda_getDevice() != self.device.index:  # launches need the device to be the current one
             return None
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device, _kind(out), _kind(lse), _kind(sinks), return_lse, options,
+            None if v is k else (v.shape, v.stride(), v.dtype, v.device), None if out is None else _kind(out),
+            None if lse is None else _kind(lse), None if sinks is None else _kind(sinks), return_lse, options,
         )  # fmt: skip
         found = self._repeats.get(key)
         if found is None:
             self._key = key
             return None
         repeat, alike, v_offset = found
-        self._note_capture()
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream and not (self._use_cuda_graph or self._captured):  # the default stream cannot be captured
+            self._captured = torch.cuda.is_current_stream_capturing()
         if out is None:
             out = torch.empty_like(q) if alike else outputs(len(q), self._planned(), self.device, None, None, False)[0]
         if lse is None and return_lse:
@@ -330,6 +339,7 @@ class AttentionWrapper:
             out.data_ptr(),
             None if lse is None else lse.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
+            stream,
         )
         if not done:
             return None
@@ -354,11 +364,6 @@ class AttentionWrapper:
             q_more, k_more, v_more = (*args, None, None)[:3]
             q_scale, k_scale, v_scale = product(q_scale, q_more), product(k_scale, k_more), product(v_scale, v_more)
         return q_scale, k_scale, v_scale, sm_scale, sinks
-
-    def _note_capture(self) -> None:
-        """Remember that a graph reads this plan's tables, if one does that does not read the wrapper's own buffers."""
-        if self._device_is_gpu and not (self._use_cuda_graph or self._captured or torch.compiler.is_compiling()):
-            self._captured = torch.cuda.is_current_stream_capturing()
 
     def _attend(
         self,
@@ -399,7 +404,9 @@ class AttentionWrapper:
             result, _ = outputs(len(q), spec, self.device, out, None, False)
         else:
             result, sums = outputs(len(q), spec, self.device, out, lse, wanted)  # type: ignore[assignment]
-        self._note_capture()
+        if self._device_is_gpu and not (self._use_cuda_graph or self._captured or traced(q)):
+            # A graph will read this plan's tables, not buffers that the wrapper keeps.
+            self._captured = torch.cuda.is_current_stream_capturing()
         call = registry.Call(
             q, k, v, self._qo, self._kv, spec, self._mask, sinks, *scales, self._items,
             max_q_len=self._max_q_len, scratch=self._scratch, arrivals=self._arrivals,
@@ -417,8 +424,8 @@ class AttentionWrapper:
         return (result, sums) if return_lse else result
 
 
-def _kind(x: Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 def as_scale(scale: Scale | None, name: str, heads: int) -> Scale:
@@ -451,8 +458,13 @@ class PrefillWrapper(AttentionWrapper):
         table(qo_indptr, "qo_indptr")
         if self._use_cuda_graph:
             fixed_batch(self._qo_indptr_buf, "qo_indptr_buf", len(qo_indptr) - 1, extra=1)
-        RaggedLayout(qo_indptr.cpu() if self._checking else qo_indptr)  # refuses before a buffer changes
-        return RaggedLayout(*self._hold({"qo_indptr_buf": qo_indptr}, non_blocking))
+        return self._hold_rows("qo_indptr_buf", qo_indptr, non_blocking)
+
+    def _hold_rows(self, name: str, indptr: Tensor, non_blocking: bool) -> RaggedLayout:
+        """An indptr, checked where that is free or asked for, then held."""
+        rows = RaggedLayout(indptr.cpu() if self._checking else indptr)
+        (held,) = self._hold({name: indptr}, non_blocking)
+        return rows if held is rows.indptr else RaggedLayout(held)
 
     def _plan_mask(
         self,

@@ -142,9 +142,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             if q_data_type is None or (q_data_type == "float16" and as_dtype(data_type, "data_type") not in FLOATS8):
                 q_data_type = data_type
         self._check_q_len(q_len_per_req)
-        batch_size = len(table(last_page_len, "last_page_len"))
         self._begin_plan()
         if self._use_cuda_graph:
+            batch_size = len(table(last_page_len, "last_page_len"))
             fixed_batch(self._paged_kv_last_page_len_buf, "paged_kv_last_page_len_buffer", batch_size)
         given = {
             "paged_kv_indptr_buf": indptr,
@@ -184,7 +184,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
     def _plan_decode(self, pages: PageTable, q_len_per_req: int, **layer: Any) -> None:
         rows = self._qo_indptr_buf
-        if rows is None or len(rows) != pages.batch_size + 1 or q_len_per_req != self._q_len_per_req:
+        if rows is None or rows.shape[0] != pages.batch_size + 1 or q_len_per_req != self._q_len_per_req:
             end = pages.batch_size * q_len_per_req + 1
             rows = torch.arange(0, end, q_len_per_req, dtype=torch.int32, device=self.device)
         self._plan_layer(RaggedLayout(rows), pages, None, max_q_len=q_len_per_req, **layer)

@@ -144,8 +144,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        batch = len(table(paged_kv_last_page_len, "paged_kv_last_page_len"))
-        check(len(qo_indptr) == batch + 1, "len(qo_indptr)", len(qo_indptr), f"batch size + 1 = {batch + 1}")
+        table(qo_indptr, "qo_indptr", table(paged_kv_last_page_len, "paged_kv_last_page_len").shape[0] + 1)
         qo = self._plan_queries(qo_indptr, non_blocking)
         given = {
             "paged_kv_indptr_buf": paged_kv_indptr,

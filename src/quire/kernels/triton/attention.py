@@ -240,7 +240,7 @@ def attend(
 
     q, k, v, out: as in `quire.kernels.registry.Call`; lse: float32 [tokens, heads]. With `split`, part: float32 [slots,
     part_rows, dim_vo] and after it [slots, part_rows, 2]; arrivals: int32 [programs], 0 before and after. Strides
-    count elements. scale and cap are in base 2; turns: float64 [dim_qk / 2].
+    count elements. scale and cap are in base 2; turns: int64 [dim_qk / 2].
     """
     tables = Tables(qo_indptr, kv_indptr, last_page_len, batch, tokens, entries, window)
     queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import triton
 from triton import language as tl
 
+from quire.kernels.triton.rope import cos_sin
+
 LOG2E = tl.constexpr(1.4426950408889634)
-TWO_PI = tl.constexpr(6.283185307179586)
 
 
 class Cache(NamedTuple):
@@ -32,7 +33,7 @@ class Cache(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What logits and sums meet; `scale` and `cap` in base 2. `turns`: how often an element turns per position."""
+    """What logits and sums meet; `scale` and `cap` in base 2. `turns`: see `quire.kernels.rope.turns_of`."""
 
     scale: tl.tensor
     v_gain: tl.tensor
@@ -90,13 +91,10 @@ def widen(x, to: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def turn(x, other, d, position, turns, c: tl.constexpr):
-    """Elements d of heads, and those half a head away, turned by ROPE_LLAMA's angle at a position. Whole turns are
-    dropped in float64, or an angle would lose a digit for each digit of the position.
-    """
+    """Elements d of heads, and those half a head away, turned by ROPE_LLAMA's angle at a position."""
     half: tl.constexpr = c.dim_qk // 2
-    turned = position.to(tl.float64) * tl.load(turns + d % half)
-    angle = (turned - tl.floor(turned)).to(tl.float32) * TWO_PI
-    return x * tl.cos(angle) + tl.where(d < half, -1.0, 1.0) * other * tl.sin(angle)
+    cos, sin = cos_sin(position.to(tl.int64) * tl.load(turns + d % half))
+    return x * cos + tl.where(d < half, -other, other) * sin
 
 
 @triton.jit
