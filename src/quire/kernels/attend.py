@@ -231,6 +231,7 @@ def _attend_one(
     batch_invariant: bool,
     backend: str,
 ) -> None:
+    """`torch.ops.quire.attend_one`: the layer is made below the operation, where nothing is traced."""
     mask = _whole_mask(len(q), len(k), custom_mask, packed_custom_mask, q.device)
     spec = _layer(
         num_qo_heads=q.shape[1],
