@@ -41,7 +41,7 @@ def assert_exact(found, exact, dtype=None):
 
 
 def workspace(device):
-    return torch.empty(1024, dtype=torch.uint8, device=device)
+    return torch.empty(0, dtype=torch.uint8, device=device)  # only names the device
 
 
 class Matrix:
