@@ -62,7 +62,7 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
         "turns": "fp64" if c.rope else None, "q_scale": None, "k_scale": None, "v_scale": None,
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
-    given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
+    given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "pe_gain": "fp32", "cap": "fp32"}
     return compile_kernel(attention.attend, name, given, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
 
 

@@ -53,7 +53,7 @@ def attend(
         per_head[0],
         per_head[1],
         per_head[2],
-        [1.0 if isinstance(x, Tensor) else float(x) for x in scales],
+        [1.0 if isinstance(x, Tensor) else float(x) for x in (*scales, call.pe_gain)],
         call.max_q_len,
         call.spec.text,
         backend,
@@ -130,7 +130,7 @@ def _attend(
     items = None
     if prefix_lens is not None and item_positions is not None:
         items = Items(prefix_lens, item_positions, items_len)
-    scale = [number if x is None else x for x, number in zip((q_scale, k_scale, v_scale), scales, strict=True)]
+    scale = [number if x is None else x for x, number in zip((q_scale, k_scale, v_scale), scales[:3], strict=True)]
     call = registry.Call(
         q=q,
         k=k,
@@ -146,6 +146,7 @@ def _attend(
         items=items,
         q_pe=q_pe,
         k_pe=k_pe,
+        pe_gain=scales[3],
         max_q_len=max_q_len,
         scratch=scratch,
         arrivals=arrivals,

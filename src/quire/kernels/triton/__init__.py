@@ -229,7 +229,8 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
         k_gain, k_scale = _split_scale(k_gain, spec.num_kv_heads)
         v_gain, v_scale = _split_scale(v_gain, spec.num_kv_heads)
     scale = spec.sm_scale * LOG2E * q_gain * k_gain
-    far = max(k_token, v_token) * page_size >= 1 << 31
+    pe_token = call.k_pe.stride(1) if call.k_pe is not None else 0
+    far = max(k_token, v_token, pe_token) * page_size >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, scale <= 0, far)
     tokens, batch = q.shape[0], call.qo.indptr.shape[0] - 1
     cut = _cut(spec, device, page_size, tokens, batch, call.max_q_len, flags)
@@ -272,6 +273,7 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
             spec.window_left,
             scale,
             v_gain,
+            float(call.pe_gain),
             spec.logits_soft_cap * LOG2E,
         ),
         (
