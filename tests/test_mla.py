@@ -164,6 +164,25 @@ def test_fp8_caches(dims, device, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_bits_do_not_depend_on_the_batch(device, rng):
+    q_lens, kv_lens = [1, 3, 1], [30, 80, 300] if INTERPRETED else [30, 700, 1500]
+    batch = latent_batch(rng, q_lens, kv_lens, F16, heads=16, dims=(512, 64))
+    wrapper = wrapper_on(device, batch_invariant=True)
+    wrapper.plan(*tables(batch, device), *layer(batch))
+    q_nope, q_pe, *cache = inputs(batch, device)
+    out, lse = wrapper.run(q_nope, q_pe, *cache, return_lse=True)
+    check(batch, out, lse)
+    qo, indptr, indices, lengths = tables(batch)
+    for b, where in enumerate(("cpu", device, "cpu")):  # tables on the host tell how many tokens a request has
+        rows, pages = slice(int(qo[b]), int(qo[b + 1])), slice(int(indptr[b]), int(indptr[b + 1]))
+        own = [qo[b : b + 2] - qo[b], indptr[b : b + 2] - indptr[b], indices[pages], lengths[b : b + 1]]
+        wrapper.plan(*(x.to(where) for x in own), *layer(batch))
+        alone, alone_lse = wrapper.run(q_nope[rows], q_pe[rows], *cache, return_lse=True)
+        assert torch.equal(alone, out[rows])
+        assert torch.equal(alone_lse, lse[rows])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_sinks(device, rng):
     batch = latent_batch(rng, [1, 5], [30, 60], F16, sinks=True)
     wrapper = wrapper_on(device)

@@ -196,7 +196,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             raise ValueError("metadata and tables are given: one of the two is allowed")
         refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)
         q_dtype, kv_dtype = as_dtype(q_data_type, "q_data_type"), as_dtype(kv_data_type, "kv_data_type")  # type: ignore[arg-type]
-        fp8, whole = kv_dtype in FLOATS8, isinstance(page_size, int) and page_size > 0  # type: ignore[operator]
+        fp8, whole = kv_dtype in FLOATS8, isinstance(page_size, int) and page_size > 0
         check(whole, "page_size", page_size, "a positive integer")
         check(not fp8 or q_dtype == torch.bfloat16, "q_data_type", q_dtype, _FP8_QUERIES)
         check(head_dim_ckv in (128, 256, 512), "head_dim_ckv", head_dim_ckv, "128, 256 or 512")

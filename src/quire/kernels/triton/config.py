@@ -32,6 +32,8 @@ class Config:
         precision: of float32 products.
         e4m3, e5m2: keys and values are bytes to be widened without the GPU's help.
         shaped: logits are scaled before anything else happens to them (soft cap, ALiBi, scales that differ by row).
+        keys_first: latent keys are the left side of their product with queries.
+        reload: they are loaded again as values.
         far: the tokens of a page may lie 2**31 elements apart.
         normed: rows of queries are brought near 1 by a power of two, so that halves hold them; implies shaped.
         pad_heads: query heads, padded to a power of two.
@@ -64,6 +66,8 @@ class Config:
     mask: bool
     items: bool
     latent: bool
+    keys_first: bool
+    reload: bool
     far: bool
     sinks: bool
     q_scale: bool
@@ -77,12 +81,15 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A GPU: multiprocessors, shared memory of one in bytes, whether it converts fp8 by itself, whether it is AMD's."""
+    """A GPU: multiprocessors, shared memory of one in bytes, whether it converts fp8 by itself, whether it is AMD's,
+    whether groups of warps multiply together, from shared memory (Hopper).
+    """
 
     processors: int
     shared_memory: int
     fp8: bool
     hip: bool
+    wgmma: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,8 @@ def parts(dim: int) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def tune(spec: AttentionSpec, block_m: int, paged: bool, shared_memory: int) -> Tuning:
     """Tiles that fit the shared memory of a multiprocessor, in bytes, with room for two programs where rows are few."""
+    if spec.latent:
+        return _tune_latent(spec, block_m, shared_memory)
     width = max(sum(parts(spec.head_dim_qk)), triton.next_power_of_2(spec.head_dim_vo))
     wide_types = 4 if spec.pos_encoding == "ROPE_LLAMA" or spec.q_dtype == torch.float32 else 2
     key_bytes = 2 * width * max(wide_types, spec.kv_dtype.itemsize)
@@ -123,6 +132,18 @@ def tune(spec: AttentionSpec, block_m: int, paged: bool, shared_memory: int) -> 
         else:
             block_n //= 2
     return Tuning(block_m, block_n, 8 if block_m >= 128 or width > 256 else 4, stages)
+
+
+def _tune_latent(spec: AttentionSpec, block_m: int, shared_memory: int) -> Tuning:
+    """One program has a multiprocessor for itself: accumulators leave no registers for two. 64 rows keep as many
+    blocks of keys as there are stages, fewer one less.
+    """
+    token = sum(parts(spec.head_dim_qk)) * (4 if spec.q_dtype == torch.float32 else 2)
+    room = shared_memory - block_m * token - (4 << 10)
+    for block_n, stages in ((32, 3), (32, 2), (16, 2)):
+        if block_n * (stages - (block_m < 64)) * token <= room:
+            return Tuning(block_m, block_n, 8, stages)
+    return Tuning(block_m, 16, 8, 1)
 
 
 def product_types(spec: AttentionSpec, interpreted: bool, hip: bool) -> tuple[tl.dtype, tl.dtype, str]:

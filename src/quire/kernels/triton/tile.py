@@ -133,11 +133,22 @@ def load_keys(start, d0, width: tl.constexpr, seen, j, turns, guarded: tl.conste
 
 
 @triton.jit
+def load_latent(start, seen, guarded: tl.constexpr, c: tl.constexpr):
+    """The first part of latent keys, which are values, [block_n, dv]; their tokens begin at `start`."""
+    d = tl.arange(0, c.dv)[None, :]
+    if guarded:
+        x = tl.load(start[:, None] + d, seen[:, None], 0.0)
+    else:
+        x = tl.load(start[:, None] + d)
+    return widen(x, c.qk_type, c)
+
+
+@triton.jit
 def load_values(start, keys, seen, guarded: tl.constexpr, c: tl.constexpr):
-    """Values, [block_n, dv], whose heads begin at `start`; those of a latent cache are its keys' first part."""
+    """Values, [block_n, dv], whose heads begin at `start`; those of a latent cache may be there, as its keys."""
     dv = tl.arange(0, c.dv)[None, :]
-    if c.latent:
-        return tl.trans(keys).to(c.pv_type)
+    if c.latent and not c.reload:
+        return keys.to(c.pv_type)
     if guarded or c.dv > c.dim_vo:
         x = tl.load(start[:, None] + dv, seen[:, None] & (dv < c.dim_vo), 0.0)
     else:
@@ -219,12 +230,22 @@ def walk(
             within = within.to(tl.int64)
         k_start = cache.k + page * cache.k_page + within * cache.k_token + h * cache.k_head
         v_start = cache.v + page * cache.v_page + within * cache.v_token + h * cache.v_head
-        k1 = load_keys(k_start, 0, c.d1, seen, j, layer.turns, guarded, c)
+        # A latent key serves as key and as value, of which one is turned round. Triton lets loads run ahead of what
+        # is computed if it likes the form of both products: this one for small tiles, the other for large ones, and
+        # for bytes, which are widened between, only loads of their own for each (the second finds the cache's lines).
+        if c.keys_first:
+            keys = load_latent(k_start, seen, guarded, c)
+        else:
+            k1 = load_keys(k_start, 0, c.d1, seen, j, layer.turns, guarded, c)
+            keys = tl.trans(k1) if c.latent and not c.reload else k1
         if c.latent:
             k_start = cache.pe + page * cache.pe_page + within * cache.pe_token - c.d1
         # The next block's pages are asked for before this one's keys: no load waits for another in the same step.
         page = place(cache, request, j + c.block_n, c)
-        s = tl.dot(q1, k1, input_precision=c.precision)
+        if c.keys_first:
+            s = tl.trans(tl.dot(keys, tl.trans(q1), input_precision=c.precision))
+        else:
+            s = tl.dot(q1, k1, input_precision=c.precision)
         if c.d2 > 0:
             k2 = load_keys(k_start, c.d1, c.d2, seen, j, layer.turns, guarded, c)
             s = tl.dot(q2, k2, s, input_precision=c.precision)
@@ -238,6 +259,6 @@ def walk(
         shrink = tl.exp2(m - base)
         l = l * shrink + tl.sum(p, 1)
         m = m_new
-        value = load_values(v_start, k1, seen, guarded, c)
+        value = load_values(v_start, keys, seen, guarded, c)
         acc = tl.dot(p.to(c.pv_type), value, acc * shrink[:, None], input_precision=c.precision)
     return acc, m, l
