@@ -6,9 +6,17 @@ import torch
 import quire as flashinfer
 from quire.bench.batches import random_table
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
 
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
+
+
+def places_of(new, table):
+    """The request and position of each appended token."""
+    append_indptr = torch.tensor([0, *new], dtype=torch.int32).cumsum(0).int()
+    return flashinfer.get_batch_indices_positions(append_indptr, table.lengths(), sum(new))
 
 
 def test_the_documented_example():
@@ -70,6 +78,81 @@ def test_tokens_of_request_minus_one_are_skipped():
     rows = torch.ones(3, 1, 8)
     flashinfer.append_paged_kv_cache(rows, rows, ints(0, -1, 0), ints(0, 0, 5), cache, ints(0, 1), ints(0, 2), ints(2))
     assert cache[:, 0, :, 0, 0].flatten().nonzero().flatten().tolist() == [0, 5]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_latent_tokens_are_appended(dtype, packed, device, rng):
+    page_size, dims = rng.choice((1, 5, 16)), rng.choice([(512, 64), (24, 8), (16, 0)])
+    lengths = [rng.randrange(1, 60) for _ in range(3)]
+    table, pool = random_table(lengths, page_size)
+    new = [rng.randrange(0, n + 1) for n in lengths]
+    places = places_of(new, table)
+    whole = torch.full((pool, page_size, sum(dims)), torch.nan).to(dtype).to(device)
+    rows = torch.randn(sum(new), sum(dims)).to(dtype).to(device)
+    caches, parts = whole.split(dims, -1), rows.split(dims, -1)
+    if not packed:
+        caches = [x.contiguous() for x in caches]
+    where = [x.to(device) for x in (*places, table.indices, table.indptr, table.last_page_len)]
+    flashinfer.append_paged_mla_kv_cache(*parts, *where[:2], *caches, *where[2:])
+    flat = torch.cat([x.float().flatten(0, 1) for x in caches], -1).cpu()
+    assert int((~flat.isnan().any(-1)).sum()) == sum(new), "nothing else was written"
+    for i, (request, position) in enumerate(zip(*(x.tolist() for x in places), strict=True)):
+        page = int(table.indices[int(table.indptr[request]) + position // page_size])
+        assert torch.equal(flat[page * page_size + position % page_size], rows[i].float().cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_appending_is_one_node_of_a_graph_of_torchs(layout, device):
+    """Also into one tensor of keys and values, of which the operation writes two views."""
+    table, pool = random_table([9, 3], 4)
+    key, value = torch.randn(2, 5, 2, 8, device=device)
+    where = [x.to(device) for x in (*places_of([4, 1], table), table.indices, table.indptr, table.last_page_len)]
+    caches = torch.zeros(2, pool, 2, *((4, 2) if layout == "NHD" else (2, 4)), 8, device=device)
+
+    def append(cache):
+        flashinfer.append_paged_kv_cache(key, value, *where[:2], cache, *where[2:], layout)
+        return cache + 1
+
+    plain = append(caches[0])
+    compiled = torch.compile(append, backend="aot_eager", fullgraph=True)(caches[1])
+    assert caches[0].count_nonzero() == 2 * key.numel()
+    assert torch.equal(caches[0], caches[1])
+    assert torch.equal(plain, compiled)
+    views = [x if layout == "NHD" else x.transpose(1, 2) for x in torch.zeros_like(caches[0]).unbind(1)]
+    tables = (where[3], where[2], where[4])
+    torch.library.opcheck(torch.ops.quire.append.default, (*views, key, value, *where[:2], *tables))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ckv_cache": None}, "ckv_cache = None"),
+        ({"kpe_cache": torch.zeros(2, 4, 1, 8)}, r"kpe_cache = \[2, 4, 1, 8\]"),
+        ({"kpe_cache": torch.zeros(1, 4, 8)}, "kpe_cache has shape"),
+        ({"kpe_cache": torch.zeros(2, 4, 8).half()}, "kpe_cache is torch.float16"),
+        ({"append_ckv": torch.zeros(1, 8)}, "append_ckv has shape"),
+        ({"append_kpe": torch.zeros(2, 8)}, "append_kpe has shape"),
+        ({"positions": ints(8)}, r"positions\[0\] = 8"),
+    ],
+)
+def test_latent_tokens_that_do_not_fit_are_refused(changes, message):
+    given = {
+        "append_ckv": torch.ones(1, 16), "append_kpe": torch.ones(1, 8), "batch_indices": ints(0),
+        "positions": ints(0), "ckv_cache": torch.zeros(2, 4, 16), "kpe_cache": torch.zeros(2, 4, 8),
+        "kv_indices": ints(0, 1), "kv_indptr": ints(0, 2), "kv_last_page_len": ints(2),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        flashinfer.append_paged_mla_kv_cache(**{**given, **changes})
+    assert not given["ckv_cache"].any()
+
+
+def test_values_with_fewer_pages_than_keys_are_refused():
+    cache, rows = (torch.zeros(2, 4, 1, 8), torch.zeros(1, 4, 1, 8)), torch.ones(1, 1, 8)
+    with pytest.raises(ValueError, match="values has shape"):
+        flashinfer.append_paged_kv_cache(rows, rows, ints(0), ints(0), cache, ints(0, 1), ints(0, 2), ints(2))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,14 @@ def test_interpreted_states_merge_as_defined():
     interpret("test_cascade.py", "states and not bfloat16")
 
 
+def test_interpreted_latent_attention_is_as_defined():
+    interpret("test_mla.py", "all_heads or nobody or fp8 or bits or keep_to")
+
+
+def test_interpreted_tokens_are_appended():
+    interpret("test_page.py", "documented or looks or minus_one or tokens_are_appended or one_node")
+
+
 def test_interpreted_heads_turn_as_defined():
     interpret("test_rope.py", "float32-indptr-True or far or copied or test_cached_angles")
 
@@ -56,6 +64,35 @@ def test_kernels_compile_for_every_architecture(target):
         usage = compile_attend(layer, target, rows, split=rows < 100)
         assert usage.shared <= usage.limit
         assert usage.spills <= 128, usage.spills
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_latent_kernels_compile_for_every_architecture(target):
+    from triton_compile import compile_attend
+
+    spec = AttentionSpec(
+        num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, q_dtype=torch.bfloat16, latent=True
+    )
+    few, fp8 = spec.but(num_qo_heads=16), spec.but(kv_dtype=torch.float8_e4m3fn)
+    for layer, rows, split in ((few, 16, True), (spec, 128, True), (fp8, 128, True)):
+        usage = compile_attend(layer, target, rows, split=split)
+        assert usage.shared <= usage.limit
+        assert usage.spills <= 512, usage.spills  # between the loops over keys, which have all registers
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_appending_compiles_for_every_architecture(target):
+    from quire.kernels.triton.append import _append
+    from triton_compile import compile_kernel
+
+    tables = dict.fromkeys(("requests", "positions", "indptr", "indices"), "*i32")
+    for dtype in ("*bf16", "*u8"):
+        rows = dict.fromkeys(("k_cache", "v_cache", "key", "value"), dtype)
+        usage = compile_kernel(_append, target, {**rows, **tables, "block": 1024})
+        assert usage.shared <= usage.limit
+        assert usage.spills == 0, usage.spills
 
 
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")

@@ -48,8 +48,10 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
     """The attention kernel for requests of about `rows` query rows."""
     target, limit = TARGETS[name]
     native = name in ("sm_89", "sm_90", "sm_100", "sm_120")
-    machine = Machine(processors=132, shared_memory=limit, fp8=native, hip=target.backend == "hip")
-    tuning = tune(spec, family._block_m(spec, rows), page_size > 0, limit)
+    machine = Machine(
+        processors=132, shared_memory=limit, fp8=native, hip=target.backend == "hip", wgmma=name == "sm_90"
+    )
+    tuning = tune(spec, family._block_m(spec, rows, machine), page_size > 0, limit)
     c = family._config(spec, page_size, tuning, split, 64, (False, False, False, True, False, False), machine)
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype] if native or spec.kv_dtype.itemsize > 1 else "u8"
     pointers = {
@@ -62,7 +64,7 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
         "turns": "i64" if c.rope else None, "q_scale": None, "k_scale": None, "v_scale": None,
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
-    given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
+    given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "pe_gain": "fp32", "cap": "fp32"}
     return compile_kernel(attention.attend, name, given, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
 
 

@@ -32,7 +32,8 @@ _HOME = {
         "merge_state_in_place",
         "merge_states",
     ),
-    "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "mla": ("BatchMLAPagedAttentionWrapper",),
     "batch": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "rope": (
@@ -71,7 +72,13 @@ if TYPE_CHECKING:
         fast_decode_plan,
         single_decode_with_kv_cache,
     )
-    from quire.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+    from quire.mla import BatchMLAPagedAttentionWrapper
+    from quire.page import (
+        append_paged_kv_cache,
+        append_paged_mla_kv_cache,
+        get_batch_indices_positions,
+        get_seq_lens,
+    )
     from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
     from quire.prefill import (
         BatchPrefillWithPagedKVCacheWrapper,

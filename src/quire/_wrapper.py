@@ -296,6 +296,8 @@ class AttentionWrapper:
         sinks: Tensor | None,
         return_lse: bool,
         *options: Any,
+        q_pe: Tensor | None = None,
+        k_pe: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor] | None:
         """The results of a call that differs from an earlier one of this plan in addresses alone, which needs none of
         its checks. None if there was none, and then `_attend` may remember this one.
@@ -303,6 +305,7 @@ class AttentionWrapper:
         Args:
             cache: k and v as the caller gave them, one tensor or a pair.
             options: all else that the caller gave.
+            q_pe, k_pe: the second parts of a latent layer's queries and keys.
         """
         self._key = None
         k, v = cache if isinstance(cache, tuple) and len(cache) == 2 else (cache, cache)
@@ -316,6 +319,7 @@ class AttentionWrapper:
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             None if v is k else (v.shape, v.stride(), v.dtype, v.device), None if out is None else _kind(out),
             None if lse is None else _kind(lse), None if sinks is None else _kind(sinks), return_lse, options,
+            None if q_pe is None else _kind(q_pe), None if k_pe is None else _kind(k_pe),
         )  # fmt: skip
         found = self._repeats.get(key)
         if found is None:
@@ -332,10 +336,10 @@ class AttentionWrapper:
         k_at = k.data_ptr()
         done = repeat(
             q.data_ptr(),
-            None,
+            None if q_pe is None else q_pe.data_ptr(),
             k_at,
             k_at + v_offset if v is k else v.data_ptr(),
-            None,
+            None if k_pe is None else k_pe.data_ptr(),
             out.data_ptr(),
             None if lse is None else lse.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
@@ -383,10 +387,20 @@ class AttentionWrapper:
         return_lse: bool,
         lse_base: str = "log2",
         lse_layout: str = "NH",
+        latent: tuple[Tensor, Tensor, float] | None = None,
+        spec: AttentionSpec | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """One call: checks, the layer's own values over the plan's, and the kernels."""
-        spec = self._planned()
-        check_qkv(q, k, v, spec, self.device)
+        """One call: checks, the layer's own values over the plan's, and the kernels.
+
+        Args:
+            latent: q_pe, k_pe and pe_gain of `quire.kernels.registry.Call`, where the layer is latent; all its tensors
+                have been checked.
+            spec: the layer, where it is not the planned one.
+        """
+        spec = spec or self._planned()
+        if latent is None:
+            check_qkv(q, k, v, spec, self.device)
+        q_pe, k_pe, pe_gain = latent or (None, None, 1.0)
         if self._checking and isinstance(self._kv, PageTable):
             self._kv.to("cpu").check_pool(len(k))
         scales = (
@@ -408,7 +422,7 @@ class AttentionWrapper:
             # A graph will read this plan's tables, not buffers that the wrapper keeps.
             self._captured = torch.cuda.is_current_stream_capturing()
         call = registry.Call(
-            q, k, v, self._qo, self._kv, spec, self._mask, sinks, *scales, self._items,
+            q, k, v, self._qo, self._kv, spec, self._mask, sinks, *scales, self._items, q_pe, k_pe, pe_gain,
             max_q_len=self._max_q_len, scratch=self._scratch, arrivals=self._arrivals,
         )  # fmt: skip
         repeat = attend(call, result, sums, self._family, window_left, logits_soft_cap, sm_scale)

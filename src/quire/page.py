@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.pages import PageTable, table
+from quire.attention.pages import table
 from quire.attention.tensors import check_layout, check_tensor, split_cache
 from quire.kernels.append import append
 
-__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+__all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
 
 def append_paged_kv_cache(
@@ -41,12 +41,51 @@ def append_paged_kv_cache(
     """
     k, v = split_cache(paged_kv_cache, check_layout(kv_layout))
     tokens, device = len(append_key), k.device
+    check_tensor(v, "paged_kv_cache's values", (*k.shape[:3], None), k.dtype, device)
     check_tensor(append_key, "append_key", (None, *k.shape[2:]), k.dtype, device)
     check_tensor(append_value, "append_value", (tokens, *v.shape[2:]), v.dtype, device)
+    _check_places(batch_indices, positions, tokens, device)
+    append(k, v, append_key, append_value, batch_indices, positions, kv_indptr, kv_indices, kv_last_page_len)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor | None,
+    kpe_cache: Tensor | None,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> None:
+    """Write new tokens to their places in a latent cache (MLA). The tables already count the new tokens.
+
+    Args:
+        append_ckv: [tokens, head_dim_ckv], and append_kpe: [tokens, head_dim_kpe], of the cache's dtype.
+        ckv_cache: [pages, page_size, head_dim_ckv], and kpe_cache: [pages, page_size, head_dim_kpe]; any strides with
+            the last one 1, so that they may be slices of one tensor.
+
+    The other arguments and errors are those of `append_paged_kv_cache`.
+    """
+    for cache, name in ((ckv_cache, "ckv_cache"), (kpe_cache, "kpe_cache")):
+        if not isinstance(cache, Tensor) or cache.ndim != 3:
+            got = list(cache.shape) if isinstance(cache, Tensor) else cache
+            raise ValueError(f"{name} = {got} is not supported: a tensor [pages, page_size, head_dim]")
+    assert ckv_cache is not None
+    assert kpe_cache is not None
+    tokens, device = len(append_ckv), ckv_cache.device
+    check_tensor(kpe_cache, "kpe_cache", (*ckv_cache.shape[:2], None), ckv_cache.dtype, device)
+    check_tensor(append_ckv, "append_ckv", (None, ckv_cache.shape[2]), ckv_cache.dtype, device)
+    check_tensor(append_kpe, "append_kpe", (tokens, kpe_cache.shape[2]), kpe_cache.dtype, device)
+    _check_places(batch_indices, positions, tokens, device)
+    caches, rows = (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), (append_ckv.unsqueeze(1), append_kpe.unsqueeze(1))
+    append(*caches, *rows, batch_indices, positions, kv_indptr, kv_indices, kv_last_page_len)
+
+
+def _check_places(batch_indices: Tensor, positions: Tensor, tokens: int, device: torch.device) -> None:
     check_tensor(table(batch_indices, "batch_indices"), "batch_indices", (tokens,), torch.int32, device)
     check_tensor(table(positions, "positions"), "positions", (tokens,), torch.int32, device)
-    pages = PageTable(kv_indptr, kv_indices, kv_last_page_len, k.shape[1])
-    append(k, v, append_key, append_value, batch_indices, positions, pages)
 
 
 def get_batch_indices_positions(

@@ -165,16 +165,18 @@ class PageTable:
         return cls(indptr, indices[:spare], last_page_len, page_size)
 
     @classmethod
-    def from_lengths(cls, indptr: Tensor, indices: Tensor, lengths: Tensor, page_size: int) -> PageTable:
+    def from_lengths(
+        cls, indptr: Tensor, indices: Tensor, lengths: Tensor, page_size: int, name: str = "lengths"
+    ) -> PageTable:
         """From int32 [batch_size] lengths in tokens; a request may own more pages than they fill, which are left out.
 
         indptr and indices are those of a PageTable, and not changed. Never waits for a device.
         """
-        table(indptr, "kv_indptr", len(table(lengths, "lengths")) + 1)
+        table(indptr, "kv_indptr", len(table(lengths, name)) + 1)
         if lengths.device.type == "cpu":
             room = indptr.diff() * page_size
             check_indptr(indptr, "kv_indptr", len(table(indices, "kv_indices")), "the number of kv_indices")
-            refuse_first((lengths < 0) | (lengths > room), "lengths", lengths, "0 to what the request's pages hold")
+            refuse_first((lengths < 0) | (lengths > room), name, lengths, "0 to what the request's pages hold")
         packed = RaggedLayout.from_lengths((lengths + (page_size - 1)) // page_size).indptr
         place = torch.arange(len(indices), dtype=torch.int32, device=lengths.device)
         owner = torch.searchsorted(packed[1:], place, right=True).clamp(max=len(lengths) - 1)

@@ -57,8 +57,8 @@ class AttentionSpec:
         pos_encoding: NONE, ROPE_LLAMA (q and k are rotated, halves paired, at positions i + kv_len - q_len and j by
             ``pos / rope_scale * rope_theta**(-2k/head_dim)``) or ALIBI.
         custom_mask, items, sinks: whether calls pass a mask, the items of prompts, or a sink logit per head.
-        latent: keys and values are one (MLA): values are the first head_dim_vo elements of keys, whose rest is stored
-            apart, as it is of queries. One KV head.
+        latent: keys and values are one (MLA): values are the first head_dim_vo elements of keys, 128, 256 or 512,
+            whose rest, 64, is stored apart, as it is of queries. One KV head.
         batch_invariant: the bits of a row depend on its query and keys alone, not on how they came here.
 
     Raises:
@@ -132,7 +132,9 @@ class AttentionSpec:
             whole = isinstance(value, int) and value > 0 and value % 8 == 0
             fits = whole and (value <= 256 or (value <= 512 and value % 64 == 0))
             check(fits or mla, name, value, "a multiple of 8 up to 256, or of 64 up to 512 (MLA: 576 with 512 for v)")
-        check((mla and self.num_kv_heads == 1) or not self.latent, "latent", True, "head_dim 576 and 512, one KV head")
+        dims = (self.head_dim_qk - self.head_dim_vo, self.head_dim_vo, self.num_kv_heads)
+        allowed = "head_dim_vo 128, 256 or 512, head_dim_qk 64 more, one KV head"
+        check(not self.latent or dims in ((64, n, 1) for n in (128, 256, 512)), "latent", dims, allowed)
 
     def _check_types(self) -> None:
         check(self.q_dtype in FLOATS + FLOATS8, "q_dtype", self.q_dtype, "float32, bfloat16, float16 or an fp8 type")

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 from quire.attention.pages import PageTable
+from quire.kernels.ops import operation
 
 
+@operation("append", "k_cache", "v_cache")
 def append(
-    k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, requests: Tensor, positions: Tensor, table: PageTable
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    requests: Tensor,
+    positions: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
 ) -> None:
     """Write token i's key and value to position positions[i] of request requests[i]; requests below 0 are skipped.
 
     k_cache, v_cache: [pages, page_size, kv_heads, head_dim], any strides; key, value: [tokens, kv_heads, head_dim] of
-    the cache's dtype; requests, positions: int32 [tokens].
+    the cache's dtype; requests, positions: int32 [tokens]; the tables: see `quire.attention.PageTable`.
     """
+    table = PageTable(kv_indptr, kv_indices, kv_last_page_len, k_cache.shape[1])
     if k_cache.element_size() == 1:  # neither way moves fp8; bytes are bytes
         k_cache, v_cache, key, value = (x.view(torch.uint8) for x in (k_cache, v_cache, key, value))
-    if requests.device.type == "cuda":
+    if requests.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         from quire.kernels.triton.append import append as append_on_gpu
 
         append_on_gpu(k_cache, v_cache, key, value, requests, positions, table)

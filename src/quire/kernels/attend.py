@@ -61,7 +61,7 @@ def attend(
         q_scale,
         k_scale,
         v_scale,
-        numbers,
+        [*numbers, float(call.pe_gain)],
         call.max_q_len,
         call.spec.text,
         backend,
@@ -158,7 +158,7 @@ def _attend(
     items = None
     if prefix_lens is not None and item_positions is not None:
         items = Items(prefix_lens, item_positions, items_len)
-    scale = _together(scales, q_scale, k_scale, v_scale)
+    scale = _together(scales[:3], q_scale, k_scale, v_scale)
     call = registry.Call(
         q=q,
         k=k,
@@ -174,6 +174,7 @@ def _attend(
         items=items,
         q_pe=q_pe,
         k_pe=k_pe,
+        pe_gain=scales[3],
         max_q_len=max_q_len,
         scratch=scratch,
         arrivals=arrivals,

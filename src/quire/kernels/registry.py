@@ -31,7 +31,8 @@ FAMILIES = {
     "reference": "quire.kernels.reference",
 }
 # FlashInfer's names for its own kernels all ask for "the best we have".
-_FLASHINFER = ("fa2", "fa3", "cuda", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cutile", "xqa")
+_FLASHINFER = {"fa2", "fa3", "cuda", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cutile", "xqa"}
+_FLASHINFER |= {"cute-dsl-modular", "cute-dsl-monolithic"}
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +47,8 @@ class Call:
         sinks: float32 [num_qo_heads], one more logit per head in the denominator.
         q_scale, k_scale, v_scale: factors of the stored numbers; a number, or float32 [heads] of q or of k and v.
         q_pe, k_pe: with spec.latent, the second part of queries, [tokens, num_qo_heads, 64], and of keys, [pages,
-            page_size, 1, 64]; q and k are then the first, and v is k.
+            page_size, 1, 64]; q and k are then the first, and v is k. pe_gain: a factor of the second part alone,
+            besides q_scale and k_scale, for fp8 caches.
         max_q_len: the most query tokens that a request has, 0 if nobody knows.
         scratch, arrivals: memory of the caller's that no other call uses meanwhile, float32 as much as the family asks
             for and int32 zeros, which are zeros again afterwards; kernels take their own where there is none.
@@ -66,6 +68,7 @@ class Call:
     items: Items | None = None
     q_pe: Tensor | None = None
     k_pe: Tensor | None = None
+    pe_gain: float = 1.0
     max_q_len: int = 0
     scratch: Tensor | None = None
     arrivals: Tensor | None = None
@@ -85,8 +88,11 @@ class Call:
             mask = self.items.packed(self.qo.lengths(), self.kv.lengths())
             spec = spec.but(items=False, custom_mask=True)
         if self.q_pe is not None and self.k_pe is not None:
-            q, k = torch.cat([q, self.q_pe], -1), torch.cat([k, self.k_pe], -1)
-            spec = spec.but(latent=False)
+            q_pe = self.q_pe
+            if self.pe_gain != 1.0:  # what a product with the gain would lose in halves counts in the oracle
+                q, q_pe = q.float(), q_pe.float() * self.pe_gain
+            q, k = torch.cat([q, q_pe], -1), torch.cat([k, self.k_pe], -1)
+            spec = spec.but(latent=False, q_dtype=q.dtype)
         scales = (self.q_scale, self.k_scale, self.v_scale)
         return Call(q, k, self.v, self.qo, self.kv, spec, mask, self.sinks, *scales)
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quire.attention.pages import PageTable, check_indptr, refuse_first
+from quire.attention.pages import check_indptr, refuse_first
 from quire.kernels.append import append
 from quire.kernels.ops import operation
 
@@ -136,11 +136,11 @@ def rotate_quantized(
         k_rest_out.copy_(k_rest)
     else:
         requests, places, kv_indptr, kv_indices = (x.int() for x in table)
-        pages = PageTable(kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]), k_out.shape[1])
-        append(k_out, k_rest_out, k, k_rest, requests, places, pages)
+        pages = (kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]))
+        append(k_out, k_rest_out, k, k_rest, requests, places, *pages)
         if v is not None and v_out is not None:
             v = _quantized(v, k_scale, v_out.dtype)
-            append(v_out, v_out[..., :0], v, v[..., :0], requests, places, pages)
+            append(v_out, v_out[..., :0], v, v[..., :0], requests, places, *pages)
     q_out.copy_(q)
     q_rest_out.copy_(q_rest)
 

@@ -36,20 +36,24 @@ def declines(spec: AttentionSpec, device: torch.device) -> str | None:
 @lru_cache(maxsize=16)
 def _machine(device: torch.device) -> Machine:
     if device.type == "cpu":
-        return Machine(processors=2, shared_memory=1 << 17, fp8=False, hip=False)
+        return Machine(processors=2, shared_memory=1 << 18, fp8=False, hip=False, wgmma=True)
     p = torch.cuda.get_device_properties(device)
     hip = torch.version.hip is not None
     shared_memory = getattr(p, "shared_memory_per_block_optin", 1 << 16)
-    return Machine(p.multi_processor_count, shared_memory, not hip and (p.major, p.minor) >= (8, 9), hip)
+    fp8, wgmma = not hip and (p.major, p.minor) >= (8, 9), not hip and p.major == 9
+    return Machine(p.multi_processor_count, shared_memory, fp8, hip, wgmma)
 
 
 def _programs(spec: AttentionSpec, block_m: int, on: Machine) -> int:
     """Programs that share a line: as many as multiprocessors hold at a time, fewer where tiles are large."""
-    return on.processors * (2 if block_m * spec.head_dim_vo <= 64 * 128 else 1)
+    return on.processors * (2 if block_m * spec.head_dim_vo <= 64 * 128 and not spec.latent else 1)
 
 
-def _block_m(spec: AttentionSpec, rows: int) -> int:
+def _block_m(spec: AttentionSpec, rows: int, on: Machine) -> int:
     """Query rows in a tile, for requests of about so many."""
+    if spec.latent:
+        rows = spec.group_size if spec.batch_invariant else rows
+        return min(_latent_rows(spec, on), max(16, triton.next_power_of_2(rows)))
     width = max(spec.head_dim_qk, spec.head_dim_vo)
     if spec.batch_invariant:
         return 16 if spec.q_dtype == torch.float32 or width > 256 else 32 if spec.pos_encoding == "ROPE_LLAMA" else 64
@@ -57,15 +61,24 @@ def _block_m(spec: AttentionSpec, rows: int) -> int:
     return min(most, max(16, triton.next_power_of_2(rows)))
 
 
+def _latent_rows(spec: AttentionSpec, on: Machine) -> int:
+    """The most rows in a tile of a latent layer. Each tile reads all keys, so that rows are worth some registers that
+    spill between the loops over them; with fp8, and with a second accumulator, they would within.
+    """
+    if on.hip or spec.q_dtype == torch.float32:
+        return 16
+    return 64 if on.wgmma and spec.kv_dtype.itemsize == 2 and not spec.batch_invariant else 32
+
+
 def scratch(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, keys: int) -> int:
     """Bytes for parts of tiles: see `quire.kernels.registry`."""
     on = _machine(device)
     if spec.batch_invariant:
         rows = max_q_len * spec.group_size
-        slots = _slots(spec, 0, on, batch_size, keys) if 0 < rows <= _block_m(spec, rows) else 0
+        slots = _slots(spec, 0, on, batch_size, keys) if 0 < rows <= _block_m(spec, rows, on) else 0
         return slots * rows * (spec.head_dim_vo + 2) * 4
     rows = max_q_len * spec.group_size or 64
-    sizes = [m for m in (16, 32, 64) if m <= _block_m(spec, rows)]
+    sizes = [m for m in (16, 32, 64) if m <= _block_m(spec, rows, on)]
     return max(_slots(spec, m, on) * min(rows, m) for m in sizes) * (spec.head_dim_vo + 2) * 4
 
 
@@ -105,9 +118,9 @@ def _cut(
 ) -> Cut:
     on = _machine(device)
     rows = (max_q_len or -(-tokens // max(batch, 1))) * spec.group_size
-    block_m = _block_m(spec, rows)
+    block_m = _block_m(spec, rows, on)
     tiles = tokens * spec.group_size // block_m + batch
-    split = rows <= 64 or tiles * spec.num_kv_heads < 2 * on.processors
+    split = rows <= (512 if spec.latent else 64) or tiles * spec.num_kv_heads < 2 * on.processors
     if spec.batch_invariant:  # one tile per request, or there would be parts without a bound that is known here
         split = 0 < max_q_len * spec.group_size <= block_m
     elif split:
@@ -225,7 +238,7 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
         k_gain, k_scale = _split_scale(k_gain, spec.num_kv_heads)
         v_gain, v_scale = _split_scale(v_gain, spec.num_kv_heads)
     scale = spec.sm_scale * LOG2E * q_gain * k_gain
-    far = max(_reach(k), _reach(v)) >= 1 << 31
+    far = max(_reach(k), _reach(v), 0 if call.k_pe is None else _reach(call.k_pe)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, scale <= 0, far)
     tokens, batch = q.shape[0], call.qo.indptr.shape[0] - 1
     cut = _cut(spec, device, page_size, tokens, batch, call.max_q_len, flags)
@@ -268,6 +281,7 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
             spec.window_left,
             scale,
             v_gain,
+            float(call.pe_gain),
             spec.logits_soft_cap * LOG2E,
         ),
         (

@@ -84,6 +84,8 @@ def queries_of(queries, rows, request, layer, c: tl.constexpr):
         start = queries.pe + token * queries.pe_token + head * queries.pe_head - c.d1
     if c.d2 > 0:
         q2 = load_queries(start, c.d1, c.d2, rows, layer.turns, c)
+    if c.latent:
+        q2 = q2.to(tl.float32) * layer.pe_gain
     scale = rows.scale
     if c.normed:
         top = tl.max(tl.abs(q1.to(tl.float32)), 1)
@@ -231,7 +233,7 @@ def attend(
     q, q_pe, k, v, k_pe, out, lse, sinks,
     part, arrivals, qo_indptr, kv_indptr, last_page_len, indices,
     mask_bits, mask_indptr, prefix_lens, item_positions, slopes, turns, q_scale, k_scale, v_scale,
-    mask_size, items_len, slots, part_rows, batch, tokens, entries, pages, window, scale, v_gain, cap,
+    mask_size, items_len, slots, part_rows, batch, tokens, entries, pages, window, scale, v_gain, pe_gain, cap,
     q_token, q_head, q_pe_token, q_pe_head, k_page, k_token, k_head, v_page, v_token, v_head,
     k_pe_page, k_pe_token, o_token, o_head,
     c: tl.constexpr,
@@ -247,7 +249,7 @@ def attend(
     cache = Cache(
         k, v, k_pe, indices, pages, k_page, k_token, k_head, v_page, v_token, v_head, k_pe_page, k_pe_token
     )  # fmt: skip
-    layer = Layer(scale, v_gain, cap, turns, sinks, slopes, q_scale, k_scale, v_scale)
+    layer = Layer(scale, v_gain, pe_gain, cap, turns, sinks, slopes, q_scale, k_scale, v_scale)
     masks = Masks(mask_bits, mask_indptr, mask_size, prefix_lens, item_positions, items_len)
     part_ml = part
     if c.split:

@@ -77,12 +77,15 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A GPU: multiprocessors, shared memory of one in bytes, whether it converts fp8 by itself, whether it is AMD's."""
+    """A GPU: multiprocessors, shared memory of one in bytes, whether it converts fp8 by itself, whether it is AMD's,
+    whether groups of warps multiply together, from shared memory (Hopper).
+    """
 
     processors: int
     shared_memory: int
     fp8: bool
     hip: bool
+    wgmma: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ def parts(dim: int) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def tune(spec: AttentionSpec, block_m: int, paged: bool, shared_memory: int) -> Tuning:
     """Tiles that fit the shared memory of a multiprocessor, in bytes, with room for two programs where rows are few."""
+    if spec.latent:
+        return _tune_latent(spec, block_m, shared_memory)
     width = max(sum(parts(spec.head_dim_qk)), triton.next_power_of_2(spec.head_dim_vo))
     wide_types = 4 if spec.pos_encoding == "ROPE_LLAMA" or spec.q_dtype == torch.float32 else 2
     key_bytes = 2 * width * max(wide_types, spec.kv_dtype.itemsize)
@@ -123,6 +128,18 @@ def tune(spec: AttentionSpec, block_m: int, paged: bool, shared_memory: int) -> 
         else:
             block_n //= 2
     return Tuning(block_m, block_n, 8 if block_m >= 128 or width > 256 else 4, stages)
+
+
+def _tune_latent(spec: AttentionSpec, block_m: int, shared_memory: int) -> Tuning:
+    """One program has a multiprocessor for itself: accumulators leave no registers for two. 64 rows keep as many
+    blocks of keys as there are stages, fewer one less.
+    """
+    token = sum(parts(spec.head_dim_qk)) * (4 if spec.q_dtype == torch.float32 else 2)
+    room = shared_memory - block_m * token - (4 << 10)
+    for block_n, stages in ((32, 3), (32, 2), (16, 2)):
+        if block_n * (stages - (block_m < 64)) * token <= room:
+            return Tuning(block_m, block_n, 8, stages)
+    return Tuning(block_m, 16, 8, 1)
 
 
 def product_types(spec: AttentionSpec, interpreted: bool, hip: bool) -> tuple[tl.dtype, tl.dtype, str]:

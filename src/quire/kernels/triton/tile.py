@@ -33,10 +33,13 @@ class Cache(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What logits and sums meet; `scale` and `cap` in base 2. `turns`: see `quire.kernels.rope.turns_of`."""
+    """What logits and sums meet; `scale` and `cap` in base 2. `pe_gain`: a factor of what the second parts of queries
+    and keys multiply to. `turns`: see `quire.kernels.rope.turns_of`.
+    """
 
     scale: tl.tensor
     v_gain: tl.tensor
+    pe_gain: tl.tensor
     cap: tl.tensor
     turns: tl.tensor
     sinks: tl.tensor
