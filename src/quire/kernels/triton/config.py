@@ -115,8 +115,9 @@ def tune(spec: AttentionSpec, block_m: int, paged: bool, shared_memory: int) -> 
     room = shared_memory // (2 if block_m <= 64 else 1) - 2 * block_m * width * wide_types
     if block_m <= 64:  # bytes in flight count: halves of them for fp8
         block_n, stages = (128, 3) if spec.kv_dtype.itemsize == 1 and shared_memory > 200 << 10 else (64, 4)
-    else:  # addresses of pages are paid for per block of keys, so that larger ones win
-        block_n, stages = (128, 2 if width > 64 else 3) if paged or width <= 64 else (64, 3)
+    else:  # addresses of pages are paid for per block of keys, so that larger ones win, where registers are not the limit
+        large = width <= 64 or (paged and shared_memory > 200 << 10)
+        block_n, stages = (128, 2 if width > 64 else 3) if large else (64, 3)
     if wide_types == 4 or width > 256:
         block_n = 32
     while block_n * max(stages - 1, 1) * key_bytes > room and (block_n, stages) != (
