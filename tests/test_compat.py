@@ -14,6 +14,7 @@ import torch
 
 import quire
 from quire import compat
+from quire.compat.absent import NAMES
 
 
 @pytest.fixture
@@ -48,6 +49,8 @@ def test_its_operations_are_quires(flashinfer):
 @pytest.mark.parametrize("name", compat._OPERATIONS)
 def test_a_module_is_there_where_quire_has_it(name, flashinfer):
     if find_spec(f"quire.{name}") is None:
+        if f"flashinfer.{name}" in NAMES:
+            return
         assert find_spec(f"flashinfer.{name}") is None
         assert not hasattr(flashinfer, name)
         with pytest.raises(ImportError, match=f"flashinfer.{name}"):
@@ -68,8 +71,8 @@ def test_what_quire_has_not_is_said(flashinfer):
             getattr(flashinfer, name)
     with pytest.raises(AttributeError, match=r"'flashinfer\.decode' has no attribute 'refuse'"):
         flashinfer.decode.refuse  # noqa: B018
-    with pytest.raises(ImportError, match="trtllm_batch_decode_with_kv_cache_mla"):
-        from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla  # noqa: F401
+    with pytest.raises(ImportError, match="sm110_gqa_decode"):
+        from flashinfer.decode import sm110_gqa_decode  # noqa: F401
     for name in ("flashinfer.moe_ep", "flashinfer.core", "flashinfer.jit.env"):
         with pytest.raises(ImportError, match=name):
             import_module(name)
@@ -77,6 +80,50 @@ def test_what_quire_has_not_is_said(flashinfer):
     assert not any(
         isinstance(getattr(flashinfer.cascade, name), ModuleType) for name in dir(flashinfer.cascade) if name[0] != "_"
     )
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_what_has_nothing_to_do_with_quire_is_there_and_refuses(module, flashinfer):
+    theirs = import_module(module)
+    for name in NAMES[module]:
+        found = getattr(theirs, name)
+        assert getattr(theirs, name) is found
+        assert name in dir(theirs)
+        if found.__module__.startswith("quire."):
+            continue
+        calls = [found, found.run, found.plan] if isinstance(found, type) else [found]
+        for call in calls:
+            with pytest.raises(NotImplementedError, match=rf"{module}\.{name} is not part of Quire"):
+                call(1, x=2)
+
+
+def test_a_function_of_pages_past_the_module(flashinfer):
+    module = flashinfer.page.get_page_module()
+    indptr, lengths = torch.tensor([0, 2, 2, 3]).int(), torch.tensor([5, 1, 1]).int()
+    requests, positions = torch.full((2, 3), -7, dtype=torch.int32)
+    module.get_batch_indices_positions(indptr, lengths, requests, positions)
+    assert (requests.tolist(), positions.tolist()) == ([0, 0, 2], [3, 4, 0])
+    with pytest.raises(ValueError, match=r"seq_lens is torch\.int64"):
+        module.get_batch_indices_positions(indptr, lengths.long(), requests, positions)
+    module.get_batch_indices_positions(indptr[:1], lengths[:0], requests[:0], positions[:0])
+
+
+def test_ready_made_kernels_are_found(flashinfer):
+    for name in ("flashinfer_cubin", "flashinfer_jit_cache"):
+        assert find_spec(name).origin == "quire"
+        assert import_module(name).__name__ == name
+
+
+def test_libraries_that_quire_does_not_use(flashinfer):
+    from flashinfer.cudnn.prefill import CUDNN_AVAILABLE
+    from flashinfer.cutile.cutile_common import is_cuda_tile_available
+
+    assert not CUDNN_AVAILABLE
+    assert not is_cuda_tile_available()
+
+
+def test_the_plan_of_engines_is_there(flashinfer):
+    assert flashinfer.fast_decode_plan is flashinfer.decode.fast_decode_plan is quire.fast_decode_plan
 
 
 def test_installing_and_removing():
@@ -129,6 +176,21 @@ print(flashinfer.single_decode_with_kv_cache(v[0], v, v).shape)
     assert "Error in sitecustomize" not in done.stderr
 
 
+def test_processes_that_a_program_starts(tmp_path):
+    program = """
+from flashinfer import single_decode_with_kv_cache
+import sys, flashinfer, flashinfer.decode, torch
+assert flashinfer.decode.single_decode_with_kv_cache is single_decode_with_kv_cache
+assert sys.modules["flashinfer"] is flashinfer
+x = torch.randn(3, 2, 8)
+print(flashinfer.__version__, *single_decode_with_kv_cache(x[0], x, x).shape)
+"""
+    paths = os.pathsep.join([compat.path(), *(p for p in sys.path if p)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["0.7.2", "2", "8"], done.stderr
+
+
 def test_small_helpers(flashinfer):
     utils = import_module("flashinfer.utils")
     assert [utils.PosEncodingMode[name].value for name in ("NONE", "ROPE_LLAMA", "ALIBI")] == [0, 1, 2]
@@ -144,6 +206,10 @@ def test_small_helpers(flashinfer):
     assert utils.canonicalize_torch_dtype("bfloat16") is torch.bfloat16
     assert utils.is_float8(torch.zeros(1).to(torch.float8_e5m2))
     assert not utils.is_float8(torch.zeros(1))
+    assert utils.log2e * utils.ln2 == pytest.approx(1)
+    assert utils.is_fa3_backend_supported(0, False, True, torch.float16, torch.float16)
+    assert utils.is_fa3_prefill_head_dim_supported(192, 128)
+    assert not utils.is_fa3_prefill_head_dim_supported(60, 128)
     assert utils.version_at_least("0.7.2", "0.7")
     assert not utils.version_at_least("0.7.2", "0.10")
     assert not utils.device_support_pdl(torch.device("cpu"))
@@ -164,7 +230,7 @@ def test_questions_about_the_device(flashinfer):
 
 
 def test_building_kernels_beforehand_does_nothing(flashinfer):
-    from flashinfer.jit import JitSpec, build_jit_specs
+    from flashinfer.jit import JitSpec, MissingJITCacheError, build_jit_specs
     from flashinfer.jit.attention import gen_pod_module
     from flashinfer.jit.attention.variants import attention_sink_decl
     from flashinfer.jit.utils import filename_safe_dtype_map
@@ -180,6 +246,8 @@ def test_building_kernels_beforehand_does_nothing(flashinfer):
     assert len({spec.name for spec in specs}) == len(specs)
     assert build_jit_specs(specs, verbose=False) is None
     assert set(attention_sink_decl) == {"fa2", "fa3"}
+    assert issubclass(MissingJITCacheError, RuntimeError)
+    assert MissingJITCacheError("text", specs[0]).spec is specs[0]
     assert filename_safe_dtype_map[torch.bfloat16] == "bfloat16"
     with pytest.raises(AttributeError, match="gen_customize_batch_prefill_module"):
         flashinfer.prefill.gen_customize_batch_prefill_module  # noqa: B018

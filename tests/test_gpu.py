@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 import quire
-from quire.attention import AttentionSpec
+from quire.attention import AttentionSpec, PageTable, RaggedLayout
 from quire.bench.batches import Batch, random_batch, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -130,3 +131,141 @@ def test_env_names_the_gpu(capsys):
     out = capsys.readouterr().out
     assert torch.cuda.get_device_name() in out
     assert "it computes on the CPU, not on cuda" in out
+
+
+def reserved(spec: AttentionSpec, requests: int, pages: int, page_size: int = 16):
+    """A CUDA-graph wrapper with room for so many requests and pages, and its buffers."""
+    buffers = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (requests + 1, pages, requests)]
+    return quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(None, *buffers), buffers
+
+
+def test_a_graph_of_plan_and_run_follows_its_tables(rng):
+    """Requests grow over the ends of pages, and fewer of them come, padded with empty ones."""
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
+    lengths, size, widest = torch.tensor([15, 1, 600, 47]), 16, 40
+    pool = torch.randperm(4 * widest).int().view(4, widest)
+    k, v = torch.randn(2, 4 * widest, size, 2, 64, dtype=BF16, device="cuda")
+    q = torch.randn(4, 8, 64, dtype=BF16, device="cuda")
+    wrapper, (indptr, indices, last) = reserved(spec, 4, 4 * widest)
+
+    def fill(lengths):
+        table = PageTable.from_block_tables(pool, lengths.int(), size)
+        for buffer, values in ((indptr, table.indptr), (indices, table.indices), (last, table.last_page_len)):
+            buffer.copy_(values)
+        return Batch(spec, q.cpu(), k.cpu(), v.cpu(), RaggedLayout(torch.arange(5).int()), table)
+
+    def step():
+        wrapper.plan(indptr, indices, last, 8, 2, 64, size, q_data_type=BF16)
+        return wrapper.run(q, (k, v))
+
+    fill(lengths)
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(5):
+        lengths = (lengths + torch.randint(1, 9, (4,))) * torch.tensor([1, 1, 1, rng.choice((0, 1))])
+        batch = fill(lengths)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert relative_error(out.cpu(), batch.exact()[0]) < 3e-3
+        assert not out[lengths.cuda() == 0].any()
+
+
+def test_a_captured_plan_is_not_replaced(batch):
+    wrapper = planned(batch, "auto")
+    q, kv = batch.q.cuda(), (batch.k.cuda(), batch.v.cuda())
+    wrapper.run(q, kv)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(q, kv)
+    with pytest.raises(RuntimeError, match=r"captured in a CUDA graph.*use_cuda_graph=True"):
+        wrapper.plan(*tables(batch), 8, 2, 64, 16, q_data_type=BF16)
+
+
+def test_runs_wait_for_nothing(batch):
+    wrapper, kv = planned(batch, "auto"), (batch.k.cuda(), batch.v.cuda())
+    q, given = batch.q.cuda(), tables(batch)
+    wrapper.run(q, kv)
+    with no_waiting():
+        wrapper.plan(*given, 8, 2, 64, 16, q_data_type=BF16)
+        for _ in range(2):
+            wrapper.run(q, kv, return_lse=True)
+
+
+def test_repeated_runs_are_runs(batch):
+    """Runs that skip the checks of those before them: other tensors, other values of the layer, other alignments."""
+    wrapper, sinks = planned(batch, "auto"), batch.sinks.cuda()
+    wide = torch.randn(3, 8, 65, dtype=BF16, device="cuda")
+    for _ in range(2):
+        for q in (batch.q.cuda(), wide[..., :64], wide[..., 1:]):
+            for scale, sink in ((None, None), (0.3, sinks), (-0.2, None)):
+                caches = (batch.k.cuda() * 0.5, batch.v.cuda() * 2)
+                both = torch.stack(caches, 1)
+                spec = batch.spec.but(sm_scale=scale or batch.spec.sm_scale, sinks=sink is not None)
+                here = Batch(spec, q.cpu(), caches[0].cpu(), caches[1].cpu(), batch.qo, batch.kv)
+                here = here if sink is None else replace(here, sinks=batch.sinks)
+                exact, exact_lse = here.exact()
+                for cache in (caches, both):
+                    out, lse = torch.full_like(q, torch.nan).contiguous(), torch.full((3, 8), torch.nan, device="cuda")
+                    wrapper.run(q, cache, sm_scale=scale, sinks=sink, out=out, lse=lse)
+                    assert relative_error(out.cpu(), exact) < 3e-3
+                    torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=1e-4, atol=1e-4)
+                    assert torch.equal(wrapper.run(q, cache, sm_scale=scale, sinks=sink), out)
+    assert wrapper._repeats
+
+
+def test_checked_mode_names_what_is_wrong(batch):
+    workspace = torch.empty(0, device="cuda")
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, check=True)
+    indptr, indices, last = tables(batch)
+    wrapper.plan(indptr, indices, last, 8, 2, 64, 16, q_data_type=BF16)
+    for table, i, value, words in (
+        (indptr, 1, 9, r"kv_indptr falls at request 1, from 9"),
+        (last, 2, 17, r"kv_last_page_len\[2\] = 17 is out of range: 1 to page_size = 16"),
+        (indices, 0, -3, r"kv_indices\[0\] = -3 is out of range"),
+    ):
+        good = int(table[i])
+        table[i] = value
+        with pytest.raises(ValueError, match=words):
+            wrapper.plan(indptr, indices, last, 8, 2, 64, 16, q_data_type=BF16)
+        table[i] = good
+    indices[1] = 1 << 20
+    with pytest.raises(ValueError, match=r"kv_indices\[1\] = 1048576 of request 0 is out of range: 0 to"):
+        wrapper.run(batch.q.cuda(), (batch.k.cuda(), batch.v.cuda()))
+
+
+def test_a_small_workspace_is_refused_with_the_size_that_is_needed(batch):
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 10, dtype=torch.uint8, device="cuda"))
+    with pytest.raises(ValueError, match=r"float_workspace_buffer = '1024 bytes' .* (\d+) bytes are needed") as refusal:
+        wrapper.plan(*tables(batch), 8, 2, 64, 16, q_data_type=BF16)
+    size = int(str(refusal.value).split()[-4])
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    wrapper.plan(*tables(batch), 8, 2, 64, 16, q_data_type=BF16, window_left=40)
+    out = wrapper.run(batch.q.cuda(), (batch.k.cuda(), batch.v.cuda()), sinks=batch.sinks.cuda())
+    assert relative_error(out.cpu(), batch.exact()[0]) < 3e-3
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_caches_beyond_two_to_the_31(kv_layout):
+    """The last pages of a cache whose elements 32 bits do not count."""
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=8, head_dim_qk=128, q_dtype=BF16)
+    batch = random_batch(spec, [1, 30], [40, 90], 16, kv_layout=kv_layout)
+    pages, used = (1 << 31) // (16 * 8 * 128) + 100, len(batch.k)
+    order = (0, 2, 1, 3) if kv_layout == "HND" else (0, 1, 2, 3)
+    caches = []
+    for small in (batch.k, batch.v):
+        cache = torch.empty([pages, *small.permute(order).shape[1:]], dtype=BF16, device="cuda")
+        cache[-used:] = small.permute(order).cuda()
+        caches.append(cache)
+    indices = (batch.kv.indices + (pages - used)).cuda()
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), kv_layout)
+    indptr, last = batch.kv.indptr.cuda(), batch.kv.last_page_len.cuda()
+    wrapper.plan(batch.qo.indptr.cuda(), indptr, indices, last, 8, 8, 128, 16, causal=True, q_data_type=BF16)
+    out = wrapper.run(batch.q.cuda(), tuple(caches))
+    assert relative_error(out.cpu(), batch.exact()[0]) < 3e-3
+    key, value = torch.randn(2, 1, 8, 128, dtype=BF16, device="cuda")
+    one = torch.tensor([1], dtype=torch.int32, device="cuda")
+    quire.append_paged_kv_cache(key, value, one, one + 88, tuple(caches), indices, indptr, last, kv_layout)
+    page = int(indices[int(indptr[1]) + 89 // 16])
+    assert torch.equal(caches[0].permute(order)[page, 89 % 16], key[0])

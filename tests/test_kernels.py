@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire.attention import AttentionSpec, PageTable, RaggedLayout
+from quire.attention.items import Items
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.kernels import registry
 
@@ -224,6 +225,78 @@ def test_rope_far_from_the_start(family):
     length = 900 if INTERPRETED else 65_000
     batch = random_batch(spec, [1], [length], 64)
     check(batch, *compute(batch, family), family)
+
+
+def random_items(rng, kv_lens, stride):
+    """Prompts of a prefix and items of random lengths, each after a delimiter, with what is padding set to 9,999."""
+    positions, prefixes = torch.full((len(kv_lens), stride), 9_999, dtype=torch.int32), []
+    for b, kv_len in enumerate(kv_lens):
+        prefix, numbers = rng.randint(0, kv_len // 2), []
+        while len(numbers) < kv_len - prefix:
+            numbers += range(rng.randint(2, 12))
+        numbers = numbers[: kv_len - prefix]
+        positions[b, : len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
+        prefixes.append(prefix)
+    return Items(torch.tensor(prefixes, dtype=torch.int32), positions.flatten(), stride)
+
+
+def allowed(items, b, q_len, kv_len):
+    """What tokens of several-item prompts see, from the words of its definition."""
+    prefix, numbers = int(items.prefix_lens[b]), items.positions.view(-1, items.length)[b].tolist()
+    mask = torch.zeros(q_len, kv_len, dtype=torch.bool)
+    for i, p in enumerate(range(kv_len - q_len, kv_len)):
+        mask[i, : min(prefix, p + 1)] = True
+        if p < prefix:
+            continue
+        for j in range(p - numbers[p - prefix] + 1, p + 1):
+            mask[i, j] = True
+    return mask
+
+
+def test_prompts_of_several_items(family, rng):
+    spec = layer(rng, torch.float32, torch.float32, items=True, logits_soft_cap=rng.choice((0.0, 5.0)))
+    q_lens, kv_lens = [30, 1, 44], [30, 60, 90]
+    batch = random_batch(spec, q_lens, kv_lens, 16)
+    items = random_items(rng, kv_lens, 100)
+    out, lse = compute(batch, family, items=items)
+    flat = torch.cat([allowed(items, b, *n).flatten() for b, n in enumerate(zip(q_lens, kv_lens, strict=True))])
+    same = replace(batch, spec=spec.but(items=False, custom_mask=True), bool_mask=flat)
+    check(same, out, lse, family)
+
+
+def alone(batch: Batch, b: int, begin: int, end: int) -> Batch:
+    """Query tokens begin to end of request b, whose keys end with the last of them: a chunk of it."""
+    start, size = int(batch.qo.indptr[b]), batch.kv.page_size
+    past = int(batch.kv.lengths()[b] - batch.qo.lengths()[b])
+    pages = batch.kv.indices[int(batch.kv.indptr[b]) : int(batch.kv.indptr[b]) + -(-(past + end) // size)]
+    last = torch.tensor([(past + end - 1) % size + 1]).int()
+    table = PageTable(torch.tensor([0, len(pages)]).int(), pages, last, size)
+    return replace(
+        batch, q=batch.q[start + begin : start + end], qo=RaggedLayout(torch.tensor([0, end - begin]).int()), kv=table
+    )
+
+
+@pytest.mark.parametrize(
+    "dtypes", DTYPES if torch.cuda.is_available() else DTYPES[:1], ids=lambda d: f"{str(d[0])[6:]}-{str(d[1])[6:]}"
+)
+@pytest.mark.parametrize("name", ["plain", "window", "soft cap", "rope", "sinks"])
+def test_bits_do_not_depend_on_the_batch(family, name, dtypes, rng):
+    """Batch-invariant: decoded one by one, in chunks or whole, alone or among others, at any place."""
+    spec = layer(rng, *dtypes, batch_invariant=True, **LAYERS[name])
+    if registry.why_not(family, spec, torch.device("cpu" if INTERPRETED or family == "cpu" else "cuda")):
+        pytest.skip("the family is not batch-invariant")
+    kv_lens = [rng.randint(1, 150), rng.randint(1100, 1400), 1] if not INTERPRETED else [90, 140, 1]
+    q_lens = [kv_lens[0], rng.randint(200, 300) if not INTERPRETED else 60, 1]
+    batch = random_batch(spec, q_lens, kv_lens, 16)
+    out, lse = compute(batch, family)
+    check(batch, out, lse, family)
+    for b, begin, end in ((0, 0, q_lens[0]), (1, 3, 40), (1, q_lens[1] - 1, q_lens[1]), (1, 17, 18), (2, 0, 1)):
+        part = alone(batch, b, begin, end)
+        rows = slice(int(batch.qo.indptr[b]) + begin, int(batch.qo.indptr[b]) + end)
+        for known in {0, end - begin}:
+            chunk, chunk_lse = compute(part, family, max_q_len=known)
+            assert torch.equal(chunk, out[rows]), (b, begin, end, known)
+            assert torch.equal(chunk_lse, lse[rows])
 
 
 def test_same_bits_each_time(family, rng):

@@ -405,6 +405,6 @@ def test_wrong_maps_are_refused(changes, message):
 
 def test_workspaces_are_replaced_only_on_the_same_device():
     wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace("cpu"))
-    wrapper.reset_workspace_buffer(workspace("cpu"), workspace("cpu"))
+    wrapper.reset_workspace_buffer(workspace("cpu"), torch.empty(1 << 14, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"int_workspace_buffer.device = 'meta'"):
         wrapper.reset_workspace_buffer(workspace("cpu"), workspace("meta"))

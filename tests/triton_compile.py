@@ -61,7 +61,7 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
         "mask_bits": "u8" if c.mask else None, "mask_indptr": "i32" if c.mask else None,
         "prefix_lens": "u32" if c.items else None, "item_positions": "u16" if c.items else None,
         "sinks": "fp32" if c.sinks else None, "slopes": "fp32" if c.alibi else None,
-        "turns": "fp64" if c.rope else None, "q_scale": None, "k_scale": None, "v_scale": None,
+        "turns": "i64" if c.rope else None, "q_scale": None, "k_scale": None, "v_scale": None,
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "pe_gain": "fp32", "cap": "fp32"}

@@ -15,6 +15,7 @@ _HOME = {
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
     "prefill": (
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from quire.decode import (
         BatchDecodeWithPagedKVCacheWrapper,
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+        fast_decode_plan,
         single_decode_with_kv_cache,
     )
     from quire.mla import BatchMLAPagedAttentionWrapper

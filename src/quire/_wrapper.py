@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from copy import copy
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire._buffers import check_workspace, fitting, fixed_batch
 from quire.attention.items import Items
 from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout, table
@@ -31,6 +35,20 @@ def refuse(**given: Any) -> None:
             raise ValueError(f"{name} is not supported")
 
 
+def takes_sink(jit_args: Any) -> bool:
+    """Whether a kernel of the program's own is the one that Quire has: attention with a sink. Refuses any other."""
+    if jit_args is None:
+        return False
+    variant = jit_args[11] if len(jit_args) > 11 else None
+    check(variant == "AttentionSink", "jit_args", variant, "the variant AttentionSink, or none")
+    return True
+
+
+def product(a: Scale | None, b: Scale | None) -> Scale | None:
+    """Two factors in one, either of which may be missing."""
+    return b if a is None else a if b is None else a * b
+
+
 def asked(variable: str) -> bool:
     """Whether an environment variable is set to something other than 0."""
     return os.environ.get(variable, "0") not in ("", "0")
@@ -46,17 +64,11 @@ def _page_table(tables: list[Tensor], page_size: int) -> PageTable:
     return PageTable(indptr, indices, last_page_len, page_size)
 
 
-def _check_workspace(buffer: Tensor | None, name: str) -> None:
-    if buffer is None:
-        return
-    if not isinstance(buffer, Tensor):
-        raise ValueError(f"{name} is a {type(buffer).__name__}: a tensor is needed")
-    if buffer.numel() and buffer.data_ptr() % 16:
-        raise ValueError(f"{name} must be 16-byte aligned")
-
-
 class AttentionWrapper:
     """A workspace, and the plan of a batch.
+
+    By position, runs take after their tensors the scales of q, k and v, which multiply those given by name; or, where
+    `jit_args` asked for FlashInfer's variant AttentionSink, the sink and sm_scale.
 
     Kernels for GPUs keep parts of results in the float workspace while they run: `plan` refuses one that is too small,
     and `workspace_size` tells what is needed. Wrappers that run one after another may share it. Without one (None, or
@@ -69,6 +81,10 @@ class AttentionWrapper:
       whether it is decoded or prefilled (default: whether QUIRE_BATCH_INVARIANT is 1).
     """
 
+    plan: Callable[..., None]
+    run: Callable[..., Any]
+    forward: Callable[..., Any]
+
     def __init__(
         self,
         float_workspace_buffer: Tensor | None,
@@ -77,8 +93,10 @@ class AttentionWrapper:
         backend: str = "auto",
         check: bool | None = None,
         batch_invariant: bool | None = None,
+        jit_args: Any = None,
     ) -> None:
-        _check_workspace(float_workspace_buffer, "float_workspace_buffer")
+        check_workspace(float_workspace_buffer, "float_workspace_buffer")
+        self._sink_by_position = takes_sink(jit_args)
         self._kv_layout = check_layout(kv_layout)
         self._backend, self._family = backend, registry.canonical(backend)
         if float_workspace_buffer is not None:
@@ -91,13 +109,14 @@ class AttentionWrapper:
         self._int_workspace_buffer = torch.zeros(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
         self._arrivals = self._int_workspace_buffer.view(torch.int32)
         self._scratch: Tensor | None = None
+        self._checking = asked("QUIRE_CHECK") if check is None else check
+        self._invariant = asked("QUIRE_BATCH_INVARIANT") if batch_invariant is None else batch_invariant
         self._device_is_gpu = self.device.type == "cuda"
+        self._repeatable = self._device_is_gpu and not self._checking
         self._repeats: dict[Any, tuple[registry.Repeat, bool, int]] = {}
         self._key: Any = None
         self._use_cuda_graph = use_cuda_graph
         self._captured = False
-        self._checking = asked("QUIRE_CHECK") if check is None else check
-        self._invariant = asked("QUIRE_BATCH_INVARIANT") if batch_invariant is None else batch_invariant
         self._spec: AttentionSpec | None = None
         self._qo: RaggedLayout
         self._kv: PageTable | RaggedLayout
@@ -119,10 +138,39 @@ class AttentionWrapper:
         """The longest request's keys. Waits for the device."""
         return int(self._kv.lengths().max())
 
+    def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """Bytes that the float and the int workspace need for a plan; nothing is planned, and never is one of them 0.
+
+        The arguments and errors are those of `plan`, without non_blocking.
+        """
+        own = signature(type(self).plan)
+        taken = own.replace(parameters=[x for name, x in own.parameters.items() if name != "non_blocking"])
+        other = copy(self)
+        other._use_cuda_graph, other._captured, other._repeats = False, False, {}
+        other._float_workspace_buffer = torch.empty(1 << 50, dtype=torch.uint8, device="meta")  # large, and not there
+        given = taken.bind(other, *args, **options)
+        type(self).plan(**given.arguments)
+        return max(16, other._scratch_size), INT_WORKSPACE
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Accepted after a plan: k and v may differ in strides without any preparation."""
+        check(variant == "independent", "variant", variant, "independent")
+        self._planned()
+
+    def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """`run` with return_lse=True."""
+        result: tuple[Tensor, Tensor] = self.run(*args, return_lse=True, **options)
+        return result
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """`forward` with return_lse=True."""
+        result: tuple[Tensor, Tensor] = self.forward(*args, return_lse=True, **options)
+        return result
+
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Replace the workspace buffers; both must lie on the wrapper's device. The second is zeroed."""
         for name, buffer in (("float", float_workspace_buffer), ("int", int_workspace_buffer)):
-            _check_workspace(buffer, f"{name}_workspace_buffer")
+            check_workspace(buffer, f"{name}_workspace_buffer")
             check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))
         size = int_workspace_buffer.nbytes
         check(size >= INT_WORKSPACE, "int_workspace_buffer", f"{size} bytes", f"at least {INT_WORKSPACE} bytes")
@@ -151,23 +199,24 @@ class AttentionWrapper:
         """Tables on the wrapper's device, in the buffers that it was given (their attributes are `_<name>`), or as
         they are, and then kept under those names.
         """
-        for name, values in given.items():
-            table(values, name.removesuffix("_buf"))
         if not self._use_cuda_graph:
-            held = [x.to(self.device, non_blocking=non_blocking).contiguous() for x in given.values()]
-            for name, values in zip(given, held, strict=True):
+            held = []
+            for name, values in given.items():
+                if not isinstance(values, Tensor) or values.device != self.device or not values.is_contiguous():
+                    values = table(values, name).to(self.device, non_blocking=non_blocking).contiguous()
                 setattr(self, f"_{name}", values)
+                held.append(values)
             return held
-        buffers = [fitting(getattr(self, f"_{name}"), values, name) for name, values in given.items()]
+        buffers = [fitting(getattr(self, f"_{name}"), table(x, name), name) for name, x in given.items()]
         for buffer, values in zip(buffers, given.values(), strict=True):
-            buffer[: len(values)].copy_(values, non_blocking=non_blocking)
+            if buffer is not values:
+                buffer[: len(values)].copy_(values, non_blocking=non_blocking)
         return buffers
 
     def _hold_pages(self, given: dict[str, Tensor], page_size: int, non_blocking: bool) -> PageTable:
         """A page table (indptr, indices, last_page_len), checked where that is free or asked for, then held."""
-        here = all(isinstance(x, Tensor) and x.device.type == "cpu" for x in given.values())
         pages = None
-        if here or self._checking:
+        if self._checking or all(isinstance(x, Tensor) and x.is_cpu for x in given.values()):
             pages = _page_table([x.cpu() for x in given.values()], page_size)
         held = self._hold(given, non_blocking)
         if pages is not None and held[0] is pages.indptr and held[1] is pages.indices:
@@ -207,9 +256,11 @@ class AttentionWrapper:
             batch_invariant=batch_invariant or self._invariant,
             **spec,
         )
-        keys = len(kv.indices) * kv.page_size if isinstance(kv, PageTable) else 0
-        size = registry.scratch(planned, self.device, self._family, max_q_len, kv.batch_size, keys)
-        self._scratch = self._take_scratch(size)
+        keys = 0
+        if planned.batch_invariant and isinstance(kv, PageTable):
+            keys = kv.indices.shape[0] * kv.page_size
+        size = registry.scratch(planned, self.device, self._family, max_q_len, kv.batch_size if keys else 0, keys)
+        self._scratch, self._scratch_size = self._take_scratch(size), size
         self._spec, self._qo, self._kv, self._mask, self._items = planned, qo, kv, mask, items
         self._repeats.clear()
         self._max_q_len = max_q_len
@@ -258,20 +309,26 @@ class AttentionWrapper:
         """
         self._key = None
         k, v = cache if isinstance(cache, tuple) and len(cache) == 2 else (cache, cache)
-        tensors = isinstance(k, Tensor) and isinstance(v, Tensor)
-        if not self._device_is_gpu or traced(q) or not tensors or self._checking:
+        if not self._repeatable or type(q) is not Tensor or torch.compiler.is_compiling():
+            return None
+        if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+            return None
+        if torch._C._cuda_getDevice() != self.device.index:  # launches need the device to be the current one
             return None
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device, _kind(out), _kind(lse), _kind(sinks), return_lse, options,
-            _kind(q_pe), _kind(k_pe),
+            None if v is k else (v.shape, v.stride(), v.dtype, v.device), None if out is None else _kind(out),
+            None if lse is None else _kind(lse), None if sinks is None else _kind(sinks), return_lse, options,
+            None if q_pe is None else _kind(q_pe), None if k_pe is None else _kind(k_pe),
         )  # fmt: skip
         found = self._repeats.get(key)
         if found is None:
             self._key = key
             return None
         repeat, alike, v_offset = found
-        self._note_capture()
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream and not (self._use_cuda_graph or self._captured):  # the default stream cannot be captured
+            self._captured = torch.cuda.is_current_stream_capturing()
         if out is None:
             out = torch.empty_like(q) if alike else outputs(len(q), self._planned(), self.device, None, None, False)[0]
         if lse is None and return_lse:
@@ -286,15 +343,31 @@ class AttentionWrapper:
             out.data_ptr(),
             None if lse is None else lse.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
+            stream,
         )
         if not done:
             return None
         return (out, lse) if return_lse else out  # type: ignore[return-value]
 
-    def _note_capture(self) -> None:
-        """Remember that a graph reads this plan's tables, if one does that does not read the wrapper's own buffers."""
-        if self._device_is_gpu and not (self._use_cuda_graph or self._captured or torch.compiler.is_compiling()):
-            self._captured = torch.cuda.is_current_stream_capturing()
+    def _by_position(
+        self,
+        args: tuple[Any, ...],
+        q_scale: Scale | None,
+        k_scale: Scale | None,
+        v_scale: Scale | None,
+        sm_scale: float | None,
+        sinks: Tensor | None,
+    ) -> tuple[Scale | None, Scale | None, Scale | None, float | None, Tensor | None]:
+        """The arguments of a run that may come by position: see the class."""
+        most = 2 if self._sink_by_position else 3
+        check(len(args) <= most, "arguments by position", len(args), f"at most {most} after the tensors")
+        if self._sink_by_position:
+            sinks = args[0] if args else sinks
+            sm_scale = args[1] if len(args) > 1 else sm_scale
+        elif args:
+            q_more, k_more, v_more = (*args, None, None)[:3]
+            q_scale, k_scale, v_scale = product(q_scale, q_more), product(k_scale, k_more), product(v_scale, v_more)
+        return q_scale, k_scale, v_scale, sm_scale, sinks
 
     def _attend(
         self,
@@ -331,9 +404,9 @@ class AttentionWrapper:
         if self._checking and isinstance(self._kv, PageTable):
             self._kv.to("cpu").check_pool(len(k))
         scales = (
-            _scale(q_scale, "q_scale", spec.num_qo_heads),
-            _scale(k_scale, "k_scale", spec.num_kv_heads),
-            _scale(v_scale, "v_scale", spec.num_kv_heads),
+            as_scale(q_scale, "q_scale", spec.num_qo_heads),
+            as_scale(k_scale, "k_scale", spec.num_kv_heads),
+            as_scale(v_scale, "v_scale", spec.num_kv_heads),
         )
         if sinks is not None:
             check_tensor(sinks, "sinks", (spec.num_qo_heads,), sinks.dtype, self.device)
@@ -345,7 +418,9 @@ class AttentionWrapper:
             result, _ = outputs(len(q), spec, self.device, out, None, False)
         else:
             result, sums = outputs(len(q), spec, self.device, out, lse, wanted)  # type: ignore[assignment]
-        self._note_capture()
+        if self._device_is_gpu and not (self._use_cuda_graph or self._captured or traced(q)):
+            # A graph will read this plan's tables, not buffers that the wrapper keeps.
+            self._captured = torch.cuda.is_current_stream_capturing()
         call = registry.Call(
             q, k, v, self._qo, self._kv, spec, self._mask, sinks, *scales, self._items, q_pe, k_pe, pe_gain,
             max_q_len=self._max_q_len, scratch=self._scratch, arrivals=self._arrivals,
@@ -363,11 +438,11 @@ class AttentionWrapper:
         return (result, sums) if return_lse else result
 
 
-def _kind(x: Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
 
 
-def _scale(scale: Scale | None, name: str, heads: int) -> Scale:
+def as_scale(scale: Scale | None, name: str, heads: int) -> Scale:
     """A scale that is a number, or a tensor with one number or one for each head."""
     if scale is None:
         return 1.0
@@ -384,24 +459,6 @@ def _check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, de
         check(lse.is_contiguous(), "lse.stride()", lse.stride(), "contiguous")
 
 
-def fitting(buffer: Tensor | None, values: Tensor, name: str) -> Tensor:
-    """The buffer that a CUDA-graph wrapper was given for a table; it must hold the table."""
-    if buffer is None:
-        raise ValueError(f"{name} is needed with use_cuda_graph=True")
-    if len(values) > len(buffer):
-        raise ValueError(f"{name} holds {len(buffer)} entries: this plan needs {len(values)}")
-    return buffer
-
-
-def fixed_batch(buffer: Tensor | None, name: str, batch_size: int, extra: int = 0) -> None:
-    """Refuse a batch of another size than the buffers of a CUDA-graph wrapper were made for."""
-    if buffer is None:
-        raise ValueError(f"{name} is needed with use_cuda_graph=True")
-    fixed = len(buffer) - extra
-    if batch_size != fixed:
-        raise ValueError(f"the batch has {batch_size} requests: {name} was made for {fixed}, and a CUDA graph is fixed")
-
-
 class PrefillWrapper(AttentionWrapper):
     """What prefill over pages and over ragged rows share: query rows, custom masks, their CUDA-graph buffers."""
 
@@ -415,8 +472,13 @@ class PrefillWrapper(AttentionWrapper):
         table(qo_indptr, "qo_indptr")
         if self._use_cuda_graph:
             fixed_batch(self._qo_indptr_buf, "qo_indptr_buf", len(qo_indptr) - 1, extra=1)
-        RaggedLayout(qo_indptr.cpu() if self._checking else qo_indptr)  # refuses before a buffer changes
-        return RaggedLayout(*self._hold({"qo_indptr_buf": qo_indptr}, non_blocking))
+        return self._hold_rows("qo_indptr_buf", qo_indptr, non_blocking)
+
+    def _hold_rows(self, name: str, indptr: Tensor, non_blocking: bool) -> RaggedLayout:
+        """An indptr, checked where that is free or asked for, then held."""
+        rows = RaggedLayout(indptr.cpu() if self._checking else indptr)
+        (held,) = self._hold({name: indptr}, non_blocking)
+        return rows if held is rows.indptr else RaggedLayout(held)
 
     def _plan_mask(
         self,

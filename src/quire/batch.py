@@ -6,7 +6,6 @@ device in mind).
 
 from __future__ import annotations
 
-from functools import partialmethod
 from typing import Any
 
 import torch
@@ -197,5 +196,4 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         """
         return super().run(q, paged_kv_cache, sinks=sink, sm_scale=sm_scale, **options)
 
-    run_return_lse = partialmethod(run, return_lse=True)
-    forward, forward_return_lse = run, run_return_lse  # type: ignore[assignment]
+    forward = run  # type: ignore[assignment]

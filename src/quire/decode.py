@@ -5,13 +5,13 @@ Names, parameters and meanings are those of `flashinfer.decode`.
 
 from __future__ import annotations
 
-from functools import partialmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire._wrapper import AttentionWrapper, DType, Scale, fitting, fixed_batch, refuse
+from quire._buffers import check_buffers, fitting, fixed_batch
+from quire._wrapper import AttentionWrapper, DType, Scale, refuse
 from quire.attention.pages import PageTable, RaggedLayout, table
 from quire.attention.spec import FLOATS8, as_dtype, check
 from quire.attention.tensors import as_nhd, check_layout, split_cache
@@ -37,6 +37,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_indices_buffer: int32 [as many pages as a plan may have].
         paged_kv_last_page_len_buffer: int32 [batch_size].
         backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
+        jit_args: None, or FlashInfer's of its variant AttentionSink: runs then take (q, cache, sink, sm_scale).
+
+    Raises:
+        ValueError: a buffer that does not fit, or that use_cuda_graph needs; another variant.
     """
 
     def __init__(
@@ -54,14 +58,26 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         check: bool | None = None,
         batch_invariant: bool | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, check, batch_invariant)
-        refuse(jit_args=jit_args)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, check, batch_invariant, jit_args)
+        if use_cuda_graph:
+            check_buffers(
+                "cudagraph",
+                "paged_kv_last_page_len_buffer",
+                paged_kv_indptr_buffer=paged_kv_indptr_buffer,
+                paged_kv_indices_buffer=paged_kv_indices_buffer,
+                paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
+            )
         self.use_tensor_cores = use_tensor_cores
         self._paged_kv_indptr_buf = paged_kv_indptr_buffer
         self._paged_kv_indices_buf = paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
         self._qo_indptr_buf: Tensor | None = None
         self._q_len_per_req = 0
+
+    @property
+    def resolved_backend(self) -> str:
+        """FlashInfer's name of the kernels: what was asked for, "fa2" for "auto". `backend` tells Quire's."""
+        return "fa2" if self._backend == "auto" else self._backend
 
     def plan(
         self,
@@ -77,18 +93,18 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         logits_soft_cap: float | None = None,
         q_data_type: DType | None = "float16",
         kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
         data_type: DType | None = None,
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         non_blocking: bool = True,
-        *,
-        o_data_type: DType | None = None,
         block_tables: Tensor | None = None,
         seq_lens: Tensor | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
+        *,
         head_dim_vo: int | None = None,
         window_right: int = 0,
         is_causal: bool | None = None,
@@ -125,10 +141,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             kv_data_type = data_type if kv_data_type is None else kv_data_type
             if q_data_type is None or (q_data_type == "float16" and as_dtype(data_type, "data_type") not in FLOATS8):
                 q_data_type = data_type
-        check(isinstance(q_len_per_req, int) and q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "it must be >= 1")
-        batch_size = len(table(last_page_len, "last_page_len"))
+        self._check_q_len(q_len_per_req)
         self._begin_plan()
         if self._use_cuda_graph:
+            batch_size = len(table(last_page_len, "last_page_len"))
             fixed_batch(self._paged_kv_last_page_len_buf, "paged_kv_last_page_len_buffer", batch_size)
         given = {
             "paged_kv_indptr_buf": indptr,
@@ -156,9 +172,19 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
         )
 
+    def _check_q_len(self, q_len_per_req: int) -> None:
+        if not isinstance(q_len_per_req, int) or q_len_per_req < 1:
+            raise ValueError(f"q_len_per_req must be >= 1, and is {q_len_per_req!r}")
+        planned = self._q_len_per_req or q_len_per_req
+        if self._use_cuda_graph and q_len_per_req != planned:
+            raise ValueError(
+                f"q_len_per_req = {q_len_per_req}: it was {planned} in an earlier plan, which made it part of the "
+                "frozen cudagraph shape. Use another wrapper"
+            )
+
     def _plan_decode(self, pages: PageTable, q_len_per_req: int, **layer: Any) -> None:
         rows = self._qo_indptr_buf
-        if rows is None or len(rows) != pages.batch_size + 1 or q_len_per_req != self._q_len_per_req:
+        if rows is None or rows.shape[0] != pages.batch_size + 1 or q_len_per_req != self._q_len_per_req:
             end = pages.batch_size * q_len_per_req + 1
             rows = torch.arange(0, end, q_len_per_req, dtype=torch.int32, device=self.device)
         self._plan_layer(RaggedLayout(rows), pages, None, max_q_len=q_len_per_req, **layer)
@@ -170,11 +196,11 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self,
         q: Tensor,
         paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        *args: Any,
         q_scale: Scale | None = None,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
         return_lse: bool = False,
-        *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         window_left: int | None = None,
@@ -192,8 +218,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             q: [batch_size * q_len_per_req, num_qo_heads, head_dim].
             paged_kv_cache: a pair (k, v) of 4-D tensors, NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages,
                 num_kv_heads, page_size, head_dim]; or one 5-D tensor with k and v at dim 1. Any strides with the last
-                one 1; k and v may differ in strides.
-            q_scale, k_scale, v_scale: factors of what is stored (for fp8): numbers, or tensors with one per head.
+                one 1; k and v may differ in strides. With pages of one token, their dimension may be left out.
+            args: q_scale, k_scale and v_scale (or the sink and sm_scale, where `jit_args` asked for it).
+            q_scale, k_scale, v_scale: factors of what is stored (for fp8): numbers, or tensors with one per head. Those
+                given by position and by name are multiplied.
             return_lse: also return the logarithms (base 2) of the softmax denominators.
             out, lse: where to write, [tokens, num_qo_heads, head_dim_vo] and float32 [tokens, num_qo_heads].
             window_left, logits_soft_cap, sm_scale: this layer's, instead of the plan's.
@@ -207,6 +235,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             RuntimeError: nothing has been planned.
             ValueError: a tensor that does not fit the plan.
         """
+        if args or self._sink_by_position:
+            q_scale, k_scale, v_scale, sm_scale, sinks = self._by_position(
+                args, q_scale, k_scale, v_scale, sm_scale, sinks
+            )
         own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req)
         done = self._repeat(
             q, paged_kv_cache, out, lse, sinks, return_lse, *own, kv_cache_sf, skip_softmax_threshold_scale_factor
@@ -220,7 +252,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
                 q_len_per_req == self._q_len_per_req, "q_len_per_req", q_len_per_req, f"{self._q_len_per_req}, planned"
             )
         rows = self._qo.batch_size * self._q_len_per_req
-        check(q.ndim == 3 and len(q) == rows, "q.shape", list(q.shape), f"{rows} tokens, as planned")
+        fits = f"{rows} tokens, batch size * q_len_per_req"
+        check(q.ndim == 3 and len(q) == rows, "q.shape", list(q.shape), fits)
         k, v = split_cache(paged_kv_cache, self._kv_layout)
         assert isinstance(self._kv, PageTable)
         check(
@@ -241,8 +274,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             lse=lse,
             return_lse=return_lse,
         )
-
-    run_return_lse = partialmethod(run, return_lse=True)
 
     def forward(
         self,
@@ -268,9 +299,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse)
-
-    forward_return_lse = partialmethod(forward, return_lse=True)
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -358,12 +387,12 @@ def fast_decode_plan(
         logits_soft_cap,
         q_data_type,
         kv_data_type,
+        o_data_type,
         data_type,
         sm_scale,
         rope_scale,
         rope_theta,
         non_blocking,
-        o_data_type=o_data_type,
         fixed_split_size=fixed_split_size,
         disable_split_kv=disable_split_kv,
         q_len_per_req=q_len_per_req,

@@ -5,16 +5,20 @@ Names, parameters and meanings are those of `flashinfer.prefill`.
 
 from __future__ import annotations
 
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire._wrapper import DType, PrefillWrapper, Scale, refuse
-from quire.attention.pages import PageTable, RaggedLayout, table
+from quire._buffers import check_buffers
+from quire._ragged import BatchPrefillWithRaggedKVCacheWrapper
+from quire._wrapper import DType, PrefillWrapper, Scale, as_scale, asked, product, refuse
+from quire.attention.pages import PageTable, table
 from quire.attention.spec import check
 from quire.attention.tensors import as_nhd, check_layout, split_cache
+from quire.kernels.attend import attend_one
+from quire.kernels.registry import canonical
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -39,6 +43,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         custom_mask_buf: uint8 [as many bytes as a plan's packed masks may have]; mask_indptr_buf: int32
             [batch_size + 1].
         backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
+        jit_args, jit_kwargs: as in `BatchDecodeWithPagedKVCacheWrapper`.
+
+    Raises:
+        ValueError: a buffer that does not fit, or that use_cuda_graph needs; another variant than AttentionSink.
     """
 
     def __init__(
@@ -60,8 +68,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         check: bool | None = None,
         batch_invariant: bool | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, check, batch_invariant)
-        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs, variant_owns_mask=variant_owns_mask)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, check, batch_invariant, jit_args)
+        refuse(variant_owns_mask=variant_owns_mask, jit_kwargs=jit_kwargs if jit_args is None else None)
+        if use_cuda_graph:
+            check_buffers(
+                "CUDA graph",
+                "qo_indptr_buf",
+                qo_indptr_buf=qo_indptr_buf,
+                paged_kv_indptr_buf=paged_kv_indptr_buf,
+                paged_kv_indices_buf=paged_kv_indices_buf,
+                paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
+            )
         self._qo_indptr_buf = qo_indptr_buf
         self._paged_kv_indptr_buf = paged_kv_indptr_buf
         self._paged_kv_indices_buf = paged_kv_indices_buf
@@ -127,8 +144,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        batch = len(table(paged_kv_last_page_len, "paged_kv_last_page_len"))
-        check(len(qo_indptr) == batch + 1, "len(qo_indptr)", len(qo_indptr), f"batch size + 1 = {batch + 1}")
+        table(qo_indptr, "qo_indptr", table(paged_kv_last_page_len, "paged_kv_last_page_len").shape[0] + 1)
         qo = self._plan_queries(qo_indptr, non_blocking)
         given = {
             "paged_kv_indptr_buf": paged_kv_indptr,
@@ -166,11 +182,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         self,
         q: Tensor,
         paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        *args: Any,
         q_scale: Scale | None = None,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
         return_lse: bool = False,
-        *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         lse_base: str = "log2",
@@ -182,6 +198,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         enable_pdl: bool | None = None,
         kv_cache_sf: Any = None,
         skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of one layer.
 
@@ -191,13 +209,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
         The other arguments, results and errors are those of `BatchDecodeWithPagedKVCacheWrapper.run`.
         """
+        if args or self._sink_by_position:
+            q_scale, k_scale, v_scale, sm_scale, sinks = self._by_position(
+                args, q_scale, k_scale, v_scale, sm_scale, sinks
+            )
         own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout)
-        done = self._repeat(
-            q, paged_kv_cache, out, lse, sinks, return_lse, *own, kv_cache_sf, skip_softmax_threshold_scale_factor
-        )
+        beyond = (kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress)
+        done = self._repeat(q, paged_kv_cache, out, lse, sinks, return_lse, *own, *beyond)
         if done is not None:
             return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        refuse(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
         self._planned()
         k, v = split_cache(paged_kv_cache, self._kv_layout)
         assert isinstance(self._kv, PageTable)
@@ -221,8 +243,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             lse_base=lse_base,
             lse_layout=lse_layout,
         )
-
-    run_return_lse = partialmethod(run, return_lse=True)
 
     def forward(
         self,
@@ -250,207 +270,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        return self.run(q, paged_kv_cache, None, k_scale, v_scale, return_lse)
-
-    forward_return_lse = partialmethod(forward, return_lse=True)
-
-
-class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
-    """Prefill attention of a batch whose keys and values are rows stored one after another.
-
-    Args:
-        float_workspace_buffer, use_cuda_graph, qo_indptr_buf, custom_mask_buf, mask_indptr_buf, backend: as in
-            `BatchPrefillWithPagedKVCacheWrapper`.
-        kv_layout: NHD, [tokens, heads, head_dim], or HND, [heads, tokens, head_dim], of k and v.
-        kv_indptr_buf: int32 [batch_size + 1].
-    """
-
-    def __init__(
-        self,
-        float_workspace_buffer: Tensor | None = None,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: Tensor | None = None,
-        kv_indptr_buf: Tensor | None = None,
-        custom_mask_buf: Tensor | None = None,
-        mask_indptr_buf: Tensor | None = None,
-        backend: str = "auto",
-        jit_args: Any = None,
-        jit_kwargs: Any = None,
-        variant_owns_mask: bool = False,
-        *,
-        check: bool | None = None,
-        batch_invariant: bool | None = None,
-    ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, check, batch_invariant)
-        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs, variant_owns_mask=variant_owns_mask)
-        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr_buf, kv_indptr_buf
-        self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
-
-    def plan(
-        self,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        head_dim_vo: int | None = None,
-        custom_mask: Tensor | None = None,
-        packed_custom_mask: Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: DType = "float16",
-        kv_data_type: DType | None = None,
-        o_data_type: DType | None = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: Tensor | None = None,
-        token_pos_in_items_ptr: Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        seq_lens: Tensor | None = None,
-        seq_lens_q: Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        v_indptr: Tensor | None = None,
-        o_indptr: Tensor | None = None,
-    ) -> None:
-        """Record which rows of q, and of k and v, belong to which request, and the layer that runs share.
-
-        Args:
-            qo_indptr, kv_indptr: int32 [batch_size + 1], the requests' begins in q, and in k and v.
-
-        The other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
-        """
-        refuse(v_indptr=v_indptr, o_indptr=o_indptr)
-        table(kv_indptr, "kv_indptr", len(table(qo_indptr, "qo_indptr")))
-        RaggedLayout(kv_indptr.cpu() if self._checking else kv_indptr)  # refuses before a buffer changes
-        qo = self._plan_queries(qo_indptr, non_blocking)
-        kv = RaggedLayout(*self._hold({"kv_indptr_buf": kv_indptr}, non_blocking))
-        mask = self._plan_mask(custom_mask, packed_custom_mask, qo, kv)
-        items = self._plan_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
-        self._plan_layer(
-            qo,
-            kv,
-            mask,
-            items,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim_qk,
-            head_dim_vo=head_dim_vo,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            causal=(causal and mask is None) or items is not None,
-            pos_encoding=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
-        )
-
-    begin_forward = plan
-
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_scale: Scale | None = None,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        return_lse: bool = False,
-        *,
-        o_scale: float | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        lse_base: str = "log2",
-        lse_layout: str = "NH",
-        window_left: int | None = None,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        sinks: Tensor | None = None,
-        enable_pdl: bool | None = None,
-        kv_cache_sf: Any = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of one layer.
-
-        Args:
-            q: [qo_indptr[-1], num_qo_heads, head_dim_qk].
-            k, v: [kv_indptr[-1], num_kv_heads, head_dim_qk or head_dim_vo], or with heads first for HND.
-            o_scale: what stored outputs are to be multiplied by: the output is divided by it.
-
-        The other arguments, results and errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
-        """
-        own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale)
-        done = self._repeat(q, (k, v), out, lse, sinks, return_lse, *own, kv_cache_sf)
-        if done is not None:
-            return done
-        refuse(kv_cache_sf=kv_cache_sf)
-        self._planned()
-        k, v = as_nhd(k, self._kv_layout), as_nhd(v, self._kv_layout)
-        rows = self._kv.indptr
-        if rows.device.type == "cpu":
-            check(len(k) >= int(rows[-1]), "k.shape", list(k.shape), f"at least kv_indptr[-1] = {int(rows[-1])} tokens")
-        if o_scale is not None:
-            v_scale = (1.0 if v_scale is None else v_scale) / o_scale
-        return self._attend(
-            q,
-            k,
-            v,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            sinks=sinks,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            lse_base=lse_base,
-            lse_layout=lse_layout,
-        )
-
-    run_return_lse = partialmethod(run, return_lse=True)
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
-        self._replan(
-            causal=causal and self._mask is None,
-            pos_encoding=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap or 0.0,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        return self.run(q, k, v, return_lse=return_lse)
-
-    forward_return_lse = partialmethod(forward, return_lse=True)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
 
 def single_prefill_with_kv_cache(
@@ -483,8 +303,8 @@ def single_prefill_with_kv_cache(
     Args:
         q: [q_len, num_qo_heads, head_dim_qk].
         k, v: NHD [kv_len, num_kv_heads, head_dim] or HND [num_kv_heads, kv_len, head_dim].
-        scale_q, scale_k, scale_v: factors of what is stored, as numbers or one per head; k_scale and v_scale are other
-            names for the last two.
+        scale_q, scale_k, scale_v: factors of what is stored, as numbers or one per head; k_scale and v_scale multiply
+            the last two.
         o_dtype: dtype of the output, q's by default.
         custom_mask: bool [q_len, kv_len]; packed_custom_mask: uint8 [ceil(q_len * kv_len / 8)].
 
@@ -492,34 +312,42 @@ def single_prefill_with_kv_cache(
 
     Returns:
         out [q_len, num_qo_heads, head_dim_vo], or (out, lse) with lse float32 [q_len, num_qo_heads], base 2.
+
+    Raises:
+        ValueError: an argument that does not fit, named with its value and what is allowed.
     """
     refuse(kv_cache_sf=kv_cache_sf)
     check_layout(kv_layout)
     k, v = as_nhd(k, kv_layout), as_nhd(v, kv_layout)
     check(q.ndim == 3, "q.shape", list(q.shape), "[q_len, num_qo_heads, head_dim]")
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(q.new_empty(0), backend=backend)
-    wrapper.plan(
-        torch.tensor([0, len(q)], dtype=torch.int32, device=q.device),
-        torch.tensor([0, len(k)], dtype=torch.int32, device=q.device),
-        q.shape[1],
-        k.shape[1],
-        q.shape[2],
-        v.shape[2],
-        custom_mask=custom_mask,
-        packed_custom_mask=packed_custom_mask,
-        causal=causal,
-        pos_encoding_mode=pos_encoding_mode,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        sm_scale=sm_scale,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        q_data_type=q.dtype,
-        kv_data_type=k.dtype,
-        o_data_type=o_dtype,
+    k_scale, v_scale = product(scale_k, k_scale), product(scale_v, v_scale)
+    scales = (
+        as_scale(scale_q, "scale_q", q.shape[1]),
+        as_scale(k_scale, "k_scale", k.shape[1]),
+        as_scale(v_scale, "v_scale", k.shape[1]),
     )
-    k_scale, v_scale = k_scale if scale_k is None else scale_k, v_scale if scale_v is None else scale_v
-    return wrapper.run(q, k, v, q_scale=scale_q, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+    out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype if o_dtype is None else o_dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    attend_one(
+        out,
+        lse,
+        q,
+        k,
+        v,
+        custom_mask,
+        packed_custom_mask,
+        scales,
+        causal=causal,
+        pos_encoding=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap or 0.0,
+        sm_scale=sm_scale,
+        rope_scale=1.0 if rope_scale is None else rope_scale,
+        rope_theta=1e4 if rope_theta is None else rope_theta,
+        batch_invariant=asked("QUIRE_BATCH_INVARIANT"),
+        backend=canonical(backend),
+    )
+    return out if lse is None else (out, lse)
 
 
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)

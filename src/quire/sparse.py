@@ -207,7 +207,7 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
             check(x.ndim == 3 and len(x) == length, f"{name}.shape", list(x.shape), f"[{length}, heads, head_dim]")
         pages = (self.N // self.C, self.C)
         cache = (k.unflatten(0, pages), v.unflatten(0, pages))
-        return self._prefill.run(q, cache, scale_q, scale_k, scale_v, return_lse, out=out, lse=lse)
+        return self._prefill.run(q, cache, scale_q, scale_k, scale_v, return_lse=return_lse, out=out, lse=lse)
 
     def forward(
         self,

@@ -19,7 +19,7 @@ def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
         raise ValueError(f"{name} is a {type(x).__name__}: it must be an int32 tensor")
     if x.dtype != torch.int32 or x.ndim != 1:
         raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: it must be an int32 vector")
-    if length is not None and len(x) != length:
+    if length is not None and x.shape[0] != length:
         raise ValueError(f"{name} has {len(x)} entries: {length} are needed")
     return x
 
@@ -69,7 +69,7 @@ class RaggedLayout:
 
     @property
     def batch_size(self) -> int:
-        return len(self.indptr) - 1
+        return self.indptr.shape[0] - 1  # len() of a tensor takes microseconds
 
     def lengths(self) -> Tensor:
         """int32 [batch_size]"""
@@ -97,7 +97,7 @@ class PageTable:
             raise ValueError(f"page_size = {self.page_size!r}: it must be a positive integer")
         table(self.indptr, "kv_indptr")
         table(self.indices, "kv_indices")
-        table(self.last_page_len, "kv_last_page_len", len(self.indptr) - 1)
+        table(self.last_page_len, "kv_last_page_len", self.indptr.shape[0] - 1)
         device = self.indptr.device
         if device != self.indices.device or device != self.last_page_len.device:
             devices = sorted({str(t.device) for t in (self.indptr, self.indices, self.last_page_len)})
@@ -133,7 +133,7 @@ class PageTable:
 
     @property
     def batch_size(self) -> int:
-        return len(self.last_page_len)
+        return self.last_page_len.shape[0]
 
     def lengths(self) -> Tensor:
         """int32 [batch_size]: tokens of each request."""

@@ -23,19 +23,28 @@ def split_cache(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[
     """K and V pages as two views [pages, page_size, heads, head_dim].
 
     Args:
-        cache: a pair of 4-D tensors, or one 5-D tensor with K and V at dim 1.
+        cache: a pair of 4-D tensors, or one 5-D tensor with K and V at dim 1. For pages of one token, page_size may be
+            left out: a pair of 3-D tensors, or one 4-D tensor.
         kv_layout: NHD: [pages, page_size, heads, head_dim]; HND: [pages, heads, page_size, head_dim].
     """
     if isinstance(cache, Tensor):
-        if cache.ndim != 5 or cache.shape[1] != 2:
-            raise ValueError(f"paged_kv_cache has shape {list(cache.shape)}: one tensor must be 5-D with 2 at dim 1")
+        if cache.ndim not in (4, 5) or cache.shape[1] != 2:
+            raise ValueError(
+                f"paged_kv_cache has shape {list(cache.shape)}: one tensor must be 5-D with 2 at dim 1, or 4-D with "
+                "pages of one token"
+            )
         k, v = cache.unbind(1)
     else:
         if not isinstance(cache, (tuple, list)) or len(cache) != 2:
             raise ValueError("paged_kv_cache must be one 5-D tensor or a pair (k, v) of 4-D tensors")
         k, v = cache
-        if k.ndim != 4 or v.ndim != 4:
-            raise ValueError(f"paged_kv_cache has shapes {list(k.shape)} and {list(v.shape)}: a pair must be 4-D each")
+        if k.ndim not in (3, 4) or v.ndim != k.ndim:
+            raise ValueError(
+                f"paged_kv_cache has shapes {list(k.shape)} and {list(v.shape)}: a pair must be 4-D each, or 3-D with "
+                "pages of one token"
+            )
+    if k.ndim == 3:
+        return k.unsqueeze(1), v.unsqueeze(1)
     return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
 
 

@@ -15,24 +15,32 @@ from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
 
-def planned(cell: Cell, batch: Batch, backend: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Plan the cell's batch; returns what computes it over k and v: pages, or rows for a ragged cell."""
+def prepared(cell: Cell, batch: Batch, backend: str) -> tuple[Callable[[], None], Callable[[Tensor, Tensor], Tensor]]:
+    """What plans the cell's batch, and what then computes it over k and v: pages, or rows for a ragged cell."""
     spec, workspace = batch.spec, torch.empty(0, dtype=torch.uint8, device=batch.q.device)
     shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk)
     dtypes: dict[str, Any] = {"q_data_type": spec.q_dtype, "kv_data_type": spec.kv_dtype}
     table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
     if cell.ragged:
         ragged = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        _, _, indptr = batch.rows()
-        ragged.plan(batch.qo.indptr, indptr, *shape, causal=True, **dtypes)
-        return lambda k, v: ragged.run(batch.q, k, v)  # type: ignore[return-value]
+        rows = (batch.qo.indptr, batch.rows()[2])
+        return lambda: ragged.plan(*rows, *shape, causal=True, **dtypes), lambda k, v: ragged.run(batch.q, k, v)  # type: ignore[return-value]
     if cell.operation == "decode":
         decode = BatchDecodeWithPagedKVCacheWrapper(workspace, backend=backend)
-        decode.plan(*table, *shape, cell.page_size, **dtypes)
-        return lambda k, v: decode.run(batch.q, (k, v))  # type: ignore[return-value]
+        return lambda: decode.plan(*table, *shape, cell.page_size, **dtypes), lambda k, v: decode.run(batch.q, (k, v))  # type: ignore[return-value]
     prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
-    prefill.plan(batch.qo.indptr, *table, *shape, cell.page_size, causal=True, **dtypes)
-    return lambda k, v: prefill.run(batch.q, (k, v))  # type: ignore[return-value]
+    tables = (batch.qo.indptr, *table)
+    return (
+        lambda: prefill.plan(*tables, *shape, cell.page_size, causal=True, **dtypes),
+        lambda k, v: prefill.run(batch.q, (k, v)),  # type: ignore[return-value]
+    )
+
+
+def planned(cell: Cell, batch: Batch, backend: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """What computes the cell's batch, planned."""
+    plan, run = prepared(cell, batch, backend)
+    plan()
+    return run
 
 
 def sampled_error(batch: Batch, out: Tensor, requests: int = 2) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
@@ -15,7 +16,7 @@ from triton import language as tl
 
 from quire import __version__
 from quire.bench.batches import Batch
-from quire.bench.calls import planned, sampled_error
+from quire.bench.calls import prepared, sampled_error
 from quire.bench.cells import Cell
 
 DECODE = (
@@ -84,6 +85,18 @@ def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
     return sorted(times)[rounds // 2] / len(runs)
 
 
+def host_seconds(call: Callable[[], Any], calls: int = 100) -> float:
+    """Median seconds until a call returns to the host, which does not wait for the device."""
+    times = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+        if len(times) % 10 == 0:  # or a full queue would make the host wait
+            torch.cuda.synchronize()
+    return sorted(times)[calls // 2]
+
+
 def ceilings() -> dict[str, float]:
     """Reading memory in GB/s, and bf16 matrix products in TFLOP/s."""
     x = torch.zeros(1 << 29, dtype=torch.int32, device="cuda")
@@ -120,13 +133,15 @@ def measure(name: str, backend: str, rounds: int) -> dict[str, Any]:
     """One cell: microseconds per layer, rate, and the error against the oracle (on a few requests)."""
     cell = Cell.parse(name)
     batch = cell.make("cuda")
-    run, rows = planned(cell, batch, backend), batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
+    (plan, run), rows = prepared(cell, batch, backend), batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
+    plan()
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     copies = max(2, -(-max(_SPREAD, _L2_TIMES * l2) // cell.kv_bytes(batch)))
     caches = [rows, *((rows[0].clone(), rows[1].clone()) for _ in range(copies - 1))]
     error = sampled_error(batch, run(*rows))
+    host = {"plan_host_us": host_seconds(plan) * 1e6, "run_host_us": host_seconds(partial(run, *rows)) * 1e6}
     seconds = graph_seconds([partial(run, *kv) for kv in caches], rounds)
-    row: dict[str, Any] = {"cell": name, "us": seconds * 1e6, "error": error}
+    row: dict[str, Any] = {"cell": name, "us": seconds * 1e6, **host, "error": error}
     if cell.operation == "decode":
         row["gb_s"] = cell.kv_bytes(batch) / seconds / 1e9
     else:
@@ -150,13 +165,14 @@ def table(result: dict[str, Any]) -> str:
     top, unit = (tops["read_gb_s"], "GB/s") if decode else (tops["matmul_tflop_s"], "TFLOP/s")
     peer = "" if decode else " SDPA µs, dense |"
     lines = [
-        f"| cell | Quire µs |{peer} {unit} | of {top:,.0f} {unit} | error |",
-        "|---|--:|" + ("" if decode else "--:|") + "--:|--:|--:|",
+        f"| cell | Quire µs |{peer} {unit} | of {top:,.0f} {unit} | error | host: plan µs | run µs |",
+        "|---|--:|" + ("" if decode else "--:|") + "--:|--:|--:|--:|--:|",
     ]
     for row in result["cells"]:
         rate = row.get("gb_s", row.get("tflop_s"))
         other = "" if decode else f" {row['sdpa_us']:.0f} |" if row["sdpa_us"] else " - |"
         lines.append(
             f"| {row['cell']} | {row['us']:.1f} |{other} {rate:,.0f} | {rate / top:.0%} | {row['error']:.1e} |"
+            f" {row['plan_host_us']:.0f} | {row['run_host_us']:.0f} |"
         )
     return "\n".join(lines)

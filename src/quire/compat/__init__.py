@@ -1,7 +1,7 @@
 """Makes `import flashinfer` mean Quire within this process, for programs that cannot be edited.
 
 Importing this module installs it; `uninstall` undoes that. Torch is not imported before the program asks for an
-operation. docs/flashinfer.md tells what such programs find.
+operation. `path` tells what reaches other processes. docs/flashinfer.md tells what such programs find.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FLASHINFER_VERSION", "install", "uninstall"]
+from quire.compat.absent import NAMES, absent
+
+__all__ = ["FLASHINFER_VERSION", "install", "path", "uninstall"]
 
 FLASHINFER_VERSION = "0.7.2"  # whose names and meanings Quire's are
 
-_JIT = "quire.compat.jit"
+_JIT, _ABSENT = "quire.compat.jit", "quire.compat.absent"
 _OPERATIONS = (
     "cascade",
     "decode",
@@ -33,10 +36,16 @@ _OPERATIONS = (
     "sampling",
     "sparse",
 )
-# FlashInfer's modules, and ours that have their names. One appears where its first source exists.
-_SOURCES = {
+# FlashInfer's modules, and ours that have their names. One appears where its first source exists, or where the table of
+# what Quire has not has names of it.
+_SOURCES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(NAMES, ()),
+    # Programs look for FlashInfer's ready-made kernels, and without them for a compiler, which Quire does not need.
+    **dict.fromkeys(("flashinfer_cubin", "flashinfer_jit_cache"), ()),
     "flashinfer": ("quire",),
     "flashinfer.attention": ("quire.batch", _JIT),
+    **dict.fromkeys(("flashinfer.cudnn", "flashinfer.cudnn.decode", "flashinfer.cudnn.prefill"), (_ABSENT,)),
+    **dict.fromkeys(("flashinfer.cutile", "flashinfer.cutile.cutile_common"), (_ABSENT,)),
     "flashinfer.jit": (_JIT,),
     "flashinfer.jit.attention": (_JIT,),
     "flashinfer.jit.attention.modules": (_JIT,),
@@ -51,7 +60,8 @@ _SOURCES = {
 
 
 def _exists(name: str) -> bool:
-    return name in _SOURCES and (not _SOURCES[name] or find_spec(_SOURCES[name][0]) is not None)
+    sources = _SOURCES.get(name)
+    return name in NAMES or (sources is not None and (not sources or find_spec(sources[0]) is not None))
 
 
 class _StandIn(ModuleType):
@@ -60,7 +70,7 @@ class _StandIn(ModuleType):
     def _named(self) -> dict[str, ModuleType]:
         """The public names, and the module of ours that has each."""
         found: dict[str, ModuleType] = {}
-        for source in map(import_module, _SOURCES[self.__name__]):
+        for source in map(import_module, filter(find_spec, _SOURCES[self.__name__])):
             for name in source.__all__:
                 if not name.startswith("__"):
                     found.setdefault(name, source)
@@ -73,6 +83,8 @@ class _StandIn(ModuleType):
         if _exists(inner):
             return import_module(inner)
         value = None if source is None else getattr(source, name)
+        if source is None and name in NAMES.get(self.__name__, ()):
+            value = absent(self.__name__, name)
         if value is None or isinstance(value, ModuleType):  # a module of Quire's that FlashInfer has not
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}: Quire, which stands in for it, has none"
@@ -84,7 +96,7 @@ class _StandIn(ModuleType):
         parts = (name.rpartition(".") for name in _SOURCES if _exists(name))
         inner = {name for parent, _, name in parts if parent == self.__name__}
         own = (name for name, source in self._named().items() if not isinstance(getattr(source, name), ModuleType))
-        return sorted({*self.__dict__, *own, *inner})
+        return sorted({*self.__dict__, *own, *inner, *NAMES.get(self.__name__, ())})
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -120,6 +132,13 @@ def install() -> None:
         raise RuntimeError(f"flashinfer is imported already, from {where}: quire.compat must come before it")
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+
+
+def path() -> str:
+    """A folder that makes `import flashinfer` mean Quire in any process that has it on PYTHONPATH, before the folder of
+    an installed FlashInfer. For processes that a program starts by itself.
+    """
+    return str(Path(__file__).parent / "shim")
 
 
 def uninstall() -> None:

@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from quire.attention.pages import table
+from quire.page import get_batch_indices_positions
 
 _NAMES = (
     "gen_batch_attention_module",
@@ -34,14 +39,11 @@ __all__ = [  # noqa: PLE0604
     "attention_sink_decl",
     "build_jit_specs",
     "filename_safe_dtype_map",
+    "get_page_module",
 ]
 
 filename_safe_dtype_map = {x: str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
 attention_sink_decl = {"fa2": "AttentionSink", "fa3": "AttentionSink"}  # a name; FlashInfer's are programs in C++
-
-
-class MissingJITCacheError(RuntimeError):
-    """For programs that catch it; Quire does not raise it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,14 @@ class JitSpec:
     name: str
 
 
+class MissingJITCacheError(RuntimeError):
+    """For programs that catch it, and ask for its `spec`; Quire does not raise it."""
+
+    def __init__(self, message: str, spec: JitSpec | None = None) -> None:
+        super().__init__(message)
+        self.spec = spec
+
+
 def _spec(name: str, *args: Any, **kwargs: Any) -> JitSpec:
     given = (*args, *kwargs.values())
     return JitSpec("_".join([name.removeprefix("gen_"), *(str(filename_safe_dtype_map.get(x, x)) for x in given)]))
@@ -58,6 +68,18 @@ def _spec(name: str, *args: Any, **kwargs: Any) -> JitSpec:
 
 def build_jit_specs(specs: Iterable[JitSpec], verbose: bool = False, skip_prebuilt: bool = True) -> None:
     """Does nothing."""
+
+
+def get_page_module() -> SimpleNamespace:
+    """What programs call of `flashinfer.page` past its functions."""
+    return SimpleNamespace(get_batch_indices_positions=_get_batch_indices_positions)
+
+
+def _get_batch_indices_positions(
+    append_indptr: Tensor, seq_lens: Tensor, batch_indices: Tensor, positions: Tensor
+) -> None:
+    table(seq_lens, "seq_lens")
+    get_batch_indices_positions(append_indptr, seq_lens, len(batch_indices), batch_indices, positions)
 
 
 def __getattr__(name: str) -> Callable[..., JitSpec]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from quire.attention.spec import FLOATS8, as_dtype, check
+from quire.attention.spec import FLOATS8, LOG2E, AttentionSpec, as_dtype, check
 
 __all__ = [
     "BackendSupportedError",
@@ -39,6 +39,8 @@ __all__ = [
     "is_sm121a_supported",
     "is_sm12x_supported",
     "is_sm90a_supported",
+    "ln2",
+    "log2e",
     "next_positive_power_of_2",
     "round_up",
     "version_at_least",
@@ -82,6 +84,7 @@ class BackendSupportedError(Exception):
 
 
 canonicalize_torch_dtype = as_dtype
+log2e, ln2 = LOG2E, 1 / LOG2E
 
 
 def get_compute_capability(device: torch.device | str) -> tuple[int, int]:
@@ -119,13 +122,17 @@ def get_device_sm_count(device: torch.device | str) -> int:
 
 
 def is_fa3_backend_supported(*args: object, **kwargs: object) -> bool:
-    """False: Quire has none of FlashAttention 3's kernels. backend="fa3" means "auto", as all of FlashInfer's do."""
-    return False
+    """True: backend="fa3" means "auto", as all of FlashInfer's names do, which computes whatever can be planned."""
+    return True
 
 
 def is_fa3_prefill_head_dim_supported(head_dim_qk: int, head_dim_vo: int) -> bool:
-    """False, as `is_fa3_backend_supported`."""
-    return False
+    """Whether heads may have these sizes."""
+    try:
+        AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
+    except ValueError:
+        return False
+    return True
 
 
 def determine_attention_backend(*args: object, **kwargs: object) -> str:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from quire.attention.items import Items
 from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout
 from quire.attention.spec import AttentionSpec, check
+from quire.attention.tensors import check_qkv
 from quire.kernels import registry
 from quire.kernels.ops import operation, traced
+from quire.kernels.pack import pack
+
+Scale = float | Tensor
+_layer = lru_cache(maxsize=1024)(AttentionSpec)
 
 
 def attend(
@@ -27,8 +36,7 @@ def attend(
     if not traced(call.q):
         return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
     kv, mask, items = call.kv, call.mask, call.items
-    scales = (call.q_scale, call.k_scale, call.v_scale)
-    per_head = [x if isinstance(x, Tensor) else None for x in scales]
+    q_scale, k_scale, v_scale, numbers = _apart(call.q_scale, call.k_scale, call.v_scale)
     _attend(
         out,
         lse,
@@ -50,10 +58,10 @@ def attend(
         items.positions if items is not None else None,
         items.length if items is not None else 0,
         call.sinks,
-        per_head[0],
-        per_head[1],
-        per_head[2],
-        [1.0 if isinstance(x, Tensor) else float(x) for x in (*scales, call.pe_gain)],
+        q_scale,
+        k_scale,
+        v_scale,
+        [*numbers, float(call.pe_gain)],
         call.max_q_len,
         call.spec.text,
         backend,
@@ -62,6 +70,23 @@ def attend(
         sm_scale,
     )
     return None
+
+
+def _apart(*scales: Scale) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[float]]:
+    """The scales of q, k and v as an operation takes them: those that are tensors, and the numbers of the others."""
+    q_scale, k_scale, v_scale = (x if isinstance(x, Tensor) else None for x in scales)
+    return q_scale, k_scale, v_scale, [1.0 if isinstance(x, Tensor) else float(x) for x in scales]
+
+
+def _together(
+    numbers: list[float], q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
+) -> tuple[Scale, Scale, Scale]:
+    q_number, k_number, v_number = numbers
+    return (
+        q_number if q_scale is None else q_scale,
+        k_number if k_scale is None else k_scale,
+        v_number if v_scale is None else v_scale,
+    )
 
 
 def _compute(
@@ -83,6 +108,9 @@ def _compute(
         )
     if isinstance(call.kv, PageTable):
         call.kv.check_pool(len(call.k))
+    elif call.kv.indptr.device.type == "cpu":
+        end = int(call.kv.indptr[-1])
+        check(len(call.k) >= end, "k.shape", list(call.k.shape), f"at least kv_indptr[-1] = {end} tokens")
     sinks = call.sinks is not None
     if window_left is not None or logits_soft_cap is not None or sm_scale is not None or sinks != spec.sinks:
         call.spec = registry.layer(spec, window_left, logits_soft_cap, sm_scale, sinks)
@@ -130,7 +158,7 @@ def _attend(
     items = None
     if prefix_lens is not None and item_positions is not None:
         items = Items(prefix_lens, item_positions, items_len)
-    scale = [number if x is None else x for x, number in zip((q_scale, k_scale, v_scale), scales[:3], strict=True)]
+    scale = _together(scales[:3], q_scale, k_scale, v_scale)
     call = registry.Call(
         q=q,
         k=k,
@@ -152,3 +180,106 @@ def _attend(
         arrivals=arrivals,
     )
     _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
+
+
+def attend_one(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    custom_mask: Tensor | None,
+    packed_custom_mask: Tensor | None,
+    scales: tuple[Scale, Scale, Scale],
+    **layer: Any,
+) -> None:
+    """Attention of one request, which needs no plan: nothing is copied to a device, so that graphs can capture it.
+
+    Args:
+        out, lse: where to write, as `attend`.
+        q: [q_len, num_qo_heads, head_dim_qk].
+        k, v: [kv_len, num_kv_heads, head_dim].
+        custom_mask: bool [q_len, kv_len]; packed_custom_mask: the same in bits, which wins where both are given.
+        scales: of q, k and v.
+        layer: what is left of `torch.ops.quire.attend_one`'s arguments.
+
+    Raises:
+        ValueError: a tensor that does not fit, or a layer that nobody can compute.
+    """
+    _attend_one(out, lse, q, k, v, custom_mask, packed_custom_mask, *_apart(*scales), **layer)
+
+
+@operation("attend_one", "out", "lse")
+def _attend_one(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    custom_mask: Tensor | None,
+    packed_custom_mask: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    scales: list[float],
+    causal: bool,
+    pos_encoding: str,
+    window_left: int,
+    logits_soft_cap: float,
+    sm_scale: float | None,
+    rope_scale: float,
+    rope_theta: float,
+    batch_invariant: bool,
+    backend: str,
+) -> None:
+    """`torch.ops.quire.attend_one`: the layer is made below the operation, where nothing is traced."""
+    mask = _whole_mask(len(q), len(k), custom_mask, packed_custom_mask, q.device)
+    spec = _layer(
+        num_qo_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim_qk=q.shape[2],
+        head_dim_vo=v.shape[2],
+        q_dtype=q.dtype,
+        kv_dtype=k.dtype,
+        o_dtype=out.dtype,
+        causal=causal and mask is None,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        pos_encoding=pos_encoding,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        custom_mask=mask is not None,
+        batch_invariant=batch_invariant,
+    )
+    check_qkv(q, k, v, spec, q.device)
+    qo, kv = RaggedLayout(_ends(len(q), q.device)), RaggedLayout(_ends(len(k), q.device))
+    gains = _together(scales, q_scale, k_scale, v_scale)
+    call = registry.Call(q, k, v, qo, kv, spec, mask, None, *gains)
+    call.max_q_len = len(q)
+    registry.attend(call, out, lse, backend)
+
+
+def _ends(length: int, device: torch.device) -> Tensor:
+    """int32 [0, length], made on the device."""
+    if not length:
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    return torch.arange(0, length + 1, length, dtype=torch.int32, device=device)
+
+
+def _whole_mask(
+    q_len: int, kv_len: int, custom_mask: Tensor | None, packed: Tensor | None, device: torch.device
+) -> PackedMask | None:
+    bits, size = packed, -(-q_len * kv_len // 8)
+    if bits is None:
+        if custom_mask is None:
+            return None
+        check(custom_mask.dtype == torch.bool, "custom_mask.dtype", custom_mask.dtype, "torch.bool")
+        fits = custom_mask.numel() == q_len * kv_len
+        check(fits, "custom_mask.shape", list(custom_mask.shape), f"q_len * kv_len = {q_len * kv_len} entries")
+        bits = torch.empty(size, dtype=torch.uint8, device=custom_mask.device)
+        pack(custom_mask.flatten(), None, None, bits, False)
+    fits = bits.dtype == torch.uint8 and bits.ndim == 1 and len(bits) >= size
+    given = f"{bits.dtype} of shape {list(bits.shape)}"
+    check(fits, "packed_custom_mask", given, f"a uint8 vector of ceil(q_len * kv_len / 8) = {size} bytes")
+    return PackedMask(bits.to(device), _ends(size, device))

@@ -110,8 +110,9 @@ class Repeat(Protocol):
         out: int,
         lse: int | None,
         sinks: int | None,
+        stream: int,
     ) -> bool:
-        """Do it, with tensors at these addresses; False, and nothing done, if that does not go for them."""
+        """Do it on a stream, with tensors at these addresses; False, and nothing done, if it does not go for them."""
 
 
 class Family(Protocol):

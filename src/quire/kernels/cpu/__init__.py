@@ -155,7 +155,7 @@ def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
         sums.fill_(-torch.inf)
     name = " x ".join(str(t).removeprefix("torch.") for t in (spec.q_dtype, spec.kv_dtype))
     # Keys that have to be rotated are, in tiles; otherwise few rows read them in place.
-    tiled = p.q_len > (0 if len(p.rope) else STREAMED_ROWS // p.group)
+    tiled = p.q_len > (0 if len(p.rope) or spec.batch_invariant else STREAMED_ROWS // p.group)
     streamed = np.flatnonzero(~tiled & (p.q_len > 0))
     if len(streamed):
         _stream(p, streamed, name)

@@ -209,7 +209,7 @@ def attend_tile(p, b, h, i0, i1, k, v, q, s, acc, m, l):
     q[:], acc[:], m[:], l[:] = 0, 0, -np.inf, 0
     pack_queries(p, b, h, first, rows, q)
     end = min(p.kv_len[b], past + i1) if p.causal else p.kv_len[b]
-    for t0 in range(first_key(p, b, i0), end, KEYS):
+    for t0 in range(first_key(p, b, i0) // KEYS * KEYS, end, KEYS):
         n = min(KEYS, end - t0)
         widen(p, p.k, p.k_strides, b, h, t0, n, p.dim_qk, k)
         widen(p, p.v, p.v_strides, b, h, t0, n, p.dim_vo, v)

@@ -6,7 +6,6 @@ compiled for; `launch.py` how it starts.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +17,7 @@ from triton import language as tl
 from quire.attention.pages import PageTable
 from quire.attention.spec import FLOATS, LOG2E, AttentionSpec
 from quire.kernels.registry import Call
+from quire.kernels.rope import turns_of
 from quire.kernels.triton import attention
 from quire.kernels.triton.config import Config, Machine, Tuning, parts, product_types, tune
 from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat
@@ -30,8 +30,6 @@ def declines(spec: AttentionSpec, device: torch.device) -> str | None:
         return None if device.type == "cpu" else "it is interpreted, on the CPU"
     if device.type != "cuda":
         return f"it needs a GPU, or TRITON_INTERPRET=1, and does not compute on {device.type}"
-    if spec.pos_encoding == "ROPE_LLAMA" and spec.head_dim_qk > 256:
-        return f"it rotates heads up to 256, not {spec.head_dim_qk}"
     return None
 
 
@@ -186,13 +184,6 @@ def _config(
 
 
 @lru_cache(maxsize=64)
-def _turns(head_dim: int, rope_scale: float, rope_theta: float, device: torch.device) -> Tensor:
-    half = head_dim // 2
-    steps = torch.arange(half, dtype=torch.float64) / half
-    return (rope_theta**-steps / rope_scale / (2 * math.pi)).to(device)
-
-
-@lru_cache(maxsize=64)
 def _slopes(spec: AttentionSpec, device: torch.device) -> Tensor:
     return (spec.alibi_slopes() * LOG2E).to(device)
 
@@ -202,6 +193,11 @@ def _split_scale(scale: float | Tensor, heads: int) -> tuple[float, Tensor | Non
     if isinstance(scale, Tensor):
         return 1.0, scale.float().reshape(-1).expand(heads).contiguous()
     return float(scale), None
+
+
+def _reach(x: Tensor) -> int:
+    """How many elements lie between the first and the last."""
+    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _bytes(x: Tensor, on: Machine) -> Tensor:
@@ -244,8 +240,7 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
         k_gain, k_scale = _split_scale(k_gain, spec.num_kv_heads)
         v_gain, v_scale = _split_scale(v_gain, spec.num_kv_heads)
     scale = spec.sm_scale * LOG2E * q_gain * k_gain
-    pe_token = call.k_pe.stride(1) if call.k_pe is not None else 0
-    far = max(k_token, v_token, pe_token) * page_size >= 1 << 31
+    far = max(_reach(k), _reach(v), 0 if call.k_pe is None else _reach(call.k_pe)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, scale <= 0, far)
     tokens, batch = q.shape[0], call.qo.indptr.shape[0] - 1
     cut = _cut(spec, device, page_size, tokens, batch, call.max_q_len, flags)
@@ -271,7 +266,7 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
             items.prefix_lens if items is not None else None,
             items.positions if items is not None else None,
             _slopes(spec, device) if cut.c.alibi else None,
-            _turns(spec.head_dim_qk, spec.rope_scale, spec.rope_theta, device) if cut.c.rope else None,
+            turns_of(spec.head_dim_qk, spec.rope_scale, spec.rope_theta, 1.0, 4.0, 0.0, device) if cut.c.rope else None,
             q_scale,
             k_scale,
             v_scale,

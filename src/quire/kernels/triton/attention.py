@@ -106,7 +106,6 @@ def attend_tile(
     """Units first to last (of `cost`) of one tile, to its rows of out and lse, or to slots if that is not all."""
     rows = rows_of(tile, h, request, layer, masks, c)
     q1, q2, rows = queries_of(queries, rows, request, layer, c)
-    h64 = h.to(tl.int64)
 
     # Keys begin to high are those that some row sees, those before `clear` are seen by all.
     past = request.kv_len - request.q_len
@@ -132,23 +131,23 @@ def attend_tile(
         for u in range(low // c.unit + first, stop):
             acc_2, m_2, l_2 = nothing(c)
             acc_2, m_2, l_2 = walk(
-                acc_2, m_2, l_2, q1, q2, rows, request, h64, cache, layer, masks, window,
+                acc_2, m_2, l_2, q1, q2, rows, request, h, cache, layer, masks, window,
                 tl.maximum(begin, u * c.unit), tl.minimum(high, (u + 1) * c.unit), lowest, high, True, c,
             )  # fmt: skip
-            if whole:
-                acc, m, l = fold(acc, m, l, acc_2, m_2, l_2)
-            else:
+            if c.split and not whole:
                 save(results, slot, acc_2, m_2, l_2, rows.real, c)
                 slot += 1
+            else:
+                acc, m, l = fold(acc, m, l, acc_2, m_2, l_2)
     else:
         if not (c.window or c.mask or c.items):
             acc, m, l = walk(
-                acc, m, l, q1, q2, rows, request, h64, cache, layer, masks, window,
+                acc, m, l, q1, q2, rows, request, h, cache, layer, masks, window,
                 begin, clear, lowest, high, False, c,
             )  # fmt: skip
             begin = tl.maximum(begin, clear)
         acc, m, l = walk(
-            acc, m, l, q1, q2, rows, request, h64, cache, layer, masks, window, begin, high, lowest, high, True, c
+            acc, m, l, q1, q2, rows, request, h, cache, layer, masks, window, begin, high, lowest, high, True, c
         )
         if c.split and not whole:
             save(results, slot, acc, m, l, rows.real, c)
@@ -176,7 +175,8 @@ def merge_parts(results, layer, request, tile, h, begin, cost, origin, final, c:
     count = final - origin + 1
     if c.invariant:
         count = cost
-    for n in range(count):
+    ahead: tl.constexpr = 4 if c.block_m * c.dv <= 64 * 128 else 1  # as registers have room for
+    for n in tl.range(count, loop_unroll_factor=ahead):
         if c.invariant:
             slot = begin + n
         else:
@@ -243,7 +243,7 @@ def attend(
 
     q, k, v, out: as in `quire.kernels.registry.Call`; lse: float32 [tokens, heads]. With `split`, part: float32 [slots,
     part_rows, dim_vo] and after it [slots, part_rows, 2]; arrivals: int32 [programs], 0 before and after. Strides
-    count elements. scale and cap are in base 2; turns: float64 [dim_qk / 2].
+    count elements. scale and cap are in base 2; turns: int64 [dim_qk / 2].
     """
     tables = Tables(qo_indptr, kv_indptr, last_page_len, batch, tokens, entries, window)
     queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head)

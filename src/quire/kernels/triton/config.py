@@ -34,7 +34,7 @@ class Config:
         shaped: logits are scaled before anything else happens to them (soft cap, ALiBi, scales that differ by row).
         keys_first: latent keys are the left side of their product with queries.
         reload: they are loaded again as values.
-        far: the tokens of a page may lie 2**31 elements apart.
+        far: the cache reaches 2**31 elements or further.
         normed: rows of queries are brought near 1 by a power of two, so that halves hold them; implies shaped.
         pad_heads: query heads, padded to a power of two.
     """

@@ -22,22 +22,30 @@ INTERPRETED = isinstance(_nothing, InterpretedFunction)  # TRITON_INTERPRET=1: o
 class Repeat:
     """A launch that is to be repeated with other tensors of the same kinds, for a fraction of what the first took."""
 
-    def __init__(
-        self, compiled: Any, programs: int, device: int, others: tuple[Tensor | None, ...], rest: tuple[Any, ...]
-    ) -> None:
-        self._run, self._programs, self._device, self._kept = compiled.run, programs, device, others
+    def __init__(self, compiled: Any, programs: int, others: tuple[Tensor | None, ...], rest: tuple[Any, ...]) -> None:
+        self._run, self._programs, self._kept = compiled.run, programs, others
         self._rest = (*(None if x is None else x.data_ptr() for x in others), *rest)
-        self._handle = (compiled.function, compiled.packed_metadata)
+        self._function, self._metadata = compiled.function, compiled.packed_metadata
 
-    def __call__(self, *addresses: int | None) -> bool:
+    def __call__(
+        self,
+        q: int,
+        q_pe: int | None,
+        k: int,
+        v: int,
+        k_pe: int | None,
+        out: int,
+        lse: int | None,
+        sinks: int | None,
+        stream: int,
+    ) -> bool:
         """Launch with these addresses in place of the first tensors; False, and nothing done, if one is not aligned."""
-        low = 0
-        for address in addresses[:ALIGNED]:
-            low |= address or 0
-        if low & 15:
+        if (q | k | v | out | (q_pe or 0) | (k_pe or 0)) & 15:
             return False
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._run(self._programs, 1, 1, stream, *self._handle, None, None, None, *addresses, *self._rest)
+        self._run(
+            self._programs, 1, 1, stream, self._function, self._metadata, None, None, None,
+            q, q_pe, k, v, k_pe, out, lse, sinks, *self._rest,
+        )  # fmt: skip
         return True
 
 
@@ -88,7 +96,7 @@ class Launcher:
             if low & 15 or compiled is None:
                 return None
             self._compiled[key] = compiled
-            return Repeat(compiled, programs, device, others, rest)
-        repeat = Repeat(compiled, programs, device, others, rest)
-        repeat(*addresses)
+            return Repeat(compiled, programs, others, rest)
+        repeat = Repeat(compiled, programs, others, rest)
+        repeat(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type, call-arg]
         return repeat

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import triton
 from triton import language as tl
 
+from quire.kernels.triton.rope import cos_sin
+
 LOG2E = tl.constexpr(1.4426950408889634)
-TWO_PI = tl.constexpr(6.283185307179586)
 
 
 class Cache(NamedTuple):
@@ -33,7 +34,7 @@ class Cache(NamedTuple):
 
 class Layer(NamedTuple):
     """What logits and sums meet; `scale` and `cap` in base 2. `pe_gain`: a factor of what the second parts of queries
-    and keys multiply to. `turns`: how often an element turns per position.
+    and keys multiply to. `turns`: see `quire.kernels.rope.turns_of`.
     """
 
     scale: tl.tensor
@@ -93,13 +94,10 @@ def widen(x, to: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def turn(x, other, d, position, turns, c: tl.constexpr):
-    """Elements d of heads, and those half a head away, turned by ROPE_LLAMA's angle at a position. Whole turns are
-    dropped in float64, or an angle would lose a digit for each digit of the position.
-    """
+    """Elements d of heads, and those half a head away, turned by ROPE_LLAMA's angle at a position."""
     half: tl.constexpr = c.dim_qk // 2
-    turned = position.to(tl.float64) * tl.load(turns + d % half)
-    angle = (turned - tl.floor(turned)).to(tl.float32) * TWO_PI
-    return x * tl.cos(angle) + tl.where(d < half, -1.0, 1.0) * other * tl.sin(angle)
+    cos, sin = cos_sin(position.to(tl.int64) * tl.load(turns + d % half))
+    return x * cos + tl.where(d < half, -other, other) * sin
 
 
 @triton.jit
@@ -117,29 +115,18 @@ def load_queries(start, d0, width: tl.constexpr, rows, turns, c: tl.constexpr):
 
 @triton.jit
 def load_keys(start, d0, width: tl.constexpr, seen, j, turns, guarded: tl.constexpr, c: tl.constexpr):
-    """Elements d0 to d0 + width of keys, [width, block_n]; their heads begin at `start`, `seen` are read."""
-    d = d0 + tl.arange(0, width)[:, None]
-    inside = seen[None, :] & (d < c.dim_qk)
+    """Elements d0 to d0 + width of keys, [block_n, width]; their heads begin at `start`, `seen` are read."""
+    d = d0 + tl.arange(0, width)[None, :]
+    inside = seen[:, None] & (d < c.dim_qk)
     if guarded or d0 + width > c.dim_qk:
-        x = tl.load(start[None, :] + d, inside, 0.0)
-    else:
-        x = tl.load(start[None, :] + d)
-    if c.rope:
-        half: tl.constexpr = c.dim_qk // 2
-        other = tl.load(start[None, :] + tl.where(d < half, d + half, d - half), inside, 0.0)
-        x = turn(widen(x, tl.float32, c), widen(other, tl.float32, c), d, j[None, :], turns, c)
-        return x
-    return widen(x, c.qk_type, c)
-
-
-@triton.jit
-def load_latent(start, seen, guarded: tl.constexpr, c: tl.constexpr):
-    """The first part of latent keys, which are values, [block_n, dv]; their tokens begin at `start`."""
-    d = tl.arange(0, c.dv)[None, :]
-    if guarded:
-        x = tl.load(start[:, None] + d, seen[:, None], 0.0)
+        x = tl.load(start[:, None] + d, inside, 0.0)
     else:
         x = tl.load(start[:, None] + d)
+    if c.rope:
+        half: tl.constexpr = c.dim_qk // 2
+        other = tl.load(start[:, None] + tl.where(d < half, d + half, d - half), inside, 0.0)
+        x = turn(widen(x, tl.float32, c), widen(other, tl.float32, c), d, j[:, None], turns, c)
+        return x
     return widen(x, c.qk_type, c)
 
 
@@ -163,7 +150,8 @@ def place(cache, request, j, c: tl.constexpr):
         page = tl.load(cache.indices + request.kv_begin + j // c.page_size, j < request.kv_len, 0)
     else:
         page = request.kv_begin + j
-    return tl.minimum(tl.maximum(page, 0), cache.pages - 1).to(tl.int64)
+    page = tl.minimum(tl.maximum(page, 0), cache.pages - 1)
+    return page.to(tl.int64) if c.far else page
 
 
 @triton.jit
@@ -221,6 +209,8 @@ def walk(
     takes those that it sees; otherwise all rows see all of them.
     """
     gain = 1.0 if c.shaped else layer.scale  # what is left to multiply logits with
+    if c.far:
+        h = h.to(tl.int64)
     page = place(cache, request, begin + tl.arange(0, c.block_n), c)
     for t0 in range(begin, end, c.block_n):
         j = t0 + tl.arange(0, c.block_n)
@@ -230,25 +220,22 @@ def walk(
             within = within.to(tl.int64)
         k_start = cache.k + page * cache.k_page + within * cache.k_token + h * cache.k_head
         v_start = cache.v + page * cache.v_page + within * cache.v_token + h * cache.v_head
+        rest_start = k_start
+        if c.latent:
+            rest_start = cache.pe + page * cache.pe_page + within * cache.pe_token - c.d1
+        # The next block's pages are asked for before this one's keys: no load waits for another in the same step.
+        page = place(cache, request, j + c.block_n, c)
+        k1 = load_keys(k_start, 0, c.d1, seen, j, layer.turns, guarded, c)
         # A latent key serves as key and as value, of which one is turned round. Triton lets loads run ahead of what
         # is computed if it likes the form of both products: this one for small tiles, the other for large ones, and
         # for bytes, which are widened between, only loads of their own for each (the second finds the cache's lines).
         if c.keys_first:
-            keys = load_latent(k_start, seen, guarded, c)
+            s = tl.trans(tl.dot(k1, tl.trans(q1), input_precision=c.precision))
         else:
-            k1 = load_keys(k_start, 0, c.d1, seen, j, layer.turns, guarded, c)
-            keys = tl.trans(k1) if c.latent and not c.reload else k1
-        if c.latent:
-            k_start = cache.pe + page * cache.pe_page + within * cache.pe_token - c.d1
-        # The next block's pages are asked for before this one's keys: no load waits for another in the same step.
-        page = place(cache, request, j + c.block_n, c)
-        if c.keys_first:
-            s = tl.trans(tl.dot(keys, tl.trans(q1), input_precision=c.precision))
-        else:
-            s = tl.dot(q1, k1, input_precision=c.precision)
+            s = tl.dot(q1, tl.trans(k1), input_precision=c.precision)
         if c.d2 > 0:
-            k2 = load_keys(k_start, c.d1, c.d2, seen, j, layer.turns, guarded, c)
-            s = tl.dot(q2, k2, s, input_precision=c.precision)
+            k2 = load_keys(rest_start, c.d1, c.d2, seen, j, layer.turns, guarded, c)
+            s = tl.dot(q2, tl.trans(k2), s, input_precision=c.precision)
         if c.shaped:
             s = shape(s, rows, j, layer.cap, c)
         if guarded:
@@ -259,6 +246,6 @@ def walk(
         shrink = tl.exp2(m - base)
         l = l * shrink + tl.sum(p, 1)
         m = m_new
-        value = load_values(v_start, keys, seen, guarded, c)
+        value = load_values(v_start, k1, seen, guarded, c)
         acc = tl.dot(p.to(c.pv_type), value, acc * shrink[:, None], input_precision=c.precision)
     return acc, m, l

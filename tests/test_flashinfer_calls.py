@@ -1,0 +1,406 @@
+"""Calls as programs written for FlashInfer make them: by position, with its caches, buffers, plans and attributes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import quire as flashinfer
+from quire.attention import AttentionSpec
+from quire.bench.batches import Batch, random_batch, relative_error
+
+F16, F8 = torch.float16, torch.float8_e4m3fn
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SPEC = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=F16)
+HEADS = (8, 2, 64)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def batch(rng, device):
+    return random_batch(SPEC, [1] * 5, [30, 1, 16, 90, 17], 16, device=device)
+
+
+@pytest.fixture
+def prompts(rng, device):
+    return random_batch(SPEC, [5, 1, 40], [30, 1, 40], 16, device=device)
+
+
+def workspace(device: str, size: int = 1 << 25) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def tables(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len
+
+
+def close(result, batch: Batch, **changes):
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    exact, exact_lse = Batch(**{**vars(batch), **changes}).exact()
+    assert relative_error(out, exact) < 1e-3
+    if lse is not None:
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+
+
+def decoder(batch: Batch, *args, **options):
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(batch.q.device), *args, **options)
+    wrapper.plan(*tables(batch), *HEADS, batch.kv.page_size, q_data_type=F16)
+    return wrapper
+
+
+def prefiller(batch: Batch, *args, **options):
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(batch.q.device), *args, **options)
+    wrapper.plan(batch.qo.indptr, *tables(batch), *HEADS, batch.kv.page_size, causal=True, q_data_type=F16)
+    return wrapper
+
+
+# Workspaces.
+
+
+def test_workspaces_of_just_the_size_that_is_told(batch, prompts):
+    for one, make, before in ((batch, decoder, ()), (prompts, prefiller, (prompts.qo.indptr,))):
+        wrapper = make(one)
+        earlier = wrapper._spec
+        sizes = wrapper.workspace_size(*before, *tables(one), 8, 2, 64, 16, q_data_type=F16)
+        assert all(isinstance(size, int) and size > 0 for size in sizes)
+        assert wrapper._spec is earlier
+        close(wrapper.run(one.q, (one.k, one.v), return_lse=True), one)
+        wrapper.reset_workspace_buffer(*(workspace(one.q.device, size) for size in sizes))
+        wrapper.plan(*before, *tables(one), *HEADS, 16, q_data_type=F16, **({"causal": True} if before else {}))
+        close(wrapper.run(one.q, (one.k, one.v), return_lse=True), one)
+        assert wrapper._plan_info is not None
+
+
+def test_sizes_of_workspaces_are_asked_for_by_position(batch, prompts):
+    heads = (8, 2, 64, 16)
+    wrapper = decoder(batch)
+    layer = ("NONE", -1, 0.0, F16, None, None, None, None, None, None)
+    told = wrapper.workspace_size(*tables(batch), *heads, *layer, None, None, None, False, 4)
+    assert told == wrapper.workspace_size(*tables(batch), *heads, q_data_type=F16, q_len_per_req=4)
+    with pytest.raises(TypeError, match="too many positional"):
+        wrapper.workspace_size(*tables(batch), *heads, *layer, None, None, None, False, 4, True)
+    with pytest.raises(ValueError, match="head_dim_qk = 60"):
+        wrapper.workspace_size(*tables(batch), 8, 2, 60, 16)
+    layer = (None, None, None, True, "NONE", False, None, -1, None, None, None, F16, F16, F16)
+    rest = (None, None, 0, None, None, None, None, None, None, 16, False)
+    assert prefiller(prompts).workspace_size(prompts.qo.indptr, *tables(prompts), *heads, *layer, *rest)[0] > 0
+
+
+def test_sizes_of_workspaces_of_cuda_graphs(batch, device):
+    buffers = [torch.full((n,), 7, dtype=torch.int32, device=device) for n in (6, 64, 5)]
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
+    assert min(wrapper.workspace_size(*tables(batch), *HEADS, 16, q_data_type=F16)) > 0
+    assert all(bool((x == 7).all()) for x in buffers)
+
+
+# Caches and scales.
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_of_one_token_need_no_dimension(layout, rng, device):
+    batch = random_batch(SPEC, [3, 3], [30, 17], 1, device=device)
+    k, v = batch.k[:, 0], batch.v[:, 0]
+    for cache in ((k, v), torch.stack((k, v), 1)):
+        close(prefiller(batch, layout).run(batch.q, cache, return_lse=True), batch)
+    empty = torch.zeros(2, *k.shape, dtype=F16, device=device)
+    new = torch.randn(2, 4, 2, 64, dtype=F16, device=device)
+    requests, positions = torch.tensor([[0, 0, 1, 1], [0, 2, 1, 16]], dtype=torch.int32, device=device)
+    flashinfer.append_paged_kv_cache(
+        *new, requests, positions, (empty[0], empty[1]), batch.kv.indices, *tables(batch)[::2], layout
+    )
+    places = batch.kv.indices[batch.kv.indptr[requests] + positions].long()
+    assert torch.equal(empty[:, places], new)
+    assert empty.count_nonzero() == new.count_nonzero()
+
+
+def test_scales_by_position_multiply_those_by_name(batch, prompts):
+    half, per_head = torch.full((8,), 0.5), torch.tensor([2.0, 0.5])
+    for one, make in ((batch, decoder), (prompts, prefiller)):
+        wrapper, scales = make(one), (half.to(one.q.device), per_head.to(one.q.device))
+        scaled = {"k_scale": per_head.to(one.q.device) * 0.5, "v_scale": 3.0}
+        close(wrapper.run(one.q, (one.k, one.v), *scales, v_scale=3.0), one, **scaled)
+        close(wrapper.run(one.q, (one.k, one.v), *scales, 1.5, v_scale=2.0, return_lse=True), one, **scaled)
+        with pytest.raises(ValueError, match=r"arguments by position = 4 .* at most 3"):
+            wrapper.run(one.q, (one.k, one.v), 1.0, 1.0, 1.0, True)
+
+
+def test_scales_of_one_request_multiply(rng, device):
+    batch = random_batch(SPEC, [7], [40], 16, device=device)
+    k, v, _ = batch.rows()
+    out = flashinfer.single_prefill_with_kv_cache(
+        batch.q, k, v, 0.5, 0.5, torch.tensor([3.0, 1.0], device=device), causal=True, k_scale=2.0, v_scale=0.5
+    )
+    close(out, batch, k_scale=0.5, v_scale=torch.tensor([1.5, 0.5], device=device))
+
+
+def test_fp8_queries(rng, device):
+    spec = SPEC.but(q_dtype=F8, kv_dtype=F8, o_dtype=F16)
+    batch = random_batch(spec, [5, 9], [30, 17], 16, device=device)
+    k, v, indptr = batch.rows()
+    ones = [torch.ones(n, device=device) for n in (8, 2, 2)]
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(batch.qo.indptr, indptr, *HEADS, causal=True, q_data_type=F8, kv_data_type=F8, o_data_type=F16)
+    close(wrapper.run(batch.q, k, v, *ones, return_lse=True), batch)
+    wrapper.plan(batch.qo.indptr, indptr, *HEADS, causal=True, q_data_type=F8)
+    assert wrapper.run(batch.q, k, v).dtype == torch.bfloat16
+
+
+# Sinks.
+
+SINK = (
+    "uri",
+    F16,
+    F16,
+    F16,
+    torch.int32,
+    64,
+    64,
+    ["sink"],
+    ["float"],
+    ["sm_scale"],
+    ["double"],
+    "AttentionSink",
+    "decl",
+)
+
+
+def test_sinks_by_position(prompts, batch):
+    device, scale = prompts.q.device, 0.3
+    sink = torch.randn(8, device=device)
+    changes = {"spec": SPEC.but(sinks=True, sm_scale=scale), "sinks": sink}
+    k, v, indptr = prompts.rows()
+    jit = {"jit_args": SINK, "jit_kwargs": {"use_sliding_window": False}}
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD", **jit)
+    ragged.plan(prompts.qo.indptr, indptr, *HEADS, causal=True, q_data_type=F16)
+    for _ in range(2):
+        close(ragged.run(prompts.q, k, v, sink, scale), prompts, **changes)
+    close(ragged.run_return_lse(prompts.q, k, v, sink, sm_scale=scale), prompts, **changes)
+    close(ragged.run(prompts.q, k, v, sinks=sink, sm_scale=scale), prompts, **changes)
+    paged = prefiller(prompts, **jit)
+    close(paged.run(prompts.q, (prompts.k, prompts.v), sink, scale), prompts, **changes)
+    close(decoder(batch, jit_args=SINK).run(batch.q, (batch.k, batch.v), sink, scale), batch, **changes)
+    with pytest.raises(ValueError, match=r"arguments by position = 3 .* at most 2"):
+        paged.run(prompts.q, (prompts.k, prompts.v), sink, scale, 1.0)
+
+
+def test_sinks_over_pages_of_one_token(rng, device):
+    batch, sink = random_batch(SPEC, [3, 4], [30, 17], 1, device=device), torch.randn(8, device=device)
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace(device), backend="fa3", head_dim_qk=64)
+    wrapper.plan(batch.qo.indptr.cpu(), *(x.cpu() for x in tables(batch)), *HEADS, 1, causal=True, q_data_type=F16)
+    cache = (batch.k[:, 0], batch.v[:, 0])
+    spec = SPEC.but(sinks=True, sm_scale=0.2)
+    close(wrapper.run(batch.q, cache, sink, 0.2), batch, spec=spec, sinks=sink)
+
+
+@pytest.mark.parametrize("wrapper", ["BatchDecode", "BatchPrefill"])
+def test_kernels_of_a_programs_own_are_refused(wrapper):
+    make = getattr(flashinfer, f"{wrapper}WithPagedKVCacheWrapper")
+    for jit_args in ((*SINK[:11], "FlashSigmoid", "decl"), ("uri",)):
+        with pytest.raises(ValueError, match=r"jit_args = .* AttentionSink"):
+            make(workspace("cpu", 16), jit_args=jit_args)
+
+
+# Plans.
+
+
+def test_plans_by_position(batch):
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(batch.q.device))
+    layer = ("NONE", 7, 2.0, "float16", None, "float32", None, 0.25, None, None, True, None, None, None, False, 1)
+    wrapper.plan(*tables(batch), *HEADS, 16, *layer)
+    out = wrapper.run(batch.q, (batch.k, batch.v))
+    assert out.dtype == torch.float32
+    close(out, batch, spec=SPEC.but(window_left=7, logits_soft_cap=2.0, sm_scale=0.25))
+
+
+def test_plans_of_engines(batch, device):
+    buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (6, 64, 5)]
+    graph = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
+    for wrapper in (decoder(batch), graph):
+        wrapper.plan(*tables(batch), *HEADS, 16, q_data_type=F16, o_data_type=torch.float32)
+        wrapper.plan = partial(flashinfer.fast_decode_plan, wrapper)
+        for host in (None, batch.kv.indptr.cpu()):
+            wrapper.plan(*tables(batch), *HEADS, 16, q_data_type=F16, data_type=F16, global_override_indptr_cpu=host)
+            result = wrapper.run(batch.q, (batch.k, batch.v), return_lse=True)
+            assert result[0].dtype == torch.float32
+            close(result, batch)
+        assert wrapper.workspace_size(*tables(batch), *HEADS, 16)[0] > 0
+    graph.plan(*(torch.zeros_like(x) for x in tables(batch)), *HEADS, 16, q_data_type=F16)  # only their sizes count
+    close(graph.run(batch.q, (batch.k, batch.v)), batch)
+
+
+def test_tables_may_be_strided_and_lie_anywhere(batch, prompts):
+    strided = [torch.stack((x, x + 99), 1)[:, 0] for x in tables(batch)]
+    wrapper = decoder(batch)
+    expected = wrapper.run(batch.q, (batch.k, batch.v))
+    wrapper.plan(*strided, *HEADS, 16, q_data_type=F16)
+    assert torch.equal(wrapper.run(batch.q, (batch.k, batch.v)), expected)
+    wrapper.plan(*strided[:2], strided[2].cpu(), *HEADS, 16, q_data_type=F16)
+    assert torch.equal(wrapper.run(batch.q, (batch.k, batch.v)), expected)
+    paged = prefiller(prompts)
+    expected = paged.run(prompts.q, (prompts.k, prompts.v))
+    indptr, indices, last = tables(prompts)
+    paged.plan(prompts.qo.indptr.cpu(), indptr.cpu(), indices, last.cpu(), *HEADS, 16, causal=True, q_data_type=F16)
+    assert torch.equal(paged.run(prompts.q, (prompts.k, prompts.v)), expected)
+
+
+def test_requests_without_pages(rng, device):
+    batch = random_batch(SPEC, [1, 1], [0, 130], 16, device=device)
+    for wrapper in (decoder(batch, "NHD"), prefiller(batch)):
+        out, lse = wrapper.run(batch.q, (batch.k, batch.v), return_lse=True)
+        assert not out[0].any()
+        assert bool((lse[0] == -torch.inf).all())
+        close((out, lse), batch)
+
+
+def test_what_plans_leave_to_be_read(batch, prompts):
+    for one, make in ((batch, decoder), (prompts, prefiller)):
+        wrapper = make(one, backend="fa2")
+        assert type(wrapper._max_kv_len) is int
+        assert wrapper._max_kv_len == int(one.kv.lengths().max())
+        assert wrapper._backend == "fa2"
+        assert wrapper.prewarm_paged_kv_stride_variant() is None
+        assert wrapper.prewarm_paged_kv_stride_variant("independent") is None
+        with pytest.raises(ValueError, match="variant = 'shared'"):
+            wrapper.prewarm_paged_kv_stride_variant("shared")
+    assert [decoder(batch, backend=name).resolved_backend for name in ("auto", "fa2", "fa3")] == ["fa2", "fa2", "fa3"]
+    with pytest.raises(RuntimeError, match=r"plan\(\) must be called"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu", 16)).prewarm_paged_kv_stride_variant()
+
+
+def test_several_query_tokens_per_request(rng, device):
+    batch = random_batch(SPEC, [3, 3], [30, 17], 16, device=device)
+    buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 64, 2)]
+    graph = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers, use_tensor_cores=True)
+    for wrapper in (decoder(batch, use_tensor_cores=True), graph):
+        wrapper.plan(*tables(batch), *HEADS, 16, q_data_type=F16, q_len_per_req=3)
+        assert wrapper._qo_indptr_buf.tolist() == [0, 3, 6]
+        close(wrapper.run(batch.q, (batch.k, batch.v)), batch)
+        with pytest.raises(ValueError, match=r"q_len_per_req must be >= 1"):
+            wrapper.plan(*tables(batch), *HEADS, 16, q_data_type=F16, q_len_per_req=0)
+        with pytest.raises(ValueError, match=r"6 tokens, batch size \* q_len_per_req"):
+            wrapper.run(batch.q[:2], (batch.k, batch.v))
+        close(wrapper.run(batch.q, (batch.k, batch.v)), batch)
+    with pytest.raises(ValueError, match="frozen cudagraph shape"):
+        graph.plan(*tables(batch), *HEADS, 16, q_data_type=F16)
+    close(graph.run(batch.q, (batch.k, batch.v)), batch)
+
+
+def test_what_one_gpu_alone_has_is_refused(prompts):
+    for option in ("use_fp16_softmax", "uses_spcompress"):
+        with pytest.raises(ValueError, match=f"{option} is not supported"):
+            prefiller(prompts).run(prompts.q, (prompts.k, prompts.v), **{option: True})
+        close(prefiller(prompts).run(prompts.q, (prompts.k, prompts.v), **{option: None}), prompts)
+
+
+# Buffers of CUDA graphs.
+
+
+def integers(*sizes):
+    return [torch.zeros(n, dtype=torch.int32) for n in sizes]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "buffers", "message"),
+    [
+        ("BatchDecodeWithPaged", [], "paged_kv_indptr_buffer should be a torch.Tensor in cudagraph mode"),
+        ("BatchDecodeWithPaged", integers(6), "paged_kv_indices_buffer should be a torch.Tensor in cudagraph mode"),
+        ("BatchDecodeWithPaged", integers(6, 9), "paged_kv_last_page_len_buffer should be a torch.Tensor in cudagraph"),
+        ("BatchDecodeWithPaged", integers(6, 9, 6), r"size of paged_kv_indptr_buffer should be batch_size \+ 1: .* 6 "),
+        ("BatchDecodeWithPaged", [torch.zeros(6)], "paged_kv_indptr_buffer is torch.float32"),
+        ("BatchDecodeWithPaged", [integers(12)[0][::2]], r"paged_kv_indptr_buffer.stride\(\) = \(2,\) .* contiguous"),
+        ("BatchPrefillWithPaged", [], "qo_indptr_buf should be a torch.Tensor in CUDA graph mode"),
+        ("BatchPrefillWithPaged", integers(6, 6, 9), "paged_kv_last_page_len_buf should be a torch.Tensor in CUDA"),
+        ("BatchPrefillWithPaged", integers(6, 5, 9, 5), r"length of paged_kv_indptr_buf should be batch_size \+ 1"),
+        ("BatchPrefillWithPaged", integers(6, 6, 9, 4), r"length of paged_kv_last_page_len_buf should be batch_size"),
+        ("BatchPrefillWithRagged", integers(6), "kv_indptr_buf should be a torch.Tensor in CUDA graph mode"),
+        ("BatchPrefillWithRagged", integers(6, 5), r"length of kv_indptr_buf should be batch_size \+ 1"),
+    ],
+)
+def test_buffers_that_do_not_fit(wrapper, buffers, message):
+    make = getattr(flashinfer, f"{wrapper}KVCacheWrapper")
+    before = (False,) if "Decode" in wrapper else ()
+    with pytest.raises(ValueError, match=message):
+        make(workspace("cpu", 16), "NHD", True, *before, *buffers)
+
+
+# One request.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"custom_mask": torch.ones(3, 9, dtype=torch.bool)}, r"custom_mask.shape = \[3, 9\] .* = 30 entries"),
+        ({"custom_mask": torch.ones(3, 10)}, r"custom_mask.dtype = torch.float32"),
+        ({"packed_custom_mask": torch.ones(3, dtype=torch.uint8)}, r"uint8 of shape \[3\].* = 4 bytes"),
+        ({"scale_k": torch.ones(5)}, r"k_scale = \[5\] .* 2 heads"),
+        ({"kv_cache_sf": 1}, "kv_cache_sf is not supported"),
+        ({"backend": "nobody"}, "backend = 'nobody' is unknown"),
+        ({"window_left": -2}, "window_left = -2"),
+        ({"pos_encoding_mode": "XPOS"}, "pos_encoding_mode = 'XPOS'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_single_requests_that_do_not_fit(options, message):
+    q, k = torch.randn(3, 8, 64), torch.randn(10, 2, 64)
+    with pytest.raises(ValueError, match=message):
+        flashinfer.single_prefill_with_kv_cache(q, k, k, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (10, 3, 64)}, "num_qo_heads = 8 .* multiple of num_kv_heads = 3"),
+        ({"v": (9, 2, 64)}, r"v has shape \[9, 2, 64\]: it must be \[10, 2, 64\]"),
+        ({"k": (10, 2, 32)}, r"k has shape \[10, 2, 32\]"),
+        ({"q": (8, 64)}, r"q.shape = \[8, 64\]"),
+        ({"k": (10, 64)}, r"k and v must be 3-D"),
+    ],
+)
+def test_tensors_of_single_requests_that_do_not_fit(change, message):
+    shapes = {"q": (3, 8, 64), "k": (10, 2, 64), "v": (10, 2, 64), **change}
+    with pytest.raises(ValueError, match=message):
+        flashinfer.single_prefill_with_kv_cache(*(torch.randn(shape) for shape in shapes.values()))
+
+
+def test_single_requests_of_no_length(device):
+    q, k = torch.randn(3, 8, 64, device=device), torch.randn(10, 2, 64, device=device)
+    out, lse = flashinfer.single_prefill_with_kv_cache_return_lse(q, k[:0], k[:0])
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+    out, lse = flashinfer.single_prefill_with_kv_cache_return_lse(q[:0], k, k)
+    assert (out.shape, lse.shape) == ((0, 8, 64), (0, 8))
+
+
+@pytest.mark.gpu
+def test_single_requests_are_captured():
+    q, k, v = (torch.randn(n, h, 64, dtype=F16, device="cuda") for n, h in ((40, 8), (90, 2), (90, 2)))
+    mask = torch.rand(40, 90, device="cuda") < 0.5
+
+    def both():
+        masked = flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=mask)
+        return masked, flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True)
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for x in (q, k, v):
+        x.normal_()
+    graph.replay()
+    torch.testing.assert_close(captured, both(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_single_requests_compile_into_graphs():
+    q, k, v = (torch.randn(n, h, 64, dtype=F16, device="cuda") for n, h in ((40, 8), (90, 2), (90, 2)))
+    compiled = torch.compile(flashinfer.single_prefill_with_kv_cache, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):
+        x = torch.randn_like(q)
+        expected = flashinfer.single_prefill_with_kv_cache(x, k, v, causal=True)
+        torch.testing.assert_close(compiled(x, k, v, causal=True), expected, rtol=0, atol=0)
