@@ -212,6 +212,16 @@ def test_ragged_prefill(layout, prompts):
         wrapper.run(prompts.q, *((k[:5], v[:5]) if layout == "NHD" else (k[:, :5], v[:, :5])))
 
 
+def test_arguments_of_run_by_position(batch):
+    """As they are printed in FlashInfer's documentation."""
+    out, lse = decoder(batch).run(batch.q, (batch.k, batch.v), None, None, 2.0, True)
+    exact, exact_lse = batch.exact()
+    assert relative_error(out, 2 * exact) < 3e-3
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="arguments by position = 5"):
+        decoder(batch).run(batch.q, (batch.k, batch.v), None, None, None, True, None)
+
+
 def test_bases_and_layouts_of_lse(prompts):
     wrapper = prefiller(prompts)
     cache = (prompts.k, prompts.v)

@@ -39,7 +39,7 @@ def test_interpreted_latent_attention_is_as_defined():
 
 
 def test_interpreted_tokens_are_appended():
-    interpret("test_page.py", "documented or looks or minus_one or tokens_are_appended or one_node")
+    interpret("test_page.py", "documented or minus_one or tokens_are_appended or looks and HND and float32")
 
 
 def test_interpreted_heads_turn_as_defined():

@@ -359,7 +359,7 @@ class AttentionWrapper:
         sinks: Tensor | None,
     ) -> tuple[Scale | None, Scale | None, Scale | None, float | None, Tensor | None]:
         """The arguments of a run that may come by position: see the class."""
-        most = 2 if self._sink_by_position else 3
+        most = 2 if self._sink_by_position else 4
         check(len(args) <= most, "arguments by position", len(args), f"at most {most} after the tensors")
         if self._sink_by_position:
             sinks = args[0] if args else sinks

@@ -219,7 +219,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             paged_kv_cache: a pair (k, v) of 4-D tensors, NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages,
                 num_kv_heads, page_size, head_dim]; or one 5-D tensor with k and v at dim 1. Any strides with the last
                 one 1; k and v may differ in strides. With pages of one token, their dimension may be left out.
-            args: q_scale, k_scale and v_scale (or the sink and sm_scale, where `jit_args` asked for it).
+            args: q_scale, k_scale, v_scale and return_lse (or the sink and sm_scale, where `jit_args` asked for it).
             q_scale, k_scale, v_scale: factors of what is stored (for fp8): numbers, or tensors with one per head. Those
                 given by position and by name are multiplied.
             return_lse: also return the logarithms (base 2) of the softmax denominators.
@@ -236,6 +236,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             ValueError: a tensor that does not fit the plan.
         """
         if args or self._sink_by_position:
+            return_lse = bool(args[3]) if len(args) == 4 else return_lse
             q_scale, k_scale, v_scale, sm_scale, sinks = self._by_position(
                 args, q_scale, k_scale, v_scale, sm_scale, sinks
             )

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._wrapper import AttentionWrapper, DType, fitting, fixed_batch, refuse
+from quire._buffers import fitting, fixed_batch
+from quire._wrapper import AttentionWrapper, DType, refuse
 from quire.attention.pages import PageTable, RaggedLayout, table
 from quire.attention.spec import FLOATS8, AttentionSpec, as_dtype, check
 from quire.attention.tensors import check_tensor

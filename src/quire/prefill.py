@@ -210,6 +210,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         The other arguments, results and errors are those of `BatchDecodeWithPagedKVCacheWrapper.run`.
         """
         if args or self._sink_by_position:
+            return_lse = bool(args[3]) if len(args) == 4 else return_lse
             q_scale, k_scale, v_scale, sm_scale, sinks = self._by_position(
                 args, q_scale, k_scale, v_scale, sm_scale, sinks
             )

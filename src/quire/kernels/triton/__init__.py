@@ -169,6 +169,8 @@ def _config(
         mask=spec.custom_mask,
         items=spec.items,
         latent=spec.latent,
+        keys_first=spec.latent and tuning.block_m < 64 and spec.kv_dtype.itemsize > 1,
+        reload=spec.latent and spec.kv_dtype.itemsize == 1,
         far=far,
         sinks=spec.sinks,
         q_scale=q_scale,

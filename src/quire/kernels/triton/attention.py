@@ -175,7 +175,8 @@ def merge_parts(results, layer, request, tile, h, begin, cost, origin, final, c:
     count = final - origin + 1
     if c.invariant:
         count = cost
-    for n in tl.range(count, loop_unroll_factor=4):
+    ahead: tl.constexpr = 4 if c.block_m * c.dv <= 64 * 128 else 1  # as registers have room for
+    for n in tl.range(count, loop_unroll_factor=ahead):
         if c.invariant:
             slot = begin + n
         else:

@@ -32,6 +32,8 @@ class Config:
         precision: of float32 products.
         e4m3, e5m2: keys and values are bytes to be widened without the GPU's help.
         shaped: logits are scaled before anything else happens to them (soft cap, ALiBi, scales that differ by row).
+        keys_first: latent keys are the left side of their product with queries.
+        reload: they are loaded again as values.
         far: the cache reaches 2**31 elements or further.
         normed: rows of queries are brought near 1 by a power of two, so that halves hold them; implies shaped.
         pad_heads: query heads, padded to a power of two.
@@ -64,6 +66,8 @@ class Config:
     mask: bool
     items: bool
     latent: bool
+    keys_first: bool
+    reload: bool
     far: bool
     sinks: bool
     q_scale: bool
@@ -115,7 +119,7 @@ def tune(spec: AttentionSpec, block_m: int, paged: bool, shared_memory: int) -> 
     room = shared_memory // (2 if block_m <= 64 else 1) - 2 * block_m * width * wide_types
     if block_m <= 64:  # bytes in flight count: halves of them for fp8
         block_n, stages = (128, 3) if spec.kv_dtype.itemsize == 1 and shared_memory > 200 << 10 else (64, 4)
-    else:  # addresses of pages are paid for per block of keys, so that larger ones win, where registers are not the limit
+    else:  # addresses of pages are paid for per block of keys, so that larger ones win if there are registers
         large = width <= 64 or (paged and shared_memory > 200 << 10)
         block_n, stages = (128, 2 if width > 64 else 3) if large else (64, 3)
     if wide_types == 4 or width > 256:

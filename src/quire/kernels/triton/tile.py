@@ -134,7 +134,7 @@ def load_keys(start, d0, width: tl.constexpr, seen, j, turns, guarded: tl.conste
 def load_values(start, keys, seen, guarded: tl.constexpr, c: tl.constexpr):
     """Values, [block_n, dv], whose heads begin at `start`; those of a latent cache are its keys' first part."""
     dv = tl.arange(0, c.dv)[None, :]
-    if c.latent:
+    if c.latent and not c.reload:
         return keys.to(c.pv_type)
     if guarded or c.dv > c.dim_vo:
         x = tl.load(start[:, None] + dv, seen[:, None] & (dv < c.dim_vo), 0.0)
@@ -226,7 +226,13 @@ def walk(
         # The next block's pages are asked for before this one's keys: no load waits for another in the same step.
         page = place(cache, request, j + c.block_n, c)
         k1 = load_keys(k_start, 0, c.d1, seen, j, layer.turns, guarded, c)
-        s = tl.dot(q1, tl.trans(k1), input_precision=c.precision)
+        # A latent key serves as key and as value, of which one is turned round. Triton lets loads run ahead of what
+        # is computed if it likes the form of both products: this one for small tiles, the other for large ones, and
+        # for bytes, which are widened between, only loads of their own for each (the second finds the cache's lines).
+        if c.keys_first:
+            s = tl.trans(tl.dot(k1, tl.trans(q1), input_precision=c.precision))
+        else:
+            s = tl.dot(q1, tl.trans(k1), input_precision=c.precision)
         if c.d2 > 0:
             k2 = load_keys(rest_start, c.d1, c.d2, seen, j, layer.turns, guarded, c)
             s = tl.dot(q2, tl.trans(k2), s, input_precision=c.precision)
