@@ -126,8 +126,8 @@ def test_scales_by_position_multiply_those_by_name(batch, prompts):
         scaled = {"k_scale": per_head.to(one.q.device) * 0.5, "v_scale": 3.0}
         close(wrapper.run(one.q, (one.k, one.v), *scales, v_scale=3.0), one, **scaled)
         close(wrapper.run(one.q, (one.k, one.v), *scales, 1.5, v_scale=2.0, return_lse=True), one, **scaled)
-        with pytest.raises(ValueError, match=r"arguments by position = 4 .* at most 3"):
-            wrapper.run(one.q, (one.k, one.v), 1.0, 1.0, 1.0, True)
+        with pytest.raises(ValueError, match=r"arguments by position = 5 .* at most 4"):
+            wrapper.run(one.q, (one.k, one.v), 1.0, 1.0, 1.0, True, None)
 
 
 def test_scales_of_one_request_multiply(rng, device):
