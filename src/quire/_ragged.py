@@ -159,7 +159,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
                 args, q_scale, k_scale, v_scale, sm_scale, sinks
             )
         own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale)
-        done = self._repeat(q, (k, v), out, lse, sinks, return_lse, *own, kv_cache_sf)
+        done = self._repeat(q, (k, v), out, lse, sinks, return_lse, (own, kv_cache_sf))
         if done is not None:
             return done
         refuse(kv_cache_sf=kv_cache_sf)

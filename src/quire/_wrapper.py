@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from quire._buffers import check_workspace, fitting, fixed_batch
 from quire.attention.items import Items
@@ -112,7 +113,7 @@ class AttentionWrapper:
         self._checking = asked("QUIRE_CHECK") if check is None else check
         self._invariant = asked("QUIRE_BATCH_INVARIANT") if batch_invariant is None else batch_invariant
         self._device_is_gpu = self.device.type == "cuda"
-        self._repeatable = self._device_is_gpu and not self._checking
+        self._repeatable, self._index = self._device_is_gpu and not self._checking, self.device.index
         self._repeats: dict[Any, tuple[registry.Repeat, bool, int]] = {}
         self._key: Any = None
         self._use_cuda_graph = use_cuda_graph
@@ -295,7 +296,7 @@ class AttentionWrapper:
         lse: Tensor | None,
         sinks: Tensor | None,
         return_lse: bool,
-        *options: Any,
+        options: tuple[Any, ...],
         q_pe: Tensor | None = None,
         k_pe: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor] | None:
@@ -309,11 +310,11 @@ class AttentionWrapper:
         """
         self._key = None
         k, v = cache if isinstance(cache, tuple) and len(cache) == 2 else (cache, cache)
-        if not self._repeatable or type(q) is not Tensor or torch.compiler.is_compiling():
+        if not self._repeatable or type(q) is not Tensor or is_compiling():
             return None
         if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
             return None
-        if torch._C._cuda_getDevice() != self.device.index:  # launches need the device to be the current one
+        if torch._C._cuda_getDevice() != self._index:  # launches need the device to be the current one
             return None
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
@@ -326,7 +327,7 @@ class AttentionWrapper:
             self._key = key
             return None
         repeat, alike, v_offset = found
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
         if stream and not (self._use_cuda_graph or self._captured):  # the default stream cannot be captured
             self._captured = torch.cuda.is_current_stream_capturing()
         if out is None:

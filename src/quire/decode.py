@@ -240,10 +240,11 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             q_scale, k_scale, v_scale, sm_scale, sinks = self._by_position(
                 args, q_scale, k_scale, v_scale, sm_scale, sinks
             )
-        own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req)
-        done = self._repeat(
-            q, paged_kv_cache, out, lse, sinks, return_lse, *own, kv_cache_sf, skip_softmax_threshold_scale_factor
-        )
+        options = (
+            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req, kv_cache_sf,
+            skip_softmax_threshold_scale_factor,
+        )  # fmt: skip
+        done = self._repeat(q, paged_kv_cache, out, lse, sinks, return_lse, options)
         if done is not None:
             return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)

@@ -330,7 +330,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         if ckv_scale_arr is None:
             cache = (ckv_cache, ckv_cache)
             own = (return_lse_base_on_e, ckv_scale, kpe_scale, *foreign)
-            done = self._repeat(q_nope, cache, out, lse, sinks, return_lse, *own, q_pe=pe[0], k_pe=pe[1])
+            done = self._repeat(q_nope, cache, out, lse, sinks, return_lse, own, pe[0], pe[1])
             if done is not None:
                 return done
         refuse(**dict(zip(_FOREIGN, foreign, strict=True)))

@@ -216,7 +216,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             )
         own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout)
         beyond = (kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress)
-        done = self._repeat(q, paged_kv_cache, out, lse, sinks, return_lse, *own, *beyond)
+        done = self._repeat(q, paged_kv_cache, out, lse, sinks, return_lse, (own, beyond))
         if done is not None:
             return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
