@@ -235,6 +235,16 @@ def test_checked_mode_names_what_is_wrong(batch):
         wrapper.run(batch.q.cuda(), (batch.k.cuda(), batch.v.cuda()))
 
 
+def test_checked_appends_name_what_is_wrong(batch, monkeypatch):
+    monkeypatch.setenv("QUIRE_CHECK", "1")
+    indptr, indices, last = tables(batch)
+    caches, key = (batch.k.cuda(), batch.v.cuda()), torch.ones(2, 2, 64, dtype=BF16, device="cuda")
+    places = torch.tensor([[-1, 1], [0, 16]], dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match=r"positions\[1\] = 16 is out of range for request 1, which has pages for 16"):
+        quire.append_paged_kv_cache(key, key, *places, caches, indices, indptr, last)
+    quire.append_paged_kv_cache(key, key, places[0], places[1] - 1, caches, indices, indptr, last)
+
+
 def test_a_small_workspace_is_refused_with_the_size_that_is_needed(batch):
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 10, dtype=torch.uint8, device="cuda"))
     with pytest.raises(ValueError, match=r"float_workspace_buffer = '1024 bytes' .* (\d+) bytes are needed") as refusal:

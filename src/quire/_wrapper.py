@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from copy import copy
 from functools import lru_cache
@@ -22,7 +21,7 @@ from quire.attention.spec import AttentionSpec, as_dtype, check
 from quire.attention.tensors import check_layout, check_qkv, check_tensor, outputs
 from quire.kernels import registry
 from quire.kernels.attend import attend
-from quire.kernels.ops import traced
+from quire.kernels.ops import asked, traced
 
 DType = str | torch.dtype
 Scale = float | Tensor
@@ -48,11 +47,6 @@ def takes_sink(jit_args: Any) -> bool:
 def product(a: Scale | None, b: Scale | None) -> Scale | None:
     """Two factors in one, either of which may be missing."""
     return b if a is None else a if b is None else a * b
-
-
-def asked(variable: str) -> bool:
-    """Whether an environment variable is set to something other than 0."""
-    return os.environ.get(variable, "0") not in ("", "0")
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.pages import PageTable
-from quire.kernels.ops import operation
+from quire.kernels.ops import asked, operation
 
 
 @operation("append", "k_cache", "v_cache")
@@ -31,15 +31,17 @@ def append(
     table = PageTable(kv_indptr, kv_indices, kv_last_page_len, k_cache.shape[1])
     if k_cache.element_size() == 1:  # neither way moves fp8; bytes are bytes
         k_cache, v_cache, key, value = (x.view(torch.uint8) for x in (k_cache, v_cache, key, value))
-    if requests.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+    if requests.is_cuda and asked("QUIRE_CHECK"):
+        _check(requests.cpu(), positions.cpu(), table.to("cpu"), len(k_cache))
+    if requests.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
         from quire.kernels.triton.append import append as append_on_gpu
 
         append_on_gpu(k_cache, v_cache, key, value, requests, positions, table)
         return
+    _check(requests, positions, table, len(k_cache))
     kept = requests >= 0
     if not bool(kept.all()):
         key, value, requests, positions = key[kept], value[kept], requests[kept], positions[kept]
-    _check(requests, positions, table, len(k_cache))
     requests, positions = requests.long(), positions.long()
     entry = table.indptr.long()[requests] + positions // table.page_size
     page, slot = table.indices.long()[entry], positions % table.page_size
@@ -48,13 +50,14 @@ def append(
 
 
 def _check(requests: Tensor, positions: Tensor, table: PageTable, num_pages: int) -> None:
-    """Refuse tokens outside their request's pages, naming the first."""
-    if not len(requests):
+    """Refuse tokens outside their request's pages, naming the first; those of requests below 0 are nobody's."""
+    kept = requests >= 0
+    if not bool(kept.any()):
         return
     if int(requests.max()) >= table.batch_size:
         raise ValueError(f"batch_indices names request {int(requests.max())}: there are {table.batch_size}")
-    room = table.indptr.diff()[requests.long()] * table.page_size
-    bad = (positions < 0) | (positions >= room)
+    room = table.indptr.diff()[requests.clamp(min=0).long()] * table.page_size
+    bad = kept & ((positions < 0) | (positions >= room))
     if bool(bad.any()):
         i = int(bad.nonzero()[0])
         where = f"request {int(requests[i])}, which has pages for {int(room[i])} tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
@@ -10,6 +11,11 @@ import torch
 from torch import Tensor
 
 P = ParamSpec("P")
+
+
+def asked(variable: str) -> bool:
+    """Whether an environment variable is set to something other than 0."""
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 def traced(x: object) -> bool:
