@@ -16,6 +16,7 @@ def _nothing():
 
 
 ALIGNED = 6  # tensors of a launch for whose alignment the kernel is compiled
+DIRECT = torch.version.cuda is not None and triton.__version__.startswith("3.6.")  # whose launcher is known
 INTERPRETED = isinstance(_nothing, InterpretedFunction)  # TRITON_INTERPRET=1: on the CPU, slowly
 
 
@@ -23,9 +24,16 @@ class Repeat:
     """A launch that is to be repeated with other tensors of the same kinds, for a fraction of what the first took."""
 
     def __init__(self, compiled: Any, programs: int, others: tuple[Tensor | None, ...], rest: tuple[Any, ...]) -> None:
-        self._run, self._programs, self._kept = compiled.run, programs, others
+        self._kept = others
         self._rest = (*(None if x is None else x.data_ptr() for x in others), *rest)
-        self._function, self._metadata = compiled.function, compiled.packed_metadata
+        self._grid, self._run = (programs, 1, 1), compiled.run
+        self._handle: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
+        if DIRECT and compiled.run.global_scratch_size == compiled.run.profile_scratch_size == 0:
+            # What Triton's launcher written in Python calls, which takes a microsecond to see that nothing is to be
+            # allocated.
+            launcher, self._run = compiled.run, compiled.run.launch
+            modes = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+            self._handle = (compiled.function, *modes, None, None, compiled.packed_metadata, None, None, None)
 
     def __call__(
         self,
@@ -42,10 +50,7 @@ class Repeat:
         """Launch with these addresses in place of the first tensors; False, and nothing done, if one is not aligned."""
         if (q | k | v | out | (q_pe or 0) | (k_pe or 0)) & 15:
             return False
-        self._run(
-            self._programs, 1, 1, stream, self._function, self._metadata, None, None, None,
-            q, q_pe, k, v, k_pe, out, lse, sinks, *self._rest,
-        )  # fmt: skip
+        self._run(*self._grid, stream, *self._handle, q, q_pe, k, v, k_pe, out, lse, sinks, *self._rest)
         return True
 
 
