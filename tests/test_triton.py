@@ -14,7 +14,10 @@ pytest.importorskip("triton")
 
 from quire.attention import AttentionSpec
 
-CHOSEN = "float32-float32 and (plain or window or alibi or mask or sinks) or ragged or strided or per_head or growing"
+CHOSEN = (
+    "float32-float32 and (plain or window or alibi or mask or sinks) or ragged or strided or per_head or growing"
+    " or scratch_ends"
+)
 
 
 def interpret(file: str, chosen: str) -> None:

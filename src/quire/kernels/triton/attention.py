@@ -34,7 +34,9 @@ class Queries(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where rows go, and where parts of tiles do: `rows` of each part are kept."""
+    """Where rows go, and where parts of tiles do: there are `slots` of them, of `rows` rows each, and none is written
+    beyond, whatever the tables say.
+    """
 
     out: tl.tensor
     lse: tl.tensor
@@ -42,6 +44,7 @@ class Results(NamedTuple):
     o_head: tl.tensor
     part: tl.tensor
     part_ml: tl.tensor
+    slots: tl.tensor
     rows: tl.tensor
 
 
@@ -159,6 +162,7 @@ def attend_tile(
 def save(results, slot, acc, m, l, real, c: tl.constexpr):
     """A state to its slot."""
     dv = tl.arange(0, c.dv)[None, :]
+    real = real & (tl.arange(0, c.block_m) < results.rows) & (slot < results.slots)
     at = slot.to(tl.int64) * results.rows + tl.arange(0, c.block_m)
     tl.store(results.part + at[:, None] * c.dim_vo + dv, acc, real[:, None] & (dv < c.dim_vo))
     tl.store(results.part_ml + at * 2, m, real)
@@ -182,9 +186,10 @@ def merge_parts(results, layer, request, tile, h, begin, cost, origin, final, c:
         else:
             slot = tl.where(n == 0, 2 * origin + 1, 2 * (origin + n))
         at = slot.to(tl.int64) * results.rows + tl.arange(0, c.block_m)
-        acc_2 = tl.load(results.part + at[:, None] * c.dim_vo + dv, real[:, None] & (dv < c.dim_vo), 0.0)
-        m_2 = tl.load(results.part_ml + at * 2, real, float("-inf"))
-        l_2 = tl.load(results.part_ml + at * 2 + 1, real, 0.0)
+        kept = real & (tl.arange(0, c.block_m) < results.rows) & (slot < results.slots)
+        acc_2 = tl.load(results.part + at[:, None] * c.dim_vo + dv, kept[:, None] & (dv < c.dim_vo), 0.0)
+        m_2 = tl.load(results.part_ml + at * 2, kept, float("-inf"))
+        l_2 = tl.load(results.part_ml + at * 2 + 1, kept, 0.0)
         acc, m, l = fold(acc, m, l, acc_2, m_2, l_2)
     finish(acc, m, l, results, layer, request.q_begin + r // c.group, h * c.group + r % c.group, h, real, c)
 
@@ -255,7 +260,7 @@ def attend(
     part_ml = part
     if c.split:
         part_ml = part + slots.to(tl.int64) * part_rows * c.dim_vo
-    results = Results(out, lse, o_token, o_head, part, part_ml, part_rows)
+    results = Results(out, lse, o_token, o_head, part, part_ml, slots, part_rows)
 
     program = tl.program_id(0)
     _begin, q_end = bounds(qo_indptr, batch - 1, tokens, batch > 0)
