@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import copy
-from functools import lru_cache
 from inspect import signature
 from typing import Any
 
@@ -20,7 +19,7 @@ from quire.attention.pages import PageTable, RaggedLayout, table
 from quire.attention.spec import AttentionSpec, as_dtype, check
 from quire.attention.tensors import check_layout, check_qkv, check_tensor, outputs
 from quire.kernels import registry
-from quire.kernels.attend import attend
+from quire.kernels.attend import attend, made
 from quire.kernels.ops import asked, traced
 
 DType = str | torch.dtype
@@ -47,11 +46,6 @@ def takes_sink(jit_args: Any) -> bool:
 def product(a: Scale | None, b: Scale | None) -> Scale | None:
     """Two factors in one, either of which may be missing."""
     return b if a is None else a if b is None else a * b
-
-
-@lru_cache(maxsize=1024)
-def _layer(**spec: Any) -> AttentionSpec:
-    return AttentionSpec(**spec)
 
 
 def _page_table(tables: list[Tensor], page_size: int) -> PageTable:
@@ -239,7 +233,7 @@ class AttentionWrapper:
         that a request has, 0 if nobody knows.
         """
         q_dtype = as_dtype(q_data_type, "q_data_type")
-        planned = _layer(
+        planned = made(
             q_dtype=q_dtype,
             kv_dtype=q_dtype if kv_data_type is None else as_dtype(kv_data_type, "kv_data_type"),
             o_dtype=q_dtype if o_data_type is None else as_dtype(o_data_type, "o_data_type"),

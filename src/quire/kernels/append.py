@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from quire.attention.pages import PageTable
-from quire.kernels.ops import asked, operation
+from quire.kernels.ops import asked, on_triton, operation
 
 
 @operation("append", "k_cache", "v_cache")
@@ -33,7 +31,7 @@ def append(
         k_cache, v_cache, key, value = (x.view(torch.uint8) for x in (k_cache, v_cache, key, value))
     if requests.is_cuda and asked("QUIRE_CHECK"):
         _check(requests.cpu(), positions.cpu(), table.to("cpu"), len(k_cache))
-    if requests.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+    if on_triton(requests.device):
         from quire.kernels.triton.append import append as append_on_gpu
 
         append_on_gpu(k_cache, v_cache, key, value, requests, positions, table)

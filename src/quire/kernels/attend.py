@@ -18,7 +18,7 @@ from quire.kernels.ops import operation, traced
 from quire.kernels.pack import pack
 
 Scale = float | Tensor
-_layer = lru_cache(maxsize=1024)(AttentionSpec)
+made = lru_cache(maxsize=1024)(AttentionSpec)  # layers, of which a program has few
 
 
 def attend(
@@ -234,7 +234,7 @@ def _attend_one(
 ) -> None:
     """`torch.ops.quire.attend_one`: the layer is made below the operation, where nothing is traced."""
     mask = _whole_mask(len(q), len(k), custom_mask, packed_custom_mask, q.device)
-    spec = _layer(
+    spec = made(
         num_qo_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_dim_qk=q.shape[2],

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from quire.attention import state
-from quire.kernels.ops import operation
-
-
-def _by_triton(x: Tensor) -> bool:
-    return x.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+from quire.kernels.ops import on_triton, operation
 
 
 @operation("merge_state", "out", "lse")
@@ -21,7 +15,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, out: Tensor,
 
     Any strides with the last one 1.
     """
-    if _by_triton(v_a):
+    if on_triton(v_a.device):
         from quire.kernels.triton.merge import merge
 
         merge(v_a[:, None], s_a[:, None], v_b, s_b, None, out, lse)
@@ -34,7 +28,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, out: Tensor,
 @operation("merge_state_in_place", "v", "s")
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None) -> None:
     """(v_other, s_other) into (v, s), shaped as in `merge_state`, for a bool mask's tokens [tokens], any stride."""
-    if _by_triton(v):
+    if on_triton(v.device):
         from quire.kernels.triton.merge import merge
 
         merge(v[:, None], s[:, None], v_other, s_other, mask, v, s)
@@ -51,7 +45,7 @@ def merge_states(v: Tensor, s: Tensor, out: Tensor, lse: Tensor) -> None:
     """The state of n sets into out and lse, shaped as in `merge_state`. v: [tokens, n, heads, head_dim], s: float32
     [tokens, n, heads]; n may be 0.
     """
-    if _by_triton(v):
+    if on_triton(v.device):
         from quire.kernels.triton.merge import merge
 
         merge(v, s, None, None, None, out, lse)

@@ -18,6 +18,11 @@ def asked(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
 
 
+def on_triton(device: torch.device) -> bool:
+    """Whether operations other than attention, whose families decline by themselves, go to kernels in Triton there."""
+    return device.type == "cuda" or asked("TRITON_INTERPRET")
+
+
 def traced(x: object) -> bool:
     """Whether a call with this tensor is being traced, rather than computed."""
     return torch.compiler.is_compiling() or type(x) is not Tensor

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from quire.attention.blocks import mask_by_rows
 from quire.attention.masks import byte_indptr, pack_bits, pack_segments
-from quire.kernels.ops import operation
+from quire.kernels.ops import on_triton, operation
 
 
 @operation("packbits", "bits")
@@ -20,7 +18,7 @@ def pack(x: Tensor, indptr: Tensor | None, bytes_at: Tensor | None, bits: Tensor
     bytes_at[i] and those after it (see `quire.attention.masks.byte_indptr`); both are int64 [segments + 1]. Bytes
     beyond bytes_at[-1] become 0.
     """
-    if x.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+    if on_triton(x.device):
         from quire.kernels.triton.pack import pack as pack_by_triton
 
         pack_by_triton(x, indptr, bytes_at, bits, big)

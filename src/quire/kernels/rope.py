@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import lru_cache
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from quire.attention.pages import check_indptr, refuse_first
 from quire.kernels.append import append
-from quire.kernels.ops import operation
+from quire.kernels.ops import on_triton, operation
 
 
 @lru_cache(maxsize=64)
@@ -36,10 +35,6 @@ def turns_of(
     kept = (turns * old_context_len - low_freq_factor) / (high_freq_factor - low_freq_factor)
     turns = torch.lerp(turns / rope_scale, turns, kept.clamp(0, 1))
     return ((turns - (turns + 0.5).floor()) * 2.0**64).long().to(device)
-
-
-def _on_triton(device: torch.device) -> bool:
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @operation("rotate", "q_out", "k_out")
@@ -73,7 +68,7 @@ def rotate(
         turns = turns_of(rotary_dim, rope_scale, rope_theta, *scaling, device)
     if device.type == "cpu":
         _check_places(positions, indptr, cos_sin_cache, len(q_out))
-    if _on_triton(device):
+    if on_triton(device):
         from quire.kernels.triton.rope import rotate as rotate_on_gpu
 
         rotate_on_gpu(q_out, k_out, q, k, positions, indptr, turns, cos_sin_cache, rotary_dim, interleave)
@@ -121,7 +116,7 @@ def rotate_quantized(
     table = None
     if requests is not None and places is not None and kv_indptr is not None and kv_indices is not None:
         table = (requests, places, kv_indptr, kv_indices)
-    if _on_triton(q_out.device):
+    if on_triton(q_out.device):
         from quire.kernels.triton.rope import rotate_quantized as rotate_on_gpu
 
         outs, parts = (q_out, q_rest_out, k_out, k_rest_out, v_out), (q, q_rest, k, k_rest, v)
