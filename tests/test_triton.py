@@ -81,7 +81,7 @@ def test_latent_kernels_compile_for_every_architecture(target):
     for layer, rows, split in ((few, 16, True), (spec, 128, True), (fp8, 128, True)):
         usage = compile_attend(layer, target, rows, split=split)
         assert usage.shared <= usage.limit
-        assert usage.spills <= 512, usage.spills  # between the loops over keys, which have all registers
+        assert usage.spills <= 704, usage.spills  # between the loops over keys, which have all registers
 
 
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")

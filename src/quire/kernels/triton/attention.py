@@ -138,7 +138,7 @@ def attend_tile(
                 tl.maximum(begin, u * c.unit), tl.minimum(high, (u + 1) * c.unit), lowest, high, True, c,
             )  # fmt: skip
             if c.split and not whole:
-                save(results, slot, acc_2, m_2, l_2, rows.real, c)
+                save(results, slot, acc_2, m_2, l_2, request, tile, c)
                 slot += 1
             else:
                 acc, m, l = fold(acc, m, l, acc_2, m_2, l_2)
@@ -153,17 +153,25 @@ def attend_tile(
             acc, m, l, q1, q2, rows, request, h, cache, layer, masks, window, begin, high, lowest, high, True, c
         )
         if c.split and not whole:
-            save(results, slot, acc, m, l, rows.real, c)
+            save(results, slot, acc, m, l, request, tile, c)
     if whole or not c.split:
         finish(acc, m, l, results, layer, request.q_begin + rows.i, rows.head, h, rows.real, c)
 
 
 @triton.jit
-def save(results, slot, acc, m, l, real, c: tl.constexpr):
+def kept(results, slot, request, tile, c: tl.constexpr):
+    """How many of a tile's rows a slot has room for: all of them, unless the tables say more than was planned for."""
+    count = tl.minimum(request.q_len * c.group - tile * c.block_m, results.rows)
+    return tl.where(slot < results.slots, count, 0)
+
+
+@triton.jit
+def save(results, slot, acc, m, l, request, tile, c: tl.constexpr):
     """A state to its slot."""
     dv = tl.arange(0, c.dv)[None, :]
-    real = real & (tl.arange(0, c.block_m) < results.rows) & (slot < results.slots)
-    at = slot.to(tl.int64) * results.rows + tl.arange(0, c.block_m)
+    r = tl.arange(0, c.block_m)
+    real = r < kept(results, slot, request, tile, c)
+    at = slot.to(tl.int64) * results.rows + r
     tl.store(results.part + at[:, None] * c.dim_vo + dv, acc, real[:, None] & (dv < c.dim_vo))
     tl.store(results.part_ml + at * 2, m, real)
     tl.store(results.part_ml + at * 2 + 1, l, real)
@@ -186,10 +194,10 @@ def merge_parts(results, layer, request, tile, h, begin, cost, origin, final, c:
         else:
             slot = tl.where(n == 0, 2 * origin + 1, 2 * (origin + n))
         at = slot.to(tl.int64) * results.rows + tl.arange(0, c.block_m)
-        kept = real & (tl.arange(0, c.block_m) < results.rows) & (slot < results.slots)
-        acc_2 = tl.load(results.part + at[:, None] * c.dim_vo + dv, kept[:, None] & (dv < c.dim_vo), 0.0)
-        m_2 = tl.load(results.part_ml + at * 2, kept, float("-inf"))
-        l_2 = tl.load(results.part_ml + at * 2 + 1, kept, 0.0)
+        saved = tl.arange(0, c.block_m) < kept(results, slot, request, tile, c)
+        acc_2 = tl.load(results.part + at[:, None] * c.dim_vo + dv, saved[:, None] & (dv < c.dim_vo), 0.0)
+        m_2 = tl.load(results.part_ml + at * 2, saved, float("-inf"))
+        l_2 = tl.load(results.part_ml + at * 2 + 1, saved, 0.0)
         acc, m, l = fold(acc, m, l, acc_2, m_2, l_2)
     finish(acc, m, l, results, layer, request.q_begin + r // c.group, h * c.group + r % c.group, h, real, c)
 
