@@ -31,6 +31,11 @@ def refuse_first(bad: Tensor, name: str, values: Tensor, bound: str) -> None:
         raise ValueError(f"{name}[{i}] = {int(values[i])} is out of range: {bound}")
 
 
+def _last_page_len(lengths: Tensor, page_size: int) -> Tensor:
+    """int32: tokens in the last page of requests of these lengths, 0 for none."""
+    return torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
+
+
 def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name: str = "") -> None:
     """A host indptr must not start below 0, must never fall, and must not end beyond `total`."""
     if indptr.device.type != "cpu":
@@ -156,13 +161,21 @@ class PageTable:
             refuse_first(long, "lengths", lengths, f"0 to max_pages * page_size = {width * page_size}")
         pages = (lengths + (page_size - 1)) // page_size
         indptr = RaggedLayout.from_lengths(pages).indptr
-        last_page_len = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
         columns = torch.arange(width, dtype=torch.int32, device=lengths.device)
         used = columns < pages[:, None]
         spare = block_tables.numel()  # one slot past the end takes what is not used
         target = torch.where(used, indptr[:-1, None] + columns, spare).flatten().long()
         indices = block_tables.new_zeros(spare + 1).scatter_(0, target, block_tables.flatten())
-        return cls(indptr, indices[:spare], last_page_len, page_size)
+        return cls(indptr, indices[:spare], _last_page_len(lengths, page_size), page_size)
+
+    @classmethod
+    def from_pages(cls, indices: Tensor, lengths: Tensor, page_size: int) -> PageTable:
+        """From the requests' pages one after another, int32, as many as int32 [batch_size] lengths in tokens fill.
+
+        Never waits for a device; entries beyond the last request's are left alone.
+        """
+        packed = RaggedLayout.from_lengths((table(lengths, "lengths") + (page_size - 1)) // page_size).indptr
+        return cls(packed, indices, _last_page_len(lengths, page_size), page_size)
 
     @classmethod
     def from_lengths(
@@ -181,8 +194,7 @@ class PageTable:
         place = torch.arange(len(indices), dtype=torch.int32, device=lengths.device)
         owner = torch.searchsorted(packed[1:], place, right=True).clamp(max=len(lengths) - 1)
         source = (indptr[owner] + place - packed[owner]).clamp(0, len(indices) - 1)
-        last_page_len = torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
-        return cls(packed, indices[source], last_page_len, page_size)
+        return cls(packed, indices[source], _last_page_len(lengths, page_size), page_size)
 
     @classmethod
     def from_slots(cls, slots: Tensor, indptr: Tensor) -> PageTable:
@@ -197,11 +209,38 @@ class PageTable:
 
     @classmethod
     def from_req_to_token(
-        cls, req_to_token: Tensor, req_pool_indices: Tensor, lengths: Tensor, page_size: int = 1
+        cls,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        lengths: Tensor,
+        page_size: int = 1,
+        starts: Tensor | None = None,
+        entries: int | None = None,
     ) -> PageTable:
         """From a matrix of cache slots, int32 [max_requests, max_context]: row req_pool_indices[b] holds the slots of
         request b in order. With pages larger than 1, the slots of a page follow each other.
+
+        Args:
+            starts: [batch_size], the columns in which the requests begin; by default the first. Multiples of page_size.
+            entries: how many pages the requests have in all, or more. Without it `indices` has room for the longest
+                requests that there could be, since what they have is not read from a device.
         """
-        width = req_to_token.shape[1] if lengths.device.type != "cpu" or not len(lengths) else int(lengths.max())
-        rows = req_to_token[req_pool_indices.long(), : max(width, 0) : page_size]
-        return cls.from_block_tables((rows // page_size).int(), lengths, page_size)
+        count, width = len(table(lengths, "lengths")), req_to_token.shape[1]
+        if lengths.device.type == "cpu":
+            first = lengths * 0 if starts is None else starts
+            refuse_first((lengths < 0) | (first + lengths > width), "lengths", lengths, f"0 to max_context = {width}")
+            wrong = (req_pool_indices < 0) | (req_pool_indices >= len(req_to_token))
+            refuse_first(wrong, "req_pool_indices", req_pool_indices, f"0 to {len(req_to_token) - 1}")
+        indptr = RaggedLayout.from_lengths((lengths + (page_size - 1)) // page_size).indptr
+        if entries is None:
+            entries = count * -(-width // page_size) if lengths.device.type != "cpu" else int(indptr[-1])
+        last_page_len = _last_page_len(lengths, page_size)
+        if count == 0:
+            return cls(indptr, lengths, last_page_len, page_size)
+        place = torch.arange(entries, dtype=torch.int32, device=lengths.device)
+        owner = torch.searchsorted(indptr[1:], place, right=True).clamp(max=count - 1)
+        column = (place - indptr[owner]) * page_size
+        if starts is not None:
+            column += starts[owner].int()
+        slots = req_to_token[req_pool_indices[owner].long(), column.clamp(0, width - 1)]
+        return cls(indptr, (slots // page_size).int(), last_page_len, page_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import index
 
-from quire.engine.model import Model
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
@@ -17,20 +16,15 @@ class Engine:
     """Requests in, updates out, one step at a time; for one thread.
 
     Args:
-        model: the model.
-        num_pages, page_size: of the cache.
+        runner: computes steps.
         max_num_seqs, max_batched_tokens: of a step.
-        backend: "auto" or a kernel family.
     """
 
-    def __init__(
-        self, model: Model, num_pages: int, page_size: int, max_num_seqs: int, max_batched_tokens: int, backend: str
-    ) -> None:
-        self.model = model
-        self.runner = Runner(model, num_pages, page_size, backend)
-        self.runner.warm_up()
-        self.scheduler = Scheduler(num_pages, page_size, max_num_seqs, max_batched_tokens)
-        self.max_len = min(model.context, num_pages * page_size)
+    def __init__(self, runner: Runner, max_num_seqs: int, max_batched_tokens: int) -> None:
+        self.runner, self.model = runner, runner.model
+        runner.warm_up()
+        self.scheduler = Scheduler(runner.num_pages, runner.page_size, max_num_seqs, max_batched_tokens)
+        self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
 
     def request(
         self, prompt: str | Sequence[int], params: SamplingParams, sink: Callable[[Update], None], name: str = "prompt"

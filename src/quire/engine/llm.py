@@ -102,6 +102,7 @@ class LLM:
         max_num_seqs: requests that run at once, at most.
         max_batched_tokens: tokens that a step computes, at most; longer prompts are computed in chunks.
         backend: "auto" or a kernel family.
+        runner: the class that computes steps: a serving backend's, see docs/serving.md.
 
     Raises:
         FileNotFoundError: the folder or its files are missing.
@@ -119,6 +120,7 @@ class LLM:
         max_num_seqs: int = 64,
         max_batched_tokens: int = 2048,
         backend: str = "auto",
+        runner: type[Runner] = Runner,
     ) -> None:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens}
         if num_pages is not None:
@@ -130,7 +132,8 @@ class LLM:
         self.model = Model(shipped_model() if folder is None else folder, _usable(device), chosen)
         if num_pages is None:
             num_pages = _default_pages(self.model, page_size, max_num_seqs)
-        self._engine = Engine(self.model, num_pages, page_size, max_num_seqs, max_batched_tokens, backend)
+        chosen_runner = runner(self.model, num_pages, page_size, backend)
+        self._engine = Engine(chosen_runner, max_num_seqs, max_batched_tokens)
         self._inbox: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_work, args=(self._engine, self._inbox), name="quire-engine", daemon=True

@@ -8,27 +8,15 @@ with the call, and the step knows which tokens belong to which request.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.serving.base import Heads, Layer
+
 NAME = "quire"
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What a layer asks of attention, as its first call showed."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int
-    sm_scale: float
-    window_left: int
-    logits_soft_cap: float
 
 
 class Step(Protocol):
@@ -65,10 +53,7 @@ def attention(
         raise ValueError(f"{name} is not causal")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = Layer(
-        num_qo_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        head_dim_qk=q.shape[2],
-        head_dim_vo=v.shape[2],
+        Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2]),
         sm_scale=float(scaling) if scaling is not None else q.shape[2] ** -0.5,
         window_left=sliding_window - 1 if sliding_window else -1,  # Transformers counts the token itself
         logits_soft_cap=float(softcap) if softcap else 0.0,
@@ -84,7 +69,7 @@ class _Probe:
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         self.layers[index] = layer
-        return q.new_zeros(len(q), layer.num_qo_heads, layer.head_dim_vo)
+        return q.new_zeros(len(q), layer.heads.num_qo_heads, layer.heads.head_dim_vo)
 
 
 class Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ class Request:
         self.prompt_len, self.params, self.sink = len(prompt), params, sink
         self.tokens = list(prompt)
         self.computed = 0
-        self.pages: list[int] = []
+        self.pages = array("i")
         self.reused = 0
         self.admitted = False
         self.cancelled = False

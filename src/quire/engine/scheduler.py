@@ -8,6 +8,7 @@ preempted: its pages are released and it waits again, to be computed anew from i
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass
 
@@ -117,7 +118,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            request.pages = self.tree.match(request.tokens[:-1])  # at least the last token is computed
+            request.pages = array("i", self.tree.match(request.tokens[:-1]))  # at least the last token is computed
             request.computed = len(request.pages) * self.page_size
             count = min(len(request.tokens) - request.computed, budget)
             if not self._reserve(request, request.computed + count, spare=len(self.running)):
@@ -151,7 +152,7 @@ class Scheduler:
         short = count + spare - self.allocator.num_free
         if short > 0 and self.tree.evict(short) < short:
             return False
-        request.pages += self.allocator.allocate(count)
+        request.pages.extend(self.allocator.allocate(count))
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -162,4 +163,4 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         self.allocator.release(request.pages)
-        request.pages, request.computed = [], 0
+        request.pages, request.computed = array("i"), 0

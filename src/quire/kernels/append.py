@@ -1,4 +1,4 @@
-"""Writing new keys and values into their pages: by torch's indexed assignment, on a GPU by a kernel."""
+"""Writing new keys and values into their pages: by torch's indexed assignment, on a GPU by kernels."""
 
 from __future__ import annotations
 
@@ -45,6 +45,32 @@ def append(
     page, slot = table.indices.long()[entry], positions % table.page_size
     for cache, new in ((k_cache, key), (v_cache, value)):
         cache[page, slot] = new
+
+
+@operation("write", "k_cache", "v_cache")
+def write(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Write token i's key and value to slot slots[i], which is page * page_size + place; slots below 0 are skipped.
+
+    k_cache, v_cache, key, value: as in `append`; slots: int32 or int64 [tokens]. Slots beyond the cache are refused; on
+    a GPU, where nobody can be told, they are skipped too, unless QUIRE_CHECK is 1.
+    """
+    room = k_cache.shape[0] * k_cache.shape[1]
+    if (slots.is_cpu or asked("QUIRE_CHECK")) and len(slots) and int(slots.max()) >= room:
+        i = int(slots.argmax())
+        raise ValueError(f"slots[{i}] = {int(slots[i])} is out of range: the cache has {room} slots")
+    if k_cache.element_size() == 1:
+        k_cache, v_cache, key, value = (x.view(torch.uint8) for x in (k_cache, v_cache, key, value))
+    if on_triton(slots.device):
+        from quire.kernels.triton.append import write as write_on_gpu
+
+        write_on_gpu(k_cache, v_cache, key, value, slots)
+        return
+    kept = slots >= 0
+    if not bool(kept.all()):
+        key, value, slots = key[kept], value[kept], slots[kept]
+    page, place = slots.long() // k_cache.shape[1], slots.long() % k_cache.shape[1]
+    k_cache[page, place] = key
+    v_cache[page, place] = value
 
 
 def _check(requests: Tensor, positions: Tensor, table: PageTable, num_pages: int) -> None:

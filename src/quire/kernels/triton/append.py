@@ -38,6 +38,38 @@ def _append(
         _copy(v_cache, value, page, within, i, vc_page, vc_token, vc_head, v_token, v_head, heads, dim_v, block)
 
 
+@triton.jit(do_not_specialize=["num_pages"])
+def _write(
+    k_cache, v_cache, key, value, slots, num_pages,
+    kc_page, kc_token, kc_head, vc_page, vc_token, vc_head, k_token, k_head, v_token, v_head,
+    heads, dim_k, dim_v, page_size, block: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i).to(tl.int64)
+    page, within = slot // page_size, slot % page_size
+    if (slot >= 0) & (page < num_pages):
+        _copy(k_cache, key, page, within, i, kc_page, kc_token, kc_head, k_token, k_head, heads, dim_k, block)
+        _copy(v_cache, value, page, within, i, vc_page, vc_token, vc_head, v_token, v_head, heads, dim_v, block)
+
+
+def _strides(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    return *k_cache.stride()[:3], *v_cache.stride()[:3], *key.stride()[:2], *value.stride()[:2]
+
+
+def _sizes(key: Tensor, value: Tensor) -> tuple[int, int, int]:
+    return key.shape[1], key.shape[2], value.shape[2]
+
+
+def write(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """`quire.kernels.append.write` on a GPU."""
+    if not len(key):
+        return
+    strides, sizes = _strides(k_cache, v_cache, key, value), _sizes(key, value)
+    _write[(len(key),)](
+        k_cache, v_cache, key, value, slots.contiguous(), len(k_cache), *strides, *sizes, k_cache.shape[1], 1024
+    )
+
+
 def append(
     k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, requests: Tensor, positions: Tensor, table: PageTable
 ) -> None:
@@ -56,13 +88,8 @@ def append(
         table.batch_size,
         len(table.indices),
         len(k_cache),
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        key.shape[1],
-        key.shape[2],
-        value.shape[2],
+        *_strides(k_cache, v_cache, key, value),
+        *_sizes(key, value),
         table.page_size,
         1024,
     )
