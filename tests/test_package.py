@@ -21,7 +21,8 @@ ROOMS = {  # what each may import, besides itself; the package's own files are t
     "kernels": {"attention", "plan"},
     "face": {"attention", "plan", "kernels", "cache"},
     "cache": {"attention", "plan", "kernels", "face"},
-    "engine": {"attention", "kernels", "face", "cache"},
+    "serving": {"attention", "kernels", "face", "cache"},
+    "engine": {"attention", "kernels", "face", "cache", "serving"},
     "bench": {"attention", "plan", "kernels", "face"},
     "cli": {"attention", "kernels", "face", "engine", "bench"},
 }
@@ -66,6 +67,8 @@ def test_arrows_point_down(path):
         if own == "face" and other == "cache":
             assert path.stem in ABOVE_THE_CACHE, f"{module} imports {name}"
         assert other == own or other in ROOMS[own], f"{own} must not import {other}: {module} imports {name}"
+        if own == "engine" and other == "serving":
+            assert name.startswith("quire.serving.base"), f"the engine stands on serving's base alone: {module}"
         if own == "cache":
             assert name.split(".")[1] not in ABOVE_THE_CACHE, f"{module} imports {name}"
 

@@ -45,6 +45,10 @@ def test_interpreted_tokens_are_appended():
     interpret("test_page.py", "documented or minus_one or tokens_are_appended or looks and HND and float32")
 
 
+def test_interpreted_tokens_go_to_their_slots():
+    interpret("test_serving_base.py", "nowhere_else and cpu and HND")
+
+
 def test_interpreted_heads_turn_as_defined():
     interpret("test_rope.py", "float32-indptr-True or far or copied or test_cached_angles")
 
@@ -87,15 +91,16 @@ def test_latent_kernels_compile_for_every_architecture(target):
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_appending_compiles_for_every_architecture(target):
-    from quire.kernels.triton.append import _append
+    from quire.kernels.triton.append import _append, _write
     from triton_compile import compile_kernel
 
     tables = dict.fromkeys(("requests", "positions", "indptr", "indices"), "*i32")
     for dtype in ("*bf16", "*u8"):
         rows = dict.fromkeys(("k_cache", "v_cache", "key", "value"), dtype)
-        usage = compile_kernel(_append, target, {**rows, **tables, "block": 1024})
-        assert usage.shared <= usage.limit
-        assert usage.spills == 0, usage.spills
+        for kernel, given in ((_append, tables), (_write, {"slots": "*i64"})):
+            usage = compile_kernel(kernel, target, {**rows, **given, "block": 1024})
+            assert usage.shared <= usage.limit
+            assert usage.spills == 0, usage.spills
 
 
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")

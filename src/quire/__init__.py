@@ -53,7 +53,7 @@ _HOME = {
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_MODULES = (*_HOME, "attention", "cache", "engine")
+_MODULES = (*_HOME, "attention", "cache", "engine", "serving")
 
 if TYPE_CHECKING:
     from quire.batch import BatchAttention, BatchAttentionWithAttentionSinkWrapper
