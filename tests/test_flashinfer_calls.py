@@ -404,3 +404,65 @@ def test_single_requests_compile_into_graphs():
         x = torch.randn_like(q)
         expected = flashinfer.single_prefill_with_kv_cache(x, k, v, causal=True)
         torch.testing.assert_close(compiled(x, k, v, causal=True), expected, rtol=0, atol=0)
+
+
+def test_the_old_names_of_serving_engines(device, prompts):
+    """begin_forward, forward and end_forward with arguments that engines have passed since FlashInfer 0.1."""
+    indptr, indices, last = tables(prompts)
+    counts = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    cache = {"paged_kv_indptr": indptr, "paged_kv_indices": indices, "paged_kv_last_page_len": last, "page_size": 16}
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), kv_layout="NHD", use_cuda_graph=False)
+    paged.begin_forward(qo_indptr=prompts.qo.indptr, **cache, **counts, q_data_type=F16)
+    close(paged.forward(prompts.q, paged_kv_cache=(prompts.k, prompts.v), causal=True, window_left=-1), prompts)
+    paged.end_forward()
+
+    whole = random_batch(SPEC, [30, 1, 40], [30, 1, 40], 16, device=device)
+    k, v, kv_indptr = whole.rows()
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), kv_layout="NHD", use_cuda_graph=False)
+    ragged.begin_forward(qo_indptr=kv_indptr, kv_indptr=kv_indptr, **counts, q_data_type="float16")
+    close(ragged.forward_return_lse(whole.q, k, v, causal=True, sm_scale=0.125, logits_soft_cap=None), whole)
+    ragged.end_forward()
+
+
+def test_a_prefix_in_pages_and_new_rows_merge_to_the_whole(device, rng):
+    """How engines extend a cached prefix: new keys as rows, the prefix over pages of one, states merged."""
+    batch = random_batch(SPEC, [5, 2, 40], [30, 9, 41], 1, device=device)
+    k, v, kv_indptr = batch.rows()
+    news = torch.cat([torch.arange(int(e) - n, int(e)) for e, n in zip(kv_indptr[1:], (5, 2, 40), strict=True)])
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD")
+    ragged.begin_forward(batch.qo.indptr, batch.qo.indptr, *HEADS, q_data_type=F16)
+    o1, s1 = ragged.forward_return_lse(batch.q, k[news], v[news], causal=True, sm_scale=0.125, logits_soft_cap=None)
+
+    prefix = torch.tensor([25, 7, 1], dtype=torch.int32, device=device)
+    indptr = torch.nn.functional.pad(prefix.cumsum(0), (1, 0)).int()
+    entries = torch.cat([torch.arange(int(b), int(b) + n) for b, n in zip(kv_indptr, (25, 7, 1), strict=False)])
+    indices = torch.cat([batch.kv.indices[entries], batch.kv.indices.new_zeros(256)])
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD")
+    paged.begin_forward(
+        batch.qo.indptr, indptr, indices, torch.ones_like(prefix), *HEADS, 1, q_data_type=F16, kv_data_type=F16,
+        non_blocking=True,
+    )  # fmt: skip
+    o2, s2 = paged.forward_return_lse(batch.q, (batch.k, batch.v), causal=False, sm_scale=0.125, logits_soft_cap=None)
+    close(flashinfer.merge_state(o1, s1, o2, s2), batch)
+
+
+def test_a_graphs_buffer_is_filled_and_handed_back_to_it(device, batch):
+    """Engines write page ids into the wrapper's own buffer, `_paged_kv_indices_buf`, and plan with it, by
+    fast_decode_plan from the second time on.
+    """
+    one = random_batch(SPEC, [1] * 5, [30, 1, 16, 90, 17], 1, device=device)
+    ints = {"dtype": torch.int32, "device": device}
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace(device), "NHD", use_cuda_graph=True, use_tensor_cores=True,
+        paged_kv_indptr_buffer=torch.zeros(6, **ints), paged_kv_indices_buffer=torch.zeros(900, **ints),
+        paged_kv_last_page_len_buffer=torch.ones(5, **ints),
+    )  # fmt: skip
+    for turn in range(2):
+        wrapper._paged_kv_indices_buf[: len(one.kv.indices)] = one.kv.indices
+        wrapper.begin_forward(
+            one.kv.indptr, wrapper._paged_kv_indices_buf, one.kv.last_page_len, *HEADS, 1, data_type=F16,
+            q_data_type=F16, non_blocking=True,
+        )  # fmt: skip
+        close(wrapper.forward(one.q, (one.k, one.v), sm_scale=0.125, logits_soft_cap=None), one)
+        if turn == 0:
+            wrapper.begin_forward = partial(flashinfer.fast_decode_plan, wrapper)

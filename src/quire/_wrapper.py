@@ -455,6 +455,12 @@ class PrefillWrapper(AttentionWrapper):
     _custom_mask_buf: Tensor | None
     _mask_indptr_buf: Tensor | None
 
+    def begin_forward(self, *args: Any, head_dim: int | None = None, **options: Any) -> None:
+        """Deprecated: `plan`, whose head_dim_qk was called head_dim."""
+        if head_dim is not None:
+            options["head_dim_qk"] = head_dim
+        self.plan(*args, **options)
+
     def _plan_queries(self, qo_indptr: Tensor, non_blocking: bool) -> RaggedLayout:
         """The query rows, in the wrapper's buffer or as given."""
         self._begin_plan()

@@ -176,8 +176,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
         )
 
-    begin_forward = plan
-
     def run(
         self,
         q: Tensor,

@@ -31,6 +31,17 @@ def refuse_first(bad: Tensor, name: str, values: Tensor, bound: str) -> None:
         raise ValueError(f"{name}[{i}] = {int(values[i])} is out of range: {bound}")
 
 
+def _check_page_size(page_size: int) -> None:
+    if not isinstance(page_size, int) or page_size < 1:
+        raise ValueError(f"page_size = {page_size!r}: it must be a positive integer")
+
+
+def _page_count(lengths: Tensor, page_size: int) -> Tensor:
+    """int32: pages of requests of these lengths."""
+    _check_page_size(page_size)
+    return (lengths + (page_size - 1)) // page_size
+
+
 def _last_page_len(lengths: Tensor, page_size: int) -> Tensor:
     """int32: tokens in the last page of requests of these lengths, 0 for none."""
     return torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
@@ -98,8 +109,7 @@ class PageTable:
     page_size: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.page_size, int) or self.page_size < 1:
-            raise ValueError(f"page_size = {self.page_size!r}: it must be a positive integer")
+        _check_page_size(self.page_size)
         table(self.indptr, "kv_indptr")
         table(self.indices, "kv_indices")
         table(self.last_page_len, "kv_last_page_len", self.indptr.shape[0] - 1)
@@ -159,7 +169,7 @@ class PageTable:
         if lengths.device.type == "cpu":
             long = (lengths < 0) | (lengths > width * page_size)
             refuse_first(long, "lengths", lengths, f"0 to max_pages * page_size = {width * page_size}")
-        pages = (lengths + (page_size - 1)) // page_size
+        pages = _page_count(lengths, page_size)
         indptr = RaggedLayout.from_lengths(pages).indptr
         columns = torch.arange(width, dtype=torch.int32, device=lengths.device)
         used = columns < pages[:, None]
@@ -174,7 +184,7 @@ class PageTable:
 
         Never waits for a device; entries beyond the last request's are left alone.
         """
-        packed = RaggedLayout.from_lengths((table(lengths, "lengths") + (page_size - 1)) // page_size).indptr
+        packed = RaggedLayout.from_lengths(_page_count(table(lengths, "lengths"), page_size)).indptr
         return cls(packed, indices, _last_page_len(lengths, page_size), page_size)
 
     @classmethod
@@ -190,7 +200,7 @@ class PageTable:
             room = indptr.diff() * page_size
             check_indptr(indptr, "kv_indptr", len(table(indices, "kv_indices")), "the number of kv_indices")
             refuse_first((lengths < 0) | (lengths > room), name, lengths, "0 to what the request's pages hold")
-        packed = RaggedLayout.from_lengths((lengths + (page_size - 1)) // page_size).indptr
+        packed = RaggedLayout.from_lengths(_page_count(lengths, page_size)).indptr
         place = torch.arange(len(indices), dtype=torch.int32, device=lengths.device)
         owner = torch.searchsorted(packed[1:], place, right=True).clamp(max=len(lengths) - 1)
         source = (indptr[owner] + place - packed[owner]).clamp(0, len(indices) - 1)
@@ -231,7 +241,7 @@ class PageTable:
             refuse_first((lengths < 0) | (first + lengths > width), "lengths", lengths, f"0 to max_context = {width}")
             wrong = (req_pool_indices < 0) | (req_pool_indices >= len(req_to_token))
             refuse_first(wrong, "req_pool_indices", req_pool_indices, f"0 to {len(req_to_token) - 1}")
-        indptr = RaggedLayout.from_lengths((lengths + (page_size - 1)) // page_size).indptr
+        indptr = RaggedLayout.from_lengths(_page_count(lengths, page_size)).indptr
         if entries is None:
             entries = count * -(-width // page_size) if lengths.device.type != "cpu" else int(indptr[-1])
         last_page_len = _last_page_len(lengths, page_size)

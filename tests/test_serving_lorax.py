@@ -1,0 +1,245 @@
+"""LoRAX's states: random schedules against the oracle, and contexts that keep to themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from quire.attention import AttentionSpec
+from quire.bench.batches import Batch, random_batch, relative_error
+from quire.serving import lorax
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return torch.device(request.param)
+
+
+def random_layer(rng, dtype=torch.float32):
+    kv_heads = rng.choice((1, 2))
+    window = rng.choice((-1, 0, 7, 40))
+    heads = kv_heads * rng.choice((1, 2, 5))
+    return AttentionSpec(
+        num_qo_heads=heads, num_kv_heads=kv_heads, head_dim_qk=32, q_dtype=dtype, window_left=window or -1
+    ), window
+
+
+def layer_arguments(spec, window):
+    heads = {"num_heads": spec.num_qo_heads, "num_kv_heads": spec.num_kv_heads, "head_size": spec.head_dim_qk}
+    return {**heads, "window_left": window}
+
+
+def paged_arguments(batch: Batch, window):
+    given = {"block_tables": batch.kv.indices, "input_lengths": batch.kv.lengths(), "page_size": batch.kv.page_size}
+    return {**layer_arguments(batch.spec, window), **given, "dtype": batch.spec.q_dtype}
+
+
+def check(out, batch):
+    assert relative_error(out, batch.exact()[0]) < BOUND[batch.spec.q_dtype]
+
+
+def random_lengths(rng, most=5):
+    return [rng.choice((1, 2, 16, 17, rng.randint(1, 120))) for _ in range(rng.randint(1, most))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_schedules_of_all_phases(device, page_size, dtype, rng):
+    """One state of each kind, planned for batch after batch: prompts, chunks after a prefix, decodes."""
+    spec, _ = random_layer(rng, dtype)
+    ragged = lorax.create_prefill_state(device=device)
+    paged = lorax.create_prefill_with_paged_kv_state(device=device)
+    decode = lorax.create_decode_state(device=device, num_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads)
+    for _ in range(6):
+        spec, window = random_layer(rng, dtype)
+        kv_lens = random_lengths(rng)
+        phase = rng.choice(("prompt", "chunk", "decode"))
+        q_lens = {"prompt": kv_lens, "chunk": [rng.randint(1, n) for n in kv_lens], "decode": [1] * len(kv_lens)}[phase]
+        batch = random_batch(spec, q_lens, kv_lens, page_size, device=device)
+        if phase == "prompt":
+            k, v, _ = batch.rows()
+            given = layer_arguments(spec, window)
+            with lorax.use_prefill_state(state=ragged, cu_seqlens=batch.qo.indptr, query_dtype=dtype, **given):
+                check(lorax.prefill_state.get().forward(batch.q, k, v, causal=True), batch)
+        elif phase == "chunk":
+            given = paged_arguments(batch, window)
+            with lorax.use_prefill_with_paged_kv_state(state=paged, cu_seqlens=batch.qo.indptr, **given):
+                check(lorax.prefill_with_paged_kv_state.get().run(batch.q, (batch.k, batch.v)), batch)
+        else:
+            with lorax.use_decode_state(state=decode, **paged_arguments(batch, window)):
+                check(lorax.decode_state.get().forward(batch.q, (batch.k, batch.v)), batch)
+
+
+def test_graph_buffers_are_filled_in_place(device, rng):
+    """A state for graphs follows batch after batch; what stands beyond a batch's pages is left alone."""
+    ints = {"dtype": torch.int32, "device": device}
+    tables, ptr, last = torch.full((300,), -7, **ints), torch.zeros(5, **ints), torch.zeros(4, **ints)
+    spec, window = random_layer(rng)
+    heads = {"num_heads": spec.num_qo_heads, "num_kv_heads": spec.num_kv_heads}
+    state = lorax.create_decode_state_cuda_graphs(
+        device=device, block_tables=tables, block_tables_ptr=ptr, last_page_len=last, **heads
+    )
+    assert state.is_cuda_graph_enabled
+    for lengths in ([60, 1, 17, 16], [1, 1, 1, 2], [100, 16, 3, 90]):
+        batch = random_batch(spec, [1] * 4, lengths, 16, device=device)
+        tables[len(batch.kv.indices) :] = -7
+        with lorax.use_decode_state(state=state, **paged_arguments(batch, window)):
+            check(lorax.decode_state.get().run(batch.q, (batch.k, batch.v)), batch)
+        assert torch.equal(tables[: len(batch.kv.indices)], batch.kv.indices)
+        assert ptr.tolist() == batch.kv.indptr.tolist()
+        assert last.tolist() == batch.kv.last_page_len.tolist()
+    more = random_batch(spec, [1] * 5, [3] * 5, 16, device=device)
+    with (
+        pytest.raises(ValueError, match="the batch has 5 requests"),
+        lorax.use_decode_state(state=state, **paged_arguments(more, window)),
+    ):
+        pass
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_batch_after_batch(rng):
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    tables, ptr, last = torch.zeros(300, **ints), torch.zeros(5, **ints), torch.zeros(4, **ints)
+    spec, window = random_layer(rng, torch.bfloat16)
+    heads = {"num_heads": spec.num_qo_heads, "num_kv_heads": spec.num_kv_heads}
+    state = lorax.create_decode_state_cuda_graphs(
+        device="cuda", block_tables=tables, block_tables_ptr=ptr, last_page_len=last, **heads
+    )
+    batches = [random_batch(spec, [1] * 4, random_lengths(rng, 1) * 4, 16, device="cuda") for _ in range(4)]
+    pool = max(len(b.k) for b in batches)
+    q, graph = torch.empty_like(batches[0].q), torch.cuda.CUDAGraph()
+    k, v = (torch.full((pool, *b.shape[1:]), torch.nan, device="cuda", dtype=b.dtype) for b in (batches[0].k,) * 2)
+    out = None
+    for batch in batches:
+        q.copy_(batch.q)
+        k[: len(batch.k)], v[: len(batch.v)] = batch.k, batch.v
+        with lorax.use_decode_state(state=state, **paged_arguments(batch, window)):
+            if out is None:
+                state.run(q, (k, v))
+                with torch.cuda.graph(graph):
+                    out = state.run(q, (k, v))
+            graph.replay()
+        check(out, batch)
+
+
+def test_tensor_cores_and_workspace():
+    device = torch.device("cpu")
+    space = lorax.get_workspace(device)
+    assert space is lorax.get_workspace("cpu")
+    assert (space.dtype, space.numel()) == (torch.uint8, 128 << 20)
+    wide = lorax.create_decode_state(device=device, num_heads=20, num_kv_heads=4)
+    assert (wide.use_tensor_cores, wide.is_cuda_graph_enabled) == (True, False)
+    assert not lorax.create_decode_state(device=device, num_heads=16, num_kv_heads=4).use_tensor_cores
+
+
+def one(rng, device="cpu"):
+    spec, window = random_layer(rng)
+    batch = random_batch(spec, [1, 1], [20, 3], 16, device=device)
+    state = lorax.create_decode_state(device=device, num_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads)
+    return batch, state, paged_arguments(batch, window)
+
+
+def test_a_body_that_raises_leaves_nothing_behind(rng):
+    batch, state, given = one(rng)
+    with pytest.raises(LookupError):
+        lorax.decode_state.get()
+
+    def fail():
+        assert lorax.decode_state.get() is state
+        raise KeyError("body")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="body"), lorax.use_decode_state(state=state, **given):
+            fail()
+        with pytest.raises(LookupError):
+            lorax.decode_state.get()
+    with pytest.raises(ValueError, match="head_dim"), lorax.use_decode_state(state=state, **{**given, "head_size": 12}):
+        pass
+    with lorax.use_decode_state(state=state, **given):
+        check(state.run(batch.q, (batch.k, batch.v)), batch)
+
+
+def test_nested_uses_keep_their_own(rng):
+    """Of other states, and of the same one."""
+    (outer, state, given), (inner, other, given_inner) = one(rng), one(rng)
+    for second in (other, state):
+        with lorax.use_decode_state(state=state, **given):
+            with lorax.use_decode_state(state=second, **given_inner):
+                assert lorax.decode_state.get() is second
+                check(lorax.decode_state.get().run(inner.q, (inner.k, inner.v)), inner)
+            assert lorax.decode_state.get() is state
+            check(lorax.decode_state.get().run(outer.q, (outer.k, outer.v)), outer)
+
+
+def test_threads_do_not_see_each_other(rng):
+    pairs, meet, failed = [one(rng) for _ in range(3)], threading.Barrier(3), []
+
+    def work(batch, state, given):
+        try:
+            for _ in range(5):
+                with lorax.use_decode_state(state=state, **given):
+                    meet.wait(10)
+                    assert lorax.decode_state.get() is state
+                    check(lorax.decode_state.get().run(batch.q, (batch.k, batch.v)), batch)
+        except BaseException as error:
+            failed.append(error)
+            meet.abort()
+
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_tasks_do_not_see_each_other(rng):
+    async def work(batch, state, given):
+        with lorax.use_decode_state(state=state, **given):
+            await asyncio.sleep(0)
+            assert lorax.decode_state.get() is state
+            check(lorax.decode_state.get().run(batch.q, (batch.k, batch.v)), batch)
+            await asyncio.sleep(0)
+
+    async def every():
+        await asyncio.gather(*(work(*one(rng)) for _ in range(4)))
+
+    asyncio.run(every())
+
+
+def test_one_state_is_not_for_two_at_a_time(rng):
+    _batch, state, given = one(rng)
+
+    async def work():
+        with lorax.use_decode_state(state=state, **given):
+            await asyncio.sleep(0)
+
+    async def both():
+        await asyncio.gather(work(), work())
+
+    with pytest.raises(RuntimeError, match="in use by another thread or task"):
+        asyncio.run(both())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_lengths": torch.tensor([20, 3])}, "lengths is torch.int64"),
+        ({"input_lengths": torch.tensor([20, 40]).int()}, "kv_indptr.* is beyond the number of kv_indices"),
+        ({"block_tables": torch.tensor([0, 1, -1]).int()}, r"kv_indices\[2\] = -1 is out of range"),
+        ({"num_kv_heads": 3}, "num_qo_heads"),
+        ({"dtype": "float17"}, "float17"),
+        ({"window_left": -3}, "window_left"),
+        ({"page_size": 0}, "page_size = 0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change, message, rng):
+    _batch, state, given = one(rng)
+    with pytest.raises(ValueError, match=message), lorax.use_decode_state(state=state, **{**given, **change}):
+        pass
