@@ -56,21 +56,31 @@ class Runner:
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute the chunks; the logits after each one that ends with its request's last known token."""
-        tables = StepTables.from_host(
+        tables = self.tables(chunks)
+        self.begin(chunks, tables)
+        tokens, rows = self.inputs(chunks)
+        return self.model.logits(tokens, tables.positions, rows, self)
+
+    def tables(self, chunks: Sequence[Chunk], pad_to: int = 0) -> StepTables:
+        """The chunks' tables, on the model's device."""
+        return StepTables.from_host(
             [c.request.pages for c in chunks],
             [c.start + c.count for c in chunks],
             [c.count for c in chunks],
             self.page_size,
             self.num_pages,
             self.model.device,
+            pad_to=pad_to,
         )
-        self.begin(chunks, tables)
+
+    def inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+        """The chunks' tokens, and the rows after which logits are wanted; int64, on the model's device."""
         tokens = [t for c in chunks for t in c.request.tokens[c.start : c.start + c.count]]
         ends = accumulate(c.count for c in chunks)
         rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
         device = self.model.device
         ids, last = (torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (tokens, rows))
-        return self.model.logits(ids, tables.positions, last, self)
+        return ids, last
 
     def begin(self, chunks: Sequence[Chunk], tables: StepTables) -> None:
         """Prepare a step, for which `attend` is then called once per layer."""
