@@ -154,6 +154,16 @@ def test_plans_of_layers(layer, batch, prompts):
         old.end_forward()
 
 
+def test_slopes_of_alibi_are_planned(batch, prompts, rng):
+    slopes = [rng.uniform(0, 0.5) for _ in range(8)]
+    alibi = {"pos_encoding_mode": "ALIBI", "alibi_slopes": slopes}
+    for one, make in ((batch, decoder), (prompts, prefiller)):
+        spec = one.spec.but(pos_encoding="ALIBI", slopes=tuple(slopes))
+        close(make(one, **alibi).run(one.q, (one.k, one.v)), None, one, spec=spec)
+        with pytest.raises(ValueError, match="alibi_slopes .* 8 finite numbers, one per head"):
+            make(one, **{**alibi, "alibi_slopes": slopes[:5]})
+
+
 def test_begin_forward_is_plan(batch):
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
     wrapper.begin_forward(*tables(batch), *heads(batch), 16, "NONE", -1, 0.0, "bfloat16", None, None, None, 0.125)

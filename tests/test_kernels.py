@@ -217,6 +217,18 @@ def test_scales_that_reverse_logits(family, rng):
     assert relative_error(out, turned.exact()[0]) < BOUNDS[family][torch.float32]
 
 
+def test_slopes_of_alibi_may_be_given(family, rng):
+    slopes = tuple(rng.uniform(-0.2, 0.2) for _ in range(6))
+    for q_len in (1, 30):
+        spec = AttentionSpec(
+            num_qo_heads=6, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32, pos_encoding="ALIBI", slopes=slopes
+        )
+        batch = random_batch(spec, [q_len, 1], [60, 90], 16)
+        check(batch, *compute(batch, family), family)
+        usual = replace(batch, spec=spec.but(slopes=()))
+        assert relative_error(usual.exact()[0], batch.exact()[0]) > 1e-3
+
+
 def test_rope_far_from_the_start(family):
     """Angles of positions beyond 60,000, for which float32 has no digits left behind the point's third."""
     spec = AttentionSpec(

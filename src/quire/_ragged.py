@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         max_sequence_kv: int | None = None,
         v_indptr: Tensor | None = None,
         o_indptr: Tensor | None = None,
+        *,
+        alibi_slopes: Sequence[float] | None = None,
     ) -> None:
         """Record which rows of q, and of k and v, belong to which request, and the layer that runs share.
 
@@ -118,6 +121,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            slopes=tuple(alibi_slopes or ()),
             batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
         )
 

@@ -5,6 +5,7 @@ Names, parameters and meanings are those of `flashinfer.decode`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         head_dim_vo: int | None = None,
         window_right: int = 0,
         is_causal: bool | None = None,
+        alibi_slopes: Sequence[float] | None = None,
     ) -> None:
         """Record which pages belong to which request, and the layer that runs share.
 
@@ -131,6 +133,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             block_tables, seq_lens: accepted: the pages say the same.
             fixed_split_size, disable_split_kv: how FlashInfer is asked for batch-invariant results, and so is Quire;
                 how keys are split is the kernels' own affair.
+            alibi_slopes: those of ALIBI, one per query head, instead of the usual ones.
 
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
@@ -169,6 +172,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            slopes=tuple(alibi_slopes or ()),
             batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
         )
 

@@ -5,6 +5,7 @@ Names, parameters and meanings are those of `flashinfer.prefill`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -121,6 +122,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        *,
+        alibi_slopes: Sequence[float] | None = None,
     ) -> None:
         """Record which query rows and pages belong to which request, and the layer that runs share.
 
@@ -137,7 +140,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 `quire.attention.items`; the layer is then causal. max_item_len_ptr: accepted, and not needed.
             seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv: accepted: the tables say the
                 same.
-            fixed_split_size, disable_split_kv: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+            fixed_split_size, disable_split_kv, alibi_slopes: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
 
         The other arguments are those of `BatchDecodeWithPagedKVCacheWrapper.plan`.
 
@@ -173,6 +176,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            slopes=tuple(alibi_slopes or ()),
             batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
         )
 

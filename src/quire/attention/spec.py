@@ -56,6 +56,7 @@ class AttentionSpec:
         causal, window_left, logits_soft_cap, sm_scale: see above; `sm_scale` defaults to 1/sqrt(head_dim_qk).
         pos_encoding: NONE, ROPE_LLAMA (q and k are rotated, halves paired, at positions i + kv_len - q_len and j by
             ``pos / rope_scale * rope_theta**(-2k/head_dim)``) or ALIBI.
+        slopes: those of ALIBI, one per query head; the usual ones where not given, see `alibi_slopes`.
         custom_mask, items, sinks: whether calls pass a mask, the items of prompts, or a sink logit per head.
         latent: keys and values are one (MLA): values are the first head_dim_vo elements of keys, 128, 256 or 512,
             whose rest, 64, is stored apart, as it is of queries. One KV head.
@@ -84,6 +85,7 @@ class AttentionSpec:
     sinks: bool = False
     latent: bool = False
     batch_invariant: bool = False
+    slopes: tuple[float, ...] = ()
     text: str = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -153,6 +155,8 @@ class AttentionSpec:
         for name in ("rope_scale", "rope_theta"):
             value = getattr(self, name)
             check(math.isfinite(value) and value > 0, name, value, "a positive number")
+        fits = len(self.slopes) == self.num_qo_heads and all(math.isfinite(x) for x in self.slopes)
+        check(fits or not self.slopes, "alibi_slopes", self.slopes, f"{self.num_qo_heads} finite numbers, one per head")
 
     @property
     def group_size(self) -> int:
@@ -164,9 +168,11 @@ class AttentionSpec:
         return replace(self, **changes) if changes else self
 
     def alibi_slopes(self) -> torch.Tensor:
-        """float32 [num_qo_heads] (Press et al., 2022): a geometric series over the largest power of two of heads,
-        the heads beyond it on the odd steps of the series for twice as many.
+        """float32 [num_qo_heads]: as given, or (Press et al., 2022) a geometric series over the largest power of two
+        of heads, the heads beyond it on the odd steps of the series for twice as many.
         """
+        if self.slopes:
+            return torch.tensor(self.slopes, dtype=torch.float32)
         n = 1 << (self.num_qo_heads.bit_length() - 1)
         heads = torch.arange(self.num_qo_heads, dtype=torch.float64)
         exponent = torch.where(heads < n, -8.0 * (heads + 1) / n, -4.0 * (2 * (heads - n) + 1) / n)

@@ -275,6 +275,6 @@ def plan(
     counts = (heads.num_qo_heads, heads.num_kv_heads, heads.head_dim_qk, pages.page_size)
     dtypes = {"q_data_type": q_dtype, "kv_data_type": kv_dtype}
     if qo_indptr is None:
-        wrapper.plan(*tables, *counts, **dtypes, **options)
+        wrapper.plan(*tables, *counts, head_dim_vo=heads.head_dim_vo, **dtypes, **options)
     else:
         wrapper.plan(qo_indptr, *tables, *counts, heads.head_dim_vo, **dtypes, **options)
