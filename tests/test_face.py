@@ -160,7 +160,7 @@ def test_slopes_of_alibi_are_planned(batch, prompts, rng):
     for one, make in ((batch, decoder), (prompts, prefiller)):
         spec = one.spec.but(pos_encoding="ALIBI", slopes=tuple(slopes))
         close(make(one, **alibi).run(one.q, (one.k, one.v)), None, one, spec=spec)
-        with pytest.raises(ValueError, match="alibi_slopes .* 8 finite numbers, one per head"):
+        with pytest.raises(ValueError, match=r"alibi_slopes .* 8 finite numbers, one per head"):
             make(one, **{**alibi, "alibi_slopes": slopes[:5]})
 
 
