@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from quire.attention.masks import byte_indptr, pack_segments
 from quire.attention.pages import PageTable
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.kernels.append import write
@@ -278,3 +280,37 @@ def plan(
         wrapper.plan(*tables, *counts, head_dim_vo=heads.head_dim_vo, **dtypes, **options)
     else:
         wrapper.plan(qo_indptr, *tables, *counts, heads.head_dim_vo, **dtypes, **options)
+
+
+def pack_mask(mask: Tensor, q_lens: Tensor, kv_lens: Tensor) -> Tensor:
+    """Custom masks packed for a wrapper's `packed_custom_mask`, without waiting for the device.
+
+    Args:
+        mask: bool [sum of q_len * kv_len], the requests' masks one after another, row by row. What it lacks is unseen.
+        q_lens, kv_lens: int32 [batch_size], on the mask's device.
+    """
+    if mask.dtype != torch.bool:
+        raise ValueError(f"custom_mask is {mask.dtype}: it must be bool")
+    areas = q_lens.long() * kv_lens
+    room = mask.numel() // 8 + len(areas)  # each request begins on a new byte
+    return pack_segments(mask.flatten(), pad(areas.cumsum(0), (1, 0)), byte_indptr(areas), room)
+
+
+def prefix_window_mask(q_lens: Tensor, tails: Tensor, window_left: int, num_queries: int, area: int) -> Tensor:
+    """Which of the last keys before a request's new tokens each of these still sees through a window: a custom mask,
+    bool [area], without waiting for the device.
+
+    Args:
+        q_lens: int32 [batch_size], new tokens of each request; num_queries: their sum.
+        tails: int32 [batch_size], the keys before them that are looked at: the last ones, at most window_left.
+        area: the sum of q_len * tail.
+    """
+    place = torch.arange(num_queries, device=q_lens.device)
+    owner = torch.repeat_interleave(q_lens, output_size=num_queries).long()
+    place -= (q_lens.cumsum(0) - q_lens)[owner]
+    ends = tails[owner].cumsum(0)
+    seen = (window_left - place).clamp(min=0).minimum(tails[owner])  # the last ones of each row
+    steps = torch.zeros(area + 1, dtype=torch.int8, device=q_lens.device)
+    one = torch.ones_like(place, dtype=torch.int8)
+    steps.index_add_(0, ends - seen, one).index_add_(0, ends, -one)
+    return steps[:-1].cumsum(0, dtype=torch.int8).bool()
