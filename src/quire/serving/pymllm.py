@@ -100,6 +100,8 @@ class FlashInferAttnBackend(AttentionBackend):
         ValueError: arguments that do not fit together.
     """
 
+    updater_class = IndicesUpdaterPrefill
+
     def __init__(
         self,
         num_heads: int,
@@ -148,7 +150,7 @@ class FlashInferAttnBackend(AttentionBackend):
         if not skip_prefill:
             self.prefill_wrapper_ragged = BatchPrefillWithRaggedKVCacheWrapper(self.workspace_buffer)
             self.prefill_wrappers_paged = [BatchPrefillWithPagedKVCacheWrapper(self.workspace_buffer) for _ in count]
-            self.indices_updater_prefill = IndicesUpdaterPrefill(
+            self.indices_updater_prefill = self.updater_class(
                 slots, self.heads, q_dtype, kv_cache_dtype, self.workspace_buffer
             )
         self.forward_metadata: DecodeMetadata | PrefillMetadata | None = None
@@ -246,9 +248,10 @@ class FlashInferAttnBackend(AttentionBackend):
         metadata = self._metadata(PrefillMetadata)
         q, k, v = radix.by_heads(q, k, v, layer, self.heads)
         rows = k is not None and metadata.use_ragged and not layer.is_cross_attention
-        if len(q) < metadata.num_tokens or (rows and len(k) != len(q)):
-            given = f"q has {len(q)} tokens" + (f", k {len(k)}" if rows else "")
-            raise ValueError(f"{given}: the batch has {metadata.num_tokens or 'as many of both'}")
+        if len(q) < metadata.num_tokens:
+            raise ValueError(f"q has {len(q)} tokens: the batch has {metadata.num_tokens} new ones")
+        if rows and k is not None and len(k) != len(q):
+            raise ValueError(f"k has {len(k)} tokens: q has {len(q)}")
         only_rows = rows and metadata.extend_no_prefix
         if radix.encoder_only(layer):
             save_kv_cache = False
