@@ -18,7 +18,6 @@ from quire.serving.pymllm import VerifyInput
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 6e-3}
-DEVICES = ["cpu", "cuda"]
 
 
 @dataclass
@@ -132,12 +131,12 @@ class Engine:
     def __init__(self, rng, face, layers, *, device="cpu", dtype=torch.float32, rows=6, width=48, **options):
         self.rng, self.face, self.layers, self.device, self.dtype = rng, face, layers, device, dtype
         self.cross = any(layer.is_cross_attention for layer in layers)
-        self.rows, self.width, size = rows, width, rows * width
-        self.pool = Pool(len(layers), size + 1, dtype, device)
+        self.rows, self.width, self.size = rows, width, rows * width
+        self.pool = Pool(len(layers), self.size + 1, dtype, device)
         self.req_to_token = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        self.free = list(range(1, size + 1))  # slot 0 takes what fills batches up
+        self.free = list(range(1, self.size + 1))  # slot 0 takes what fills batches up
         rng.shuffle(self.free)
-        self.owners = [0] * (size + 1)
+        self.owners = [0] * (self.size + 1)
         self.requests: list[Request] = []
         self.graphs: dict[Any, Graph] = {}
         self.backend = face.backend(self, **options)

@@ -39,9 +39,11 @@ class DecodeMetadata:
 
     Attributes:
         decode_wrappers: planned for it, one or two: see `WrapperDispatch`.
+        num_tokens: one for each request.
     """
 
     decode_wrappers: list[BatchDecodeWithPagedKVCacheWrapper]
+    num_tokens: int = 0
 
 
 @dataclass

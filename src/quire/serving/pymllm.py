@@ -172,7 +172,7 @@ class FlashInferAttnBackend(AttentionBackend):
         if mode.is_decode_or_idle():
             if not mode.is_idle():
                 self.indices_updater_decode.update(*lengths, self.decode_wrappers, *encoder)
-            self.forward_metadata = DecodeMetadata(self.decode_wrappers)
+            self.forward_metadata = DecodeMetadata(self.decode_wrappers, len(batch.seq_lens))
             return
         updater = self._prefill_updater()
         if radix.verifies(mode):
@@ -217,6 +217,8 @@ class FlashInferAttnBackend(AttentionBackend):
         refuse(**kwargs)
         metadata = self._metadata(DecodeMetadata)
         q, k, v = radix.by_heads(q, k, v, layer, self.heads)
+        if len(q) != metadata.num_tokens:
+            raise ValueError(f"q has {len(q)} tokens: the batch has {metadata.num_tokens}")
         cache = self._cache(layer, forward_batch)
         wrapper = metadata.decode_wrappers[self._get_wrapper_idx(layer)]
         if k is not None and v is not None and save_kv_cache:
@@ -258,16 +260,20 @@ class FlashInferAttnBackend(AttentionBackend):
             if not only_rows:
                 raise ValueError(f"layer {layer.layer_id} is encoder-only: it needs k and v, and no request a prefix")
         causal, options = radix.causal(layer, forward_batch), {"sinks": sinks, **radix.options(layer)}
+        index = self._get_wrapper_idx(layer)
         if only_rows and not save_kv_cache:
             return metadata.step.ragged(causal).run(q, k, v, **options).flatten(1)
-        cache, index = self._cache(layer, forward_batch), self._get_wrapper_idx(layer)
+        cache = self._cache(layer, forward_batch)
+        if rows and not only_rows and not save_kv_cache:
+            return self._merged(metadata.step, q, k, v, cache, layer, options).flatten(1)
+        if only_rows:
+            wrapper = metadata.step.ragged(causal)
+        else:  # planned before anything is written: tables that do not fit are found here
+            wrapper = metadata.step.paged(index) if metadata.step else metadata.prefill_wrappers[index]
         if k is not None and save_kv_cache:
             self._save(k, v, cache, layer, forward_batch)
         if only_rows:
-            return metadata.step.ragged(causal).run(q, k, v, **options).flatten(1)
-        if rows and not save_kv_cache:
-            return self._merged(metadata.step, q, k, v, cache, layer, options).flatten(1)
-        wrapper = metadata.step.paged(index) if metadata.step else metadata.prefill_wrappers[index]
+            return wrapper.run(q, k, v, **options).flatten(1)
         return wrapper.run(q, radix.pages(cache), **options, **radix.scales(layer)).flatten(1)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -334,7 +340,7 @@ class FlashInferAttnBackend(AttentionBackend):
                 raise ValueError(f"num_tokens = {num_tokens}: decode has one token for each of bs = {bs} requests")
             options: Any = {"use_tensor_cores": self.decode_use_tensor_cores}
             wrappers = [buffers.decode(bs, self.workspace_buffer, **options) for buffers in self._graph_buffers]
-            metadata: Any = DecodeMetadata(wrappers)
+            metadata: Any = DecodeMetadata(wrappers, bs)
         elif radix.verifies(forward_mode):
             self._prefill_updater()
             wrappers = [buffers.prefill(bs, self.workspace_buffer) for buffers in self._graph_buffers]
