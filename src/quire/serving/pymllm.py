@@ -18,9 +18,8 @@ from quire.attention.spec import FLOATS8
 from quire.cascade import merge_state
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from quire.serving import radix
-from quire.serving.base import GraphBuffers, Heads, quantize, workspace
-from quire.serving.forward_batch import (
+from quire.serving import _radix as radix
+from quire.serving._forward_batch import (
     AttentionBackend,
     ForwardBatch,
     ForwardMode,
@@ -29,7 +28,7 @@ from quire.serving.forward_batch import (
     ReqToTokenPool,
     VerifyInput,
 )
-from quire.serving.indices import (
+from quire.serving._indices import (
     DecodeMetadata,
     ExtendStep,
     IndicesUpdaterDecode,
@@ -38,6 +37,7 @@ from quire.serving.indices import (
     Slots,
     WrapperDispatch,
 )
+from quire.serving.base import GraphBuffers, Heads, quantize, workspace
 
 __all__ = [
     "AttentionBackend",

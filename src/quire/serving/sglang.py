@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.serving import pymllm, radix
-from quire.serving.forward_batch import ForwardMode, KVPool, RadixAttention
-from quire.serving.indices import DecodeMetadata, IndicesUpdaterPrefill, PrefillMetadata, WrapperDispatch
+from quire.serving import _radix as radix
+from quire.serving import pymllm
+from quire.serving._forward_batch import ForwardMode, KVPool, RadixAttention
+from quire.serving._indices import DecodeMetadata, IndicesUpdaterPrefill, PrefillMetadata, WrapperDispatch
 from quire.serving.pymllm import should_use_tensor_core
 
 __all__ = [

@@ -140,8 +140,7 @@ class IndicesUpdaterDecode:
         entries = total(seq_lens, seq_lens_cpu, seq_lens_sum)
         tables = self.slots.tables(req_pool_indices, seq_lens, entries, encoder_lens, encoder_lens_cpu)
         for wrapper, pages in zip(decode_wrappers, tables, strict=True):
-            dim = self.heads.head_dim_vo
-            plan(wrapper, pages, self.heads, self.q_dtype, self.kv_dtype, head_dim_vo=dim)
+            plan(wrapper, pages, self.heads, self.q_dtype, self.kv_dtype)
 
 
 class IndicesUpdaterPrefill:

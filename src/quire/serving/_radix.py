@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.attention.pages import refuse_first
+from quire.serving._forward_batch import RadixAttention
 from quire.serving.base import Heads
-from quire.serving.forward_batch import RadixAttention
 
 
 def verifies(mode: Any) -> bool:
