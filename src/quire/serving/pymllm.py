@@ -6,6 +6,7 @@ right in every mode, cross-attention, target-verify with trees of drafted tokens
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,9 +52,11 @@ __all__ = [
     "ReqToTokenPool",
     "VerifyInput",
     "WrapperDispatch",
+    "logger",
     "should_use_tensor_core",
 ]
 
+logger = logging.getLogger(__name__)
 WORKSPACE = 128 << 20  # bytes
 
 
