@@ -196,7 +196,7 @@ class FlashInferMetadataBuilder:
 
     def _hide(self, metadata: FlashInferMetadata, slots: Tensor) -> None:
         """Give tokens of prompts that no later token sees no slot. The prompts' own then see rows, not pages; which is
-        why all are stored where one has a context.
+        why all are stored where one has a context. What the cache holds in their places must be finite.
         """
         if self.sliding_window is None or any(self.context_lens[: self.num_prefills]):
             return
