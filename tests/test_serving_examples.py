@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,17 @@ def load(name):
     return module
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("page_size", "window"), [(1, -1), (1, 20), (16, -1), (16, 20)])
-@pytest.mark.parametrize(("name", "layout"), [(n, layout) for n, layouts in LAYOUTS.items() for layout in layouts])
-def test_same_tokens_as_the_engine(name, layout, page_size, window, dtype, device, monkeypatch, capsys):
+def cases():
+    """Each driver with both page sizes on the CPU, and with everything on a GPU."""
+    for name, layouts in LAYOUTS.items():
+        yield "cpu", name, layouts[0], 1, 20, "float32"
+        yield "cpu", name, layouts[-1], 16, -1, "bfloat16"
+        for rest in product(layouts, (1, 16), (-1, 20), ("float32", "bfloat16")):
+            yield pytest.param("cuda", name, *rest, marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("device", "name", "layout", "page_size", "window", "dtype"), list(cases()))
+def test_same_tokens_as_the_engine(device, name, layout, page_size, window, dtype, monkeypatch, capsys):
     monkeypatch.setattr(vllm, "FLASHINFER_KV_CACHE_LAYOUT", layout)  # the driver sets it, and here it is undone
     options = {"--layout": layout, "--page-size": page_size, "--window": window, "--dtype": dtype, "--device": device}
     code = load(name).main([f"{key}={value}" for key, value in options.items()])

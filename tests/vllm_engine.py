@@ -14,6 +14,14 @@ from quire.bench.batches import relative_error
 from quire.serving.base import quantize
 from quire.serving.vllm import FlashInferBackend, FlashInferImpl
 
+SLOPES = (0.3, 0.1, 0.02, 0.7)
+MIXED = [
+    {},
+    {"window_left": 9, "sm_scale": 0.3},
+    {"logits_soft_cap": 4.0, "sm_scale": 0.5},
+    {"pos_encoding": "ALIBI"},
+    {"pos_encoding": "ALIBI", "slopes": SLOPES},
+]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
 
 
@@ -248,3 +256,19 @@ def make_impl(spec, kv_cache_dtype="auto", **options):
         logits_soft_cap=spec.logits_soft_cap or None,
         **options,
     )
+
+
+def engine_of(device, rng, layers=None, **options):
+    heads = {"num_kv_heads": rng.choice((1, 2, 4)), "num_qo_heads": 4, "head_dim_qk": 16}
+    return Engine(device, MIXED if layers is None else layers, **{"page_size": 4, **heads, **options})
+
+
+def prompt(engine, length):
+    return Sequence(engine.impls), length, True
+
+
+def started(engine, *lengths):
+    """Sequences of these lengths, computed."""
+    step = [prompt(engine, n) for n in lengths]
+    engine.run(step)
+    return [sequence for sequence, _, _ in step]
