@@ -259,7 +259,7 @@ def make_impl(spec, kv_cache_dtype="auto", **options):
 
 
 def engine_of(device, rng, layers=None, **options):
-    heads = {"num_kv_heads": rng.choice((1, 2, 4)), "num_qo_heads": 4, "head_dim_qk": 16}
+    heads = {"num_kv_heads": 2, "num_qo_heads": 4, "head_dim_qk": 16}
     return Engine(device, MIXED if layers is None else layers, **{"page_size": 4, **heads, **options})
 
 

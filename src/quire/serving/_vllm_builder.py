@@ -47,7 +47,7 @@ class FlashInferMetadataBuilder:
         self.context_lens: list[int] = []
         self.query_lens: list[int] = []
         self.pages: list[array[int]] = []
-        self.block_tables: list[Sequence[int]] = []
+        self.block_tables: list[array[int]] = []
         self.prefill_seq_lens: list[int] = []
         self.multimodal_placeholder_maps: dict[str, PlaceholderMap] = {}
         self.num_prefills = self.num_prefill_tokens = self.num_decode_tokens = 0
@@ -133,12 +133,14 @@ class FlashInferMetadataBuilder:
                 self.num_decode_tokens += count
             self.profiled += profiled
             own = (tables or {}).get(seq_id) or ()
-            self.pages.append(array("i", own))
+            pages = array("i", own)  # one pass in C; all that follows copies memory
+            self.pages.append(pages)
             if inter_data.prefix_cache_hit:
-                found = inter_data.computed_block_nums or ()
-                self.block_tables.append([*found, *own[len(found) :]])
+                found = array("i", inter_data.computed_block_nums or ())
+                self.block_tables.append(found + pages[len(found) :])
             else:
-                self.block_tables.append(own if chunked_prefill_enabled or not inter_data.is_prompt else ())
+                shown = chunked_prefill_enabled or not inter_data.is_prompt
+                self.block_tables.append(pages if shown else array("i"))
 
     def _check(self, seq_lens: Sequence[int], query_lens: Sequence[int], pad_size: int, batch_size: int) -> None:
         """Refuse arguments of `build` that contradict the sequences."""
