@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from quire.serving import vllm
 
 FOLDER = Path(__file__).parent.parent / "examples" / "serving"
-LAYOUTS = {"lorax": ["NHD"], "vllm": ["NHD", "HND"]}  # by driver
+LAYOUTS = {"lorax": ["NHD"], "pymllm": ["NHD"], "sglang": ["NHD"], "vllm": ["NHD", "HND"]}  # by driver
 
 
 def load(name):
