@@ -314,3 +314,9 @@ def prefix_window_mask(q_lens: Tensor, tails: Tensor, window_left: int, num_quer
     one = torch.ones_like(place, dtype=torch.int8)
     steps.index_add_(0, ends - seen, one).index_add_(0, ends, -one)
     return steps[:-1].cumsum(0, dtype=torch.int8).bool()
+
+
+def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """A host array of any shape on a device. Never waits for it, and the array may change at once."""
+    (flat,) = _to_device((array.ravel(),), array.dtype, device)
+    return flat.view(array.shape)

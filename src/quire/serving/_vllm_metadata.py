@@ -1,0 +1,315 @@
+"""What a step tells its layers; public in `quire.serving.vllm`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.pages import PageTable
+from quire.attention.spec import as_dtype
+from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from quire.serving._vllm_protocols import LayerImpl, ModelInput, VllmConfig
+from quire.serving.base import Heads, fp8_dtype, plan
+
+PAD_SLOT_ID = -1
+HEAD_SIZES = [*range(8, 257, 8), 512]
+
+
+@dataclass
+class PerLayerParameters:
+    """What may differ from layer to layer: keys to the left that a query sees (-1: all), soft cap, logits' factor."""
+
+    window_left: int
+    logits_soft_cap: float | None
+    sm_scale: float
+
+
+def get_per_layer_parameters(vllm_config: VllmConfig) -> dict[str, PerLayerParameters]:
+    """The parameters of all attention layers, by name.
+
+    Raises:
+        ValueError: a layer's attention is not computed by `FlashInferImpl`.
+    """
+    found = {}
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if not hasattr(layer, "impl"):
+            continue  # a layer of another kind
+        impl = layer.impl
+        if not isinstance(impl, LayerImpl):
+            raise ValueError(f"attention of layer {name!r} is a {type(impl).__name__}: FlashInferImpl is needed")
+        window_left = -1 if impl.sliding_window is None else impl.sliding_window[0]
+        found[name] = PerLayerParameters(window_left, impl.logits_soft_cap, impl.scale)
+    return found
+
+
+def infer_global_hyperparameters(per_layer_params: dict[str, PerLayerParameters]) -> PerLayerParameters:
+    """The parameters that all layers share.
+
+    Raises:
+        ValueError: there are no layers, or they differ.
+    """
+    if not per_layer_params:
+        raise ValueError("per_layer_params is empty: no attention layer was found in the model")
+    (first, shared), *rest = per_layer_params.items()
+    for name, params in rest:
+        if params != shared:
+            raise ValueError(f"layers differ: {first!r} has {shared}, {name!r} has {params}")
+    return shared
+
+
+def shared_or_neutral(per_layer_params: dict[str, PerLayerParameters], head_dim: int) -> PerLayerParameters:
+    """What to plan with: each layer brings its own values to its runs, so that differing layers need no plans each."""
+    if all(params == next(iter(per_layer_params.values())) for params in per_layer_params.values()):
+        return infer_global_hyperparameters(per_layer_params)
+    return PerLayerParameters(-1, None, head_dim**-0.5)
+
+
+def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a cache from vLLM's name for it."""
+    if kv_cache_dtype == "auto":
+        return model_dtype
+    return fp8_dtype(kv_cache_dtype) if kv_cache_dtype.startswith("fp8") else as_dtype(kv_cache_dtype, "kv_cache_dtype")
+
+
+@dataclass
+class FlashInferMetadata:
+    """A step: prefills first, then decodes, in all tensors by token or by request.
+
+    Attributes:
+        num_prefills, num_prefill_tokens, num_decode_tokens: requests that prefill, their new tokens, and those of the
+            requests that decode.
+        slot_mapping: int64 [tokens], where keys and values go: page * page_size + place; -1: nowhere.
+        multi_modal_placeholder_index_maps, enable_kv_scales_calculation: vLLM's, kept for it.
+        max_prefill_seq_len: tokens of the longest request that prefills.
+        decode_query_len: new tokens of each request that decodes.
+        use_cuda_graph: whether the step is padded for a captured graph.
+        prefill_wrapper, decode_wrapper: `FlashInferState.begin_forward` sets them.
+        seq_start_loc, query_start_loc: int32 [requests + 1], sums of the requests' tokens and new tokens.
+        block_tables: int32 [requests or more, pages], padded with -1, which `advance_step` reads.
+        seq_lens_tensor, block_table_bound: int32 [requests], tokens, and pages that they fill.
+        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: as in `quire.attention.PageTable`.
+        num_qo_heads, num_kv_heads, head_dim, page_size, data_type, q_data_type: of the layers; data_type: the cache's.
+        device: where wrappers compute; tables that lie elsewhere are moved there.
+        is_profile_run: there is no cache, and prefills see their own new tokens alone.
+        window_left, logits_soft_cap, sm_scale: what is planned; runs of `FlashInferImpl` bring their layer's own.
+        prefill_over_rows: not all new tokens are stored: prefills, which have no context, see the rows that are given.
+
+    Raises:
+        ValueError: a head_dim that is not supported.
+    """
+
+    num_prefills: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    slot_mapping: Tensor
+    multi_modal_placeholder_index_maps: dict[str, Any] | None
+    enable_kv_scales_calculation: bool
+    max_prefill_seq_len: int
+    decode_query_len: int | None = 1
+    use_cuda_graph: bool = True
+    prefill_wrapper: BatchPrefillWithPagedKVCacheWrapper | None = None
+    decode_wrapper: BatchDecodeWithPagedKVCacheWrapper | None = None
+    seq_start_loc: Tensor | None = None
+    query_start_loc: Tensor | None = None
+    block_tables: Tensor | None = None
+    seq_lens_tensor: Tensor | None = None
+    block_table_bound: Tensor | None = None
+    paged_kv_indptr: Tensor | None = None
+    paged_kv_indices: Tensor | None = None
+    paged_kv_last_page_len: Tensor | None = None
+    num_qo_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    page_size: int | None = None
+    data_type: torch.dtype | None = None
+    q_data_type: torch.dtype | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_profile_run: bool = False
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    sm_scale: float | None = None
+    prefill_over_rows: bool = False
+
+    def __post_init__(self) -> None:
+        if self.head_dim is not None and self.head_dim not in HEAD_SIZES:
+            raise ValueError(f"head_dim = {self.head_dim} is not supported: multiples of 8 up to 256, and 512 are")
+
+    @property
+    def prefill_metadata(self) -> FlashInferMetadata | None:
+        """The step, if any of its requests prefills."""
+        return self if self.num_prefills else None
+
+    @property
+    def decode_metadata(self) -> FlashInferMetadata | None:
+        """The step, if any of its requests decodes."""
+        return self if self.num_decode_tokens else None
+
+    def asdict_zerocopy(self, skip_fields: set[str] | None = None) -> dict[str, Any]:
+        """The fields by name, uncopied, without those to skip and without wrappers, which belong to this process."""
+        skipped = {"prefill_wrapper", "decode_wrapper", *(skip_fields or ())}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
+
+    def begin_forward(self) -> None:
+        """Plan the wrappers for this step. A profile run needs no plan.
+
+        Raises:
+            ValueError: a table is missing, or the tables do not fit together.
+            RuntimeError: there is no wrapper.
+        """
+        if self.is_profile_run:
+            return
+        p = self.num_prefills
+        if self.num_prefills:
+            rows = self._on_device("query_start_loc")[: p + 1]
+            wrapper = self._wrapper("prefill_wrapper")
+            plan(wrapper, self._pages(0, p), **self._layer(), qo_indptr=rows, causal=True)
+        if self.num_decode_tokens:
+            pages, length = self._pages(p, None), self.decode_query_len or 1
+            if pages.batch_size * length != self.num_decode_tokens:
+                each = f"{pages.batch_size} requests of decode_query_len = {length} tokens"
+                raise ValueError(f"num_decode_tokens = {self.num_decode_tokens}: the tables have {each}")
+            plan(self._wrapper("decode_wrapper"), pages, **self._layer(), q_len_per_req=length)
+
+    @cached_property
+    def rows_wrapper(self) -> BatchPrefillWithRaggedKVCacheWrapper:
+        """Planned for prefills that see their own new tokens alone, which are not read from pages."""
+        layer = self._layer()
+        heads: Heads = layer["heads"]
+        indptr = self._on_device("query_start_loc")[: self.num_prefills + 1]
+        wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, dtype=torch.uint8, device=self.device))
+        counts = (heads.num_qo_heads, heads.num_kv_heads, heads.head_dim_qk)
+        wrapper.plan(indptr, indptr, *counts, causal=True, q_data_type=layer["q_dtype"])
+        return wrapper
+
+    def advance_step(
+        self,
+        model_input: ModelInput,
+        sampled_token_ids: Tensor | None,
+        block_size: int,
+        num_seqs: int,
+        num_queries: int,
+        turn_prefills_into_decodes: bool = False,
+    ) -> None:
+        """Go on by one decoded token per request, in place, without waiting for the device; `begin_forward` plans it.
+
+        Args:
+            model_input: its tokens become the sampled ones, and its positions theirs.
+            sampled_token_ids: [num_queries], any shape.
+            num_seqs, num_queries: requests with and without padding, which gets token 0 at position 0, slot -1, and
+                owns no pages.
+            turn_prefills_into_decodes: all requests decode from now on, those that prefilled included.
+
+        Raises:
+            ValueError: counts that do not fit, a missing table; on the host also a request that outgrows its pages. (On
+                a device its key and value go nowhere.)
+        """
+        self._check_advance(model_input, sampled_token_ids, num_seqs, num_queries, turn_prefills_into_decodes)
+        lengths = self._on_device("seq_lens_tensor")[:num_queries]
+        block_tables = self._on_device("block_tables")[:num_seqs]
+        grown = lengths.new_zeros(num_seqs)
+        grown[:num_queries] = lengths + 1
+        if not grown.is_cpu:
+            grown.clamp_(max=block_tables.shape[1] * block_size)  # the tables of the others stay right
+        pages = PageTable.from_block_tables(block_tables, grown, block_size)
+        indptr, last = self._on_device("paged_kv_indptr"), self._on_device("paged_kv_last_page_len")
+        indices, bound = self._on_device("paged_kv_indices"), self._on_device("block_table_bound")
+
+        if turn_prefills_into_decodes:
+            self.num_decode_tokens += self.num_prefills
+            self.num_prefills = self.num_prefill_tokens = self.max_prefill_seq_len = 0
+            self.slot_mapping = self.slot_mapping[:num_seqs]
+        page = (lengths // block_size).long()
+        known = block_tables[:num_queries].gather(1, page.clamp(max=block_tables.shape[1] - 1)[:, None])[:, 0]
+        slots = known.long() * block_size + lengths % block_size
+        self.slot_mapping[:num_queries] = slots.where((known >= 0) & (page < block_tables.shape[1]), PAD_SLOT_ID)
+        self.slot_mapping[num_queries:num_seqs] = PAD_SLOT_ID
+        model_input.input_positions[:num_queries] = lengths
+        model_input.input_positions[num_queries:num_seqs] = 0
+        assert sampled_token_ids is not None
+        model_input.input_tokens[:num_queries] = sampled_token_ids.flatten()
+        model_input.input_tokens[num_queries:num_seqs] = 0
+        lengths += 1
+        bound[:num_seqs] = pages.indptr.diff()
+        indptr[: num_seqs + 1] = pages.indptr
+        last[:num_seqs] = pages.last_page_len
+        entries = min(len(indices), len(pages.indices))
+        indices[:entries] = pages.indices[:entries]
+
+    def _check_advance(
+        self, model_input: ModelInput, sampled: Tensor | None, num_seqs: int, num_queries: int, turn: bool
+    ) -> None:
+        """Refuse counts that do not fit this step."""
+        decodes = self.num_decode_tokens + self.num_prefills if turn else self.num_decode_tokens
+        if self.decode_query_len != 1:
+            raise ValueError(f"decode_query_len = {self.decode_query_len}: only steps of one token can be advanced")
+        if self.num_prefills and not turn:
+            raise ValueError(f"num_prefills = {self.num_prefills}: only decodes advance, or turn_prefills_into_decodes")
+        if num_seqs != decodes:
+            raise ValueError(f"num_seqs = {num_seqs}: the step has {decodes} requests")
+        if not 0 < num_queries <= num_seqs or (num_queries < num_seqs and not self.use_cuda_graph):
+            allowed = (
+                f"1 to num_seqs = {num_seqs}" if self.use_cuda_graph else f"num_seqs = {num_seqs}, without a graph"
+            )
+            raise ValueError(f"num_queries = {num_queries}: it must be {allowed}")
+        if sampled is None or sampled.numel() != num_queries:
+            count = None if sampled is None else sampled.numel()
+            raise ValueError(f"sampled_token_ids has {count} tokens: num_queries = {num_queries} are needed")
+        sizes = {
+            "input_tokens": (model_input.input_tokens, num_seqs),
+            "input_positions": (model_input.input_positions, num_seqs),
+            "slot_mapping": (self.slot_mapping, num_seqs),
+            "seq_lens_tensor": (self.seq_lens_tensor, num_queries),
+            "block_tables": (self.block_tables, num_seqs),
+            "block_table_bound": (self.block_table_bound, num_seqs),
+            "paged_kv_indptr": (self.paged_kv_indptr, num_seqs + 1),
+            "paged_kv_last_page_len": (self.paged_kv_last_page_len, num_seqs),
+        }
+        for name, (x, needed) in sizes.items():
+            if x is None or len(x) < needed:
+                raise ValueError(f"{name} has {None if x is None else len(x)} entries: {needed} are needed")
+
+    def _on_device(self, name: str) -> Tensor:
+        """A table, moved to the device once."""
+        values: Tensor | None = getattr(self, name)
+        if values is None:
+            raise ValueError(f"{name} is missing")
+        if values.device != self.device:
+            values = values.to(self.device, non_blocking=True)
+            setattr(self, name, values)
+        return values
+
+    def _pages(self, begin: int, end: int | None) -> PageTable:
+        """The pages of requests begin to end."""
+        indptr, last = self._on_device("paged_kv_indptr"), self._on_device("paged_kv_last_page_len")
+        if self.page_size is None:
+            raise ValueError("page_size is missing")
+        rows = indptr[begin:] if end is None else indptr[begin : end + 1]
+        return PageTable(rows, self._on_device("paged_kv_indices"), last[begin:end], self.page_size)
+
+    def _wrapper(self, name: str) -> Any:
+        wrapper = getattr(self, name)
+        if wrapper is None:
+            raise RuntimeError(f"{name} is missing: FlashInferState.begin_forward sets it")
+        return wrapper
+
+    def _layer(self) -> dict[str, Any]:
+        """What `quire.serving.base.plan` wants to know of the layers."""
+        sizes = {name: getattr(self, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim")}
+        types = {name: getattr(self, name) for name in ("q_data_type", "data_type")}
+        missing = [name for name, value in (sizes | types).items() if value is None]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        heads = Heads(sizes["num_qo_heads"], sizes["num_kv_heads"], sizes["head_dim"], sizes["head_dim"])
+        return {
+            "heads": heads,
+            "q_dtype": types["q_data_type"],
+            "kv_dtype": types["data_type"],
+            "window_left": self.window_left,
+            "logits_soft_cap": self.logits_soft_cap,
+            "sm_scale": self.sm_scale,
+        }

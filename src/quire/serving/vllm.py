@@ -1,0 +1,313 @@
+"""vLLM's FlashInfer backend.
+
+Names, parameters and meanings are those of `vllm.attention.backends.flashinfer`. vLLM itself is not needed: its objects
+are anything with the attributes that the protocols of `quire.serving._vllm_protocols` name. In a step, the builder
+makes the metadata, `FlashInferState.begin_forward` plans it, and each layer's `FlashInferImpl.forward` stores and
+attends::
+
+    builder.prepare()
+    model_input.attn_metadata = builder.build(seq_lens, query_lens, cuda_graph_pad_size=-1, batch_size=tokens)
+    state.begin_forward(model_input)
+    ...  # in each layer:
+    out = impl.forward(layer, query, key, value, kv_cache, model_input.attn_metadata)
+
+Layers may differ in window, soft cap, scale and ALiBi, since each brings its own to its runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.spec import AttentionSpec
+from quire.attention.tensors import check_layout
+from quire.cache import blocks
+from quire.serving._vllm_builder import FlashInferMetadataBuilder
+from quire.serving._vllm_metadata import (
+    HEAD_SIZES,
+    FlashInferMetadata,
+    PerLayerParameters,
+    cache_dtype,
+    get_per_layer_parameters,
+    infer_global_hyperparameters,
+)
+from quire.serving._vllm_protocols import AttentionLayer
+from quire.serving._vllm_state import FLASHINFER_WORKSPACE_BUFFER_SIZE, FlashInferState
+from quire.serving.base import fp8_dtype, quantize, store
+
+__all__ = [
+    "FLASHINFER_KV_CACHE_LAYOUT",
+    "FLASHINFER_WORKSPACE_BUFFER_SIZE",
+    "FlashInferBackend",
+    "FlashInferImpl",
+    "FlashInferMetadata",
+    "FlashInferMetadataBuilder",
+    "FlashInferState",
+    "PerLayerParameters",
+    "get_per_layer_parameters",
+    "infer_global_hyperparameters",
+    "logger",
+]
+
+FLASHINFER_KV_CACHE_LAYOUT: str = os.environ.get("VLLM_KV_CACHE_LAYOUT") or "NHD"
+logger = logging.getLogger(__name__)
+
+
+class FlashInferBackend:
+    """What vLLM asks of a backend before there is a batch.
+
+    A cache is [num_blocks, 2, block_size, num_kv_heads, head_size]; permuted by `get_kv_cache_stride_order` it is how
+    the layout (FLASHINFER_KV_CACHE_LAYOUT, from the environment's VLLM_KV_CACHE_LAYOUT) has it in memory.
+    """
+
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHINFER"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashInferImpl]:
+        return FlashInferImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[FlashInferMetadata]:
+        return FlashInferMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashInferMetadataBuilder]:
+        return FlashInferMetadataBuilder
+
+    @staticmethod
+    def get_state_cls() -> type[FlashInferState]:
+        return FlashInferState
+
+    @classmethod
+    def make_metadata(cls, *args: Any, **kwargs: Any) -> FlashInferMetadata:
+        """Metadata from its fields."""
+        return cls.get_metadata_cls()(*args, **kwargs)
+
+    @classmethod
+    def make_metadata_builder(cls, *args: Any, **kwargs: Any) -> FlashInferMetadataBuilder:
+        """A builder for a runner's input builder."""
+        return cls.get_builder_cls()(*args, **kwargs)
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order() -> tuple[int, ...]:
+        """The order of the shape's dimensions in memory.
+
+        Raises:
+            ValueError: a layout other than NHD and HND.
+        """
+        return (0, 1, 2, 3, 4) if check_layout(FLASHINFER_KV_CACHE_LAYOUT) == "NHD" else (0, 1, 3, 2, 4)
+
+    @staticmethod
+    def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) -> None:
+        """Copy pages, keys and values, of one cache into another: see `quire.cache.blocks`."""
+        blocks.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
+
+    @staticmethod
+    def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
+        """Copy pages, keys and values, within each of several caches: see `quire.cache.blocks`."""
+        blocks.copy_blocks(kv_caches, src_to_dists)
+
+    @staticmethod
+    def get_supported_head_sizes() -> list[int]:
+        return list(HEAD_SIZES)
+
+    @staticmethod
+    def get_fp8_dtype_for_flashinfer(kv_cache_dtype: str) -> torch.dtype:
+        """The dtype of fp8, fp8_e4m3 or fp8_e5m2.
+
+        Raises:
+            ValueError: another name.
+        """
+        return fp8_dtype(kv_cache_dtype)
+
+
+class FlashInferImpl:
+    """A layer's attention.
+
+    Args:
+        num_heads, num_kv_heads, head_size: of queries, and of keys and values.
+        scale: the logits' factor.
+        alibi_slopes: ALiBi's, one per head; None: the logits know no positions.
+        sliding_window: keys that a query sees, its own among them; None: all.
+        kv_cache_dtype: "auto" (the model's), a dtype's name, or fp8, fp8_e4m3, fp8_e5m2.
+        logits_soft_cap: c turns logits x into c * tanh(x / c).
+        use_irope: only warns: such layers see all of a long context.
+
+    Attributes:
+        sliding_window: (keys to the left of the query that it still sees, 0), or (-1, -1).
+
+    Raises:
+        ValueError: a value that cannot be computed.
+        NotImplementedError: a sparse layer, one that shares another's cache, or one that is not a decoder's own.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: Sequence[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        blocksparse_params: dict[str, Any] | None = None,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        use_irope: bool = False,
+    ) -> None:
+        refused = {
+            "blocksparse_params": (blocksparse_params, None),
+            "kv_sharing_target_layer_name": (kv_sharing_target_layer_name, None),
+            "attn_type": (attn_type, "decoder"),
+        }
+        for name, (given, allowed) in refused.items():
+            if given != allowed:
+                raise NotImplementedError(f"{name} = {given!r} is not supported: {allowed!r} is")
+        if use_irope:
+            logger.warning("use_irope: layers with local attention see the whole context")
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window = {sliding_window}: it counts the token itself, so that 1 is the least")
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale = float(scale)
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap
+        cache_dtype(kv_cache_dtype, torch.float16)  # refuses names that are not known
+        slopes = () if self.alibi_slopes is None else tuple(self.alibi_slopes.tolist())
+        self._positions = {"pos_encoding": "ALIBI" if slopes else "NONE", "slopes": slopes}
+        spec = AttentionSpec(
+            num_qo_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_size,
+            sm_scale=self.scale,
+            logits_soft_cap=logits_soft_cap or 0.0,
+            slopes=slopes,
+        )
+        self.num_queries_per_kv = spec.group_size
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashInferMetadata,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Store the new keys and values, and attend. Never waits for the device.
+
+        Args:
+            layer: has the scales of an fp8 cache.
+            query, key, value: [tokens, heads * head_size] or [tokens, heads, head_size], prefills first.
+            kv_cache: see `FlashInferBackend`, uint8 if it holds fp8; empty in a profile run.
+            attn_metadata: the step, planned.
+            output: where to write, of query's shape and dtype or, with output_scale, fp8.
+            output_scale: what the stored output is to be multiplied by.
+
+        Returns:
+            [tokens, num_heads * head_size], in `output` if that was given.
+
+        Raises:
+            ValueError: a tensor that does not fit the step or the cache; nothing has been written then.
+            RuntimeError: the step has not been planned.
+        """
+        meta, n = attn_metadata, attn_metadata.num_prefill_tokens
+        self._check(meta, query=query, key=key, value=value)
+        q = query.view(-1, self.num_heads, self.head_size)
+        k, v = (x.view(-1, self.num_kv_heads, self.head_size) for x in (key, value))
+        cache = self._cache(kv_cache, key.dtype, meta)
+        over_rows = cache is None or meta.prefill_over_rows
+        prefill = self._fitted(meta.rows_wrapper if over_rows else meta.prefill_wrapper) if n else None
+        decode = self._fitted(meta.decode_wrapper) if meta.num_decode_tokens else None
+        target = self._target(query, output, output_scale)
+        out = target if output_scale is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+
+        scales = {}
+        if cache is not None:
+            store((cache[:, 0], cache[:, 1]), k, v, meta.slot_mapping.flatten(), layer._k_scale, layer._v_scale)
+            if cache.element_size() == 1:
+                scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
+            cache = cache.permute(*FlashInferBackend.get_kv_cache_stride_order())
+        own = {
+            "window_left": self.sliding_window[0],
+            "logits_soft_cap": self.logits_soft_cap or 0.0,
+            "sm_scale": self.scale,
+        }
+        if prefill is not None and over_rows:
+            prefill.run(q[:n], k[:n], v[:n], out=out[:n], **own)
+        elif prefill is not None:
+            prefill.run(q[:n], cache, out=out[:n], **own, **scales)
+        if decode is not None:
+            decode.run(q[n:], cache, out=out[n:], **own, **scales)
+        if output_scale is not None:
+            target.copy_(quantize(out, target.dtype, output_scale))
+        return target.view(len(q), -1)
+
+    def _fitted(self, wrapper: Any) -> Any:
+        """A planned wrapper that computes this layer's kind of positions; its tables are all layers'."""
+        if wrapper is None:
+            raise RuntimeError("the step has no wrappers: FlashInferState.begin_forward sets and plans them")
+        planned = wrapper._planned()
+        if {"pos_encoding": planned.pos_encoding, "slopes": planned.slopes} != self._positions:
+            wrapper._replan(**self._positions)
+        return wrapper
+
+    def _check(self, meta: FlashInferMetadata, **tensors: Tensor) -> None:
+        """Refuse queries, keys and values that do not fit the step."""
+        tokens = meta.num_prefill_tokens + meta.num_decode_tokens
+        for name, x in tensors.items():
+            heads = self.num_heads if name == "query" else self.num_kv_heads
+            if list(x.shape) not in ([tokens, heads * self.head_size], [tokens, heads, self.head_size]):
+                wanted = f"{meta.num_prefill_tokens} + {meta.num_decode_tokens} tokens of {heads} heads"
+                raise ValueError(f"{name} has shape {list(x.shape)}: the step has {wanted} of size {self.head_size}")
+            if x.dtype != meta.q_data_type:
+                raise ValueError(f"{name} is {x.dtype}: the step was planned for {meta.q_data_type}")
+
+    def _cache(self, kv_cache: Tensor, dtype: torch.dtype, meta: FlashInferMetadata) -> Tensor | None:
+        """The cache in its own dtype; None if this is a profile run."""
+        if kv_cache.numel() == 0:
+            if meta.num_decode_tokens:
+                raise ValueError(f"kv_cache is empty: {meta.num_decode_tokens} tokens are to be decoded from it")
+            return None
+        if meta.is_profile_run:
+            raise ValueError(f"kv_cache has shape {list(kv_cache.shape)}: it must be empty in a profile run")
+        assert meta.page_size is not None
+        sizes = (len(kv_cache), meta.page_size, self.num_kv_heads, self.head_size)
+        if kv_cache.shape != FlashInferBackend.get_kv_cache_shape(*sizes):
+            wanted = list(FlashInferBackend.get_kv_cache_shape(*sizes))
+            raise ValueError(f"kv_cache has shape {list(kv_cache.shape)}: it must be {wanted}")
+        stored = cache_dtype(self.kv_cache_dtype, dtype)
+        if kv_cache.dtype != stored and not (kv_cache.dtype == torch.uint8 and stored.itemsize == 1):
+            raise ValueError(f"kv_cache is {kv_cache.dtype}: kv_cache_dtype = {self.kv_cache_dtype!r} is {stored}")
+        if meta.data_type != stored:
+            raise ValueError(f"kv_cache_dtype = {self.kv_cache_dtype!r}: the step was planned for {meta.data_type}")
+        return kv_cache.view(stored)
+
+    def _target(self, query: Tensor, output: Tensor | None, scale: Tensor | None) -> Tensor:
+        """Where results go, [tokens, num_heads, head_size]: the output given, or a new one."""
+        if output is None:
+            if scale is not None:
+                raise ValueError("output_scale is given without output, whose dtype says what to quantise to")
+            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        allowed = (query.dtype,) if scale is None else (torch.float8_e4m3fn, torch.float8_e5m2)
+        if output.numel() != query.numel() or not output.is_contiguous() or output.dtype not in allowed:
+            given = f"{output.dtype}, shape {list(output.shape)} and strides {list(output.stride())}"
+            raise ValueError(f"output has {given}: it must be {list(query.shape)}, contiguous, of {allowed}")
+        return output.view(-1, self.num_heads, self.head_size)
