@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from array import array
 
 import pytest
 import torch
 
-from quire.attention import AttentionSpec
+from quire.attention import AttentionSpec, RaggedLayout, oracle
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.serving import lorax
+from quire.serving.base import StepTables, store
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
@@ -48,32 +50,99 @@ def random_lengths(rng, most=5):
     return [rng.choice((1, 2, 16, 17, rng.randint(1, 120))) for _ in range(rng.randint(1, most))]
 
 
+class Engine:
+    """Requests and their pages in one cache, whose free slots are NaN; each step is checked against the oracle."""
+
+    def __init__(self, device, page_size, dtype, rng):
+        self.spec, self.window = random_layer(rng, dtype)
+        self.device, self.page_size, self.rng = device, page_size, rng
+        self.pool, heads = 400 // page_size, (self.spec.num_qo_heads, self.spec.num_kv_heads)
+        shape = (2, self.pool, page_size, heads[1], self.spec.head_dim_qk)
+        self.cache = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        self.requests: list[tuple[list[int], int]] = []  # pages, and how many tokens they hold
+        counts = {"num_heads": heads[0], "num_kv_heads": heads[1]}
+        self.ragged = lorax.create_prefill_state(device=device)
+        self.paged = lorax.create_prefill_with_paged_kv_state(device=device)
+        self.decode = lorax.create_decode_state(device=device, **counts)
+        ints = {"dtype": torch.int32, "device": device}
+        tables, ptr, last = (
+            torch.full((8 * self.pool,), 1 << 30, **ints),
+            torch.zeros(9, **ints),
+            torch.zeros(8, **ints),
+        )
+        self.graph = lorax.create_decode_state_cuda_graphs(
+            device=device, block_tables=tables, block_tables_ptr=ptr, last_page_len=last, **counts
+        )
+
+    @property
+    def free(self):
+        return sorted(set(range(self.pool)) - {page for pages, _ in self.requests for page in pages})
+
+    def arrive(self):
+        """A request, perhaps over the full pages of another."""
+        pages, length = self.rng.choice([([], 0), *self.requests])
+        full = self.rng.randint(0, length // self.page_size)
+        self.requests.append((list(pages[:full]), full * self.page_size))
+
+    def leave(self):
+        self.requests.pop(self.rng.randrange(len(self.requests)))
+        self.cache[:, self.free] = torch.nan
+
+    def step(self):
+        """Some of the requests go on, all by one token or each by a chunk."""
+        phase, chosen = self.rng.choice(("decode", "padded", "prefill")), []
+        for b in self.rng.sample(range(len(self.requests)), self.rng.randint(1, len(self.requests))):
+            pages, length = self.requests[b]
+            count = self.rng.randint(1, 30) if phase == "prefill" else 1
+            need = -(-(length + count) // self.page_size) - len(pages)
+            if need <= len(self.free):
+                self.requests[b] = ([*pages, *self.rng.sample(self.free, need)], length + count)
+                chosen.append((self.requests[b], count))
+        if not chosen:
+            return
+        (pages, totals), counts = zip(*(request for request, _ in chosen), strict=True), [n for _, n in chosen]
+        pages, pad_to = [array("i", own) for own in pages], 8 if phase == "padded" else 0
+        size, device = self.page_size, self.device
+        tables = StepTables.from_host(pages, totals, counts, size, self.pool, device, pad_to=pad_to)
+        rows = torch.randn(3, sum(counts), self.spec.num_qo_heads, self.spec.head_dim_qk, device=device)
+        q, (k, v) = rows[0].to(self.spec.q_dtype), rows[1:, :, : self.spec.num_kv_heads].to(self.spec.q_dtype)
+        store(tuple(self.cache), k, v, tables.slots)
+        whole = phase == "prefill" and list(totals) == counts
+        out = self.attend(phase, q, k if whole else None, v, tables)
+        qo, kv = RaggedLayout(tables.qo_indptr.cpu()), tables.pages.to("cpu")
+        exact, _ = oracle.attend_batch(q.cpu(), *self.cache.cpu(), qo, kv, self.spec)
+        assert relative_error(out.cpu()[: len(q)], exact) < BOUND[self.spec.q_dtype]
+        assert not out[len(q) :].any()
+
+    def attend(self, phase, q, k, v, tables):
+        """Through the state of the phase: of prefills without a prefix (k is given), or over pages."""
+        given = layer_arguments(self.spec, self.window)
+        cached = {"block_tables": tables.pages.indices, "input_lengths": tables.lengths, "page_size": self.page_size}
+        cached |= {"dtype": self.spec.q_dtype, **given}
+        if phase != "prefill":
+            state = self.graph if phase == "padded" else self.decode
+            q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, tables.batch_size - len(q)))
+            with lorax.use_decode_state(state=state, **cached):
+                return lorax.decode_state.get().forward(q, tuple(self.cache))
+        rows = tables.qo_indptr
+        if k is not None:
+            with lorax.use_prefill_state(state=self.ragged, cu_seqlens=rows, query_dtype=self.spec.q_dtype, **given):
+                return lorax.prefill_state.get().forward(q, k, v, causal=True)
+        with lorax.use_prefill_with_paged_kv_state(state=self.paged, cu_seqlens=rows, **cached):
+            return lorax.prefill_with_paged_kv_state.get().run(q, tuple(self.cache))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_schedules_of_all_phases(device, page_size, dtype, rng):
-    """One state of each kind, planned for batch after batch: prompts, chunks after a prefix, decodes."""
-    spec, _ = random_layer(rng, dtype)
-    ragged = lorax.create_prefill_state(device=device)
-    paged = lorax.create_prefill_with_paged_kv_state(device=device)
-    decode = lorax.create_decode_state(device=device, num_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads)
-    for _ in range(6):
-        spec, window = random_layer(rng, dtype)
-        kv_lens = random_lengths(rng)
-        phase = rng.choice(("prompt", "chunk", "decode"))
-        q_lens = {"prompt": kv_lens, "chunk": [rng.randint(1, n) for n in kv_lens], "decode": [1] * len(kv_lens)}[phase]
-        batch = random_batch(spec, q_lens, kv_lens, page_size, device=device)
-        if phase == "prompt":
-            k, v, _ = batch.rows()
-            given = layer_arguments(spec, window)
-            with lorax.use_prefill_state(state=ragged, cu_seqlens=batch.qo.indptr, query_dtype=dtype, **given):
-                check(lorax.prefill_state.get().forward(batch.q, k, v, causal=True), batch)
-        elif phase == "chunk":
-            given = paged_arguments(batch, window)
-            with lorax.use_prefill_with_paged_kv_state(state=paged, cu_seqlens=batch.qo.indptr, **given):
-                check(lorax.prefill_with_paged_kv_state.get().run(batch.q, (batch.k, batch.v)), batch)
-        else:
-            with lorax.use_decode_state(state=decode, **paged_arguments(batch, window)):
-                check(lorax.decode_state.get().forward(batch.q, (batch.k, batch.v)), batch)
+def test_schedules(device, page_size, dtype, rng):
+    """Arrivals over shared pages, chunks, decodes padded for a graph or not, departures."""
+    engine = Engine(device, page_size, dtype, rng)
+    for _ in range(40):
+        if len(engine.requests) < 2 or (len(engine.requests) < 8 and rng.random() < 0.3):
+            engine.arrive()
+        engine.step()
+        if len(engine.requests) > 2 and rng.random() < 0.3:
+            engine.leave()
 
 
 def test_graph_buffers_are_filled_in_place(device, rng):
