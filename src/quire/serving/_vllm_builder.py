@@ -46,6 +46,7 @@ class FlashInferMetadataBuilder:
         """
         self.context_lens: list[int] = []
         self.query_lens: list[int] = []
+        self.lengths: list[int] = []
         self.pages: list[array[int]] = []
         self.block_tables: list[array[int]] = []
         self.prefill_seq_lens: list[int] = []
@@ -132,15 +133,20 @@ class FlashInferMetadataBuilder:
             else:
                 self.num_decode_tokens += count
             self.profiled += profiled
-            own = (tables or {}).get(seq_id) or ()
-            pages = array("i", own)  # one pass in C; all that follows copies memory
-            self.pages.append(pages)
+            pages = self._update_paged_kv_tensors((tables or {}).get(seq_id) or (), total)
             if inter_data.prefix_cache_hit:
                 found = array("i", inter_data.computed_block_nums or ())
                 self.block_tables.append(found + pages[len(found) :])
             else:
                 shown = chunked_prefill_enabled or not inter_data.is_prompt
                 self.block_tables.append(pages if shown else array("i"))
+
+    def _update_paged_kv_tensors(self, block_table: Sequence[int], seq_len: int) -> array[int]:
+        """Take note of a sequence's pages, the first of which hold so many tokens."""
+        pages = array("i", block_table)  # one pass in C; all that follows copies memory
+        self.pages.append(pages)
+        self.lengths.append(seq_len)
+        return pages
 
     def _check(self, seq_lens: Sequence[int], query_lens: Sequence[int], pad_size: int, batch_size: int) -> None:
         """Refuse arguments of `build` that contradict the sequences."""
@@ -179,13 +185,10 @@ class FlashInferMetadataBuilder:
     def _tables(self, metadata: FlashInferMetadata, padding: int) -> None:
         """Tables of sequences that have pages."""
         count = len(self.query_lens)
-        lengths = [a + b for a, b in zip(self.context_lens, self.query_lens, strict=True)]
-        num_pages = self.runner.cache_config.num_gpu_blocks
-        if num_pages is None:
-            raise ValueError("cache_config.num_gpu_blocks is missing: only a profile run can do without a cache")
-        device = self.runner.device
+        cache = getattr(self.runner, "cache_config", None)  # only to check page ids
+        num_pages, device = getattr(cache, "num_gpu_blocks", None), self.runner.device
         tables = StepTables.from_host(
-            self.pages, lengths, self.query_lens, self.block_size, num_pages, device, pad_to=count + padding
+            self.pages, self.lengths, self.query_lens, self.block_size, num_pages, device, pad_to=count + padding
         )
         self._hide(metadata, tables.slots)
         spare = sum(map(len, self.pages)) - len(tables.pages.indices)  # pages that advance_step may come to need

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.attention.tensors import check_layout
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.serving._vllm_metadata import (
@@ -51,8 +52,9 @@ class FlashInferState:
     def get_kv_cache_layout(self) -> str:
         """NHD or HND, the same from the first call on."""
         if self._kv_cache_layout is None:
-            order = self.runner.attn_backend.get_kv_cache_stride_order()
-            self._kv_cache_layout = "NHD" if order == (0, 1, 2, 3, 4) else "HND"
+            from quire.serving import vllm  # which imports this module
+
+            self._kv_cache_layout = check_layout(vllm.FLASHINFER_KV_CACHE_LAYOUT)
         return self._kv_cache_layout
 
     @contextmanager

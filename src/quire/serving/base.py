@@ -72,7 +72,7 @@ class StepTables:
         lengths: Sequence[int],
         query_lens: Sequence[int],
         page_size: int,
-        num_pages: int,
+        num_pages: int | None = None,
         device: torch.device | str = "cpu",
         *,
         pad_to: int = 0,
@@ -84,7 +84,7 @@ class StepTables:
                 be more than its tokens fill.
             lengths: each request's tokens, the new ones counted.
             query_lens: how many of them are new; they are the last.
-            num_pages: of the cache.
+            num_pages: of the cache; None: nobody knows, and page ids are only checked to be no less than 0.
             pad_to: the batch size to reach with requests that have no tokens.
 
         Raises:
@@ -121,7 +121,7 @@ def _check_host(
     query_lens: np.ndarray,
     indices: np.ndarray,
     page_size: int,
-    num_pages: int,
+    num_pages: int | None,
 ) -> None:
     """Refuse a step whose requests, tokens and pages do not fit together."""
     if lengths.shape != query_lens.shape or lengths.ndim != 1:
@@ -134,10 +134,11 @@ def _check_host(
         b = next(b for b, (part, n) in enumerate(zip(parts, counts, strict=True)) if len(part) != n)
         room = len(parts[b]) * page_size
         raise ValueError(f"request {b} has {lengths[b]} tokens, and pages for {room}")
-    if len(indices) and not (indices.min() >= 0 and indices.max() < num_pages):
-        b = int(((indices < 0) | (indices >= num_pages)).argmax())
+    beyond = np.iinfo(np.int32).max if num_pages is None else num_pages
+    if len(indices) and not (indices.min() >= 0 and indices.max() < beyond):
+        b = int(((indices < 0) | (indices >= beyond)).argmax())
         request = int((counts.cumsum() <= b).sum())
-        raise ValueError(f"request {request} has page {indices[b]}: pages are 0 to {num_pages - 1}")
+        raise ValueError(f"request {request} has page {indices[b]}: pages are 0 to {beyond - 1}")
 
 
 def _indptr(counts: np.ndarray, pad_to: int) -> np.ndarray:
