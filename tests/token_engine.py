@@ -28,7 +28,7 @@ class Layer:
     tp_q_head_num: int = HEADS
     tp_k_head_num: int = KV_HEADS
     tp_v_head_num: int = KV_HEADS
-    qk_head_dim: int = DIM
+    head_dim: int = DIM
     v_head_dim: int = DIM
     scaling: float = 0.3
     logit_cap: float = 0.0

@@ -42,7 +42,7 @@ class RadixAttention:
     tp_q_head_num: int
     tp_k_head_num: int
     tp_v_head_num: int
-    qk_head_dim: int
+    head_dim: int
     v_head_dim: int
     scaling: float
     logit_cap: float

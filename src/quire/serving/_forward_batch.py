@@ -73,7 +73,7 @@ class RadixAttention(Protocol):
 
     Attributes:
         tp_q_head_num, tp_k_head_num, tp_v_head_num: heads on this device.
-        qk_head_dim, v_head_dim: sizes of a query and key head, and of a value head.
+        head_dim, v_head_dim: sizes of a query and key head, and of a value head.
         scaling: the logits' factor.
         layer_id: of the pool.
         logit_cap: soft cap of the logits; 0: none.
@@ -85,7 +85,7 @@ class RadixAttention(Protocol):
     tp_q_head_num: int
     tp_k_head_num: int
     tp_v_head_num: int
-    qk_head_dim: int
+    head_dim: int
     v_head_dim: int
     scaling: float
     layer_id: int

@@ -70,7 +70,7 @@ def by_heads(
     Raises:
         ValueError: a layer of other heads than the backend's, or tensors that do not fit the layer.
     """
-    theirs = Heads(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
+    theirs = Heads(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.v_head_dim)
     if theirs != heads or layer.tp_v_head_num != layer.tp_k_head_num:
         raise ValueError(f"layer {layer.layer_id} has {theirs}: the backend was made for {heads}")
     q = _split("q", q, heads.num_qo_heads, heads.head_dim_qk)
