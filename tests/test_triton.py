@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from quire.attention import AttentionSpec
 
 CHOSEN = (
-    "float32-float32 and (plain or window or alibi or mask or sinks) or ragged or strided or per_head or growing"
-    " or scratch_ends"
+    "float32-float32 and (plain or window or alibi or mask or sinks) and not depend_on or depend_on and window"
+    " or ragged or strided or per_head or growing or scratch_ends"
 )
 
 
