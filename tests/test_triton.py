@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from quire.attention import AttentionSpec
 
 CHOSEN = (
-    "float32-float32 and (plain or window or alibi or mask or sinks) and not depend_on or depend_on and window"
-    " or ragged or strided or per_head or growing or scratch_ends"
+    "float32-float32 and (plain or window or alibi or mask or sinks) or ragged or strided or per_head or growing"
+    " or scratch_ends"
 )
 
 
@@ -85,7 +85,7 @@ def test_latent_kernels_compile_for_every_architecture(target):
     for layer, rows, split in ((few, 16, True), (spec, 128, True), (fp8, 128, True)):
         usage = compile_attend(layer, target, rows, split=split)
         assert usage.shared <= usage.limit
-        assert usage.spills <= 704, usage.spills  # between the loops over keys, which have all registers
+        assert usage.spills <= 512, usage.spills  # between the loops over keys, which have all registers
 
 
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")

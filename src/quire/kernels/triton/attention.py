@@ -162,7 +162,9 @@ def attend_tile(
 def kept(results, slot, request, tile, c: tl.constexpr):
     """How many of a tile's rows a slot has room for: all of them, unless the tables say more than was planned for."""
     count = tl.minimum(request.q_len * c.group - tile * c.block_m, results.rows)
-    return tl.where(slot < results.slots, count, 0)
+    if c.invariant:  # else there are two slots for each program, whatever the line's length
+        count = tl.where(slot < results.slots, count, 0)
+    return count
 
 
 @triton.jit
