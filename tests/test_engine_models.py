@@ -21,11 +21,14 @@ class Reference:
     def __init__(self, folder):
         self.folder = folder
         self.network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.known = {}
 
     def generate(self, prompt, count):
-        ids = torch.tensor([prompt])
-        out = self.network.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-        return out[0, len(prompt) :].tolist()
+        if (*prompt, count) not in self.known:
+            ids = torch.tensor([prompt])
+            out = self.network.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+            self.known[*prompt, count] = out[0, len(prompt) :].tolist()
+        return self.known[*prompt, count]
 
     def same(self, prompt, ours, theirs):
         """Equal, or different from where two tokens were as likely."""
@@ -89,11 +92,11 @@ def test_greedy_tokens_are_those_of_transformers(reference, engine, rng):
 
 def test_a_pool_so_small_that_requests_are_preempted(reference, rng):
     prompts, counts = batch(rng, reference.network.config.vocab_size)
-    page_size = rng.choice((1, 4, 16))
     counts = [n + 24 for n in counts]  # all grow over the end of a page or two
     longest = max(len(p) + n for p, n in zip(prompts, counts, strict=True))
-    stats = check(reference, prompts, counts, page_size=page_size, num_pages=-(-longest // page_size) + 1)
-    assert stats.preemptions > 0
+    for page_size in (1, 4, 16):
+        stats = check(reference, prompts, counts, page_size=page_size, num_pages=-(-longest // page_size) + 1)
+        assert stats.preemptions > 0
 
 
 def test_the_second_time_prompts_are_found_in_the_cache(reference, rng):
