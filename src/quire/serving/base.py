@@ -23,7 +23,6 @@ from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.kernels.append import write
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 
-Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 _NAMES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
