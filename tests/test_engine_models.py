@@ -27,8 +27,8 @@ class Reference:
         if (*prompt, count) not in self.known:
             ids = torch.tensor([prompt])
             out = self.network.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-            self.known[*prompt, count] = out[0, len(prompt) :].tolist()
-        return self.known[*prompt, count]
+            self.known[(*prompt, count)] = out[0, len(prompt) :].tolist()
+        return self.known[(*prompt, count)]
 
     def same(self, prompt, ours, theirs):
         """Equal, or different from where two tokens were as likely."""

@@ -106,16 +106,23 @@ def test_fp8_saturates():
 
 def test_what_does_not_fit_the_cache_is_refused(device):
     k, v = torch.zeros(3, 4, 2, 8, device=device), torch.zeros(3, 4, 2, 16, device=device)
-    key, value, slots = (torch.ones(2, 2, 8, device=device), torch.ones(2, 2, 16, device=device), torch.tensor([0, 1]))
-    for args, message in (
-        ((key, value, slots[:1]), "key has shape"),
-        ((key, value[:, :1], slots), r"value has shape \[2, 1, 16\]"),
-        ((key.half(), value, slots), "key is torch.float16: the cache is torch.float32"),
-        ((key, value, slots.float()), "slots is torch.float32"),
+    key, value = torch.ones(2, 2, 8, device=device), torch.ones(2, 2, 16, device=device)
+    slots = torch.tensor([0, 1], device=device)
+    turned = torch.ones(2, 8, 2, device=device).transpose(1, 2)
+    for cache, args, message in (
+        ((k, v), (key, value, slots[:1]), "key has shape"),
+        ((k, v), (key, value[:, :1], slots), r"value has shape \[2, 1, 16\]"),
+        ((k, v), (key.half(), value, slots), "key is torch.float16: it must be torch.float32"),
+        ((k, v), (turned, value, slots), r"key has strides \[16, 1, 2\]: the last one must be 1"),
+        ((k, v), (key, value, slots.float()), "slots is torch.float32: it must be torch.int64"),
+        ((k, v[:2]), (key, value, slots), r"v_cache has shape \[2, 4, 2, 16\]: it must be \[3, 4, 2, any\]"),
+        ((k, v.half()), (key, value, slots), "v_cache is torch.float16: it must be torch.float32"),
+        ((k, v), (key, value, slots.to("meta")), "slots lies on meta"),
     ):
         with pytest.raises(ValueError, match=message):
-            store((k, v), *args)
+            store(cache, *args)
     assert not k.any()
+    assert not v.any()
 
 
 def test_slots_beyond_the_cache_are_never_written(device, monkeypatch):

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from quire.attention.masks import byte_indptr, pack_segments
 from quire.attention.pages import PageTable
+from quire.attention.tensors import check_tensor
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.kernels.append import write
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -174,15 +175,14 @@ def store(
         ValueError: tensors that do not fit the cache, or, on the host, a slot beyond it.
     """
     k_cache, v_cache = cache
-    for name, new, pool in (("key", key, k_cache), ("value", value, v_cache)):
-        if new.ndim != 3 or new.shape[1:] != pool.shape[2:] or len(new) != len(slots):
-            shape = [len(slots), *pool.shape[2:]]
-            raise ValueError(f"{name} has shape {list(new.shape)}: the cache and its slots ask for {shape}")
-        if pool.element_size() > 1 and new.dtype != pool.dtype:
-            raise ValueError(f"{name} is {new.dtype}: the cache is {pool.dtype}")
-    if slots.dtype not in (torch.int32, torch.int64) or slots.ndim != 1:
-        raise ValueError(f"slots is {slots.dtype} of shape {list(slots.shape)}: it must be a vector of integers")
-    write(k_cache, v_cache, quantize(key, k_cache.dtype, k_scale), quantize(value, v_cache.dtype, v_scale), slots)
+    dtype, device = k_cache.dtype, k_cache.device
+    check_tensor(k_cache, "k_cache", (None,) * 4, dtype, device)
+    check_tensor(v_cache, "v_cache", (*k_cache.shape[:3], None), dtype, device)
+    check_tensor(slots, "slots", (None,), torch.int32 if slots.dtype == torch.int32 else torch.int64, device)
+    key, value = quantize(key, dtype, k_scale), quantize(value, dtype, v_scale)
+    check_tensor(key, "key", (len(slots), *k_cache.shape[2:]), dtype, device)
+    check_tensor(value, "value", (len(slots), *v_cache.shape[2:]), dtype, device)
+    write(k_cache, v_cache, key, value, slots)
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
