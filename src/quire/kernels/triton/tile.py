@@ -1,5 +1,8 @@
 """One tile over its keys, `block_n` at a time, with an online softmax in base 2. A state is (acc, m, l): weighted
 values, the largest logit and the sum of weights, the last two per row.
+
+Sums of two products are written as `fma`: which of them is rounded would be the compiler's choice, another one in each
+kernel, and a row's bits would depend on the kernel that it meets.
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ def turn(x, other, d, position, turns, c: tl.constexpr):
     """Elements d of heads, and those half a head away, turned by ROPE_LLAMA's angle at a position."""
     half: tl.constexpr = c.dim_qk // 2
     cos, sin = cos_sin(position.to(tl.int64) * tl.load(turns + d % half))
-    return x * cos + tl.where(d < half, -other, other) * sin
+    return tl.fma(x, cos, tl.where(d < half, -other, other) * sin)
 
 
 @triton.jit
@@ -159,7 +162,7 @@ def shape(s, rows, j, cap, c: tl.constexpr):
     """Scaled logits in base 2, with ALiBi, then the soft cap."""
     s = s * rows.scale
     if c.alibi:
-        s += rows.slope[:, None] * (j[None, :] - rows.position[:, None]).to(tl.float32)
+        s = tl.fma(rows.slope[:, None], (j[None, :] - rows.position[:, None]).to(tl.float32), s)
     if c.cap:
         s = cap - 2.0 * cap / (1.0 + tl.exp2(s * (2.0 * LOG2E / cap)))
     return s
@@ -197,7 +200,8 @@ def fold(acc, m, l, acc_2, m_2, l_2):
     top = tl.maximum(m, m_2)
     base = tl.where(top == float("-inf"), 0.0, top)
     weight, weight_2 = tl.exp2(m - base), tl.exp2(m_2 - base)
-    return acc * weight[:, None] + acc_2 * weight_2[:, None], top, l * weight + l_2 * weight_2
+    acc = tl.fma(acc, weight[:, None], acc_2 * weight_2[:, None])
+    return acc, top, tl.fma(l, weight, l_2 * weight_2)
 
 
 @triton.jit
