@@ -25,6 +25,7 @@ from quire.kernels.append import write
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 _NAMES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class StepTables:
         *,
         pad_to: int = 0,
     ) -> StepTables:
-        """From what a scheduler knows. Never waits for the device, and copies to it twice.
+        """From what a scheduler knows. Never waits for the device, and copies to it once.
 
         Args:
             pages: each request's pages in order, as memory of C ints: ``array("i")`` or int32 NumPy vectors. There may
@@ -103,9 +104,10 @@ class StepTables:
         slot = indices[kv_indptr[request] + position // page_size].astype(np.int64) * page_size + position % page_size
 
         padding = np.zeros(max(pad_to - len(new), 0), dtype=np.int32)
-        tables = (qo_indptr, kv_indptr, np.append(last_page_len, padding), np.append(total, padding), indices)
-        on_qo, on_kv, on_last, on_lengths, on_indices = _to_device(tables, np.int32, device)
-        positions, slots = _to_device((position, slot), np.int64, device)
+        last_page_len, total = (np.append(x, padding).astype(np.int32) for x in (last_page_len, total))
+        positions, slots, on_qo, on_kv, on_last, on_lengths, on_indices = _to_device(
+            (position, slot, qo_indptr, kv_indptr, last_page_len, total, indices), device
+        )
         table = PageTable(on_kv, on_indices, on_last, page_size)
         return cls(on_qo, table, on_lengths, positions, slots)
 
@@ -148,12 +150,14 @@ def _indptr(counts: np.ndarray, pad_to: int) -> np.ndarray:
     return indptr
 
 
-def _to_device(arrays: Sequence[np.ndarray], dtype: Any, device: torch.device | str) -> tuple[Tensor, ...]:
-    """Host arrays on a device, by one copy."""
-    packed = torch.from_numpy(np.concatenate(arrays, dtype=dtype))
-    if torch.device(device).type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return packed.split([len(x) for x in arrays])
+def _to_device(arrays: Sequence[np.ndarray], device: torch.device | str) -> tuple[Tensor, ...]:
+    """Host arrays on a device, by one copy; those of wider numbers come first, so that all are aligned."""
+    sizes = [x.nbytes for x in arrays]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
+    for part, x in zip(packed.split(sizes), arrays, strict=True):
+        part.numpy().view(x.dtype)[:] = x
+    parts = packed.to(device, non_blocking=True).split(sizes)
+    return tuple(part.view(_TYPES[x.dtype]) for part, x in zip(parts, arrays, strict=True))
 
 
 def store(
@@ -318,5 +322,5 @@ def prefix_window_mask(q_lens: Tensor, tails: Tensor, window_left: int, num_quer
 
 def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
     """A host array of any shape on a device. Never waits for it, and the array may change at once."""
-    (flat,) = _to_device((array.ravel(),), array.dtype, device)
+    (flat,) = _to_device((array.ravel(),), device)
     return flat.view(array.shape)
