@@ -154,8 +154,7 @@ def _to_device(arrays: Sequence[np.ndarray], device: torch.device | str) -> tupl
     """Host arrays on a device, by one copy; those of wider numbers come first, so that all are aligned."""
     sizes = [x.nbytes for x in arrays]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
-    for part, x in zip(packed.split(sizes), arrays, strict=True):
-        part.numpy().view(x.dtype)[:] = x
+    np.concatenate([x.view(np.uint8) for x in arrays], out=packed.numpy())
     parts = packed.to(device, non_blocking=True).split(sizes)
     return tuple(part.view(_TYPES[x.dtype]) for part, x in zip(parts, arrays, strict=True))
 
