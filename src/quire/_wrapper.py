@@ -119,8 +119,8 @@ class AttentionWrapper:
 
     @property
     def backend(self) -> str:
-        """The kernel family that computes the planned layer: "cpu", "reference", ..."""
-        return registry.choose(self._planned(), self.device, self._family)
+        """The kernel family that computes the planned layer: "cpu", "hopper", "triton", "reference"."""
+        return registry.choose(self._planned(), self.device, self._family, self._max_q_len)
 
     @property
     def _max_kv_len(self) -> int:

@@ -10,7 +10,7 @@ from quire.attention.spec import AttentionSpec
 from quire.kernels.registry import Call
 
 
-def declines(spec: AttentionSpec, device: torch.device) -> str | None:
+def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> str | None:
     return None
 
 

@@ -2,7 +2,9 @@
 
 A family is a module with these functions:
 
-- ``declines(spec, device) -> str | None``: the reason why it cannot compute such a layer, None if it can;
+- ``declines(spec, device, max_q_len) -> str | None``: the reason why it cannot compute such a layer for requests of at
+  most so many query tokens (0: any number), None if it can;
+- ``refuses(call) -> str | None``, if it has it: why it cannot compute a call of a layer that it does not decline;
 - ``attend(call, out, lse) -> Repeat | None``: attention over pages or ragged rows, into `out` and, unless None, `lse`;
 - ``scratch(spec, device, max_q_len, batch_size, keys) -> int``, if it needs any: bytes of scratch memory for a batch
   with at most so many query tokens in a request (0: any number), and so many keys in all.
@@ -27,6 +29,7 @@ from quire.attention.spec import AttentionSpec
 
 FAMILIES = {
     "cpu": "quire.kernels.cpu",
+    "hopper": "quire.kernels.hopper",
     "triton": "quire.kernels.triton",
     "reference": "quire.kernels.reference",
 }
@@ -73,6 +76,15 @@ class Call:
     scratch: Tensor | None = None
     arrivals: Tensor | None = None
 
+    def scratch_for(self, size: int, programs: int) -> tuple[Tensor, Tensor]:
+        """Memory for `size` numbers and for `programs` that count: the caller's, or new."""
+        part, arrivals, device = self.scratch, self.arrivals, self.q.device
+        if part is None or part.numel() < size:
+            part = torch.empty(size, dtype=torch.float32, device=device)
+        if arrivals is None or arrivals.numel() < programs:
+            arrivals = torch.zeros(programs, dtype=torch.int32, device=device)
+        return part, arrivals
+
     def paged(self) -> tuple[Tensor, Tensor, PageTable]:
         """k, v and their table, ragged rows as pages of size 1."""
         if isinstance(self.kv, PageTable):
@@ -118,7 +130,7 @@ class Repeat(Protocol):
 class Family(Protocol):
     __name__: str
 
-    def declines(self, spec: AttentionSpec, device: torch.device) -> str | None: ...
+    def declines(self, spec: AttentionSpec, device: torch.device, max_q_len: int) -> str | None: ...
 
     def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None: ...
 
@@ -136,18 +148,18 @@ def family(name: str) -> Any:
     return import_module(FAMILIES[name])
 
 
-def why_not(name: str, spec: AttentionSpec, device: torch.device) -> str | None:
+def why_not(name: str, spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> str | None:
     """Why a family cannot compute such a layer on a device; None if it can."""
     try:
         module: Family = family(name)
     except ImportError as error:
         return f"not installed ({error})"
-    return module.declines(spec, device)
+    return module.declines(spec, device, max_q_len)
 
 
 @lru_cache(maxsize=1024)
-def choose(spec: AttentionSpec, device: torch.device, backend: str = "auto") -> str:
-    """The name of the family that computes a layer.
+def choose(spec: AttentionSpec, device: torch.device, backend: str = "auto", max_q_len: int = 0) -> str:
+    """The name of the family that computes a layer, for requests of at most so many query tokens (0: any number).
 
     Raises:
         ValueError: no family can, or the one asked for can't; it says why each declined.
@@ -156,7 +168,7 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str = "auto") -> 
     names = [name for name in FAMILIES if name != "reference"] if backend == "auto" else [backend]
     reasons = {}
     for name in names:
-        reason = why_not(name, spec, device)
+        reason = why_not(name, spec, device, max_q_len)
         if reason is None:
             return name
         reasons[name] = reason
@@ -170,13 +182,13 @@ def scratch(spec: AttentionSpec, device: torch.device, backend: str, max_q_len: 
     Raises:
         ValueError: as `choose`.
     """
-    module = _chosen(spec, device, backend)
+    module = _chosen(spec, device, backend, max_q_len)
     return module.scratch(spec, device, max_q_len, batch_size, keys) if hasattr(module, "scratch") else 0
 
 
 @lru_cache(maxsize=4096)
-def _chosen(spec: AttentionSpec, device: torch.device, backend: str) -> Any:
-    return family(choose(spec, device, backend))
+def _chosen(spec: AttentionSpec, device: torch.device, backend: str, max_q_len: int) -> Any:
+    return family(choose(spec, device, backend, max_q_len))
 
 
 @lru_cache(maxsize=4096)
@@ -194,5 +206,10 @@ def attend(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto") -
     Returns:
         where the family can, what repeats the call with other tensors of the same kinds.
     """
-    repeat: Repeat | None = _chosen(call.spec, call.q.device, backend).attend(call, out, lse)
+    module = _chosen(call.spec, call.q.device, backend, call.max_q_len)
+    if hasattr(module, "refuses") and (reason := module.refuses(call)) is not None:
+        if canonical(backend) != "auto":
+            raise ValueError(f"no kernels for this call on {call.q.device}: {backend}: {reason}")
+        module = _chosen(call.spec, call.q.device, "triton", call.max_q_len)
+    repeat: Repeat | None = module.attend(call, out, lse)
     return repeat

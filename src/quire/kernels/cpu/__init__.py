@@ -32,7 +32,7 @@ _STORAGE = {
 _NONE = np.zeros(0, np.float32)
 
 
-def declines(spec: AttentionSpec, device: torch.device) -> str | None:
+def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> str | None:
     return None if device.type == "cpu" else f"it computes on the CPU, not on {device.type}"
 
 

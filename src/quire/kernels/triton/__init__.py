@@ -15,17 +15,17 @@ from torch import Tensor
 from triton import language as tl
 
 from quire.attention.pages import PageTable
-from quire.attention.spec import FLOATS, LOG2E, AttentionSpec
+from quire.attention.spec import LOG2E, AttentionSpec
 from quire.kernels.registry import Call
 from quire.kernels.rope import turns_of
 from quire.kernels.triton import attention
 from quire.kernels.triton.config import Config, Machine, Tuning, parts, product_types, tune
-from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat
+from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scale
 
 _UNIT = 512  # keys between two cuts in batch-invariant mode
 
 
-def declines(spec: AttentionSpec, device: torch.device) -> str | None:
+def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> str | None:
     if INTERPRETED:
         return None if device.type == "cpu" else "it is interpreted, on the CPU"
     if device.type != "cuda":
@@ -188,38 +188,16 @@ def _slopes(spec: AttentionSpec, device: torch.device) -> Tensor:
     return (spec.alibi_slopes() * LOG2E).to(device)
 
 
-def _split_scale(scale: float | Tensor, heads: int) -> tuple[float, Tensor | None]:
-    """A scale as a number, and per head where it is a tensor (whose values nobody waits for)."""
-    if isinstance(scale, Tensor):
-        return 1.0, scale.float().reshape(-1).expand(heads).contiguous()
-    return float(scale), None
-
-
-def _reach(x: Tensor) -> int:
-    """How many elements lie between the first and the last."""
-    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-
-
 def _bytes(x: Tensor, on: Machine) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 and not on.fp8 else x
 
 
 def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
-    plain = out.dtype in FLOATS and out.stride(-1) == 1
-    direct = out if plain else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    sums = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    repeat = _launch(call, call.spec, direct, sums)
-    if direct is out and sums is lse:
-        return repeat
-    if direct is not out:
-        out.copy_(direct)
-    if lse is not None and sums is not None and sums is not lse:
-        lse.copy_(sums)
-    return None
+    return into(_launch, call, out, lse)
 
 
-def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) -> Repeat | None:
-    device = out.device
+def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
+    spec, device = call.spec, out.device
     on = _machine(device)
     q, k, v, kv = call.q, call.k, call.v, call.kv
     if k.element_size() == 1:
@@ -236,18 +214,18 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
         k_token = v_token = 0
     q_gain, k_gain, v_gain, q_scale, k_scale, v_scale = call.q_scale, call.k_scale, call.v_scale, None, None, None
     if not (type(q_gain) is type(k_gain) is type(v_gain) is float):
-        q_gain, q_scale = _split_scale(q_gain, spec.num_qo_heads)
-        k_gain, k_scale = _split_scale(k_gain, spec.num_kv_heads)
-        v_gain, v_scale = _split_scale(v_gain, spec.num_kv_heads)
+        q_gain, q_scale = split_scale(q_gain, spec.num_qo_heads)
+        k_gain, k_scale = split_scale(k_gain, spec.num_kv_heads)
+        v_gain, v_scale = split_scale(v_gain, spec.num_kv_heads)
     scale = spec.sm_scale * LOG2E * q_gain * k_gain
-    far = max(_reach(k), _reach(v), 0 if call.k_pe is None else _reach(call.k_pe)) >= 1 << 31
+    far = max(reach(k), reach(v), 0 if call.k_pe is None else reach(call.k_pe)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, scale <= 0, far)
     tokens, batch = q.shape[0], call.qo.indptr.shape[0] - 1
     cut = _cut(spec, device, page_size, tokens, batch, call.max_q_len, flags)
     slots, part, arrivals = 0, None, None
     if cut.c.split:
         slots = _slots(spec, cut.c.block_m, on, batch, entries * max(page_size, 1))
-        part, arrivals = _scratch(call, cut, slots * cut.part_rows * (spec.head_dim_vo + 2))
+        part, arrivals = call.scratch_for(slots * cut.part_rows * (spec.head_dim_vo + 2), cut.programs)
     mask, items, q_pe, k_pe = call.mask, call.items, call.q_pe, call.k_pe
     if k_pe is not None:
         k_pe = _bytes(k_pe, on)
@@ -302,13 +280,3 @@ def _launch(call: Call, spec: AttentionSpec, out: Tensor, lse: Tensor | None) ->
     # What is to be repeated must read the caller's own tensors.
     own = q is call.q and q_scale is k_scale is v_scale is None and (slots == 0 or part is call.scratch)
     return repeat if own else None
-
-
-def _scratch(call: Call, cut: Cut, size: int) -> tuple[Tensor, Tensor]:
-    """Memory for parts of tiles, `size` numbers, and for counting them: the caller's, or new."""
-    part, arrivals, device = call.scratch, call.arrivals, call.q.device
-    if part is None or part.numel() < size:
-        part = torch.empty(size, dtype=torch.float32, device=device)
-    if arrivals is None or arrivals.numel() < cut.programs:
-        arrivals = torch.zeros(cut.programs, dtype=torch.int32, device=device)
-    return part, arrivals

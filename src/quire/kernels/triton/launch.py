@@ -1,13 +1,19 @@
-"""Starting compiled kernels: Triton's own way looks at each of fifty arguments, and takes longer than small kernels."""
+"""Starting compiled kernels: Triton's own way looks at each of fifty arguments, and takes longer than small kernels.
+And what kernels need to know of tensors before.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
+
+from quire.attention.spec import FLOATS
+from quire.kernels.registry import Call
 
 
 @triton.jit
@@ -105,3 +111,32 @@ class Launcher:
         repeat = Repeat(compiled, programs, others, rest)
         repeat(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type, call-arg]
         return repeat
+
+
+def into(
+    launch: Callable[[Call, Tensor, Tensor | None], Repeat | None], call: Call, out: Tensor, lse: Tensor | None
+) -> Repeat | None:
+    """Launch into out and lse or, where kernels cannot write them as they are, into others that are copied there."""
+    plain = out.dtype in FLOATS and out.stride(-1) == 1
+    direct = out if plain else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    sums = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+    repeat = launch(call, direct, sums)
+    if direct is out and sums is lse:
+        return repeat
+    if direct is not out:
+        out.copy_(direct)
+    if lse is not None and sums is not None and sums is not lse:
+        lse.copy_(sums)
+    return None
+
+
+def split_scale(scale: float | Tensor, heads: int) -> tuple[float, Tensor | None]:
+    """A scale as a number, and per head where it is a tensor (whose values nobody waits for)."""
+    if isinstance(scale, Tensor):
+        return 1.0, scale.float().reshape(-1).expand(heads).contiguous()
+    return float(scale), None
+
+
+def reach(x: Tensor) -> int:
+    """How many elements lie between the first and the last."""
+    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
