@@ -24,6 +24,7 @@ BOUNDS = {
     "cpu": {torch.float32: 1e-6, torch.bfloat16: 2.8e-3, torch.float16: 3.5e-4},
     # Triton's interpreter rounds to bf16 by cutting off.
     "triton": {torch.float32: 2e-6, torch.bfloat16: 5e-3 if INTERPRETED else 3e-3, torch.float16: 5e-4},
+    "hopper": {torch.bfloat16: 3e-3, torch.float16: 5e-4},
 }
 DTYPES = [
     (torch.float32, torch.float32),
@@ -55,7 +56,7 @@ def family(request):
 
 def compute(batch: Batch, family: str, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of a batch, in tensors that were NaN."""
-    spec, device = batch.spec, "cuda" if family == "triton" and not INTERPRETED else "cpu"
+    spec, device = batch.spec, "cuda" if family in ("triton", "hopper") and not INTERPRETED else "cpu"
     out = torch.full((len(batch.q), spec.num_qo_heads, spec.head_dim_vo), torch.nan).to(device, spec.o_dtype)
     lse = torch.full(out.shape[:2], torch.nan, device=device)
     given = {
@@ -381,10 +382,10 @@ def test_the_registry_says_why():
     assert registry.choose(spec, torch.device("cpu"), "fa3") == "cpu"
     assert registry.choose(spec, torch.device("cuda"), "reference") == "reference"
     with pytest.raises(
-        ValueError, match=r"no kernels .* on meta: cpu: it computes on the CPU, not on meta; triton: it "
+        ValueError, match=r"no kernels .* on meta: cpu: it computes on the CPU, not on meta; hopper: it .*; triton: it "
     ):
         registry.choose(spec, torch.device("meta"))
-    with pytest.raises(ValueError, match=r"backend = 'fa9' is unknown: auto, cpu, triton, reference"):
+    with pytest.raises(ValueError, match=r"backend = 'fa9' is unknown: auto, cpu, hopper, triton, reference"):
         registry.choose(spec, torch.device("cpu"), "fa9")
 
 

@@ -12,8 +12,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from quire.attention import AttentionSpec
+from quire.kernels import hopper
 from quire.kernels import triton as family
 from quire.kernels.triton import attention
 from quire.kernels.triton.config import Machine, tune
@@ -68,6 +70,26 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
     return compile_kernel(attention.attend, name, given, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
 
 
+def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16) -> Usage:
+    """The decode kernel for Hopper, as wide as it gets: with lse and a far cache."""
+    _processors = hopper._processors
+    hopper._processors = lambda device: 132
+    try:
+        cut = hopper._cut(spec, torch.device("cuda"), page_size, 64, max_q_len, (False,) * 3 + (True, True))
+    finally:
+        hopper._processors = _processors
+    c, q, kv = cut.c, _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype]
+    pointers = {
+        "q": q, "k": kv, "v": kv, "out": q, "part": "fp32", "lse": "fp32", "arrivals": "i32", "qo_indptr": "i32",
+        "kv_indptr": "i32", "last_page_len": "i32", "indices": "i32", "sinks": "fp32" if c.sinks else None,
+        "q_pe": None, "k_pe": None, "q_scale": None, "k_scale": None, "v_scale": None,
+    }  # fmt: skip
+    given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
+    given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
+    registers = hopper._TUNINGS[spec.head_dim_qk].registers
+    return compile_kernel(hopper.decode, "sm_90", given, num_warps=4, maxnreg=registers)
+
+
 def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:
     """A kernel whose arguments have these types ("*fp16", "fp32"), or, if not strings, these values; the rest are i32.
     Pointers, strides, which end in _token, _head, _page or _state, and all numbers in tuples are multiples of 16.
@@ -86,7 +108,8 @@ def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:
         return kind
 
     signature = {a: type_of((i,), given.get(a, "i32"), a) for i, a in enumerate(kernel.arg_names)}
-    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    compiled = triton.compile(source(kernel, signature, constants, attributes), target=target, options=options)
     registers, spills = _resources(compiled.asm["cubin"]) if target.backend == "cuda" else _amd(compiled.asm["amdgcn"])
     return Usage(registers, spills, compiled.metadata.shared, limit, compiled.asm)
 

@@ -1,0 +1,128 @@
+"""All tiles of a decode batch on a line, and the share of it that is a program's.
+
+A tile is one KV head of one request: all its query rows, over all its keys. Tiles lie request by request, head by head,
+each as long as it has blocks of keys. Programs take equal shares, so that mixed lengths cost no more than equal ones;
+which is whose they find out themselves, from the tables.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton import language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+class Tables(NamedTuple):
+    """Whose rows and keys; `tokens`, `entries` and `pages` bound what the tables may say."""
+
+    qo_indptr: tl.tensor
+    kv_indptr: tl.tensor
+    last_page_len: tl.tensor
+    indices: tl.tensor
+    batch: tl.tensor
+    tokens: tl.tensor
+    entries: tl.tensor
+    pages: tl.tensor
+    window: tl.tensor
+
+
+class Request(NamedTuple):
+    """Request b (a number or a vector): its first query token and how many, the first entry of its keys in the table,
+    how many keys, the first of them that is read, and how many blocks that makes.
+    """
+
+    q_begin: tl.tensor
+    q_len: tl.tensor
+    entry: tl.tensor
+    kv_len: tl.tensor
+    low: tl.tensor
+    cost: tl.tensor
+
+
+class Span(NamedTuple):
+    """Units `unit` to `end` of the line, in shares of `share`; request b, whose tiles begin at `start`, has the first
+    of them.
+    """
+
+    unit: tl.tensor
+    end: tl.tensor
+    share: tl.tensor
+    b: tl.tensor
+    start: tl.tensor
+
+
+class Piece(NamedTuple):
+    """Blocks first to last (of `cost`) of head h's tile, whose keys low + first * block to `stop` are read."""
+
+    h: tl.tensor
+    first: tl.tensor
+    last: tl.tensor
+    stop: tl.tensor
+
+
+@gluon.jit
+def extent(tables, b, c: gl.constexpr):
+    """Request b; beyond the batch it has no rows and no keys, and costs nothing."""
+    inside = b < tables.batch
+    q_begin = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b, inside, 0), 0), tables.tokens)
+    q_end = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b + 1, inside, 0), q_begin), tables.tokens)
+    begin = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b, inside, 0), 0), tables.entries)
+    end = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b + 1, inside, 0), begin), tables.entries)
+    last = gl.minimum(gl.maximum(gl.load(tables.last_page_len + b, inside, 0), 0), c.page_size)
+    q_len = q_end - q_begin
+    kv_len = gl.where(end > begin, (end - begin - 1) * c.page_size + last, 0)
+    low = kv_len * 0
+    if c.window:
+        low = gl.maximum(kv_len - q_len - tables.window, 0) // c.block * c.block
+    cost = gl.where(q_len > 0, gl.maximum((kv_len - low + c.block - 1) // c.block, 1), 0)
+    return Request(q_begin, q_len, begin, kv_len, low, cost)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _ends(tables, b0, passed, c: gl.constexpr):
+    """Where tiles of c.scan requests from b0 on end, if those before end at `passed`; and the requests' numbers."""
+    b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([c.scan // 128], [32], [4], [0]))
+    return passed + gl.associative_scan(extent(tables, b, c).cost * c.heads, 0, _sum), b
+
+
+@gluon.jit
+def _before(ends, b, unit, tables):
+    """How many of these requests end before a unit, and where the last of them does."""
+    before = (ends <= unit) & (b < tables.batch)
+    return gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0)
+
+
+@gluon.jit
+def my_span(tables, c: gl.constexpr):
+    """This program's share."""
+    ends, requests = _ends(tables, 0, 0, c)
+    passed = gl.max(ends, 0)
+    total = passed
+    for b0 in range(c.scan, tables.batch, c.scan):
+        total = gl.max(_ends(tables, b0, total, c)[0], 0)
+    share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
+    unit = gl.program_id(0) * share
+    b, start = _before(ends, requests, unit, tables)
+    for b0 in range(c.scan, tables.batch, c.scan):
+        ends, requests = _ends(tables, b0, passed, c)
+        more, further = _before(ends, requests, unit, tables)
+        b, start, passed = b + more, gl.maximum(start, further), gl.max(ends, 0)
+    # The compiler passes all this to the other warps through the memory that the sums used, without a barrier between.
+    gl.thread_barrier()
+    return Span(unit, gl.minimum(unit + share, total), share, b, start)
+
+
+@gluon.jit
+def piece_at(request, unit, end, start, c: gl.constexpr):
+    """What of a request lies at `unit`, up to `end`."""
+    h = (unit - start) // request.cost
+    first = unit - start - h * request.cost
+    last = gl.minimum(first + end - unit, request.cost)
+    return Piece(h, first, last, gl.minimum(request.low + last * c.block, request.kv_len))

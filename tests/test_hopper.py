@@ -1,0 +1,135 @@
+"""Decode on Hopper GPUs against the oracle; elsewhere the kernel is compiled, and the family says what it declines."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import quire
+from quire.attention import AttentionSpec
+from quire.bench.batches import random_batch, relative_error
+from quire.kernels import registry
+from test_kernels import check, compute
+
+hopper = pytest.importorskip("quire.kernels.hopper")
+LAYERS = {
+    "plain": {},
+    "not causal": {"causal": False},
+    "window": {"window_left": 70},
+    "no window but itself": {"window_left": 0},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "sinks": {"sinks": True},
+    "all": {"logits_soft_cap": 3.0, "window_left": 300, "sinks": True},
+}
+here = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not here, reason="there is no Hopper GPU")]
+
+
+def gpu(test):
+    for mark in on_hopper:
+        test = mark(test)
+    return test
+
+
+def layer(rng, dtype, **changes):
+    kv_heads, dim = rng.choice((1, 2, 3)), rng.choice((64, 128, 256))
+    heads = kv_heads * rng.choice((1, 2, 3, 4, 7, 16))
+    given = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim_qk": dim}
+    return AttentionSpec(**given, q_dtype=dtype, **changes)
+
+
+@gpu
+@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_batches(dtype, name, rng):
+    """Requests of one or a few query tokens, or none; without keys, or with many; any heads, pages, layouts, scales."""
+    for _ in range(5):
+        spec = layer(rng, dtype, **LAYERS[name])
+        longest = rng.choice((1, 1, min(4, 64 // spec.group_size)))
+        kv_lens = [rng.choice((0, 1, 5, 64, 200, 700, 3000)) for _ in range(rng.randint(1, 7))]
+        q_lens = [rng.choice((0, 1, longest, longest)) for _ in kv_lens]
+        given = {f"{x}_scale": rng.choice((1.0, 0.5, torch.rand(spec.num_kv_heads) + 0.5)) for x in "kv"}
+        given |= {"kv_layout": rng.choice(("NHD", "HND")), "padding": 2}
+        batch = random_batch(spec, q_lens, kv_lens, rng.choice((1, 3, 16, 64)), **given)
+        out, lse = compute(batch, "hopper", max_q_len=longest)
+        check(batch, out, lse, "hopper")
+        tokens = sum(q_lens)
+        assert (out[tokens:] == 0).all()
+        assert (lse[tokens:] == -torch.inf).all()
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(1, 16384), (3, 5000), (40, 300), (700, 40), (1100, 3)], ids=str)
+def test_parts_come_together(shape, rng):
+    """Long requests that many programs share, and many short ones: the same bits each time, and right."""
+    count, length = shape
+    spec = AttentionSpec(num_qo_heads=16, num_kv_heads=4, head_dim_qk=128, q_dtype=torch.bfloat16)
+    kv_lens = [rng.randint(length // 2, length) for _ in range(count)]
+    batch = random_batch(spec, [1] * count, kv_lens, 16)
+    first = compute(batch, "hopper", max_q_len=1)
+    check(batch, *first, "hopper")
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, compute(batch, "hopper", max_q_len=1), strict=True))
+
+
+@gpu
+def test_tables_that_change_after_their_check_never_lead_outside(rng):
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    batch = random_batch(spec, [1, 1], [640, 64], 16)
+    batch.kv.indices[1], batch.kv.indices[2] = 1 << 30, -(1 << 30)
+    batch.kv.indptr[2] = 1 << 30
+    batch.kv.last_page_len[0] = 1 << 30
+    batch.qo.indptr[2] = 1 << 30
+    compute(batch, "hopper", max_q_len=1)
+    torch.cuda.synchronize()
+
+
+@gpu
+def test_auto_is_hopper_where_it_decodes(rng):
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    device = torch.device("cuda", 0)
+    assert registry.choose(spec, device, max_q_len=1) == registry.choose(spec, device, "hopper", 16) == "hopper"
+    assert registry.choose(spec, device, max_q_len=17) == registry.choose(spec, device) == "triton"
+    batch = random_batch(spec, [1, 1], [640, 64], 16, device="cuda")
+    table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
+    for backend, caches in (
+        ("auto", ((batch.k, batch.v), (shifted(batch.k), batch.v))),
+        ("hopper", ((batch.k, batch.v),)),
+    ):
+        wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend=backend)
+        wrapper.plan(*table, 8, 2, 128, 16, q_data_type=torch.bfloat16)
+        assert wrapper.backend == "hopper"
+        for kv in caches:
+            out = wrapper.run(batch.q, kv)
+            assert relative_error(out, batch.exact()[0]) < 3e-3
+    with pytest.raises(ValueError, match="hopper: caches must be aligned to 16 bytes"):
+        wrapper.run(batch.q, (shifted(batch.k), batch.v))
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, two bytes off from where they would be aligned."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_kernels_compile(dim):
+    from triton_compile import compile_decode
+
+    spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=dim, q_dtype=torch.bfloat16)
+    layers = [(spec, 1)] if dim != 128 else [(spec, 1), (spec.but(window_left=9, logits_soft_cap=1.0, sinks=True), 4)]
+    for each, max_q_len in layers:
+        usage = compile_decode(each, max_q_len)
+        assert hopper._TUNINGS[dim].programs * (usage.shared + 1024) <= 228 << 10
+        assert usage.spills <= 128, usage.spills
+
+
+def test_what_it_declines():
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    assert hopper._declines(spec) is None
+    assert "head_dim is 64, 128 or 256, not 80" in hopper._declines(spec.but(head_dim_qk=80, head_dim_vo=80))
+    assert "torch.float8_e5m2" in hopper._declines(spec.but(kv_dtype=torch.float8_e5m2))
+    assert "batch invariance" in hopper._declines(spec.but(batch_invariant=True))
+    assert hopper.declines(spec, torch.device("cpu"), 1) == "it needs a Hopper GPU"
