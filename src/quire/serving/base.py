@@ -93,20 +93,22 @@ class StepTables:
         """
         total, new = np.asarray(lengths, dtype=np.int32), np.asarray(query_lens, dtype=np.int32)
         counts = -(-total // page_size)
-        parts = [own if len(own) == n else own[:n] for own, n in zip(pages, counts.tolist(), strict=True)]
+        parts, needed = pages, counts.tolist()
+        if list(map(len, pages)) != needed:
+            parts = [own[:n] for own, n in zip(pages, needed, strict=True)]
         indices = np.frombuffer(b"".join(parts), dtype=np.int32)
         _check_host(parts, counts, total, new, indices, page_size, num_pages)
         kv_indptr, qo_indptr = _indptr(counts, pad_to), _indptr(new, pad_to)
-        last_page_len = np.where(total > 0, (total - 1) % page_size + 1, 0)
+        last_page_len = total - np.maximum(counts - 1, 0) * page_size
 
         request = np.repeat(np.arange(len(new)), new)
         position = np.arange(len(request)) + np.repeat(total - qo_indptr[1 : len(new) + 1], new)
-        slot = indices[kv_indptr[request] + position // page_size].astype(np.int64) * page_size + position % page_size
-
-        padding = np.zeros(max(pad_to - len(new), 0), dtype=np.int32)
-        last_page_len, total = (np.append(x, padding).astype(np.int32) for x in (last_page_len, total))
-        positions, slots, on_qo, on_kv, on_last, on_lengths, on_indices = _to_device(
-            (position, slot, qo_indptr, kv_indptr, last_page_len, total, indices), device
+        page, within = np.divmod(position, page_size)
+        slot = indices[kv_indptr[request] + page].astype(np.int64) * page_size + within
+        if pad_to > len(new):
+            last_page_len, total = (np.pad(x, (0, pad_to - len(new))) for x in (last_page_len, total))
+        (positions, slots), (on_qo, on_kv, on_last, on_lengths, on_indices) = _to_device(
+            ((position, slot), (qo_indptr, kv_indptr, last_page_len, total, indices)), device
         )
         table = PageTable(on_kv, on_indices, on_last, page_size)
         return cls(on_qo, table, on_lengths, positions, slots)
@@ -117,7 +119,7 @@ class StepTables:
 
 
 def _check_host(
-    parts: list[Any],
+    parts: Sequence[Any],
     counts: np.ndarray,
     lengths: np.ndarray,
     query_lens: np.ndarray,
@@ -137,7 +139,7 @@ def _check_host(
         room = len(parts[b]) * page_size
         raise ValueError(f"request {b} has {lengths[b]} tokens, and pages for {room}")
     beyond = np.iinfo(np.int32).max if num_pages is None else num_pages
-    if len(indices) and not (indices.min() >= 0 and indices.max() < beyond):
+    if len(indices) and indices.view(np.uint32).max() >= beyond:  # where ids below 0 are large ones
         b = int(((indices < 0) | (indices >= beyond)).argmax())
         request = int((counts.cumsum() <= b).sum())
         raise ValueError(f"request {request} has page {indices[b]}: pages are 0 to {beyond - 1}")
@@ -150,13 +152,16 @@ def _indptr(counts: np.ndarray, pad_to: int) -> np.ndarray:
     return indptr
 
 
-def _to_device(arrays: Sequence[np.ndarray], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Host arrays on a device, by one copy; those of wider numbers come first, so that all are aligned."""
-    sizes = [x.nbytes for x in arrays]
+def _to_device(groups: Sequence[Sequence[np.ndarray]], device: torch.device | str) -> list[tuple[Tensor, ...]]:
+    """Groups of vectors on a device, by one copy. A group has one dtype, and wider ones come first, to be aligned."""
+    sizes = [sum(x.nbytes for x in group) for group in groups]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
-    np.concatenate([x.view(np.uint8) for x in arrays], out=packed.numpy())
+    np.concatenate([x.view(np.uint8) for group in groups for x in group], out=packed.numpy())
     parts = packed.to(device, non_blocking=True).split(sizes)
-    return tuple(part.view(_TYPES[x.dtype]) for part, x in zip(parts, arrays, strict=True))
+    return [
+        part.view(_TYPES[group[0].dtype]).split([len(x) for x in group])
+        for part, group in zip(parts, groups, strict=True)
+    ]
 
 
 def store(
@@ -321,5 +326,5 @@ def prefix_window_mask(q_lens: Tensor, tails: Tensor, window_left: int, num_quer
 
 def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
     """A host array of any shape on a device. Never waits for it, and the array may change at once."""
-    (flat,) = _to_device((array.ravel(),), device)
+    ((flat,),) = _to_device(((array.ravel(),),), device)
     return flat.view(array.shape)
