@@ -210,6 +210,6 @@ def attend(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto") -
     if hasattr(module, "refuses") and (reason := module.refuses(call)) is not None:
         if canonical(backend) != "auto":
             raise ValueError(f"no kernels for this call on {call.q.device}: {backend}: {reason}")
-        module = _chosen(call.spec, call.q.device, "triton", call.max_q_len)
+        module = _chosen(call.spec, call.q.device, "triton", call.max_q_len)  # which refuses nothing
     repeat: Repeat | None = module.attend(call, out, lse)
     return repeat
