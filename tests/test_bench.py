@@ -21,6 +21,8 @@ def test_cells_from_their_names():
         "prefill", 8, 512, q_len=512, num_qo_heads=28, num_kv_heads=4, head_dim=64, ragged=True
     )
     assert Cell.parse("prefill 4x256@2k") == Cell("prefill", 4, 2048, q_len=256)
+    assert Cell.parse("prefill p16 4x256@2k").shape == "4x256@2k"
+    assert Cell.parse("decode 28:4 p1 d64 fp8 64 mixed 256k").shape == "64 mixed 256k"
 
 
 @pytest.mark.parametrize(

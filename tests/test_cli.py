@@ -101,6 +101,8 @@ MISTAKES = {
     "check batches": (["check", "--batches", "0"], "--batches 0"),
     "cell": (["bench", "decode", "--cell", "8x"], "'8x' is not understood"),
     "rounds": (["bench", "decode", "--rounds", "0"], "--rounds 0"),
+    "plot": (["bench", "decode", "--plot", "rates.jpg"], "must end in .png"),
+    "plot's folder": (["bench", "decode", "--plot", "no/such/folder/rates.png"], "in a folder that exists"),
 }
 
 
@@ -167,8 +169,10 @@ def test_env_says_what_is_there(capsys):
     ("operation", "cell"), [("decode", "8:2 d64 3x40"), ("prefill", "4:4 d64 2x33"), ("prefill", "4:2 d64 2x9@50")]
 )
 def test_bench_times_beside_torch(operation, cell, capsys, tmp_path):
-    file = tmp_path / "out.json"
-    assert main(["bench", operation, "--cell", cell, "--rounds", "1", "--json", str(file)]) == 0
+    file, picture = tmp_path / "out.json", tmp_path / "out.png"
+    given = ["--cell", cell, "--rounds", "1", "--json", str(file), "--plot", str(picture)]
+    assert main(["bench", operation, *given]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     result = json.loads(file.read_text())
     assert result["ceilings"]["read_gb_s"] > 0.1

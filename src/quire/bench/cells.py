@@ -12,7 +12,7 @@ Defaults: gqa4, head_dim 128, pages of 16, bf16.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -44,6 +44,7 @@ class Cell:
     dtype: str = "bf16"
     mixed: bool = False
     ragged: bool = False
+    shape: str = field(default="", compare=False)  # the words for batch and length
 
     @classmethod
     def parse(cls, text: str) -> Cell:
@@ -56,7 +57,14 @@ class Cell:
             cell = cell._with(word, text)
         if not cell.batch or not cell.kv_len:
             raise ValueError(f"cell {text!r}: how many requests, and how long? (8x2k, 64 mixed 256k)")
-        return cell
+        layer = (*_HEADS, *DTYPES, "ragged", "decode", "prefill")
+        sizes = [word for word in words if word not in layer and not re.fullmatch(r"[dp]\d+|\d+:\d+", word)]
+        return replace(cell, shape=" ".join(sizes))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all requests together."""
+        return self.kv_len if self.mixed else self.batch * self.kv_len
 
     def _with(self, word: str, text: str) -> Cell:
         """This cell with one more word of its name."""

@@ -19,6 +19,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--json", type=Path, nargs="?", const=Path("-"), help="write JSON to a file, or without one to stdout"
     )
+    parser.add_argument("--plot", type=Path, help="draw rates under their ceiling, as PNG (needs quire[bench])")
     parser.set_defaults(run=run)
 
 
@@ -37,6 +38,17 @@ def _module(device: str) -> Any:
     return gpu
 
 
+def _drawing(file: Path) -> Any:
+    """What draws a result, known to be able to before hours are spent on timing."""
+    if file.suffix != ".png" or not file.absolute().parent.is_dir():
+        raise ValueError(f"--plot {file}: it must end in .png, in a folder that exists")
+    try:
+        from quire.bench.plot import plot
+    except ImportError as error:
+        raise ValueError(f"--plot needs matplotlib: pip install 'quire[bench]' ({error})") from error
+    return plot
+
+
 def run(args: argparse.Namespace) -> int:
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: it must be at least 1")
@@ -47,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
     names = [f"{args.operation} {cell}" for cell in args.cell] if args.cell else listed
     for name in names:
         Cell.parse(name)  # refuse all before timing any
+    draw = None if args.plot is None else _drawing(args.plot)
     result = place.bench(names, args.backend, args.rounds)
+    if draw is not None:
+        draw(result, args.plot)
     if args.json == Path("-"):
         json.dump(result, sys.stdout, indent=2)
         print()
