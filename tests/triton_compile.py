@@ -72,13 +72,8 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
 
 def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16) -> Usage:
     """The decode kernel for Hopper, as wide as it gets: with lse and a far cache."""
-    _processors = hopper._processors
-    hopper._processors = lambda device: 132
-    try:
-        cut = hopper._cut(spec, torch.device("cuda"), page_size, 64, max_q_len, (False,) * 3 + (True, True))
-    finally:
-        hopper._processors = _processors
-    c, q, kv = cut.c, _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype]
+    c = hopper._config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, True))
+    q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype]
     pointers = {
         "q": q, "k": kv, "v": kv, "out": q, "part": "fp32", "lse": "fp32", "arrivals": "i32", "qo_indptr": "i32",
         "kv_indptr": "i32", "last_page_len": "i32", "indices": "i32", "sinks": "fp32" if c.sinks else None,

@@ -1,6 +1,6 @@
 """Decode for Hopper GPUs, written in Gluon: `decode.py` has the kernel, over `line.py` and `parts.py`.
 
-Its layers are the common ones, over pages; what it declines, Triton computes.
+Its layers are the common ones, over pages. Nobody has it without asking for it: see `quire.kernels.registry`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.attention.pages import PageTable
 from quire.attention.spec import LOG2E, AttentionSpec
 from quire.kernels.hopper.decode import Config, decode
 from quire.kernels.registry import Call
-from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scale
+from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scales
 
 _ROWS = 64  # of a tile
 
@@ -40,26 +40,6 @@ def _declines(spec: AttentionSpec) -> str | None:
     if spec.q_dtype not in (torch.float16, torch.bfloat16) or spec.kv_dtype != spec.q_dtype:
         return f"queries and caches are both float16 or both bfloat16, not {spec.q_dtype} and {spec.kv_dtype}"
     return None
-
-
-def refuses(call: Call) -> str | None:
-    """Why this call, of a layer that is not declined, is not for the kernel: copies need 16 bytes that lie together."""
-    if not isinstance(call.kv, PageTable):
-        return "keys and values must lie in pages"
-    for x in (call.k, call.v):
-        if x.data_ptr() & 15 or any(step & 15 for step in x.stride()[:-1]):
-            return "caches must be aligned to 16 bytes, their strides to 16 elements"
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a batch meets the machine, and the kernel for it. Parts of tiles have `part_rows` rows."""
-
-    c: Config
-    programs: int
-    part_rows: int
-    launch: Launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +72,15 @@ def scratch(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_siz
 
 
 @lru_cache(maxsize=1024)
-def _launcher(c: Config, registers: int) -> Launcher:
-    return Launcher(decode, c, num_warps=4, maxnreg=registers)
+def _launcher(c: Config) -> Launcher:
+    return Launcher(decode, c, num_warps=4, maxnreg=_TUNINGS[c.dim].registers)
 
 
-@lru_cache(maxsize=4096)
-def _cut(
-    spec: AttentionSpec,
-    device: torch.device,
-    page_size: int,
-    batch: int,
-    max_q_len: int,
-    flags: tuple[bool, ...],
-) -> Cut:
-    rows = max_q_len * spec.group_size
+@lru_cache(maxsize=1024)
+def _config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
     tuning = _TUNINGS[spec.head_dim_qk]
     q_scale, k_scale, v_scale, lse, far = flags
-    c = Config(
+    return Config(
         heads=spec.num_kv_heads,
         group=spec.group_size,
         dim=spec.head_dim_qk,
@@ -116,7 +88,7 @@ def _cut(
         block=tuning.block,
         stages=tuning.stages,
         scan=max(128, min(1024, triton.next_power_of_2(batch))),
-        merge_rows=max(4, min(16, triton.next_power_of_2(rows))),
+        merge_rows=max(4, min(16, triton.next_power_of_2(max_q_len * spec.group_size))),
         causal=spec.causal and max_q_len > 1,
         window=spec.window_left >= 0,
         cap=spec.logits_soft_cap > 0,
@@ -127,33 +99,40 @@ def _cut(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return Cut(c, _programs(spec, device), rows, _launcher(c, tuning.registers))
 
 
 def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
+    """See `quire.kernels.registry`.
+
+    Raises:
+        ValueError: rows that are not in pages, or caches of which copies of 16 bytes cannot be made.
+    """
     return into(_launch, call, out, lse)
 
 
 def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
-    spec, kv, device = call.spec, call.kv, out.device
-    assert isinstance(kv, PageTable)
-    q, k, v = call.q, call.k, call.v
-    q_gain, q_scale = split_scale(call.q_scale, spec.num_qo_heads)
-    k_gain, k_scale = split_scale(call.k_scale, spec.num_kv_heads)
-    v_gain, v_scale = split_scale(call.v_scale, spec.num_kv_heads)
+    spec, kv, q, k, v = call.spec, call.kv, call.q, call.k, call.v
+    if not isinstance(kv, PageTable):
+        raise ValueError("no kernels for this call: hopper: keys and values must lie in pages")
+    if any(x.data_ptr() & 15 or any(step & 15 for step in x.stride()[:-1]) for x in (k, v)):
+        raise ValueError(
+            "no kernels for this call: hopper: caches must be aligned to 16 bytes, their strides to 16 elements"
+        )
+    (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch, entries = q.shape[0], kv.indptr.shape[0] - 1, kv.indices.shape[0] if k.shape[0] else 0
     far = max(reach(k), reach(v)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
-    cut = _cut(spec, device, kv.page_size, batch, call.max_q_len, flags)
-    slots = 2 * cut.programs
-    part, arrivals = call.scratch_for(slots * cut.part_rows * (spec.head_dim_vo + 2), cut.programs)
-    repeat = cut.launch(
-        cut.programs,
+    c = _config(spec, kv.page_size, batch, call.max_q_len, flags)
+    programs, rows = _programs(spec, out.device), call.max_q_len * spec.group_size
+    slots = 2 * programs
+    part, arrivals = call.scratch_for(slots * rows * (spec.head_dim_vo + 2), programs)
+    repeat = _launcher(c)(
+        programs,
         (q, None, k, v, None, out, lse, call.sinks),
         (part, arrivals, call.qo.indptr, kv.indptr, kv.last_page_len, kv.indices, q_scale, k_scale, v_scale),
         (
             slots,
-            cut.part_rows,
+            rows,
             batch,
             tokens,
             entries,

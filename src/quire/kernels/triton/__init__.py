@@ -20,7 +20,7 @@ from quire.kernels.registry import Call
 from quire.kernels.rope import turns_of
 from quire.kernels.triton import attention
 from quire.kernels.triton.config import Config, Machine, Tuning, parts, product_types, tune
-from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scale
+from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scales
 
 _UNIT = 512  # keys between two cuts in batch-invariant mode
 
@@ -212,11 +212,7 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
         page_size, indices, last_page_len, entries = 0, kv.indptr, kv.indptr, k.shape[0]
         (k_page, k_head, _one), (v_page, v_head, _one) = k.stride(), v.stride()
         k_token = v_token = 0
-    q_gain, k_gain, v_gain, q_scale, k_scale, v_scale = call.q_scale, call.k_scale, call.v_scale, None, None, None
-    if not (type(q_gain) is type(k_gain) is type(v_gain) is float):
-        q_gain, q_scale = split_scale(q_gain, spec.num_qo_heads)
-        k_gain, k_scale = split_scale(k_gain, spec.num_kv_heads)
-        v_gain, v_scale = split_scale(v_gain, spec.num_kv_heads)
+    (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     scale = spec.sm_scale * LOG2E * q_gain * k_gain
     far = max(reach(k), reach(v), 0 if call.k_pe is None else reach(call.k_pe)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, scale <= 0, far)

@@ -130,11 +130,18 @@ def into(
     return None
 
 
-def split_scale(scale: float | Tensor, heads: int) -> tuple[float, Tensor | None]:
-    """A scale as a number, and per head where it is a tensor (whose values nobody waits for)."""
-    if isinstance(scale, Tensor):
-        return 1.0, scale.float().reshape(-1).expand(heads).contiguous()
-    return float(scale), None
+def split_scales(call: Call) -> tuple[tuple[float, float, float], tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """The scales of q, k and v as numbers, and per head where they are tensors (whose values nobody waits for)."""
+    scales = (call.q_scale, call.k_scale, call.v_scale)
+    if type(scales[0]) is type(scales[1]) is type(scales[2]) is float:  # nearly always
+        return scales, (None, None, None)  # type: ignore[return-value]
+    heads = (call.spec.num_qo_heads, call.spec.num_kv_heads, call.spec.num_kv_heads)
+    q_gain, k_gain, v_gain = (1.0 if isinstance(x, Tensor) else float(x) for x in scales)
+    q_scale, k_scale, v_scale = (
+        x.float().reshape(-1).expand(n).contiguous() if isinstance(x, Tensor) else None
+        for x, n in zip(scales, heads, strict=True)
+    )
+    return (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale)
 
 
 def reach(x: Tensor) -> int:
