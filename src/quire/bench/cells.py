@@ -57,9 +57,7 @@ class Cell:
             cell = cell._with(word, text)
         if not cell.batch or not cell.kv_len:
             raise ValueError(f"cell {text!r}: how many requests, and how long? (8x2k, 64 mixed 256k)")
-        layer = (*_HEADS, *DTYPES, "ragged", "decode", "prefill")
-        sizes = [word for word in words if word not in layer and not re.fullmatch(r"[dp]\d+|\d+:\d+", word)]
-        return replace(cell, shape=" ".join(sizes))
+        return cell
 
     @property
     def tokens(self) -> int:
@@ -72,20 +70,23 @@ class Cell:
             return replace(self, num_qo_heads=_HEADS[word][0], num_kv_heads=_HEADS[word][1])
         if word in DTYPES:
             return replace(self, dtype=word)
-        if word in ("mixed", "ragged"):
-            return replace(self, mixed=self.mixed or word == "mixed", ragged=self.ragged or word == "ragged")
+        if word == "ragged":
+            return replace(self, ragged=True)
         if found := re.fullmatch(r"(\d+):(\d+)", word):
             return replace(self, num_qo_heads=int(found[1]), num_kv_heads=int(found[2]))
         if found := re.fullmatch(r"d(\d+)", word):
             return replace(self, head_dim=int(found[1]))
         if found := re.fullmatch(r"p(\d+)", word):
             return replace(self, page_size=int(found[1]))
+        sized = replace(self, shape=f"{self.shape} {word}".strip())
+        if word == "mixed":
+            return replace(sized, mixed=True)
         if found := re.fullmatch(r"(\d+)x(\d+k?)(?:@(\d+k?))?", word):
             length = _tokens(found[2])
             total = _tokens(found[3]) if found[3] else length
-            return replace(self, batch=int(found[1]), q_len=length if self.operation == "prefill" else 1, kv_len=total)
+            return replace(sized, batch=int(found[1]), q_len=length if self.operation == "prefill" else 1, kv_len=total)
         if found := re.fullmatch(r"\d+k?", word):
-            return replace(self, kv_len=_tokens(word)) if self.batch else replace(self, batch=_tokens(word))
+            return replace(sized, kv_len=_tokens(word)) if self.batch else replace(sized, batch=_tokens(word))
         raise ValueError(f"cell {text!r}: {word!r} is not understood")
 
     @property

@@ -49,5 +49,6 @@ def _kinds(cells: list[dict[str, Any]]) -> dict[str, list[tuple[Cell, dict[str, 
     kinds: dict[str, list[tuple[Cell, dict[str, Any]]]] = {}
     for row in cells:
         cell = Cell.parse(row["cell"])
-        kinds.setdefault(row["cell"].removesuffix(cell.shape).strip(), []).append((cell, row))
+        kind = " ".join(row["cell"].replace(cell.shape, "").split())
+        kinds.setdefault(kind, []).append((cell, row))
     return kinds
