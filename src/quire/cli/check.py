@@ -56,12 +56,7 @@ def run(args: argparse.Namespace) -> int:
         registry.canonical(args.backend)
         names = [args.backend]
     devices = [torch.device(name) for name in ("cpu", "cuda") if name == "cpu" or torch.cuda.is_available()]
-    able = [
-        (name, device, most)
-        for device in devices
-        for name in names
-        if (most := next((n for n in (0, 1) if registry.why_not(name, _PLAIN, device, n) is None), None)) is not None
-    ]
+    able = [(name, device, n) for device in devices for name in names for n in _longest(name, device)]
     if not able:
         raise ValueError(f"this machine can't run {' or '.join(names)}: see quire env")
     rows = [row for each in able for row in _check_family(*each, seed, args.batches)]
@@ -70,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(rows, seed)
     return 0 if rows and all(row["ok"] for row in rows) else 1
+
+
+def _longest(family: str, device: torch.device) -> list[int]:
+    """The most query tokens of requests that a family computes: [0] for any number, [1] if it decodes, or none."""
+    return [n for n in (0, 1) if registry.why_not(family, _PLAIN, device, n) is None][:1]
 
 
 def _check_family(family: str, device: torch.device, most: int, seed: int, batches: int) -> Iterator[dict[str, Any]]:
