@@ -12,6 +12,7 @@ import torch
 import quire
 from quire.attention import AttentionSpec
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.kernels import registry
 
 BF16 = torch.bfloat16
 LAYERS: tuple[dict[str, Any], ...] = (
@@ -57,6 +58,24 @@ def attention() -> None:
             assert error < 4e-3
 
 
+def decode() -> None:
+    """The Hopper family, which is not chosen by itself: requests that share programs, and programs that share one."""
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
+    if why := registry.why_not("hopper", spec, torch.device("cuda", 0), 1):
+        print(f"hopper: {why}")
+        return
+    for kv_lens in ([700, 1, 90], [9000]):
+        batch = random_batch(spec, [1] * len(kv_lens), kv_lens, 16, device="cuda")
+        wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper")
+        table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
+        wrapper.plan(*table, 8, 2, 64, 16, q_data_type=BF16)
+        out = wrapper.run(batch.q, (batch.k, batch.v))
+        assert isinstance(out, torch.Tensor)
+        error = relative_error(out, batch.exact()[0])
+        print(f"hopper {kv_lens}: {error:.1e}")
+        assert error < 4e-3
+
+
 def others() -> None:
     tokens = torch.arange(30, dtype=torch.int32, device="cuda")
     k_cache, v_cache = torch.zeros(2, 8, 16, 2, 64, dtype=BF16, device="cuda")
@@ -76,6 +95,7 @@ def others() -> None:
 if __name__ == "__main__":
     torch.manual_seed(torch.seed() % (1 << 31))
     attention()
+    decode()
     others()
     torch.cuda.synchronize()
     print("done")
