@@ -87,23 +87,19 @@ def test_tables_that_change_after_their_check_never_lead_outside(rng):
 
 
 @gpu
-def test_auto_is_hopper_where_it_decodes(rng):
+def test_it_decodes_where_asked(rng):
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
-    assert registry.choose(spec, device, max_q_len=1) == registry.choose(spec, device, "hopper", 16) == "hopper"
-    assert registry.choose(spec, device, max_q_len=17) == registry.choose(spec, device) == "triton"
+    assert registry.choose(spec, device, max_q_len=1) == "triton"
+    assert registry.choose(spec, device, "hopper", 16) == "hopper"
+    with pytest.raises(ValueError, match=r"hopper: it decodes: at most 64 query rows .*, not 68"):
+        registry.choose(spec, device, "hopper", 17)
     batch = random_batch(spec, [1, 1], [640, 64], 16, device="cuda")
     table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
-    for backend, caches in (
-        ("auto", ((batch.k, batch.v), (shifted(batch.k), batch.v))),
-        ("hopper", ((batch.k, batch.v),)),
-    ):
-        wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend=backend)
-        wrapper.plan(*table, 8, 2, 128, 16, q_data_type=torch.bfloat16)
-        assert wrapper.backend == "hopper"
-        for kv in caches:
-            out = wrapper.run(batch.q, kv)
-            assert relative_error(out, batch.exact()[0]) < 3e-3
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper")
+    wrapper.plan(*table, 8, 2, 128, 16, q_data_type=torch.bfloat16)
+    assert wrapper.backend == "hopper"
+    assert relative_error(wrapper.run(batch.q, (batch.k, batch.v)), batch.exact()[0]) < 3e-3
     with pytest.raises(ValueError, match="hopper: caches must be aligned to 16 bytes"):
         wrapper.run(batch.q, (shifted(batch.k), batch.v))
 

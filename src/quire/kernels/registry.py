@@ -4,12 +4,12 @@ A family is a module with these functions:
 
 - ``declines(spec, device, max_q_len) -> str | None``: the reason why it cannot compute such a layer for requests of at
   most so many query tokens (0: any number), None if it can;
-- ``refuses(call) -> str | None``, if it has it: why it cannot compute a call of a layer that it does not decline;
 - ``attend(call, out, lse) -> Repeat | None``: attention over pages or ragged rows, into `out` and, unless None, `lse`;
 - ``scratch(spec, device, max_q_len, batch_size, keys) -> int``, if it needs any: bytes of scratch memory for a batch
   with at most so many query tokens in a request (0: any number), and so many keys in all.
 
-"reference" is the definition in float64. It is correct anywhere and slow, so it computes only where asked for by name.
+Two families compute only where asked for by name: "reference", the definition in float64, which is correct anywhere and
+slow, and "hopper", as long as not all GPU tests have run with it as the default.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from quire.attention.spec import AttentionSpec
 
 FAMILIES = {
     "cpu": "quire.kernels.cpu",
-    "hopper": "quire.kernels.hopper",
     "triton": "quire.kernels.triton",
+    "hopper": "quire.kernels.hopper",
     "reference": "quire.kernels.reference",
 }
+_BY_NAME = ("hopper", "reference")
 # FlashInfer's names for its own kernels all ask for "the best we have".
 _FLASHINFER = {"fa2", "fa3", "cuda", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cutile", "xqa"}
 _FLASHINFER |= {"cute-dsl-modular", "cute-dsl-monolithic"}
@@ -165,7 +166,7 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str = "auto", max
         ValueError: no family can, or the one asked for can't; it says why each declined.
     """
     backend = canonical(backend)
-    names = [name for name in FAMILIES if name != "reference"] if backend == "auto" else [backend]
+    names = [name for name in FAMILIES if name not in _BY_NAME] if backend == "auto" else [backend]
     reasons = {}
     for name in names:
         reason = why_not(name, spec, device, max_q_len)
@@ -206,10 +207,5 @@ def attend(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto") -
     Returns:
         where the family can, what repeats the call with other tensors of the same kinds.
     """
-    module = _chosen(call.spec, call.q.device, backend, call.max_q_len)
-    if hasattr(module, "refuses") and (reason := module.refuses(call)) is not None:
-        if canonical(backend) != "auto":
-            raise ValueError(f"no kernels for this call on {call.q.device}: {backend}: {reason}")
-        module = _chosen(call.spec, call.q.device, "triton", call.max_q_len)  # which refuses nothing
-    repeat: Repeat | None = module.attend(call, out, lse)
+    repeat: Repeat | None = _chosen(call.spec, call.q.device, backend, call.max_q_len).attend(call, out, lse)
     return repeat
