@@ -81,7 +81,7 @@ def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16)
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
-    registers = hopper._TUNINGS[spec.head_dim_qk].registers
+    registers = hopper._tune(spec, max_q_len).registers
     return compile_kernel(hopper.decode, "sm_90", given, num_warps=4, maxnreg=registers)
 
 

@@ -13,12 +13,13 @@ import triton
 from torch import Tensor
 
 from quire.attention.pages import PageTable
-from quire.attention.spec import LOG2E, AttentionSpec
+from quire.attention.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.hopper.decode import Config, decode
 from quire.kernels.registry import Call
 from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scales
 
 _ROWS = 64  # of a tile
+_SHARED, _OTHER = 228 << 10, 4 << 10  # bytes of a multiprocessor's shared memory, and of those for this and that
 
 
 def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> str | None:
@@ -37,23 +38,35 @@ def _declines(spec: AttentionSpec) -> str | None:
         return "it knows no latent caches, items, masks, position encodings, nor batch invariance"
     if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
         return f"head_dim is 64, 128 or 256, not {spec.head_dim_qk} and {spec.head_dim_vo}"
-    if spec.q_dtype not in (torch.float16, torch.bfloat16) or spec.kv_dtype != spec.q_dtype:
-        return f"queries and caches are both float16 or both bfloat16, not {spec.q_dtype} and {spec.kv_dtype}"
+    if spec.q_dtype not in (torch.float16, torch.bfloat16):
+        return f"queries are float16 or bfloat16, not {spec.q_dtype}"
+    if spec.kv_dtype in FLOATS8 and spec.head_dim_qk == 64:
+        return "caches of fp8 have a head_dim of 128 or 256, not 64"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Keys of a block, blocks in the ring, programs on a multiprocessor, registers of a thread."""
+    """Rows of a tile, numbers of two bytes in a stored head, keys of a block, blocks in the ring, programs on a
+    multiprocessor, registers of a thread.
+    """
 
+    rows: int
+    words: int
     block: int
     stages: int
     programs: int
     registers: int
 
 
-# The rings of a multiprocessor's programs fill its 227 KiB of shared memory.
-_TUNINGS = {64: Tuning(128, 3, 2, 128), 128: Tuning(64, 3, 2, 128), 256: Tuning(64, 3, 1, 255)}
+@lru_cache(maxsize=1024)
+def _tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
+    """Rings as deep as shared memory lets them be, for two programs where their registers do."""
+    rows = max(8, triton.next_power_of_2(max_q_len * spec.group_size))
+    words = spec.head_dim_qk * spec.kv_dtype.itemsize // 2
+    programs, block = 2 if words <= 128 and rows <= 32 else 1, 64 * max(1, 128 // words)
+    room = _SHARED // programs - 1024 - 2 * rows * (spec.head_dim_qk + block) - _OTHER
+    return Tuning(rows, words, block, room // (4 * words * block), programs, 128 if programs == 2 else 255)
 
 
 @lru_cache(maxsize=64)
@@ -61,33 +74,36 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _programs(spec: AttentionSpec, device: torch.device) -> int:
+def _programs(spec: AttentionSpec, device: torch.device, max_q_len: int) -> int:
     """As many as run at a time."""
-    return _processors(device) * _TUNINGS[spec.head_dim_qk].programs
+    return _processors(device) * _tune(spec, max_q_len).programs
 
 
 def scratch(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, keys: int) -> int:
     """Bytes for parts of tiles: two slots for each program."""
-    return 2 * _programs(spec, device) * max_q_len * spec.group_size * (spec.head_dim_vo + 2) * 4
+    return 2 * _programs(spec, device, max_q_len) * max_q_len * spec.group_size * (spec.head_dim_vo + 2) * 4
 
 
 @lru_cache(maxsize=1024)
-def _launcher(c: Config) -> Launcher:
-    return Launcher(decode, c, num_warps=4, maxnreg=_TUNINGS[c.dim].registers)
+def _launcher(c: Config, registers: int) -> Launcher:
+    return Launcher(decode, c, num_warps=4, maxnreg=registers)
 
 
 @lru_cache(maxsize=1024)
 def _config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
-    tuning = _TUNINGS[spec.head_dim_qk]
+    tuning = _tune(spec, max_q_len)
     q_scale, k_scale, v_scale, lse, far = flags
     return Config(
         heads=spec.num_kv_heads,
         group=spec.group_size,
         dim=spec.head_dim_qk,
+        words=tuning.words,
         page_size=page_size,
         block=tuning.block,
         stages=tuning.stages,
+        programs=tuning.programs,
         scan=max(128, min(1024, triton.next_power_of_2(batch))),
+        rows=tuning.rows,
         merge_rows=max(4, min(16, triton.next_power_of_2(max_q_len * spec.group_size))),
         causal=spec.causal and max_q_len > 1,
         window=spec.window_left >= 0,
@@ -98,6 +114,8 @@ def _config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, fla
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
+        fp8=spec.kv_dtype in FLOATS8,
+        e5m2=spec.kv_dtype == torch.float8_e5m2,
     )
 
 
@@ -114,19 +132,18 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
     spec, kv, q, k, v = call.spec, call.kv, call.q, call.k, call.v
     if not isinstance(kv, PageTable):
         raise ValueError("no kernels for this call: hopper: keys and values must lie in pages")
-    if any(x.data_ptr() & 15 or any(step & 15 for step in x.stride()[:-1]) for x in (k, v)):
-        raise ValueError(
-            "no kernels for this call: hopper: caches must be aligned to 16 bytes, their strides to 16 elements"
-        )
+    width = 2 // k.element_size()  # elements of a number of two bytes
+    if any(x.data_ptr() & 15 or any(step % (16 * width) for step in x.stride()[:-1]) for x in (k, v)):
+        raise ValueError("no kernels for this call: hopper: caches must be aligned to 16 bytes, their strides to 32")
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch, entries = q.shape[0], kv.indptr.shape[0] - 1, kv.indices.shape[0] if k.shape[0] else 0
     far = max(reach(k), reach(v)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
     c = _config(spec, kv.page_size, batch, call.max_q_len, flags)
-    programs, rows = _programs(spec, out.device), call.max_q_len * spec.group_size
+    programs, rows = _programs(spec, out.device, call.max_q_len), call.max_q_len * spec.group_size
     slots = 2 * programs
     part, arrivals = call.scratch_for(slots * rows * (spec.head_dim_vo + 2), programs)
-    repeat = _launcher(c)(
+    repeat = _launcher(c, _tune(spec, call.max_q_len).registers)(
         programs,
         (q, None, k, v, None, out, lse, call.sinks),
         (part, arrivals, call.qo.indptr, kv.indptr, kv.last_page_len, kv.indices, q_scale, k_scale, v_scale),
@@ -142,7 +159,7 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
             v_gain,
             spec.logits_soft_cap * LOG2E,
         ),
-        (*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2]),
+        (*q.stride()[:2], *(step // width for x in (k, v) for step in x.stride()[:3]), *out.stride()[:2]),
     )
     # What is to be repeated must read the caller's own tensors.
     own = q_scale is k_scale is v_scale is None and part is call.scratch

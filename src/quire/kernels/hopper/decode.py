@@ -18,22 +18,25 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from quire.kernels.hopper.line import Tables, extent, my_span, piece_at
-from quire.kernels.hopper.parts import LOG2E, Results, clear_padding, merge, save, write
+from quire.kernels.hopper.parts import LOG2E, Part, Results, clear_padding, join, save, write
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the kernel is compiled for. block: keys of a block; stages: blocks in the ring; scan: requests looked at
+    """What the kernel is compiled for. words: numbers of two bytes in a stored head; block: keys of a block; stages: blocks in the ring; scan: requests looked at
     together; merge_rows: rows merged together.
     """
 
     heads: int
     group: int
     dim: int
+    words: int
     page_size: int
     block: int
     stages: int
+    programs: int
     scan: int
+    rows: int
     merge_rows: int
     causal: bool
     window: bool
@@ -44,10 +47,12 @@ class Config:
     q_scale: bool
     k_scale: bool
     v_scale: bool
+    fp8: bool
+    e5m2: bool
 
 
 class Cache(NamedTuple):
-    """Keys and values, with strides in elements."""
+    """Keys and values in numbers of two bytes, with strides in them."""
 
     k: tl.tensor
     v: tl.tensor
@@ -60,12 +65,15 @@ class Cache(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries, with strides in elements; where a tile's lie in shared memory; what logits meet, in base 2."""
+    """Queries, with strides in elements; where a tile's lie in shared memory, and the weights of a block's keys; what
+    logits meet, in base 2.
+    """
 
     q: tl.tensor
     token: tl.tensor
     head: tl.tensor
     tile: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
     scale: tl.tensor
     cap: tl.tensor
     q_scale: tl.tensor
@@ -92,9 +100,9 @@ def pages_of(tables, request, j, c: gl.constexpr):
 @gluon.jit
 def fetch(tables, cache, ring, span, c: gl.constexpr):
     """Fill the ring with the span's blocks. Each thread copies 16 bytes at a time; rows without a key become zeros."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.dim, c.dim // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.words, c.words // 8], [4, 1], [1, 0])
     t = gl.arange(0, c.block, gl.SliceLayout(1, layout))
-    d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))[None, :]
+    d = gl.arange(0, c.words, gl.SliceLayout(0, layout))[None, :]
     unit, b, start = span.unit, span.b, span.start
     n = span.unit * 0
     while unit < span.end:
@@ -129,94 +137,174 @@ def fetch(tables, cache, ring, span, c: gl.constexpr):
 def load_queries(queries, request, h, flat: gl.constexpr, c: gl.constexpr):
     """A tile's queries to shared memory, and the factor of each row's logits."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.dim, c.dim // 8], [4, 1], [1, 0])
-    r = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    r = gl.arange(0, c.rows, gl.SliceLayout(1, layout))
     d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
     head = h * c.group + r % c.group
     at = (request.q_begin + r // c.group).to(gl.int64) * queries.token + head * queries.head
     real = r < request.q_len * c.group
     x = gl.load(queries.q + at[:, None] + d[None, :], real[:, None], 0.0)
-    factor = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, layout)) * queries.scale
+    factor = gl.full([c.rows], 1.0, gl.float32, gl.SliceLayout(1, layout)) * queries.scale
     if c.q_scale:
         factor *= gl.load(queries.q_scale + head, real, 1.0)
     if c.k_scale:
         factor *= gl.load(queries.k_scale + h)
     gl.thread_barrier()  # the last tile's are no longer read
-    queries.tile.store(x)
+    if c.fp8:
+        x, power = as_halves(x)
+        factor *= power
+        even, odd = x.reshape([c.rows, c.words, 2]).split()
+        queries.tile.index(0).store(even)
+        queries.tile.index(1).store(odd)
+    else:
+        queries.tile.index(0).store(x)
     fence_async_shared()
     gl.thread_barrier()
     return gl.convert_layout(factor, flat)
 
 
 @gluon.jit
-def attend_block(acc, m, l, queries, factor, position, request, t0, k, v, window, L: gl.constexpr, c: gl.constexpr):
-    """A block of keys into the state of 64 rows: weighted values, the largest logit in base 2, the sum of weights."""
-    out: gl.constexpr = acc.type.layout
-    s = warpgroup_mma(
-        queries.tile, k.permute([1, 0]), gl.full([64, c.block], 0.0, gl.float32, L), use_acc=False
-    )  # fmt: skip
-    s = s * factor[:, None]
+def as_halves(x):
+    """Rows of x over powers of two, so that halves hold them, and the powers."""
+    x = x.to(gl.float32)
+    exponent = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) & 0x7F800000
+    power = gl.where(exponent == 0, 1.0, exponent.to(gl.float32, bitcast=True))
+    return (x / power[:, None]).to(gl.float16), power
+
+
+# Two words to two pairs of halves, then both first ones together and both second ones.
+_WIDEN = """{{ .reg .b16 a, b; .reg .b32 s, t; mov.b32 {{a, b}}, $2; cvt.rn.f16x2.{0}x2 s, a; cvt.rn.f16x2.{0}x2 t, b;
+    prmt.b32 $0, s, t, 0x5410; prmt.b32 $1, s, t, 0x7632; }}"""
+_WIDEN_E4M3, _WIDEN_E5M2 = gl.constexpr(_WIDEN.format("e4m3")), gl.constexpr(_WIDEN.format("e5m2"))
+
+
+@gluon.jit
+def widen(x, c: gl.constexpr):
+    """The first and the second fp8 number of each word, as halves."""
+    ptx: gl.constexpr = _WIDEN_E5M2 if c.e5m2 else _WIDEN_E4M3
+    return gl.inline_asm_elementwise(ptx, "=r,=r,r", [x], (gl.float16, gl.float16), True, 2)
+
+
+@gluon.jit
+def logits(queries, k, L: gl.constexpr, c: gl.constexpr):
+    """[keys, rows]: products of a block's keys and a tile's queries."""
+    zero = gl.full([c.block, c.rows], 0.0, gl.float32, L)
+    if c.fp8:
+        even, odd = widen(k.load(gl.DotOperandLayout(0, L, 2)), c)
+        s = warpgroup_mma(even, queries.tile.index(0).permute([1, 0]), zero, use_acc=False)
+        s = warpgroup_mma(odd, queries.tile.index(1).permute([1, 0]), s)
+    else:
+        s = warpgroup_mma(k, queries.tile.index(0).permute([1, 0]), zero, use_acc=False)
+    return s
+
+
+@gluon.jit
+def add_values(acc, shrink, queries, v, L: gl.constexpr, c: gl.constexpr):
+    """acc * shrink and the weighted values of a block's keys."""
+    weights = queries.weights.permute([1, 0])
+    if c.fp8:
+        even, odd = widen(v.permute([1, 0]).load(gl.DotOperandLayout(0, L, 2)), c)
+        evens = warpgroup_mma(even, weights, acc[0] * shrink[None, :])
+        added = evens, warpgroup_mma(odd, weights, acc[1] * shrink[None, :])
+    else:
+        added = (warpgroup_mma(v.permute([1, 0]), weights, acc[0] * shrink[None, :]),)
+    return added
+
+
+@gluon.jit
+def no_values(L: gl.constexpr, c: gl.constexpr):
+    """acc before any keys: [head_dim, rows], with fp8 its even and its odd elements apart."""
+    zero = gl.full([c.words, c.rows], 0.0, gl.float32, L)
+    if c.fp8:
+        acc = zero, zero
+    else:
+        acc = (zero,)
+    return acc
+
+
+@gluon.jit
+def rows_of(acc, c: gl.constexpr):
+    """[rows, head_dim]."""
+    if c.fp8:
+        x = gl.join(acc[0], acc[1]).permute([1, 0, 2]).reshape([c.rows, c.dim])
+    else:
+        x = acc[0].permute([1, 0])
+    return x
+
+
+@gluon.jit
+def attend_block(acc, m, l, queries, factor, position, request, t0, k, v, window, c: gl.constexpr):
+    """A block of keys into the state of all rows, which are columns here: acc, weighted values; m, the largest logits
+    in base 2; l [keys, rows], sums of weights.
+    """
+    L: gl.constexpr = l.type.layout
+    s = logits(queries, k, L, c) * factor[None, :]
     if c.cap:
         s = queries.cap - 2.0 * queries.cap / (1.0 + gl.exp2(s * (2.0 * LOG2E / queries.cap)))
-    j = (t0 + gl.arange(0, c.block, gl.SliceLayout(0, L)))[None, :]
+    j = (t0 + gl.arange(0, c.block, gl.SliceLayout(1, L)))[:, None]
     seen = j < request.kv_len
     if c.causal:
-        seen = seen & (j <= position[:, None])
+        seen = seen & (j <= position[None, :])
     if c.window:
-        seen = seen & (j >= position[:, None] - window)
+        seen = seen & (j >= position[None, :] - window)
     s = gl.where(seen, s, -float("inf"))
-    top = gl.maximum(m, gl.max(s, 1))
+    top = gl.maximum(m, gl.max(s, 0))
     base = gl.where(top == -float("inf"), 0.0, top)
-    p = gl.exp2(s - base[:, None])
+    p = gl.exp2(s - base[None, :])
     shrink = gl.exp2(m - base)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, out))[:, None]
-    weights = gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(0, out, 2))
-    return warpgroup_mma(weights, v, acc), top, l * shrink + gl.sum(p, 1)
+    queries.weights.permute([1, 0]).store(p.to(queries.weights.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    return add_values(acc, shrink, queries, v, L, c), top, l * shrink[None, :] + p
 
 
 @gluon.jit
 def consume(tables, queries, ring, results, span, c: gl.constexpr):
     """Attend to the ring's blocks, tile by tile."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
-    flat: gl.constexpr = gl.SliceLayout(1, L)
-    r = gl.arange(0, 64, flat)
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.rows, 16])
+    flat: gl.constexpr = gl.SliceLayout(0, L)
+    r = gl.arange(0, c.rows, flat)
     unit, b, start = span.unit, span.b, span.start
     n = span.unit * 0
+    first, last = Part(n, n, n, n, n - 1), Part(n, n, n, n, n - 1)
     while unit < span.end:
         request = extent(tables, b, c)
         if unit < start + request.cost * c.heads:
             piece = piece_at(request, unit, span.end, start, c)
             factor = load_queries(queries, request, piece.h, flat, c)
             position = request.kv_len - request.q_len + r // c.group
-            m = gl.full([64], -float("inf"), gl.float32, flat)
-            l = gl.full([64], 0.0, gl.float32, flat)
-            acc = gl.full([64, c.dim], 0.0, gl.float32, O)
+            m = gl.full([c.rows], -float("inf"), gl.float32, flat)
+            l = gl.full([c.block, c.rows], 0.0, gl.float32, L)
+            acc = no_values(L, c)
             for t0 in range(request.low + piece.first * c.block, piece.stop, c.block):
                 stage = n % c.stages
                 mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
                 fence_async_shared()
                 k, v = ring.k.index(stage), ring.v.index(stage)
                 acc, m, l = attend_block(
-                    acc, m, l, queries, factor, position, request, t0, k, v, tables.window, L, c
+                    acc, m, l, queries, factor, position, request, t0, k, v, tables.window, c
                 )  # fmt: skip
                 mbarrier.arrive(ring.empty.index(stage), count=1)
                 n += 1
-            rows = request.q_len * c.group
+            rows, total = request.q_len * c.group, gl.sum(l, 0)
             if piece.last - piece.first == request.cost:
-                ro: gl.constexpr = gl.SliceLayout(1, O)
-                write(acc, gl.convert_layout(m, ro), gl.convert_layout(l, ro), results, request, piece.h, 0, rows, O, c)
+                write(rows_of(acc, c), m, total, results, request.q_begin, piece.h, 0, rows, c)
             else:
-                save(acc, m, l, results, 2 * gl.program_id(0) + (piece.first == 0).to(gl.int32), rows, O, c)
+                slot = 2 * gl.program_id(0) + (piece.first == 0).to(gl.int32)
+                save(rows_of(acc, c), m, total, results, slot, rows, c)
                 begin = unit - piece.first
-                origin, final = begin // span.share, (begin + request.cost - 1) // span.share
-                gl.thread_barrier()  # all of this part is written before it counts as arrived
-                if gl.atomic_add(results.arrivals + origin, 1) == final - origin:
-                    merge(results, request, piece.h, origin, final, c)
-                    gl.store(results.arrivals + origin, 0)
+                part = Part(
+                    request.q_begin, rows, piece.h, begin // span.share, (begin + request.cost - 1) // span.share
+                )
+                if unit == span.unit:
+                    first = part
+                else:
+                    last = part
             unit += piece.last - piece.first
         else:
             start += request.cost * c.heads
             b += 1
+    # Only now, for to wait for a counter behind all reads that are under way takes longer than the ring lasts.
+    join(results, first, last, c)
     q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
     clear_padding(results, gl.minimum(gl.maximum(q_end, 0), tables.tokens), tables.tokens, c)
 
@@ -242,14 +330,17 @@ def decode(
     Strides count elements, those of k and v are multiples of 16. scale and cap are in base 2.
     """
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, window)
+    if c.fp8:
+        k, v = k.to(gl.pointer_type(gl.int16), bitcast=True), v.to(gl.pointer_type(gl.int16), bitcast=True)
     cache = Cache(k, v, k_page, k_token, k_head, v_page, v_token, v_head)
     part_ml = part + slots.to(gl.int64) * part_rows * c.dim
     results = Results(out, lse, o_token, o_head, part, part_ml, arrivals, slots, part_rows, sinks, v_scale, v_gain)
-    dtype: gl.constexpr = k.dtype.element_ty
-    block: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block, c.dim], dtype)
+    stored: gl.constexpr = k.dtype.element_ty
+    dtype: gl.constexpr = gl.float16 if c.fp8 else stored
+    block: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block, c.words], stored)
     ring = Ring(
-        gl.allocate_shared_memory(dtype, [c.stages, c.block, c.dim], block),
-        gl.allocate_shared_memory(dtype, [c.stages, c.block, c.dim], block),
+        gl.allocate_shared_memory(stored, [c.stages, c.block, c.words], block),
+        gl.allocate_shared_memory(stored, [c.stages, c.block, c.words], block),
         gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout()),
     )
@@ -257,8 +348,11 @@ def decode(
     for s in gl.static_range(stages):
         mbarrier.init(ring.full.index(s), count=128)  # threads that copy
         mbarrier.init(ring.empty.index(s), count=1)
-    tile = gl.allocate_shared_memory(dtype, [64, c.dim], gl.NVMMASharedLayout.get_default_for([64, c.dim], dtype))
-    queries = Queries(q, q_token, q_head, tile, scale, cap, q_scale, k_scale)
+    row: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.words], dtype)
+    tile = gl.allocate_shared_memory(dtype, [c.dim // c.words, c.rows, c.words], row)
+    key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.block], dtype)
+    weights = gl.allocate_shared_memory(dtype, [c.rows, c.block], key)
+    queries = Queries(q, q_token, q_head, tile, weights, scale, cap, q_scale, k_scale)
     span = my_span(tables, c)
     gl.warp_specialize(
         [(consume, (tables, queries, ring, results, span, c)), (fetch, (tables, cache, ring, span, c))], [4], [104]

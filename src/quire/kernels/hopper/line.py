@@ -14,6 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
+FEW = gl.constexpr(6)
+
+
 class Tables(NamedTuple):
     """Whose rows and keys; `tokens`, `entries` and `pages` bound what the tables may say."""
 
@@ -107,7 +110,10 @@ def my_span(tables, c: gl.constexpr):
     total = passed
     for b0 in range(c.scan, tables.batch, c.scan):
         total = gl.max(_ends(tables, b0, total, c)[0], 0)
-    share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
+    programs = gl.num_programs(0)
+    if c.programs > 1:  # where there is little to read, one program per multiprocessor is faster
+        programs = gl.where(total <= programs * FEW, programs // c.programs, programs)
+    share = (total + programs - 1) // programs
     unit = gl.program_id(0) * share
     b, start = _before(ends, requests, unit, tables)
     for b0 in range(c.scan, tables.batch, c.scan):

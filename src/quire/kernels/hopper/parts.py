@@ -33,22 +33,49 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def save(acc, m, l, results, slot, rows, layout: gl.constexpr, c: gl.constexpr):
-    """A tile's part to its slot. acc: [64, head_dim] of `layout`; m, l: [64]."""
-    flat: gl.constexpr = m.type.layout
+def save(acc, m, l, results, slot, rows, c: gl.constexpr):
+    """A tile's part to its slot. acc: [rows, head_dim]; m, l: [rows]."""
+    layout: gl.constexpr = acc.type.layout
+    flat: gl.constexpr = gl.SliceLayout(1, layout)
     count = gl.where(slot < results.slots, gl.minimum(rows, results.rows), 0)
-    r = gl.arange(0, 64, flat)
-    ro = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    r = gl.arange(0, acc.shape[0], flat)
     d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
-    at = slot.to(gl.int64) * results.rows
-    gl.store(results.part + (at + ro)[:, None] * c.dim + d[None, :], acc, (ro < count)[:, None])
-    gl.store(results.part_ml + (at + r) * 2, m, r < count)
-    gl.store(results.part_ml + (at + r) * 2 + 1, l, r < count)
+    at = slot.to(gl.int64) * results.rows + r
+    gl.store(results.part + at[:, None] * c.dim + d[None, :], acc, (r < count)[:, None])
+    gl.store(results.part_ml + at * 2, gl.convert_layout(m, flat), r < count)
+    gl.store(results.part_ml + at * 2 + 1, gl.convert_layout(l, flat), r < count)
+
+
+class Part(NamedTuple):
+    """Of which tile a part is: `rows` rows of head h from token q_begin on, in shares of programs origin to final. None
+    where final < origin.
+    """
+
+    q_begin: tl.tensor
+    rows: tl.tensor
+    h: tl.tensor
+    origin: tl.tensor
+    final: tl.tensor
 
 
 @gluon.jit
-def merge(results, request, h, origin, final, c: gl.constexpr):
-    """Put together what programs origin to final left of a tile, and finish it. As many parts at a time as registers
+def join(results, first, last, c: gl.constexpr):
+    """Count a program's parts, of at most two tiles, as arrived, and merge what is complete with them."""
+    which = gl.arange(0, 2, gl.BlockedLayout([1], [32], [4], [0]))
+    origin = gl.where(which == 0, first.origin, last.origin)
+    more = gl.where(which == 0, first.final, last.final) - origin
+    gl.thread_barrier()  # all of the parts are written before they count
+    before = gl.atomic_add(results.arrivals + origin, which * 0 + 1, more >= 0)
+    complete = gl.sum(((more >= 0) & (before == more)).to(gl.int32) << which, 0)
+    if complete & 1:
+        merge(results, first, c)
+    if complete & 2:
+        merge(results, last, c)
+
+
+@gluon.jit
+def merge(results, part, c: gl.constexpr):
+    """Put together all parts of a tile, and finish it. As many parts at a time as registers
     hold, so that their reads overlap; each warp has rows of its own.
     """
     R: gl.constexpr = c.merge_rows
@@ -59,7 +86,7 @@ def merge(results, request, h, origin, final, c: gl.constexpr):
     flat: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, cube))
     n = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, cube)))[:, None]
     d = gl.arange(0, c.dim, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
-    rows = gl.minimum(request.q_len * c.group, results.rows)
+    rows, origin, final = gl.minimum(part.rows, results.rows), part.origin, part.final
     for r0 in range(0, rows, R):
         r = r0 + gl.arange(0, R, flat)
         m = gl.full([R], -float("inf"), gl.float32, flat)
@@ -79,17 +106,19 @@ def merge(results, request, h, origin, final, c: gl.constexpr):
             m, l = top, l * shrink + gl.sum(l_n * weight, 0)
             shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(0, cube)))
             acc = acc * shrink[:, None] + gl.sum(acc_n * weight[:, :, None], 0)
-        m, l = gl.convert_layout(m, gl.SliceLayout(1, plane)), gl.convert_layout(l, gl.SliceLayout(1, plane))
-        write(gl.convert_layout(acc, plane), m, l, results, request, h, r0, rows, plane, c)
+        write(gl.convert_layout(acc, plane), m, l, results, part.q_begin, part.h, r0, rows, c)
+    gl.store(results.arrivals + origin, 0)
 
 
 @gluon.jit
-def write(acc, m, l, results, request, h, r0, rows, layout: gl.constexpr, c: gl.constexpr):
+def write(acc, m, l, results, q_begin, h, r0, rows, c: gl.constexpr):
     """Rows r0 and on of a tile to out and lse, sinks joined in; a row that saw nothing is 0 and -inf."""
+    layout: gl.constexpr = acc.type.layout
+    m, l = gl.convert_layout(m, gl.SliceLayout(1, layout)), gl.convert_layout(l, gl.SliceLayout(1, layout))
     r = r0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
     real = r < rows
-    token, head = request.q_begin + r // c.group, h * c.group + r % c.group
+    token, head = q_begin + r // c.group, h * c.group + r % c.group
     if c.sinks:
         sink = gl.load(results.sinks + head, real, 0.0) * LOG2E
         top = gl.maximum(m, sink)
