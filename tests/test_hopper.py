@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 import quire
-from quire.attention import AttentionSpec
+from quire.attention import AttentionSpec, RaggedLayout
 from quire.bench.batches import random_batch, relative_error
 from quire.kernels import registry
 from test_kernels import check, compute
@@ -21,7 +23,8 @@ LAYERS = {
     "no window but itself": {"window_left": 0},
     "soft cap": {"logits_soft_cap": 5.0},
     "sinks": {"sinks": True},
-    "all": {"logits_soft_cap": 3.0, "window_left": 300, "sinks": True},
+    "mask": {"custom_mask": True, "causal": False},
+    "all": {"logits_soft_cap": 3.0, "window_left": 300, "sinks": True, "custom_mask": True},
 }
 here = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not here, reason="there is no Hopper GPU")]
@@ -36,7 +39,8 @@ def gpu(test):
 def layer(rng, dtype, **changes):
     kv_heads, dim = rng.choice((1, 2, 3)), rng.choice((64, 128, 256))
     heads = kv_heads * rng.choice((1, 2, 3, 4, 7, 16))
-    given = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim_qk": dim}
+    kv_dtype = rng.choice((dtype, dtype, torch.float8_e4m3fn, torch.float8_e5m2)) if dim > 64 else dtype
+    given = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim_qk": dim, "kv_dtype": kv_dtype}
     return AttentionSpec(**given, q_dtype=dtype, **changes)
 
 
@@ -75,6 +79,31 @@ def test_parts_come_together(shape, rng):
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_are_not_in_pages(dtype, rng):
+    for name in ("plain", "window", "mask"):
+        spec = layer(rng, dtype, **LAYERS[name])
+        kv_lens = [rng.choice((0, 1, 5, 64, 200, 3000)) for _ in range(rng.randint(1, 7))]
+        batch = random_batch(spec, [1] * len(kv_lens), kv_lens, 16)
+        k, v, indptr = batch.rows()
+        out, lse = compute(batch, "hopper", max_q_len=1, k=k, v=v, kv=RaggedLayout(indptr))
+        check(batch, out, lse, "hopper")
+
+
+@gpu
+def test_queries_of_any_size_meet_fp8(rng):
+    """Halves hold neither the largest nor the smallest of bf16's numbers."""
+    for size in (1e-30, 1e-6, 1e6, 1e30):
+        spec = AttentionSpec(
+            num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn,
+            sm_scale=0.1 / size,
+        )  # fmt: skip
+        batch = random_batch(spec, [1, 1], [640, 64], 16)
+        batch = replace(batch, q=batch.q * size)
+        check(batch, *compute(batch, "hopper", max_q_len=1), "hopper")
+
+
+@gpu
 def test_tables_that_change_after_their_check_never_lead_outside(rng):
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     batch = random_batch(spec, [1, 1], [640, 64], 16)
@@ -90,8 +119,8 @@ def test_tables_that_change_after_their_check_never_lead_outside(rng):
 def test_it_decodes_where_asked(rng):
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
-    assert registry.choose(spec, device, max_q_len=1) == "triton"
-    assert registry.choose(spec, device, "hopper", 16) == "hopper"
+    assert registry.choose(spec, device) == registry.choose(spec, device, max_q_len=17) == "triton"
+    assert registry.choose(spec, device, max_q_len=16) == "hopper"
     with pytest.raises(ValueError, match=r"hopper: it decodes: at most 64 query rows .*, not 68"):
         registry.choose(spec, device, "hopper", 17)
     batch = random_batch(spec, [1, 1], [640, 64], 16, device="cuda")
@@ -100,8 +129,27 @@ def test_it_decodes_where_asked(rng):
     wrapper.plan(*table, 8, 2, 128, 16, q_data_type=torch.bfloat16)
     assert wrapper.backend == "hopper"
     assert relative_error(wrapper.run(batch.q, (batch.k, batch.v)), batch.exact()[0]) < 3e-3
-    with pytest.raises(ValueError, match="hopper: caches must be aligned to 16 bytes"):
+    with pytest.raises(ValueError, match="hopper: keys and values must be aligned to 16 bytes"):
         wrapper.run(batch.q, (shifted(batch.k), batch.v))
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"))
+    wrapper.plan(*table, 8, 2, 128, 16, q_data_type=torch.bfloat16)
+    assert wrapper.backend == "hopper"
+    for k in (batch.k, shifted(batch.k)):
+        assert relative_error(wrapper.run(batch.q, (k, batch.v)), batch.exact()[0]) < 3e-3
+
+
+@gpu
+def test_tree_masks_of_known_lengths_are_decoded(rng):
+    """A mask over a few query tokens per request, as in speculative decoding."""
+    spec = AttentionSpec(
+        num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16, custom_mask=True, causal=False
+    )
+    batch = random_batch(spec, [5, 16, 1], [640, 64, 3000], 16, device="cuda")
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device="cuda"))
+    table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
+    wrapper.plan(batch.qo.indptr.cpu(), *table, 8, 2, 128, 16, custom_mask=batch.bool_mask, q_data_type=torch.bfloat16)
+    assert wrapper.backend == "hopper"
+    assert relative_error(wrapper.run(batch.q, (batch.k, batch.v)), batch.exact()[0]) < 3e-3
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
@@ -115,17 +163,32 @@ def test_kernels_compile(dim):
     from triton_compile import compile_decode
 
     spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=dim, q_dtype=torch.bfloat16)
-    layers = [(spec, 1)] if dim != 128 else [(spec, 1), (spec.but(window_left=9, logits_soft_cap=1.0, sinks=True), 4)]
+    layers = [(spec, 1)]
+    if dim == 128:
+        layers.append((spec.but(window_left=9, logits_soft_cap=1.0, sinks=True, custom_mask=True), 4))
+        layers.append((spec.but(kv_dtype=torch.float8_e5m2), 1))
     for each, max_q_len in layers:
         usage = compile_decode(each, max_q_len)
-        assert hopper._TUNINGS[dim].programs * (usage.shared + 1024) <= 228 << 10
+        assert hopper._tune(each, max_q_len).programs * (usage.shared + 1024) <= 228 << 10
         assert usage.spills <= 128, usage.spills
+
+
+def test_rings_fit():
+    """For any layer and any rows, with two blocks at least."""
+    for dim, dtype, rows in itertools.product((64, 128, 256), (torch.bfloat16, torch.float8_e4m3fn), range(1, 65)):
+        spec = AttentionSpec(num_qo_heads=rows, num_kv_heads=1, head_dim_qk=dim, q_dtype=torch.bfloat16, kv_dtype=dtype)
+        tuning = hopper._tune(spec, 1)
+        assert tuning.stages >= 2
+        assert tuning.rows >= rows
 
 
 def test_what_it_declines():
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     assert hopper._declines(spec) is None
     assert "head_dim is 64, 128 or 256, not 80" in hopper._declines(spec.but(head_dim_qk=80, head_dim_vo=80))
-    assert "torch.float8_e5m2" in hopper._declines(spec.but(kv_dtype=torch.float8_e5m2))
+    narrow = spec.but(head_dim_qk=64, head_dim_vo=64, kv_dtype=torch.float8_e5m2)
+    assert hopper._declines(spec.but(kv_dtype=torch.float8_e5m2)) is None
+    assert "a head_dim of 128 or 256, not 64" in hopper._declines(narrow)
+    assert "torch.float32" in hopper._declines(spec.but(q_dtype=torch.float32, kv_dtype=torch.float32))
     assert "batch invariance" in hopper._declines(spec.but(batch_invariant=True))
     assert hopper.declines(spec, torch.device("cpu"), 1) == "it needs a Hopper GPU"

@@ -77,6 +77,7 @@ def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16)
     pointers = {
         "q": q, "k": kv, "v": kv, "out": q, "part": "fp32", "lse": "fp32", "arrivals": "i32", "qo_indptr": "i32",
         "kv_indptr": "i32", "last_page_len": "i32", "indices": "i32", "sinks": "fp32" if c.sinks else None,
+        "mask_bits": "u8" if c.mask else None, "mask_indptr": "i32" if c.mask else None,
         "q_pe": None, "k_pe": None, "q_scale": None, "k_scale": None, "v_scale": None,
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}

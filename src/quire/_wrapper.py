@@ -258,6 +258,11 @@ class AttentionWrapper:
         self._window_left, self._logits_soft_cap = planned.window_left, planned.logits_soft_cap
         self._sm_scale, self._rope_scale, self._rope_theta = planned.sm_scale, rope_scale, rope_theta
 
+    def _longest(self, qo_indptr: Tensor) -> int:
+        """The most query tokens of a request, where that is known for free and for later plans of a graph too, or 0."""
+        free = self._device_is_gpu and qo_indptr.is_cpu and qo_indptr.shape[0] > 1 and not self._use_cuda_graph
+        return int(qo_indptr.diff().max()) if free else 0
+
     def _take_scratch(self, size: int) -> Tensor | None:
         """Scratch memory of a plan: the float workspace, or the wrapper's own where there is none."""
         given = self._float_workspace_buffer

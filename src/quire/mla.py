@@ -211,7 +211,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             qo,
             pages,
             None,
-            max_q_len=self._longest(metadata),
+            max_q_len=self._longest(getattr(metadata, metadata.form()[0])),
             q_data_type=q_dtype,
             kv_data_type=kv_dtype,
             o_data_type=output_dtype,
@@ -257,12 +257,6 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         tables |= {"kv_last_page_len_buf": pages.last_page_len, "kv_len_arr_buf": lengths, "qo_indptr_buf": qo}
         indptr, indices, last_page_len, _lengths, rows = self._hold(tables, True)
         return RaggedLayout(rows), PageTable(indptr, indices, last_page_len, page_size)
-
-    def _longest(self, metadata: MLAPlanMetadata) -> int:
-        """The most query tokens of a request, where that is known for free, and for later plans of a graph too."""
-        qo = getattr(metadata, metadata.form()[0])
-        free = qo.device.type == "cpu" and len(qo) > 1 and not self._use_cuda_graph
-        return int(qo.diff().max()) if free else 0
 
     begin_forward = plan
 

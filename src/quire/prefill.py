@@ -162,6 +162,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             pages,
             mask,
             items,
+            max_q_len=self._longest(qo_indptr),
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim_qk,

@@ -5,11 +5,12 @@ A family is a module with these functions:
 - ``declines(spec, device, max_q_len) -> str | None``: the reason why it cannot compute such a layer for requests of at
   most so many query tokens (0: any number), None if it can;
 - ``attend(call, out, lse) -> Repeat | None``: attention over pages or ragged rows, into `out` and, unless None, `lse`;
+- ``refuses(call) -> str | None``, if there are calls of such layers that it cannot compute: the reason why. With
+  "auto" the next family computes them;
 - ``scratch(spec, device, max_q_len, batch_size, keys) -> int``, if it needs any: bytes of scratch memory for a batch
   with at most so many query tokens in a request (0: any number), and so many keys in all.
 
-Two families compute only where asked for by name: "reference", the definition in float64, which is correct anywhere and
-slow, and "hopper", as long as not all GPU tests have run with it as the default.
+"reference", the definition in float64, is correct anywhere and slow: it computes only where asked for by name.
 """
 
 from __future__ import annotations
@@ -29,11 +30,10 @@ from quire.attention.spec import AttentionSpec
 
 FAMILIES = {
     "cpu": "quire.kernels.cpu",
-    "triton": "quire.kernels.triton",
     "hopper": "quire.kernels.hopper",
+    "triton": "quire.kernels.triton",
     "reference": "quire.kernels.reference",
 }
-_BY_NAME = ("hopper", "reference")
 # FlashInfer's names for its own kernels all ask for "the best we have".
 _FLASHINFER = {"fa2", "fa3", "cuda", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cutile", "xqa"}
 _FLASHINFER |= {"cute-dsl-modular", "cute-dsl-monolithic"}
@@ -145,6 +145,7 @@ def canonical(backend: str) -> str:
     raise ValueError(f"backend = {backend!r} is unknown: auto, {', '.join(FAMILIES)}, or a name of FlashInfer's")
 
 
+@lru_cache(maxsize=len(FAMILIES))
 def family(name: str) -> Any:
     return import_module(FAMILIES[name])
 
@@ -159,14 +160,17 @@ def why_not(name: str, spec: AttentionSpec, device: torch.device, max_q_len: int
 
 
 @lru_cache(maxsize=1024)
-def choose(spec: AttentionSpec, device: torch.device, backend: str = "auto", max_q_len: int = 0) -> str:
-    """The name of the family that computes a layer, for requests of at most so many query tokens (0: any number).
+def choose(
+    spec: AttentionSpec, device: torch.device, backend: str = "auto", max_q_len: int = 0, but: tuple[str, ...] = ()
+) -> str:
+    """The name of the family that computes a layer, for requests of at most so many query tokens (0: any number). For
+    "auto", families in `but` do not count.
 
     Raises:
         ValueError: no family can, or the one asked for can't; it says why each declined.
     """
     backend = canonical(backend)
-    names = [name for name in FAMILIES if name not in _BY_NAME] if backend == "auto" else [backend]
+    names = [name for name in FAMILIES if name not in ("reference", *but)] if backend == "auto" else [backend]
     reasons = {}
     for name in names:
         reason = why_not(name, spec, device, max_q_len)
@@ -183,13 +187,8 @@ def scratch(spec: AttentionSpec, device: torch.device, backend: str, max_q_len: 
     Raises:
         ValueError: as `choose`.
     """
-    module = _chosen(spec, device, backend, max_q_len)
+    module = family(choose(spec, device, backend, max_q_len))
     return module.scratch(spec, device, max_q_len, batch_size, keys) if hasattr(module, "scratch") else 0
-
-
-@lru_cache(maxsize=4096)
-def _chosen(spec: AttentionSpec, device: torch.device, backend: str, max_q_len: int) -> Any:
-    return family(choose(spec, device, backend, max_q_len))
 
 
 @lru_cache(maxsize=4096)
@@ -206,6 +205,18 @@ def attend(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto") -
 
     Returns:
         where the family can, what repeats the call with other tensors of the same kinds.
+
+    Raises:
+        ValueError: no family can, or the one asked for can't.
     """
-    repeat: Repeat | None = _chosen(call.spec, call.q.device, backend, call.max_q_len).attend(call, out, lse)
-    return repeat
+    but: tuple[str, ...] = ()
+    while True:
+        name = choose(call.spec, call.q.device, backend, call.max_q_len, but)
+        module = family(name)
+        reason = module.refuses(call) if hasattr(module, "refuses") else None
+        if reason is None:
+            repeat: Repeat | None = module.attend(call, out, lse)
+            return repeat
+        if canonical(backend) != "auto":
+            raise ValueError(f"no kernels for this call: {name}: {reason}")
+        but += (name,)

@@ -1,7 +1,4 @@
-"""Decode for Hopper GPUs, written in Gluon: `decode.py` has the kernel, over `line.py` and `parts.py`.
-
-Its layers are the common ones, over pages. Nobody has it without asking for it: see `quire.kernels.registry`.
-"""
+"""Decode for Hopper GPUs, written in Gluon: `decode.py` has the kernel, over `line.py` and `parts.py`."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> s
 
 
 def _declines(spec: AttentionSpec) -> str | None:
-    if spec.latent or spec.items or spec.custom_mask or spec.pos_encoding != "NONE" or spec.batch_invariant:
-        return "it knows no latent caches, items, masks, position encodings, nor batch invariance"
+    if spec.latent or spec.items or spec.pos_encoding != "NONE" or spec.batch_invariant:
+        return "it knows no latent caches, items, position encodings, nor batch invariance"
     if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
         return f"head_dim is 64, 128 or 256, not {spec.head_dim_qk} and {spec.head_dim_vo}"
     if spec.q_dtype not in (torch.float16, torch.bfloat16):
@@ -108,6 +105,7 @@ def _config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, fla
         causal=spec.causal and max_q_len > 1,
         window=spec.window_left >= 0,
         cap=spec.logits_soft_cap > 0,
+        mask=spec.custom_mask,
         sinks=spec.sinks,
         far=far,
         lse=lse,
@@ -119,35 +117,62 @@ def _config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, fla
     )
 
 
-def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
-    """See `quire.kernels.registry`.
+def refuses(call: Call) -> str | None:
+    """Copies of 16 bytes want keys and values that are aligned to them, by strides as the kernel is compiled for."""
+    step = 16 * _width(call.k)
+    if any(x.data_ptr() & 15 or any(n % step for n in x.stride()[:-1]) for x in (call.k, call.v)):
+        return f"keys and values must be aligned to 16 bytes, their strides to {step} elements"
+    return None
 
-    Raises:
-        ValueError: rows that are not in pages, or caches of which copies of 16 bytes cannot be made.
-    """
+
+def _width(x: Tensor) -> int:
+    """Elements in a number of two bytes, of which the kernel sees the cache made."""
+    return 2 // x.element_size()
+
+
+def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
     return into(_launch, call, out, lse)
 
 
+def _steps(x: Tensor) -> tuple[int, ...]:
+    """Strides of pages, tokens and heads, in numbers of two bytes; rows that are not in pages are pages."""
+    first, *rest = (step // _width(x) for step in x.stride()[:-1])
+    return (first, *rest) if len(rest) == 2 else (first, 0, *rest)
+
+
 def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
-    spec, kv, q, k, v = call.spec, call.kv, call.q, call.k, call.v
-    if not isinstance(kv, PageTable):
-        raise ValueError("no kernels for this call: hopper: keys and values must lie in pages")
-    width = 2 // k.element_size()  # elements of a number of two bytes
-    if any(x.data_ptr() & 15 or any(step % (16 * width) for step in x.stride()[:-1]) for x in (k, v)):
-        raise ValueError("no kernels for this call: hopper: caches must be aligned to 16 bytes, their strides to 32")
+    spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
+    if isinstance(kv, PageTable):
+        page_size, last_page_len, indices = kv.page_size, kv.last_page_len, kv.indices
+        entries = indices.shape[0] if k.shape[0] else 0
+    else:
+        page_size, last_page_len, indices, entries = 0, kv.indptr, kv.indptr, k.shape[0]
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
-    tokens, batch, entries = q.shape[0], kv.indptr.shape[0] - 1, kv.indices.shape[0] if k.shape[0] else 0
+    tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
     far = max(reach(k), reach(v)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
-    c = _config(spec, kv.page_size, batch, call.max_q_len, flags)
+    c = _config(spec, page_size, batch, call.max_q_len, flags)
     programs, rows = _programs(spec, out.device, call.max_q_len), call.max_q_len * spec.group_size
     slots = 2 * programs
     part, arrivals = call.scratch_for(slots * rows * (spec.head_dim_vo + 2), programs)
     repeat = _launcher(c, _tune(spec, call.max_q_len).registers)(
         programs,
         (q, None, k, v, None, out, lse, call.sinks),
-        (part, arrivals, call.qo.indptr, kv.indptr, kv.last_page_len, kv.indices, q_scale, k_scale, v_scale),
         (
+            part,
+            arrivals,
+            call.qo.indptr,
+            kv.indptr,
+            last_page_len,
+            indices,
+            mask.bits if mask is not None else None,
+            mask.indptr if mask is not None else None,
+            q_scale,
+            k_scale,
+            v_scale,
+        ),
+        (
+            mask.bits.shape[0] if mask is not None else 0,
             slots,
             rows,
             batch,
@@ -159,7 +184,7 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
             v_gain,
             spec.logits_soft_cap * LOG2E,
         ),
-        (*q.stride()[:2], *(step // width for x in (k, v) for step in x.stride()[:3]), *out.stride()[:2]),
+        (*q.stride()[:2], *_steps(k), *_steps(v), *out.stride()[:2]),
     )
     # What is to be repeated must read the caller's own tensors.
     own = q_scale is k_scale is v_scale is None and part is call.scratch

@@ -23,8 +23,9 @@ from quire.kernels.hopper.parts import LOG2E, Part, Results, clear_padding, join
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the kernel is compiled for. words: numbers of two bytes in a stored head; block: keys of a block; stages: blocks in the ring; scan: requests looked at
-    together; merge_rows: rows merged together.
+    """What the kernel is compiled for. words: numbers of two bytes in a stored head; block: keys of a block; stages:
+    blocks in the ring; programs: on a multiprocessor; scan: requests looked at together; rows: of a tile, a power of
+    two; merge_rows: rows merged together.
     """
 
     heads: int
@@ -41,6 +42,7 @@ class Config:
     causal: bool
     window: bool
     cap: bool
+    mask: bool
     sinks: bool
     far: bool
     lse: bool
@@ -80,6 +82,22 @@ class Queries(NamedTuple):
     k_scale: tl.tensor
 
 
+class Masks(NamedTuple):
+    """Packed masks: see `quire.attention.masks`."""
+
+    bits: tl.tensor
+    indptr: tl.tensor
+    size: tl.tensor
+
+
+class Rows(NamedTuple):
+    """What the rows' logits are multiplied by, their positions, and where their bits of the mask begin."""
+
+    factor: tl.tensor
+    position: tl.tensor
+    bit: tl.tensor
+
+
 class Ring(NamedTuple):
     """Blocks of keys and values, and for each whether it is full, whether it is empty."""
 
@@ -92,7 +110,10 @@ class Ring(NamedTuple):
 @gluon.jit
 def pages_of(tables, request, j, c: gl.constexpr):
     """The pages of keys j, clamped, so that no table leads outside the cache."""
-    page = gl.load(tables.indices + request.entry + j // c.page_size, j < request.kv_len, 0)
+    if c.page_size > 0:
+        page = gl.load(tables.indices + request.entry + j // c.page_size, j < request.kv_len, 0)
+    else:
+        page = request.entry + j
     page = gl.minimum(gl.maximum(page, 0), tables.pages - 1)
     return page.to(gl.int64) if c.far else page
 
@@ -115,9 +136,10 @@ def fetch(tables, cache, ring, span, c: gl.constexpr):
             page = pages_of(tables, request, begin + t, c)
             for t0 in range(begin, piece.stop, c.block):
                 j = t0 + t
-                within = j % c.page_size
-                k_row = page * cache.k_page + within * cache.k_token + head * cache.k_head
-                v_row = page * cache.v_page + within * cache.v_token + head * cache.v_head
+                k_row, v_row = page * cache.k_page + head * cache.k_head, page * cache.v_page + head * cache.v_head
+                if c.page_size > 1:
+                    within = j % c.page_size
+                    k_row, v_row = k_row + within * cache.k_token, v_row + within * cache.v_token
                 page = pages_of(tables, request, j + c.block, c)  # asked for one block ahead
                 here = j < request.kv_len
                 if c.window:
@@ -199,30 +221,29 @@ def logits(queries, k, L: gl.constexpr, c: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, shrink, queries, v, L: gl.constexpr, c: gl.constexpr):
-    """acc * shrink and the weighted values of a block's keys."""
+    """The weighted values of a block's keys, added to acc * shrink."""
     weights = queries.weights.permute([1, 0])
     if c.fp8:
         even, odd = widen(v.permute([1, 0]).load(gl.DotOperandLayout(0, L, 2)), c)
         evens = warpgroup_mma(even, weights, acc[0] * shrink[None, :])
-        added = evens, warpgroup_mma(odd, weights, acc[1] * shrink[None, :])
+        acc = evens, warpgroup_mma(odd, weights, acc[1] * shrink[None, :])
     else:
-        added = (warpgroup_mma(v.permute([1, 0]), weights, acc[0] * shrink[None, :]),)
-    return added
-
-
-@gluon.jit
-def no_values(L: gl.constexpr, c: gl.constexpr):
-    """acc before any keys: [head_dim, rows], with fp8 its even and its odd elements apart."""
-    zero = gl.full([c.words, c.rows], 0.0, gl.float32, L)
-    if c.fp8:
-        acc = zero, zero
-    else:
-        acc = (zero,)
+        acc = (warpgroup_mma(v.permute([1, 0]), weights, acc[0] * shrink[None, :]),)
     return acc
 
 
 @gluon.jit
-def rows_of(acc, c: gl.constexpr):
+def no_values(L: gl.constexpr, c: gl.constexpr):
+    """Before any keys, acc is zeros: [head_dim, rows], with fp8 its even and its odd elements apart."""
+    zero = gl.full([c.words, c.rows], 0.0, gl.float32, L)
+    acc = (zero,)
+    if c.fp8:
+        acc = zero, zero  # type: ignore[assignment]
+    return acc
+
+
+@gluon.jit
+def upright(acc, c: gl.constexpr):
     """[rows, head_dim]."""
     if c.fp8:
         x = gl.join(acc[0], acc[1]).permute([1, 0, 2]).reshape([c.rows, c.dim])
@@ -232,21 +253,42 @@ def rows_of(acc, c: gl.constexpr):
 
 
 @gluon.jit
-def attend_block(acc, m, l, queries, factor, position, request, t0, k, v, window, c: gl.constexpr):
+def rows_of(request, b, factor, masks, c: gl.constexpr):
+    r = gl.arange(0, c.rows, factor.type.layout)
+    bit = r.to(gl.int64)
+    if c.mask:
+        begin = gl.maximum(gl.load(masks.indptr + b), 0).to(gl.int64)
+        bit = begin * 8 + (r // c.group).to(gl.int64) * request.kv_len
+    return Rows(factor, request.kv_len - request.q_len + r // c.group, bit)
+
+
+@gluon.jit
+def visible(rows, request, t0, window, masks, L: gl.constexpr, c: gl.constexpr):
+    """Which of a block's keys each row sees."""
+    j = (t0 + gl.arange(0, c.block, gl.SliceLayout(1, L)))[:, None]
+    seen = j < request.kv_len
+    if c.causal:
+        seen = seen & (j <= rows.position[None, :])
+    if c.window:
+        seen = seen & (j >= rows.position[None, :] - window)
+    if c.mask:
+        seen = seen & (rows.position < request.kv_len)[None, :]
+        bit = rows.bit[None, :] + j
+        byte = gl.load(masks.bits + gl.minimum(bit >> 3, masks.size - 1), seen, 0)
+        seen = seen & (((byte.to(gl.int32) >> (bit & 7).to(gl.int32)) & 1) != 0)
+    return seen
+
+
+@gluon.jit
+def attend_block(acc, m, l, queries, rows, request, t0, k, v, window, masks, c: gl.constexpr):
     """A block of keys into the state of all rows, which are columns here: acc, weighted values; m, the largest logits
     in base 2; l [keys, rows], sums of weights.
     """
     L: gl.constexpr = l.type.layout
-    s = logits(queries, k, L, c) * factor[None, :]
+    s = logits(queries, k, L, c) * rows.factor[None, :]
     if c.cap:
         s = queries.cap - 2.0 * queries.cap / (1.0 + gl.exp2(s * (2.0 * LOG2E / queries.cap)))
-    j = (t0 + gl.arange(0, c.block, gl.SliceLayout(1, L)))[:, None]
-    seen = j < request.kv_len
-    if c.causal:
-        seen = seen & (j <= position[None, :])
-    if c.window:
-        seen = seen & (j >= position[None, :] - window)
-    s = gl.where(seen, s, -float("inf"))
+    s = gl.where(visible(rows, request, t0, window, masks, L, c), s, -float("inf"))
     top = gl.maximum(m, gl.max(s, 0))
     base = gl.where(top == -float("inf"), 0.0, top)
     p = gl.exp2(s - base[None, :])
@@ -258,11 +300,10 @@ def attend_block(acc, m, l, queries, factor, position, request, t0, k, v, window
 
 
 @gluon.jit
-def consume(tables, queries, ring, results, span, c: gl.constexpr):
+def consume(tables, queries, masks, ring, results, span, c: gl.constexpr):
     """Attend to the ring's blocks, tile by tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.rows, 16])
     flat: gl.constexpr = gl.SliceLayout(0, L)
-    r = gl.arange(0, c.rows, flat)
     unit, b, start = span.unit, span.b, span.start
     n = span.unit * 0
     first, last = Part(n, n, n, n, n - 1), Part(n, n, n, n, n - 1)
@@ -270,8 +311,7 @@ def consume(tables, queries, ring, results, span, c: gl.constexpr):
         request = extent(tables, b, c)
         if unit < start + request.cost * c.heads:
             piece = piece_at(request, unit, span.end, start, c)
-            factor = load_queries(queries, request, piece.h, flat, c)
-            position = request.kv_len - request.q_len + r // c.group
+            rows = rows_of(request, b, load_queries(queries, request, piece.h, flat, c), masks, c)
             m = gl.full([c.rows], -float("inf"), gl.float32, flat)
             l = gl.full([c.block, c.rows], 0.0, gl.float32, L)
             acc = no_values(L, c)
@@ -280,20 +320,18 @@ def consume(tables, queries, ring, results, span, c: gl.constexpr):
                 mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
                 fence_async_shared()
                 k, v = ring.k.index(stage), ring.v.index(stage)
-                acc, m, l = attend_block(
-                    acc, m, l, queries, factor, position, request, t0, k, v, tables.window, c
-                )  # fmt: skip
+                acc, m, l = attend_block(acc, m, l, queries, rows, request, t0, k, v, tables.window, masks, c)
                 mbarrier.arrive(ring.empty.index(stage), count=1)
                 n += 1
-            rows, total = request.q_len * c.group, gl.sum(l, 0)
+            count, total = request.q_len * c.group, gl.sum(l, 0)
             if piece.last - piece.first == request.cost:
-                write(rows_of(acc, c), m, total, results, request.q_begin, piece.h, 0, rows, c)
+                write(upright(acc, c), m, total, results, request.q_begin, piece.h, 0, count, c)
             else:
                 slot = 2 * gl.program_id(0) + (piece.first == 0).to(gl.int32)
-                save(rows_of(acc, c), m, total, results, slot, rows, c)
+                save(upright(acc, c), m, total, results, slot, count, c)
                 begin = unit - piece.first
                 part = Part(
-                    request.q_begin, rows, piece.h, begin // span.share, (begin + request.cost - 1) // span.share
+                    request.q_begin, count, piece.h, begin // span.share, (begin + request.cost - 1) // span.share
                 )
                 if unit == span.unit:
                     first = part
@@ -310,20 +348,21 @@ def consume(tables, queries, ring, results, span, c: gl.constexpr):
 
 
 _POINTERS = (
-    "lse", "sinks", "arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices", "q_scale", "k_scale", "v_scale",
+    "lse", "sinks", "arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
+    "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
-_NUMBERS = ("slots", "part_rows", "batch", "tokens", "entries", "pages", "window")
+_NUMBERS = ("mask_size", "slots", "part_rows", "batch", "tokens", "entries", "pages", "window")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def decode(
     q, q_pe, k, v, k_pe, out, lse, sinks,
-    part, arrivals, qo_indptr, kv_indptr, last_page_len, indices, q_scale, k_scale, v_scale,
-    slots, part_rows, batch, tokens, entries, pages, window, scale, v_gain, cap,
+    part, arrivals, qo_indptr, kv_indptr, last_page_len, indices, mask_bits, mask_indptr, q_scale, k_scale, v_scale,
+    mask_size, slots, part_rows, batch, tokens, entries, pages, window, scale, v_gain, cap,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, o_token, o_head,
     c: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a batch of requests with at most 64 query rows per KV head, over pages.
+    """Attention of a batch of requests with at most 64 query rows per KV head, over pages or ragged rows.
 
     q, k, v, out: as in `quire.kernels.registry.Call` (q_pe and k_pe are None); lse: float32 [tokens, heads]. part:
     float32 [slots, part_rows, dim] and after it [slots, part_rows, 2]; arrivals: int32 [programs], 0 before and after.
@@ -353,7 +392,10 @@ def decode(
     key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.block], dtype)
     weights = gl.allocate_shared_memory(dtype, [c.rows, c.block], key)
     queries = Queries(q, q_token, q_head, tile, weights, scale, cap, q_scale, k_scale)
+    masks = Masks(mask_bits, mask_indptr, mask_size)
     span = my_span(tables, c)
     gl.warp_specialize(
-        [(consume, (tables, queries, ring, results, span, c)), (fetch, (tables, cache, ring, span, c))], [4], [104]
+        [(consume, (tables, queries, masks, ring, results, span, c)), (fetch, (tables, cache, ring, span, c))],
+        [4],
+        [104],
     )

@@ -13,12 +13,13 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-
-FEW = gl.constexpr(6)
+FEW = gl.constexpr(6)  # units per program
 
 
 class Tables(NamedTuple):
-    """Whose rows and keys; `tokens`, `entries` and `pages` bound what the tables may say."""
+    """Whose rows and keys; `tokens`, `entries` and `pages` bound what the tables may say. Where page_size is 0, keys
+    lie one after another, and kv_indptr counts them.
+    """
 
     qo_indptr: tl.tensor
     kv_indptr: tl.tensor
@@ -73,9 +74,10 @@ def extent(tables, b, c: gl.constexpr):
     q_end = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b + 1, inside, 0), q_begin), tables.tokens)
     begin = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b, inside, 0), 0), tables.entries)
     end = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b + 1, inside, 0), begin), tables.entries)
-    last = gl.minimum(gl.maximum(gl.load(tables.last_page_len + b, inside, 0), 0), c.page_size)
-    q_len = q_end - q_begin
-    kv_len = gl.where(end > begin, (end - begin - 1) * c.page_size + last, 0)
+    q_len, kv_len = q_end - q_begin, end - begin
+    if c.page_size > 0:
+        last = gl.minimum(gl.maximum(gl.load(tables.last_page_len + b, inside, 0), 0), c.page_size)
+        kv_len = gl.where(kv_len > 0, (kv_len - 1) * c.page_size + last, 0)
     low = kv_len * 0
     if c.window:
         low = gl.maximum(kv_len - q_len - tables.window, 0) // c.block * c.block
