@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from quire import __version__
+from quire.bench import dense
 from quire.bench.batches import Batch
 from quire.bench.calls import prepared, sampled_error
 from quire.bench.cells import Cell
@@ -64,6 +66,7 @@ def _read(x, sums, n, block: tl.constexpr):
 def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
     """Median seconds of one of `runs`, all captured in one graph, over `rounds` replays."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still be making what runs read
     with torch.cuda.stream(stream):
         for run in runs[:2]:
             run()
@@ -120,13 +123,18 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _sdpa(cell: Cell, batch: Batch) -> Callable[[], Any] | None:
-    """Torch over dense keys and values: for whole prompts only."""
-    if cell.operation == "decode" or cell.q_len != cell.kv_len or batch.spec.kv_dtype.itemsize == 1:
+def _torch(cell: Cell, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> list[Callable[[], Any]] | None:
+    """Torch's way, for each cache: for decode, gather the pages and call `scaled_dot_product_attention`; for prefill of
+    whole prompts, the call alone, over dense keys and values. None where torch has none.
+    """
+    if cell.operation == "decode":
+        gather = dense.decode(batch, torch.cuda.get_device_properties(0).total_memory // 5)
+        return [partial(gather, *kv) for kv in caches] if gather else None
+    if cell.q_len != cell.kv_len or batch.spec.kv_dtype.itemsize == 1:
         return None
     k, v, _ = batch.rows()
     q, k, v = (x.view(cell.batch, cell.kv_len, *x.shape[1:]).transpose(1, 2) for x in (batch.q, k, v))
-    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)] * 4
 
 
 def measure(name: str, backend: str, rounds: int) -> dict[str, Any]:
@@ -146,8 +154,8 @@ def measure(name: str, backend: str, rounds: int) -> dict[str, Any]:
         row["gb_s"] = cell.kv_bytes(batch) / seconds / 1e9
     else:
         row["tflop_s"] = cell.flops(batch) / seconds / 1e12
-        theirs = _sdpa(cell, batch)
-        row["sdpa_us"] = graph_seconds([theirs] * 4, rounds) * 1e6 if theirs else None
+    theirs = _torch(cell, batch, caches)
+    row["sdpa_us"] = graph_seconds(theirs, rounds) * 1e6 if theirs else None
     return row
 
 
@@ -160,19 +168,25 @@ def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> dict
 
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
-    tops = result["ceilings"]
-    decode = any("gb_s" in row for row in result["cells"])
+    tops, rows = result["ceilings"], result["cells"]
+    decode = any("gb_s" in row for row in rows)
     top, unit = (tops["read_gb_s"], "GB/s") if decode else (tops["matmul_tflop_s"], "TFLOP/s")
-    peer = "" if decode else " SDPA µs, dense |"
-    lines = [
-        f"| cell | Quire µs |{peer} {unit} | of {top:,.0f} {unit} | error | host: plan µs | run µs |",
-        "|---|--:|" + ("" if decode else "--:|") + "--:|--:|--:|--:|--:|",
-    ]
-    for row in result["cells"]:
-        rate = row.get("gb_s", row.get("tflop_s"))
-        other = "" if decode else f" {row['sdpa_us']:.0f} |" if row["sdpa_us"] else " - |"
-        lines.append(
-            f"| {row['cell']} | {row['us']:.1f} |{other} {rate:,.0f} | {rate / top:.0%} | {row['error']:.1e} |"
-            f" {row['plan_host_us']:.0f} | {row['run_host_us']:.0f} |"
-        )
-    return "\n".join(lines)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {"Quire µs": lambda row: f"{row['us']:.1f}"}
+    if any("sdpa_us" in row for row in rows):
+        peer = "gather + SDPA µs" if decode else "SDPA µs, dense"
+        columns[peer] = lambda row: f"{row['sdpa_us']:.0f}" if row["sdpa_us"] else "-"
+    columns |= {
+        unit: lambda row: f"{_rate(row):,.0f}",
+        f"of {top:,.0f} {unit}": lambda row: f"{_rate(row) / top:.0%}",
+        "error": lambda row: f"{row['error']:.1e}",
+        "host: plan µs": lambda row: f"{row['plan_host_us']:.0f}",
+        "run µs": lambda row: f"{row['run_host_us']:.0f}",
+    }
+    lines = [["cell", *columns], *([row["cell"], *(show(row) for show in columns.values())] for row in rows)]
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, "|---|" + "--:|" * len(columns), *body])
+
+
+def _rate(row: dict[str, Any]) -> float:
+    rate: float = row["gb_s"] if "gb_s" in row else row["tflop_s"]
+    return rate
