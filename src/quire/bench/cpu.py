@@ -104,7 +104,7 @@ def _torch(cell: Cell, batch: Batch) -> Run | None:
     return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
-def measure(name: str, backend: str = "auto", rounds: int = 9) -> dict[str, Any]:
+def measure(name: str, backend: str = "auto", rounds: int = 11) -> dict[str, Any]:
     """One cell: milliseconds of ours and of torch's way, rate, and the error against the oracle (on a few requests)."""
     cell = Cell.parse(name)
     batch = cell.make()
@@ -124,7 +124,7 @@ def measure(name: str, backend: str = "auto", rounds: int = 9) -> dict[str, Any]
     return row
 
 
-def bench(names: Sequence[str], backend: str = "auto", rounds: int = 9) -> dict[str, Any]:
+def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> dict[str, Any]:
     """All cells, with the machine and its ceilings."""
     seed = torch.seed() % (1 << 31)
     torch.manual_seed(seed)

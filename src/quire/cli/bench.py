@@ -15,7 +15,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--backend", default="auto", help="kernel family (see quire env)")
     parser.add_argument("--cell", action="append", help='what to time, like "gqa4 p16 8x2k" (may be given again)')
-    parser.add_argument("--rounds", type=int, default=9, help="of which the median counts")
+    parser.add_argument("--rounds", type=int, default=11, help="of which the median counts")
     parser.add_argument(
         "--json", type=Path, nargs="?", const=Path("-"), help="write JSON to a file, or without one to stdout"
     )
