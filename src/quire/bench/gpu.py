@@ -141,7 +141,7 @@ def measure(name: str, backend: str, rounds: int) -> dict[str, Any]:
     """One cell: microseconds per layer, rate, and the error against the oracle (on a few requests)."""
     cell = Cell.parse(name)
     batch = cell.make("cuda")
-    (plan, run), rows = prepared(cell, batch, backend), batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
+    (plan, run), rows = prepared(cell, batch, backend=backend), batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
     plan()
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     copies = max(2, -(-max(_SPREAD, _L2_TIMES * l2) // cell.kv_bytes(batch)))
