@@ -1,4 +1,4 @@
-"""quire bench: time attention beside torch, under ceilings measured in the same run."""
+"""quire bench: time attention beside torch and, on a GPU, an installed FlashInfer, under ceilings of the same run."""
 
 from __future__ import annotations
 
