@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import quire
 from quire.bench import cpu, peers
 from quire.bench.cells import Cell
+from quire.bench.plot import plot
 
 pytest.importorskip("triton")
 from quire.bench import gpu
@@ -142,6 +144,26 @@ def test_the_table():
         "",
         "FlashInfer's time over Quire's, geometric mean of 2 of 3 cells: 1.00.",
     ]
+
+
+def test_the_picture(tmp_path, monkeypatch):
+    """Over batch and over length: each rate, FlashInfer's where it computed the cell, the ceiling as a line."""
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
+    plot(made_up() | {"flashinfer": "0.7.2"}, tmp_path / "rates.png")
+    (figure,) = drawn
+    for axes, sides in zip(figure.axes, ([1, 64, 64], [1024, 2048, 4096]), strict=True):
+        lines = {mark: [line for line in axes.lines if line.get_marker() == mark] for mark in ("o", "s", "None")}
+        assert [line.get_ydata()[0] for line in lines["o"]] == [300.0, 2700.0, 2000.0]
+        assert [line.get_ydata()[0] for line in lines["s"]] == [600.0, 1350.0]
+        assert [list(line.get_ydata()) for line in lines["None"]] == [[3000.0, 3000.0]]
+        assert [line.get_xdata()[0] for line in lines["o"]] == pytest.approx(sides, rel=0.1)  # a little beside
+        assert [text.get_text() for text in axes.texts] == ["1x1k", "64 mixed 256k", "64x2k"]
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] > 3000
+    assert "FlashInfer 0.7.2" in [text.get_text() for text in figure.legends[0].get_texts()]
+    save(figure, tmp_path / "rates.png")
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_stand_in_is_never_taken_for_flashinfer(tmp_path, monkeypatch):
