@@ -26,6 +26,7 @@ def rendered(name: str) -> str:
     parts = (
         result["device"] if on_gpu else f"{result['device']}, {result['threads']} threads",
         f"Python {result['python']}, torch {result['torch']}, {compiler} {result[compiler]}",
+        *([f"FlashInfer {result['flashinfer']}"] if "flashinfer" in result else []),
         result["date"],
     )
     return f"{', '.join(parts)}:\n\n{(gpu if on_gpu else cpu).table(result)}\n"

@@ -57,7 +57,7 @@ class Batch:
         return k, v, RaggedLayout.from_lengths(lengths).indptr
 
 
-def _slots(table: PageTable) -> Tensor:
+def slots(table: PageTable) -> Tensor:
     """The cache slot of every token, request by request, int64."""
     lengths = table.lengths()
     request = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
@@ -69,8 +69,8 @@ def _slots(table: PageTable) -> Tensor:
 
 
 def _rows(cache: Tensor, table: PageTable) -> Tensor:
-    slots = _slots(table)
-    return cache[slots // table.page_size, slots % table.page_size]
+    filled = slots(table)
+    return cache[filled // table.page_size, filled % table.page_size]
 
 
 def random_table(
@@ -118,9 +118,9 @@ def random_batch(
 
 
 def _filled_cache(table: PageTable, pool: int, heads: int, dim: int, dtype: torch.dtype, kv_layout: str) -> Tensor:
-    slots = _slots(table)
-    cache = torch.full((pool * table.page_size, heads, dim), torch.nan, device=slots.device)
-    cache[slots] = torch.randn(len(slots), heads, dim, device=slots.device)
+    filled = slots(table)
+    cache = torch.full((pool * table.page_size, heads, dim), torch.nan, device=filled.device)
+    cache[filled] = torch.randn(len(filled), heads, dim, device=filled.device)
     pages = cache.to(dtype).view(pool, table.page_size, heads, dim)
     return pages if kv_layout == "NHD" else pages.transpose(1, 2).contiguous().transpose(1, 2)
 

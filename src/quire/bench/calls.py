@@ -3,51 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import quire
 from quire.attention.pages import PageTable, RaggedLayout
 from quire.bench.batches import Batch, relative_error
 from quire.bench.cells import Cell
-from quire.decode import BatchDecodeWithPagedKVCacheWrapper
-from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+
+Plan = Callable[[], None]
+Run = Callable[[Tensor, Tensor], Tensor]
 
 
-def prepared(cell: Cell, batch: Batch, backend: str) -> tuple[Callable[[], None], Callable[[Tensor, Tensor], Tensor]]:
-    """What plans the cell's batch, and what then computes it over k and v: pages, or rows for a ragged cell."""
-    spec, workspace = batch.spec, torch.empty(0, dtype=torch.uint8, device=batch.q.device)
+def prepared(
+    cell: Cell, batch: Batch, module: ModuleType = quire, workspace: int = 0, **options: Any
+) -> tuple[Plan, Run]:
+    """What plans the cell's batch, and what then computes it over k and v: pages, or rows for a ragged cell.
+
+    Args:
+        module: whose wrappers: Quire's, or FlashInfer's, which are called alike.
+        workspace: bytes of its float workspace.
+        options: of the wrapper.
+    """
+    spec, buffer = batch.spec, torch.zeros(workspace, dtype=torch.uint8, device=batch.q.device)
     shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk)
-    dtypes: dict[str, Any] = {"q_data_type": spec.q_dtype, "kv_data_type": spec.kv_dtype}
+    dtypes = {"q_data_type": spec.q_dtype, "kv_data_type": spec.kv_dtype}
     table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
     if cell.ragged:
-        ragged = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
+        ragged = module.BatchPrefillWithRaggedKVCacheWrapper(buffer, **options)
         rows = (batch.qo.indptr, batch.rows()[2])
-        return lambda: ragged.plan(*rows, *shape, causal=True, **dtypes), lambda k, v: ragged.run(batch.q, k, v)  # type: ignore[return-value]
+        return lambda: ragged.plan(*rows, *shape, causal=True, **dtypes), lambda k, v: ragged.run(batch.q, k, v)
     if cell.operation == "decode":
-        decode = BatchDecodeWithPagedKVCacheWrapper(workspace, backend=backend)
-        return lambda: decode.plan(*table, *shape, cell.page_size, **dtypes), lambda k, v: decode.run(batch.q, (k, v))  # type: ignore[return-value]
-    prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+        decode = module.BatchDecodeWithPagedKVCacheWrapper(buffer, **options)
+        return lambda: decode.plan(*table, *shape, cell.page_size, **dtypes), lambda k, v: decode.run(batch.q, (k, v))
+    prefill = module.BatchPrefillWithPagedKVCacheWrapper(buffer, **options)
     tables = (batch.qo.indptr, *table)
     return (
         lambda: prefill.plan(*tables, *shape, cell.page_size, causal=True, **dtypes),
-        lambda k, v: prefill.run(batch.q, (k, v)),  # type: ignore[return-value]
+        lambda k, v: prefill.run(batch.q, (k, v)),
     )
 
 
-def planned(cell: Cell, batch: Batch, backend: str) -> Callable[[Tensor, Tensor], Tensor]:
+def planned(cell: Cell, batch: Batch, backend: str) -> Run:
     """What computes the cell's batch, planned."""
-    plan, run = prepared(cell, batch, backend)
+    plan, run = prepared(cell, batch, backend=backend)
     plan()
     return run
 
 
 def sampled_error(batch: Batch, out: Tensor, requests: int = 2) -> float:
-    """Error of the last (at most 512) query tokens of the first requests: the oracle is too slow for all of a batch."""
+    """Error of the last (at most 512) query tokens of the first requests: the oracle is too slow for all of a batch. It
+    computes on the host, for its products in float64 lower a GPU's clocks for a second or more.
+    """
     kept = min(requests, batch.kv.batch_size)
-    ends, lengths = batch.qo.indptr[1 : kept + 1].tolist(), batch.qo.lengths()[:kept].clamp(max=512)
+    indptr, lengths = batch.kv.indptr[: kept + 1].cpu(), batch.qo.lengths()[:kept].clamp(max=512).cpu()
+    ends = batch.qo.indptr[1 : kept + 1].tolist()
     rows = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, lengths.tolist(), strict=True)]).to(out.device)
-    table = PageTable(batch.kv.indptr[: kept + 1], batch.kv.indices, batch.kv.last_page_len[:kept], batch.kv.page_size)
-    part = Batch(batch.spec, batch.q[rows], batch.k, batch.v, RaggedLayout.from_lengths(lengths), table)
-    return relative_error(out[rows], part.exact()[0])
+    pages = batch.kv.indices[: int(indptr[-1])].long()
+    indices = torch.arange(len(pages), dtype=torch.int32)
+    table = PageTable(indptr, indices, batch.kv.last_page_len[:kept].cpu(), batch.kv.page_size)
+    q, k, v = (x.cpu() for x in (batch.q[rows], batch.k[pages], batch.v[pages]))
+    part = Batch(batch.spec, q, k, v, RaggedLayout.from_lengths(lengths), table)
+    return relative_error(out[rows].cpu(), part.exact()[0])

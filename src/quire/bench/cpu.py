@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from quire import __version__
+from quire.bench import dense
 from quire.bench.batches import Batch
 from quire.bench.calls import planned, sampled_error
 from quire.bench.cells import Cell
@@ -41,6 +43,7 @@ PREFILL = (
     "prefill p16 32x128",
     "prefill p16 4x256@2k",
 )
+_DENSE = 8 << 30  # bytes of dense copies at most
 Run = Callable[[], Any]
 
 
@@ -86,27 +89,22 @@ def machine() -> dict[str, Any]:
 
 def _torch(cell: Cell, batch: Batch) -> Run | None:
     """Torch's way: for decode, gather the pages and call `scaled_dot_product_attention`; for prefill, the call alone,
-    over keys and values that lie ready. None where torch has none (fp8, lengths that differ).
+    over keys and values that lie ready. None where torch has none (fp8, prefill of lengths that differ).
     """
+    if cell.operation == "decode":
+        gather = dense.decode(batch, _DENSE)
+        return partial(gather, batch.k, batch.v) if gather else None
     if batch.spec.kv_dtype.itemsize == 1 or cell.mixed:
         return None
-    pages = batch.kv.indices.view(cell.batch, -1).long()
-    shape = (cell.batch, -1, cell.num_kv_heads, cell.head_dim)
-    q = batch.q.view(cell.batch, cell.q_len, cell.num_qo_heads, cell.head_dim).transpose(1, 2)
-
-    def gather(cache: torch.Tensor) -> torch.Tensor:
-        return cache[pages].view(shape)[:, : cell.kv_len].transpose(1, 2)
-
-    if cell.operation == "decode":
-        return lambda: F.scaled_dot_product_attention(q, gather(batch.k), gather(batch.v), enable_gqa=True)
-    q, k, v = q.contiguous(), gather(batch.k).contiguous(), gather(batch.v).contiguous()
+    k, v, _ = batch.rows()
+    q, k, v = (x.view(cell.batch, -1, *x.shape[1:]).transpose(1, 2).contiguous() for x in (batch.q, k, v))
     if cell.q_len == cell.kv_len:
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     mask = torch.ones(cell.q_len, cell.kv_len, dtype=torch.bool).tril(cell.kv_len - cell.q_len)
     return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
-def measure(name: str, backend: str = "auto", rounds: int = 9) -> dict[str, Any]:
+def measure(name: str, backend: str = "auto", rounds: int = 11) -> dict[str, Any]:
     """One cell: milliseconds of ours and of torch's way, rate, and the error against the oracle (on a few requests)."""
     cell = Cell.parse(name)
     batch = cell.make()
@@ -126,7 +124,7 @@ def measure(name: str, backend: str = "auto", rounds: int = 9) -> dict[str, Any]
     return row
 
 
-def bench(names: Sequence[str], backend: str = "auto", rounds: int = 9) -> dict[str, Any]:
+def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> dict[str, Any]:
     """All cells, with the machine and its ceilings."""
     seed = torch.seed() % (1 << 31)
     torch.manual_seed(seed)

@@ -7,16 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from quire import __version__
+from quire.bench import dense, peers
 from quire.bench.batches import Batch
-from quire.bench.calls import prepared, sampled_error
+from quire.bench.calls import Plan, Run, prepared, sampled_error
 from quire.bench.cells import Cell
 
 DECODE = (
@@ -64,6 +67,7 @@ def _read(x, sums, n, block: tl.constexpr):
 def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
     """Median seconds of one of `runs`, all captured in one graph, over `rounds` replays."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still be making what runs read
     with torch.cuda.stream(stream):
         for run in runs[:2]:
             run()
@@ -120,60 +124,101 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _sdpa(cell: Cell, batch: Batch) -> Callable[[], Any] | None:
-    """Torch over dense keys and values: for whole prompts only."""
-    if cell.operation == "decode" or cell.q_len != cell.kv_len or batch.spec.kv_dtype.itemsize == 1:
+def _torch(
+    cell: Cell, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], most: int
+) -> list[Callable[[], Any]] | None:
+    """Torch's way, for each cache: for decode, gather the pages and call `scaled_dot_product_attention`; for prefill of
+    whole prompts, the call alone, over dense keys and values. None where torch has none, or copies take over `most`
+    bytes.
+    """
+    if cell.operation == "decode":
+        gather = dense.decode(batch, most)
+        return [partial(gather, *kv) for kv in caches] if gather else None
+    if cell.q_len != cell.kv_len or batch.spec.kv_dtype.itemsize == 1:
         return None
     k, v, _ = batch.rows()
     q, k, v = (x.view(cell.batch, cell.kv_len, *x.shape[1:]).transpose(1, 2) for x in (batch.q, k, v))
-    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)] * 4
 
 
-def measure(name: str, backend: str, rounds: int) -> dict[str, Any]:
-    """One cell: microseconds per layer, rate, and the error against the oracle (on a few requests)."""
-    cell = Cell.parse(name)
-    batch = cell.make("cuda")
-    (plan, run), rows = prepared(cell, batch, backend), batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
+def _timed(
+    batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], rounds: int, plan: Plan, run: Run
+) -> dict[str, float]:
+    """Microseconds per layer and of the host, and the error against the oracle (on a few requests)."""
     plan()
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    copies = max(2, -(-max(_SPREAD, _L2_TIMES * l2) // cell.kv_bytes(batch)))
-    caches = [rows, *((rows[0].clone(), rows[1].clone()) for _ in range(copies - 1))]
-    host = {"plan_host_us": host_seconds(plan) * 1e6, "run_host_us": host_seconds(partial(run, *rows)) * 1e6}
-    seconds = graph_seconds([partial(run, *kv) for kv in caches], rounds)
-    # Last, for products in float64 make the device so hot that its clocks fall for a second.
-    error = sampled_error(batch, run(*rows))
-    row: dict[str, Any] = {"cell": name, "us": seconds * 1e6, **host, "error": error}
+    error = sampled_error(batch, run(*caches[0]))
+    host = {
+        "plan_host_us": host_seconds(plan) * 1e6,
+        "run_host_us": host_seconds(partial(run, *caches[0])) * 1e6,
+    }
+    return {"us": graph_seconds([partial(run, *kv) for kv in caches], rounds) * 1e6, **host, "error": error}
+
+
+def measure(name: str, backend: str, rounds: int, peer: ModuleType | None = None) -> dict[str, Any]:
+    """One cell: times and error of Quire, its rate, and times of FlashInfer (`peer`), if it is there, and of torch."""
+    cell, device = Cell.parse(name), torch.cuda.get_device_properties(0)
+    batch = cell.make("cuda")
+    k, v = batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
+    copies = max(2, -(-max(_SPREAD, _L2_TIMES * device.L2_cache_size) // cell.kv_bytes(batch)))
+    caches = [(k, v), *((k.clone(), v.clone()) for _ in range(copies - 1))]
+    timed = partial(_timed, batch, caches, rounds)
+    row: dict[str, Any] = {"cell": name, **timed(*prepared(cell, batch, backend=backend))}
     if cell.operation == "decode":
-        row["gb_s"] = cell.kv_bytes(batch) / seconds / 1e9
+        row["gb_s"] = cell.kv_bytes(batch) / row["us"] / 1e3
     else:
-        row["tflop_s"] = cell.flops(batch) / seconds / 1e12
-        theirs = _sdpa(cell, batch)
-        row["sdpa_us"] = graph_seconds([theirs] * 4, rounds) * 1e6 if theirs else None
+        row["tflop_s"] = cell.flops(batch) / row["us"] / 1e6
+    if peer is not None:
+        row["flashinfer"] = peers.measure(peer, cell, batch, (device.major, device.minor), timed)
+    theirs = _torch(cell, batch, caches, device.total_memory // 5)
+    row["sdpa_us"] = graph_seconds(theirs, rounds) * 1e6 if theirs else None
     return row
 
 
 def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> dict[str, Any]:
-    """All cells, with the machine and its ceilings."""
-    seed = torch.seed() % (1 << 31)
+    """All cells, with the machine and its ceilings; beside FlashInfer, if it is installed."""
+    seed, peer = torch.seed() % (1 << 31), peers.flashinfer()
     torch.manual_seed(seed)
-    return {**machine(), "seed": seed, "ceilings": ceilings(), "cells": [measure(n, backend, rounds) for n in names]}
+    found = machine() | ({"flashinfer": peer.__version__} if peer else {})
+    tops = ceilings()
+    cells = [measure(name, backend, rounds, peer) for name in names]
+    return {**found, "seed": seed, "ceilings": tops, "cells": cells}
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
-    tops = result["ceilings"]
-    decode = any("gb_s" in row for row in result["cells"])
+    tops, rows = result["ceilings"], result["cells"]
+    decode = any("gb_s" in row for row in rows)
     top, unit = (tops["read_gb_s"], "GB/s") if decode else (tops["matmul_tflop_s"], "TFLOP/s")
-    peer = "" if decode else " SDPA µs, dense |"
-    lines = [
-        f"| cell | Quire µs |{peer} {unit} | of {top:,.0f} {unit} | error | host: plan µs | run µs |",
-        "|---|--:|" + ("" if decode else "--:|") + "--:|--:|--:|--:|--:|",
-    ]
-    for row in result["cells"]:
-        rate = row.get("gb_s", row.get("tflop_s"))
-        other = "" if decode else f" {row['sdpa_us']:.0f} |" if row["sdpa_us"] else " - |"
-        lines.append(
-            f"| {row['cell']} | {row['us']:.1f} |{other} {rate:,.0f} | {rate / top:.0%} | {row['error']:.1e} |"
-            f" {row['plan_host_us']:.0f} | {row['run_host_us']:.0f} |"
-        )
-    return "\n".join(lines)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {"Quire µs": lambda row: f"{row['us']:.1f}"}
+    if any("flashinfer" in row for row in rows):
+        columns |= {"FlashInfer µs": _flashinfer, "ratio": _ratio}
+    if any("sdpa_us" in row for row in rows):
+        peer = "gather + SDPA µs" if decode else "SDPA µs, dense"
+        columns[peer] = lambda row: f"{row['sdpa_us']:.0f}" if row["sdpa_us"] else "-"
+    columns |= {
+        unit: lambda row: f"{_rate(row):,.0f}",
+        f"of {top:,.0f} {unit}": lambda row: f"{_rate(row) / top:.0%}",
+        "error": lambda row: f"{row['error']:.1e}",
+        "host: plan µs": lambda row: f"{row['plan_host_us']:.0f}",
+        "run µs": lambda row: f"{row['run_host_us']:.0f}",
+    }
+    lines = [["cell", *columns], *([row["cell"], *(show(row) for show in columns.values())] for row in rows)]
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    text = "\n".join([head, "|---|" + "--:|" * len(columns), *body])
+    said = peers.summary(rows)
+    return f"{text}\n\n{said}" if said else text
+
+
+def _flashinfer(row: dict[str, Any]) -> str:
+    best = peers.best(row)
+    return f"{best[1]:.1f} {best[0]}" if best else "failed"
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    ratio = peers.ratio(row)
+    return f"{ratio:.2f}" if ratio else "-"
+
+
+def _rate(row: dict[str, Any]) -> float:
+    rate: float = row["gb_s"] if "gb_s" in row else row["tflop_s"]
+    return rate

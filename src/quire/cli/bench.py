@@ -1,4 +1,4 @@
-"""quire bench: time attention beside torch, under ceilings measured in the same run."""
+"""quire bench: time attention beside torch and, on a GPU, an installed FlashInfer, under ceilings of the same run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--backend", default="auto", help="kernel family (see quire env)")
     parser.add_argument("--cell", action="append", help='what to time, like "gqa4 p16 8x2k" (may be given again)')
-    parser.add_argument("--rounds", type=int, default=9, help="of which the median counts")
+    parser.add_argument("--rounds", type=int, default=11, help="of which the median counts")
     parser.add_argument(
         "--json", type=Path, nargs="?", const=Path("-"), help="write JSON to a file, or without one to stdout"
     )
