@@ -37,6 +37,10 @@ def test_interpreted_states_merge_as_defined():
     interpret("test_cascade.py", "states and not bfloat16")
 
 
+def test_interpreted_prefixes_are_shared():
+    interpret("test_shared_prefix.py", "trees and (16-3-sinks or 16-1-plain)")
+
+
 def test_interpreted_latent_attention_is_as_defined():
     interpret("test_mla.py", "all_heads or nobody or fp8 or bits or keep_to")
 

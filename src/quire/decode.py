@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire._buffers import check_buffers, fitting, fixed_batch
+from quire._shared_prefix import SharedPrefix, check_shared_prefix, find_shared_prefix
 from quire._wrapper import AttentionWrapper, DType, Scale, refuse
 from quire.attention.pages import PageTable, RaggedLayout, table
 from quire.attention.spec import FLOATS8, as_dtype, check
@@ -74,11 +75,19 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
         self._qo_indptr_buf: Tensor | None = None
         self._q_len_per_req = 0
+        self._shared: SharedPrefix | None = None
 
     @property
     def resolved_backend(self) -> str:
         """FlashInfer's name of the kernels: what was asked for, "fa2" for "auto". `backend` tells Quire's."""
         return "fa2" if self._backend == "auto" else self._backend
+
+    @property
+    def shared_prefix(self) -> SharedPrefix | None:
+        """What runs read once for several requests: its `groups`, `levels` and `tokens_saved`. None if requests are
+        computed one by one: `plan` was not asked for shared prefixes, or found none that save enough.
+        """
+        return self._shared
 
     def plan(
         self,
@@ -110,6 +119,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         window_right: int = 0,
         is_causal: bool | None = None,
         alibi_slopes: Sequence[float] | None = None,
+        shared_prefix: bool = False,
     ) -> None:
         """Record which pages belong to which request, and the layer that runs share.
 
@@ -134,9 +144,17 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             fixed_split_size, disable_split_kv: how FlashInfer is asked for batch-invariant results, and so is Quire;
                 how keys are split is the kernels' own affair.
             alibi_slopes: those of ALIBI, one per query head, instead of the usual ones.
+            shared_prefix: find neighbouring requests whose first pages are the same, and have runs read these pages
+                once for all of them, then what parts of them share beyond, in up to four levels; the property
+                `shared_prefix` tells what was found. Only full pages before the query tokens are shared, where there
+                are 128 tokens of them and a group saves reading 32 MiB besides what its level writes. The tables are
+                read here, which waits for the device if they lie on one, and must stay as they are until the next plan.
+                Levels with more query tokens than `backend` has kernels for go to the first family that has. A run that
+                is given a window reads each request's pages.
 
         Raises:
-            ValueError: an argument that does not fit, named with its value and what is allowed.
+            ValueError: an argument that does not fit, named with its value and what is allowed. With shared_prefix also
+                a window, a position encoding, use_cuda_graph, and whatever asks for batch-invariant results.
         """
         if window_right != 0:
             refuse(window_right=window_right)
@@ -145,6 +163,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             if q_data_type is None or (q_data_type == "float16" and as_dtype(data_type, "data_type") not in FLOATS8):
                 q_data_type = data_type
         self._check_q_len(q_len_per_req)
+        invariant = self._invariant or disable_split_kv or (fixed_split_size or 0) > 0
+        if shared_prefix:
+            check_shared_prefix(self, pos_encoding_mode, window_left, invariant)
         self._begin_plan()
         if self._use_cuda_graph:
             batch_size = len(table(last_page_len, "last_page_len"))
@@ -154,27 +175,28 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             "paged_kv_indices_buf": indices,
             "paged_kv_last_page_len_buf": last_page_len,
         }
-        pages = self._hold_pages(given, page_size, non_blocking)
-        self._plan_decode(
-            pages,
-            q_len_per_req,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim,
-            head_dim_vo=head_dim_vo,
-            q_data_type=q_data_type or "float16",
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            causal=True if is_causal is None else is_causal,
-            pos_encoding=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            slopes=tuple(alibi_slopes or ()),
-            batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
-        )
+        pages, self._shared = self._hold_pages(given, page_size, non_blocking), None
+        layer: dict[str, Any] = {
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim_qk": head_dim,
+            "head_dim_vo": head_dim_vo,
+            "q_data_type": q_data_type or "float16",
+            "kv_data_type": kv_data_type,
+            "o_data_type": o_data_type,
+            "causal": True if is_causal is None else is_causal,
+            "pos_encoding": pos_encoding_mode,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
+            "sm_scale": sm_scale,
+            "rope_scale": rope_scale,
+            "rope_theta": rope_theta,
+            "slopes": tuple(alibi_slopes or ()),
+            "batch_invariant": invariant,
+        }
+        self._plan_decode(pages, q_len_per_req, **layer)
+        if shared_prefix:
+            self._shared = find_shared_prefix(self, given.values(), page_size, q_len_per_req, layer)
 
     def _check_q_len(self, q_len_per_req: int) -> None:
         if not isinstance(q_len_per_req, int) or q_len_per_req < 1:
@@ -257,28 +279,28 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             check(
                 q_len_per_req == self._q_len_per_req, "q_len_per_req", q_len_per_req, f"{self._q_len_per_req}, planned"
             )
-        rows = self._qo.batch_size * self._q_len_per_req
+        assert self._qo_indptr_buf is not None
+        assert isinstance(self._kv, PageTable)
+        rows = (self._qo_indptr_buf.shape[0] - 1) * self._q_len_per_req
         fits = f"{rows} tokens, batch size * q_len_per_req"
         check(q.ndim == 3 and len(q) == rows, "q.shape", list(q.shape), fits)
         k, v = split_cache(paged_kv_cache, self._kv_layout)
-        assert isinstance(self._kv, PageTable)
         check(
             k.shape[1] == self._kv.page_size, "page size of the cache", k.shape[1], f"{self._kv.page_size}, as planned"
         )
+        layer: dict[str, Any] = {
+            "q_scale": q_scale,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "logits_soft_cap": logits_soft_cap,
+            "sm_scale": sm_scale,
+        }
+        if self._shared is not None and (window_left is None or window_left < 0):
+            result = self._shared.run(q, paged_kv_cache, self._planned(), out, lse, sinks, return_lse, **layer)
+            self._captured = self._captured or self._shared.parts[0]._captured
+            return result
         return self._attend(
-            q,
-            k,
-            v,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            sinks=sinks,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
+            q, k, v, window_left=window_left, sinks=sinks, out=out, lse=lse, return_lse=return_lse, **layer
         )
 
     def forward(
@@ -296,7 +318,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
+        """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's, and its shared
+        prefixes are not used.
+        """
+        self._shared = None
         self._replan(
             pos_encoding=pos_encoding_mode,
             window_left=window_left,
