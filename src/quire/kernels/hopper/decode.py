@@ -44,6 +44,7 @@ class Config:
     q_scale: bool
     k_scale: bool
     v_scale: bool
+    rows: int = 0  # of a tile: all
 
 
 class Cache(NamedTuple):

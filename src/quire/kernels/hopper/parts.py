@@ -48,39 +48,48 @@ def save(acc, m, l, results, slot, rows, layout: gl.constexpr, c: gl.constexpr):
 
 @gluon.jit
 def merge(results, request, h, origin, final, c: gl.constexpr):
-    """Put together what programs origin to final left of a tile, and finish it. As many parts at a time as registers
-    hold, so that their reads overlap; each warp has rows of its own.
+    """Put together what programs origin to final left of a tile, and finish it."""
+    plane: gl.constexpr = gl.BlockedLayout([1, c.dim // 32], [1, 32], [4, 1], [1, 0])
+    rows = gl.minimum(request.q_len * c.group, results.rows)
+    for r0 in range(0, rows, c.merge_rows):
+        acc, m, l = together(results, r0, rows, origin, origin, final, 1, plane, c)
+        write(acc, m, l, results, request, h, r0, rows, plane, c)
+
+
+@gluon.jit
+def together(
+    results, r0, rows, origin, first, final, step: gl.constexpr, plane: gl.constexpr, c: gl.constexpr
+):  # fmt: skip
+    """Rows r0 and on (of `rows`) of what each `step`-th program from first to final left of a tile that begins in
+    program origin: (acc, m, l) in `plane`. As many parts at a time as registers hold, so that their reads overlap; each
+    warp has rows of its own.
     """
     R: gl.constexpr = c.merge_rows
     N: gl.constexpr = 64 * 128 // (R * c.dim)
-    each: gl.constexpr = c.dim // 32
-    cube: gl.constexpr = gl.BlockedLayout([1, 1, each], [1, 1, 32], [1, 4, 1], [2, 1, 0])
-    plane: gl.constexpr = gl.BlockedLayout([1, each], [1, 32], [4, 1], [1, 0])
+    cube: gl.constexpr = gl.BlockedLayout([1, 1, c.dim // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
     flat: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, cube))
     n = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, cube)))[:, None]
     d = gl.arange(0, c.dim, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
-    rows = gl.minimum(request.q_len * c.group, results.rows)
-    for r0 in range(0, rows, R):
-        r = r0 + gl.arange(0, R, flat)
-        m = gl.full([R], -float("inf"), gl.float32, flat)
-        l = gl.full([R], 0.0, gl.float32, flat)
-        acc = gl.full([R, c.dim], 0.0, gl.float32, gl.SliceLayout(0, cube))
-        for n0 in range(0, final - origin + 1, N):
-            program = origin + n0 + n
-            slot = gl.where(program == origin, 2 * program + 1, 2 * program)
-            at = slot.to(gl.int64) * results.rows + r[None, :]
-            here = (program <= final) & (slot < results.slots) & (r < rows)[None, :]
-            m_n = gl.load(results.part_ml + at * 2, here, -float("inf"))
-            l_n = gl.load(results.part_ml + at * 2 + 1, here, 0.0)
-            acc_n = gl.load(results.part + at[:, :, None] * c.dim + d[None, None, :], here[:, :, None], 0.0)
-            top = gl.maximum(m, gl.max(m_n, 0))
-            base = gl.where(top == -float("inf"), 0.0, top)
-            weight, shrink = gl.exp2(m_n - base[None, :]), gl.exp2(m - base)
-            m, l = top, l * shrink + gl.sum(l_n * weight, 0)
-            shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(0, cube)))
-            acc = acc * shrink[:, None] + gl.sum(acc_n * weight[:, :, None], 0)
-        m, l = gl.convert_layout(m, gl.SliceLayout(1, plane)), gl.convert_layout(l, gl.SliceLayout(1, plane))
-        write(gl.convert_layout(acc, plane), m, l, results, request, h, r0, rows, plane, c)
+    r = r0 + gl.arange(0, R, flat)
+    m = gl.full([R], -float("inf"), gl.float32, flat)
+    l = gl.full([R], 0.0, gl.float32, flat)
+    acc = gl.full([R, c.dim], 0.0, gl.float32, gl.SliceLayout(0, cube))
+    for p in range(first, final + 1, N * step):
+        program = p + n * step
+        slot = gl.where(program == origin, 2 * program + 1, 2 * program)
+        at = slot.to(gl.int64) * results.rows + r[None, :]
+        here = (program <= final) & (slot < results.slots) & (r < rows)[None, :]
+        m_n = gl.load(results.part_ml + at * 2, here, -float("inf"))
+        l_n = gl.load(results.part_ml + at * 2 + 1, here, 0.0)
+        acc_n = gl.load(results.part + at[:, :, None] * c.dim + d[None, None, :], here[:, :, None], 0.0)
+        top = gl.maximum(m, gl.max(m_n, 0))
+        base = gl.where(top == -float("inf"), 0.0, top)
+        weight, shrink = gl.exp2(m_n - base[None, :]), gl.exp2(m - base)
+        m, l = top, l * shrink + gl.sum(l_n * weight, 0)
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(0, cube)))
+        acc = acc * shrink[:, None] + gl.sum(acc_n * weight[:, :, None], 0)
+    m, l = gl.convert_layout(m, gl.SliceLayout(1, plane)), gl.convert_layout(l, gl.SliceLayout(1, plane))
+    return gl.convert_layout(acc, plane), m, l
 
 
 @gluon.jit
