@@ -1,6 +1,7 @@
-"""Decode for Hopper GPUs, written in Gluon: `decode.py` has the kernel, over `line.py` and `parts.py`.
+"""Decode for Hopper GPUs, written in Gluon: `decode.py` has the kernel, over `line.py` and `parts.py`; `latent.py` has
+that for latent caches (MLA), `latent_call.py` what is between a call and it.
 
-Its layers are the common ones, over pages. Nobody has it without asking for it: see `quire.kernels.registry`.
+Its other layers are the common ones, over pages. Nobody has it without asking for it: see `quire.kernels.registry`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from quire.attention.pages import PageTable
 from quire.attention.spec import LOG2E, AttentionSpec
+from quire.kernels.hopper import latent_call
 from quire.kernels.hopper.decode import Config, decode
 from quire.kernels.registry import Call
 from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scales
@@ -26,6 +28,8 @@ def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> s
         return "it needs a Hopper GPU"
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "it is for Hopper GPUs (sm_90)"
+    if spec.latent:
+        return latent_call.declines(spec)
     rows = max_q_len * spec.group_size
     if not 0 < rows <= _ROWS:
         return f"it decodes: at most {_ROWS} query rows per request and KV head" + (f", not {rows}" if rows else "")
@@ -33,8 +37,8 @@ def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> s
 
 
 def _declines(spec: AttentionSpec) -> str | None:
-    if spec.latent or spec.items or spec.custom_mask or spec.pos_encoding != "NONE" or spec.batch_invariant:
-        return "it knows no latent caches, items, masks, position encodings, nor batch invariance"
+    if spec.items or spec.custom_mask or spec.pos_encoding != "NONE" or spec.batch_invariant:
+        return "it knows no items, masks, position encodings, nor batch invariance"
     if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
         return f"head_dim is 64, 128 or 256, not {spec.head_dim_qk} and {spec.head_dim_vo}"
     if spec.q_dtype not in (torch.float16, torch.bfloat16) or spec.kv_dtype != spec.q_dtype:
@@ -68,6 +72,8 @@ def _programs(spec: AttentionSpec, device: torch.device) -> int:
 
 def scratch(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, keys: int) -> int:
     """Bytes for parts of tiles: two slots for each program."""
+    if spec.latent:
+        return latent_call.scratch(spec, _processors(device), max_q_len)
     return 2 * _programs(spec, device) * max_q_len * spec.group_size * (spec.head_dim_vo + 2) * 4
 
 
@@ -111,6 +117,8 @@ def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
 
 
 def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
+    if call.spec.latent:
+        return latent_call.launch(call, out, lse, _processors(out.device))
     spec, kv, q, k, v = call.spec, call.kv, call.q, call.k, call.v
     if not isinstance(kv, PageTable):
         raise ValueError("no kernels for this call: hopper: keys and values must lie in pages")

@@ -1,8 +1,9 @@
 """All tiles of a decode batch on a line, and the share of it that is a program's.
 
-A tile is one KV head of one request, over all its keys: all its query rows or, where a layer's tiles have c.rows of them,
-as many of those as it takes. Tiles lie request by request, head by head, each as long as it has blocks of keys. Programs take equal shares, so that mixed lengths cost no more than equal ones;
-which is whose they find out themselves, from the tables.
+A tile is one KV head of one request over all its keys: all its query rows or, where tiles have c.rows of them, as many
+tiles as that makes. Tiles lie request by request, head by head, each as long as it has blocks of keys. Programs take
+equal shares, so that mixed lengths cost no more than equal ones; which is whose they find out themselves, from the
+tables.
 """
 
 from __future__ import annotations

@@ -33,12 +33,12 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def save(acc, m, l, results, slot, rows, layout: gl.constexpr, c: gl.constexpr):
-    """A tile's part to its slot. acc: [64, head_dim] of `layout`; m, l: [64]."""
+def save(acc, m, l, results, slot, rows, layout: gl.constexpr, c: gl.constexpr, r0=0):
+    """A tile's part, or its rows from r0 on, to its slot. acc: [some, head_dim] of `layout`; m, l: [some]."""
     flat: gl.constexpr = m.type.layout
     count = gl.where(slot < results.slots, gl.minimum(rows, results.rows), 0)
-    r = gl.arange(0, 64, flat)
-    ro = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    r = r0 + gl.arange(0, acc.shape[0], flat)
+    ro = r0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
     at = slot.to(gl.int64) * results.rows
     gl.store(results.part + (at + ro)[:, None] * c.dim + d[None, :], acc, (ro < count)[:, None])
@@ -58,7 +58,7 @@ def merge(results, request, h, origin, final, c: gl.constexpr):
 
 @gluon.jit
 def together(
-    results, r0, rows, origin, first, final, step: gl.constexpr, plane: gl.constexpr, c: gl.constexpr
+    results, r0, rows, origin, first, final, step, plane: gl.constexpr, c: gl.constexpr
 ):  # fmt: skip
     """Rows r0 and on (of `rows`) of what each `step`-th program from first to final left of a tile that begins in
     program origin: (acc, m, l) in `plane`. As many parts at a time as registers hold, so that their reads overlap; each
