@@ -108,9 +108,9 @@ def test_kernels_compile(dim):
     from triton_compile import compile_latent
 
     spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=dim + 64, head_dim_vo=dim, latent=True)
-    layers = [(spec.but(num_qo_heads=16), 1)] if dim != 512 else [(spec, 1), (spec.but(sinks=True), 4)]
-    for each, max_q_len in layers:
-        usage = compile_latent(each, max_q_len)
+    near = (spec.but(num_qo_heads=16), 1, 16, False)
+    for given in [near] if dim != 512 else [near, (spec, 1), (spec.but(sinks=True), 4)]:
+        usage = compile_latent(*given)
         assert usage.shared <= usage.limit
         assert usage.spills <= 160, usage.spills
 

@@ -25,17 +25,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.hopper.decode import pages_of
 from quire.kernels.hopper.line import Tables, extent, length, piece_at, span_of
 from quire.kernels.hopper.parts import Results, clear_padding, save, together, write
-
-FAN = tl.constexpr(8)  # parts that are merged by one program
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """What the kernel is compiled for. dim: half of the first part of a head; group: query heads; lanes: programs that
     have the same keys; rows: query rows of all of them; stages: blocks in the ring; scan: requests looked at together;
-    merge_rows: rows merged together. The last three are what latent layers always have.
+    merge_rows: rows merged together; fan: parts merged by one program. The last three are what latent layers always
+    have.
     """
 
     group: int
@@ -46,6 +46,7 @@ class Config:
     stages: int
     scan: int
     merge_rows: int
+    fan: int
     causal: bool
     sinks: bool
     far: bool
@@ -115,13 +116,20 @@ class Tile(NamedTuple):
 
 
 @gluon.jit
+def last_seen(request, row, c: gl.constexpr):
+    """The last key that a row sees, if there are so many."""
+    if c.causal:
+        return request.kv_len - request.q_len + row // c.group
+    return request.kv_len + row * 0
+
+
+@gluon.jit
 def tile_at(request, piece, c: gl.constexpr):
     """This program's tile of a piece of the line. Keys that no row sees are left out."""
     row = (piece.h * c.lanes + gl.program_id(0) % c.lanes) * 64
     count = gl.minimum(request.q_len * c.group - row, 64)
     begin, stop = piece.first * c.block, piece.stop
-    if c.causal:
-        stop = gl.minimum(stop, request.kv_len - request.q_len + (row + gl.maximum(count, 1) - 1) // c.group + 1)
+    stop = gl.minimum(stop, last_seen(request, row + gl.maximum(count, 1) - 1, c) + 1)
     return Tile(row, count, begin, gl.where(count > 0, stop, begin))
 
 
@@ -134,6 +142,17 @@ def copy_rows(left, right, rest, x, x_rest, row, row_rest, real, layout: gl.cons
     async_copy.async_copy_global_to_shared(left, x + row + d, real)
     async_copy.async_copy_global_to_shared(right, x + row + (d + c.dim), real)
     async_copy.async_copy_global_to_shared(rest, x_rest + row_rest + e, real)
+
+
+@gluon.jit
+def copy_queries(queries, ring, request, tile, layout: gl.constexpr, c: gl.constexpr):
+    """A tile's queries to shared memory."""
+    r = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    token = (request.q_begin + (tile.row + r) // c.group).to(gl.int64)
+    head = (tile.row + r) % c.group
+    row, row_pe = token * queries.token + head * queries.head, token * queries.pe_token + head * queries.pe_head
+    real = r < tile.count
+    copy_rows(ring.q_left, ring.q_right, ring.q_rest, queries.q, queries.pe, row, row_pe, real, layout, c)
 
 
 @gluon.jit
@@ -163,27 +182,13 @@ def fetch(tables, cache, queries, ring, span, c: gl.constexpr):
                 async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
                 n += 1
                 if t0 == tile.begin:
-                    token, head = (request.q_begin + (tile.row + r) // c.group).to(gl.int64), (tile.row + r) % c.group
-                    row = token * queries.token + head * queries.head
-                    row_pe = token * queries.pe_token + head * queries.pe_head
                     mbarrier.wait(ring.answered, (tiles & 1) ^ 1)
-                    copy_rows(
-                        ring.q_left, ring.q_right, ring.q_rest, queries.q, queries.pe, row, row_pe, r < tile.count,
-                        layout, c,
-                    )  # fmt: skip
+                    copy_queries(queries, ring, request, tile, layout, c)
                     async_copy.mbarrier_arrive(ring.asked, increment_count=False)
                     tiles += 1
         else:
             start += length(request, c)
             b += 1
-
-
-@gluon.jit
-def pages_of(tables, request, j, c: gl.constexpr):
-    """The pages of keys j, clamped, so that no table leads outside the cache."""
-    page = gl.load(tables.indices + request.entry + j // c.page_size, j < request.kv_len, 0)
-    page = gl.minimum(gl.maximum(page, 0), tables.pages - 1)
-    return page.to(gl.int64) if c.far else page
 
 
 @gluon.jit
@@ -223,7 +228,8 @@ def weigh(tables, queries, ring, span, c: gl.constexpr):
             unit += piece.last - piece.first
             tile = tile_at(request, piece, c)
             factor = factors(queries, tile, flat, c)
-            position = request.kv_len - request.q_len + (tile.row + gl.arange(0, 64, flat)) // c.group
+            position = last_seen(request, tile.row + gl.arange(0, 64, flat), c)
+            clear = gl.minimum(last_seen(request, tile.row, c) + 1, request.kv_len)  # keys that all rows see
             m = gl.full([64], -float("inf"), gl.float32, flat)
             l = gl.full([64], 0.0, gl.float32, flat)
             for t0 in range(tile.begin, tile.stop, c.block):
@@ -234,11 +240,9 @@ def weigh(tables, queries, ring, span, c: gl.constexpr):
                 s = logits(ring, stage, L, c) * factor[:, None]
                 gl.thread_barrier()  # weights take the place of what all warps have read now
                 mbarrier.arrive(ring.answered, count=1, pred=t0 + c.block >= tile.stop)
-                j = (t0 + gl.arange(0, c.block, gl.SliceLayout(0, L)))[None, :]
-                seen = j < request.kv_len
-                if c.causal:
-                    seen = seen & (j <= position[:, None])
-                s = gl.where(seen, s, -float("inf"))
+                if t0 + c.block > clear:
+                    j = (t0 + gl.arange(0, c.block, gl.SliceLayout(0, L)))[None, :]
+                    s = gl.where((j <= position[:, None]) & (j < request.kv_len), s, -float("inf"))
                 top = gl.maximum(m, gl.max(s, 1))
                 base = gl.where(top == -float("inf"), 0.0, top)
                 p = gl.exp2(s - base[:, None])
@@ -303,26 +307,26 @@ def gather(tables, ring, values, results, span, c: gl.constexpr):
 
 @gluon.jit
 def arrive(results, request, tile, origin, final, c: gl.constexpr):
-    """A part is there, of those that programs origin to final make. The last of FAN neighbours merges theirs, and the
+    """A part is there, of those that programs origin to final make. The last of c.fan neighbours merges theirs, and the
     last who did so what they merged: one program that did it all would take longer than many need to attend.
     """
     plane: gl.constexpr = gl.BlockedLayout([1, c.dim // 32], [1, 32], [4, 1], [1, 0])
     program = gl.program_id(0) // c.lanes
-    first = program - (program - origin) % FAN
-    last = gl.minimum(first + FAN - 1, final)
+    first = program - (program - origin) % c.fan
+    last = gl.minimum(first + c.fan - 1, final)
     slot = 2 * first + (first == origin).to(gl.int32)
     neighbours, groups = results.arrivals + gl.num_programs(0) // c.lanes + slot, results.arrivals + origin
     rows = gl.minimum(tile.count, results.rows)
     gl.thread_barrier()  # all of this part is written before it counts as arrived
     if gl.atomic_add(neighbours, 1) == last - first:
         gl.store(neighbours, 0)
-        step, complete = 1, final - origin < FAN
-        if final - origin >= FAN:
+        step, complete = 1, final - origin < c.fan
+        if final - origin >= c.fan:
             for r0 in range(0, rows, c.merge_rows):
                 acc, m, l = together(results, r0, rows, origin, first, last, 1, plane, c)
                 save(acc, m, l, results, slot, rows, plane, c, r0)
             gl.thread_barrier()
-            step, complete = FAN, gl.atomic_add(groups, 1) == (final - origin) // FAN
+            step, complete = c.fan, gl.atomic_add(groups, 1) == (final - origin) // c.fan
             gl.store(groups, 0, complete)
         if complete:
             for r0 in range(0, rows, c.merge_rows):

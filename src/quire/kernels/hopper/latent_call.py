@@ -62,6 +62,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         stages=_STAGES[spec.head_dim_vo],
         scan=max(128, min(1024, triton.next_power_of_2(batch))),
         merge_rows=8,
+        fan=8,
         causal=spec.causal and max_q_len != 1,
         sinks=spec.sinks,
         far=far,
