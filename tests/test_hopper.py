@@ -169,7 +169,7 @@ def test_kernels_compile(dim):
         layers.append((spec.but(kv_dtype=torch.float8_e5m2), 1))
     for each, max_q_len in layers:
         usage = compile_decode(each, max_q_len)
-        assert hopper._tune(each, max_q_len).programs * (usage.shared + 1024) <= 228 << 10
+        assert hopper.decode_call.tune(each, max_q_len).programs * (usage.shared + 1024) <= 228 << 10
         assert usage.spills <= 128, usage.spills
 
 
@@ -177,18 +177,19 @@ def test_rings_fit():
     """For any layer and any rows, with two blocks at least."""
     for dim, dtype, rows in itertools.product((64, 128, 256), (torch.bfloat16, torch.float8_e4m3fn), range(1, 65)):
         spec = AttentionSpec(num_qo_heads=rows, num_kv_heads=1, head_dim_qk=dim, q_dtype=torch.bfloat16, kv_dtype=dtype)
-        tuning = hopper._tune(spec, 1)
+        tuning = hopper.decode_call.tune(spec, 1)
         assert tuning.stages >= 2
         assert tuning.rows >= rows
 
 
 def test_what_it_declines():
+    declines = hopper.decode_call.declines
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
-    assert hopper._declines(spec) is None
-    assert "head_dim is 64, 128 or 256, not 80" in hopper._declines(spec.but(head_dim_qk=80, head_dim_vo=80))
+    assert declines(spec, 1) is None
+    assert "head_dim is 64, 128 or 256, not 80" in declines(spec.but(head_dim_qk=80, head_dim_vo=80), 1)
     narrow = spec.but(head_dim_qk=64, head_dim_vo=64, kv_dtype=torch.float8_e5m2)
-    assert hopper._declines(spec.but(kv_dtype=torch.float8_e5m2)) is None
-    assert "a head_dim of 128 or 256, not 64" in hopper._declines(narrow)
-    assert "torch.float32" in hopper._declines(spec.but(q_dtype=torch.float32, kv_dtype=torch.float32))
-    assert "batch invariance" in hopper._declines(spec.but(batch_invariant=True))
+    assert declines(spec.but(kv_dtype=torch.float8_e5m2), 1) is None
+    assert "a head_dim of 128 or 256, not 64" in declines(narrow, 1)
+    assert "torch.float32" in declines(spec.but(q_dtype=torch.float32, kv_dtype=torch.float32), 1)
+    assert "batch invariance" in declines(spec.but(batch_invariant=True), 1)
     assert hopper.declines(spec, torch.device("cpu"), 1) == "it needs a Hopper GPU"

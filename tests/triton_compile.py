@@ -15,8 +15,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from quire.attention import AttentionSpec
-from quire.kernels import hopper
 from quire.kernels import triton as family
+from quire.kernels.hopper import decode_call, latent_call
 from quire.kernels.triton import attention
 from quire.kernels.triton.config import Machine, tune
 
@@ -72,7 +72,7 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
 
 def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16) -> Usage:
     """The decode kernel for Hopper, as wide as it gets: with lse and a far cache."""
-    c = hopper._config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, True))
+    c = decode_call.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, True))
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype]
     pointers = {
         "q": q, "k": kv, "v": kv, "out": q, "part": "fp32", "lse": "fp32", "arrivals": "i32", "qo_indptr": "i32",
@@ -82,8 +82,20 @@ def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16)
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
-    registers = hopper._tune(spec, max_q_len).registers
-    return compile_kernel(hopper.decode, "sm_90", given, num_warps=4, maxnreg=registers)
+    registers = decode_call.tune(spec, max_q_len).registers
+    return compile_kernel(decode_call.decode, "sm_90", given, num_warps=4, maxnreg=registers)
+
+
+def compile_latent(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16, far: bool = True) -> Usage:
+    """The same for latent layers."""
+    c = latent_call.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, far))
+    number = _NAMES[spec.q_dtype]
+    pointers = dict.fromkeys(("q", "q_pe", "k", "v", "k_pe", "out"), number) | {"part": "fp32", "lse": "fp32"}
+    pointers |= dict.fromkeys(("arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices"), "i32")
+    given = {name: f"*{dtype}" for name, dtype in pointers.items()}
+    given |= {"sinks": "*fp32" if c.sinks else None, "q_scale": None, "k_scale": None, "v_scale": None}
+    given |= {"c": c, "scale": "fp32", "v_gain": "fp32"}
+    return compile_kernel(latent_call.decode_latent, "sm_90", given, num_warps=4, maxnreg=latent_call.REGISTERS)
 
 
 def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:

@@ -1,22 +1,18 @@
-"""Decode for Hopper GPUs, written in Gluon: `decode.py` has the kernel, over `line.py` and `parts.py`."""
+"""Decode for Hopper GPUs, written in Gluon: `decode.py` has the kernel for most layers, `latent.py` that for latent
+caches (MLA), both over `line.py` and `parts.py`; `decode_call.py` and `latent_call.py` lie between calls and kernels.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
-from quire.attention.pages import PageTable
-from quire.attention.spec import FLOATS8, LOG2E, AttentionSpec
-from quire.kernels.hopper.decode import Config, decode
+from quire.attention.spec import AttentionSpec
+from quire.kernels.hopper import decode_call, latent_call
 from quire.kernels.registry import Call
-from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scales
-
-_ROWS = 64  # of a tile
-_SHARED, _OTHER = 228 << 10, 4 << 10  # bytes of a multiprocessor's shared memory, and of those for this and that
+from quire.kernels.triton.launch import INTERPRETED, Repeat, into
 
 
 def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> str | None:
@@ -24,46 +20,11 @@ def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> s
         return "it needs a Hopper GPU"
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "it is for Hopper GPUs (sm_90)"
-    rows = max_q_len * spec.group_size
-    if not 0 < rows <= _ROWS:
-        return f"it decodes: at most {_ROWS} query rows per request and KV head" + (f", not {rows}" if rows else "")
-    return _declines(spec)
+    return latent_call.declines(spec) if spec.latent else decode_call.declines(spec, max_q_len)
 
 
-def _declines(spec: AttentionSpec) -> str | None:
-    if spec.latent or spec.items or spec.pos_encoding != "NONE" or spec.batch_invariant:
-        return "it knows no latent caches, items, position encodings, nor batch invariance"
-    if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
-        return f"head_dim is 64, 128 or 256, not {spec.head_dim_qk} and {spec.head_dim_vo}"
-    if spec.q_dtype not in (torch.float16, torch.bfloat16):
-        return f"queries are float16 or bfloat16, not {spec.q_dtype}"
-    if spec.kv_dtype in FLOATS8 and spec.head_dim_qk == 64:
-        return "caches of fp8 have a head_dim of 128 or 256, not 64"
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Rows of a tile, numbers of two bytes in a stored head, keys of a block, blocks in the ring, programs on a
-    multiprocessor, registers of a thread.
-    """
-
-    rows: int
-    words: int
-    block: int
-    stages: int
-    programs: int
-    registers: int
-
-
-@lru_cache(maxsize=1024)
-def _tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
-    """Rings as deep as shared memory lets them be, for two programs where their registers do."""
-    rows = max(8, triton.next_power_of_2(max_q_len * spec.group_size))
-    words = spec.head_dim_qk * spec.kv_dtype.itemsize // 2
-    programs, block = 2 if words <= 128 and rows <= 32 else 1, 64 * max(1, 128 // words)
-    room = _SHARED // programs - 1024 - 2 * rows * (spec.head_dim_qk + block) - _OTHER
-    return Tuning(rows, words, block, room // (4 * words * block), programs, 128 if programs == 2 else 255)
+def refuses(call: Call) -> str | None:
+    return (latent_call if call.spec.latent else decode_call).refuses(call)
 
 
 @lru_cache(maxsize=64)
@@ -71,121 +32,13 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _programs(spec: AttentionSpec, device: torch.device, max_q_len: int) -> int:
-    """As many as run at a time."""
-    return _processors(device) * _tune(spec, max_q_len).programs
-
-
 def scratch(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, keys: int) -> int:
-    """Bytes for parts of tiles: two slots for each program."""
-    return 2 * _programs(spec, device, max_q_len) * max_q_len * spec.group_size * (spec.head_dim_vo + 2) * 4
-
-
-@lru_cache(maxsize=1024)
-def _launcher(c: Config, registers: int) -> Launcher:
-    return Launcher(decode, c, num_warps=4, maxnreg=registers)
-
-
-@lru_cache(maxsize=1024)
-def _config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
-    tuning = _tune(spec, max_q_len)
-    q_scale, k_scale, v_scale, lse, far = flags
-    return Config(
-        heads=spec.num_kv_heads,
-        group=spec.group_size,
-        dim=spec.head_dim_qk,
-        words=tuning.words,
-        page_size=page_size,
-        block=tuning.block,
-        stages=tuning.stages,
-        programs=tuning.programs,
-        scan=max(128, min(1024, triton.next_power_of_2(batch))),
-        rows=tuning.rows,
-        merge_rows=max(4, min(16, triton.next_power_of_2(max_q_len * spec.group_size))),
-        causal=spec.causal and max_q_len > 1,
-        window=spec.window_left >= 0,
-        cap=spec.logits_soft_cap > 0,
-        mask=spec.custom_mask,
-        sinks=spec.sinks,
-        far=far,
-        lse=lse,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        fp8=spec.kv_dtype in FLOATS8,
-        e5m2=spec.kv_dtype == torch.float8_e5m2,
-    )
-
-
-def refuses(call: Call) -> str | None:
-    """Copies of 16 bytes want keys and values that are aligned to them, by strides as the kernel is compiled for."""
-    step = 16 * _width(call.k)
-    if any(x.data_ptr() & 15 or any(n % step for n in x.stride()[:-1]) for x in (call.k, call.v)):
-        return f"keys and values must be aligned to 16 bytes, their strides to {step} elements"
-    return None
-
-
-def _width(x: Tensor) -> int:
-    """Elements in a number of two bytes, of which the kernel sees the cache made."""
-    return 2 // x.element_size()
+    return (latent_call if spec.latent else decode_call).scratch(spec, _processors(device), max_q_len)
 
 
 def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
     return into(_launch, call, out, lse)
 
 
-def _steps(x: Tensor) -> tuple[int, ...]:
-    """Strides of pages, tokens and heads, in numbers of two bytes; rows that are not in pages are pages."""
-    first, *rest = (step // _width(x) for step in x.stride()[:-1])
-    return (first, *rest) if len(rest) == 2 else (first, 0, *rest)
-
-
 def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
-    spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
-    if isinstance(kv, PageTable):
-        page_size, last_page_len, indices = kv.page_size, kv.last_page_len, kv.indices
-        entries = indices.shape[0] if k.shape[0] else 0
-    else:
-        page_size, last_page_len, indices, entries = 0, kv.indptr, kv.indptr, k.shape[0]
-    (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
-    tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
-    far = max(reach(k), reach(v)) >= 1 << 31
-    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
-    c = _config(spec, page_size, batch, call.max_q_len, flags)
-    programs, rows = _programs(spec, out.device, call.max_q_len), call.max_q_len * spec.group_size
-    slots = 2 * programs
-    part, arrivals = call.scratch_for(slots * rows * (spec.head_dim_vo + 2), programs)
-    repeat = _launcher(c, _tune(spec, call.max_q_len).registers)(
-        programs,
-        (q, None, k, v, None, out, lse, call.sinks),
-        (
-            part,
-            arrivals,
-            call.qo.indptr,
-            kv.indptr,
-            last_page_len,
-            indices,
-            mask.bits if mask is not None else None,
-            mask.indptr if mask is not None else None,
-            q_scale,
-            k_scale,
-            v_scale,
-        ),
-        (
-            mask.bits.shape[0] if mask is not None else 0,
-            slots,
-            rows,
-            batch,
-            tokens,
-            entries,
-            k.shape[0],
-            spec.window_left,
-            spec.sm_scale * LOG2E * q_gain * k_gain,
-            v_gain,
-            spec.logits_soft_cap * LOG2E,
-        ),
-        (*q.stride()[:2], *_steps(k), *_steps(v), *out.stride()[:2]),
-    )
-    # What is to be repeated must read the caller's own tensors.
-    own = q_scale is k_scale is v_scale is None and part is call.scratch
-    return repeat if own else None
+    return (latent_call if call.spec.latent else decode_call).launch(call, out, lse, _processors(out.device))

@@ -51,6 +51,7 @@ class Config:
     v_scale: bool
     fp8: bool
     e5m2: bool
+    tile_rows: int = 0  # all
 
 
 class Cache(NamedTuple):
@@ -328,7 +329,7 @@ def consume(tables, queries, masks, ring, results, span, c: gl.constexpr):
                 write(upright(acc, c), m, total, results, request.q_begin, piece.h, 0, count, c)
             else:
                 slot = 2 * gl.program_id(0) + (piece.first == 0).to(gl.int32)
-                save(upright(acc, c), m, total, results, slot, count, c)
+                save(upright(acc, c), m, total, results, slot, 0, count, c)
                 begin = unit - piece.first
                 part = Part(
                     request.q_begin, count, piece.h, begin // span.share, (begin + request.cost - 1) // span.share

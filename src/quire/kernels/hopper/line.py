@@ -1,8 +1,9 @@
 """All tiles of a decode batch on a line, and the share of it that is a program's.
 
-A tile is one KV head of one request: all its query rows, over all its keys. Tiles lie request by request, head by head,
-each as long as it has blocks of keys. Programs take equal shares, so that mixed lengths cost no more than equal ones;
-which is whose they find out themselves, from the tables.
+A tile is one KV head of one request over all its keys: all its query rows or, where tiles have c.tile_rows of them, as
+many tiles as that makes. Tiles lie request by request, head by head, each as long as it has blocks of keys. Programs
+take equal shares, so that mixed lengths cost no more than equal ones; which is whose they find out themselves, from the
+tables.
 """
 
 from __future__ import annotations
@@ -86,6 +87,14 @@ def extent(tables, b, c: gl.constexpr):
 
 
 @gluon.jit
+def length(request, c: gl.constexpr):
+    """How long a request's tiles are together."""
+    if c.tile_rows > 0:
+        return request.cost * ((request.q_len * c.group + c.tile_rows - 1) // c.tile_rows)
+    return request.cost * c.heads
+
+
+@gluon.jit
 def _sum(a, b):
     return a + b
 
@@ -94,7 +103,7 @@ def _sum(a, b):
 def _ends(tables, b0, passed, c: gl.constexpr):
     """Where tiles of c.scan requests from b0 on end, if those before end at `passed`; and the requests' numbers."""
     b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([c.scan // 128], [32], [4], [0]))
-    return passed + gl.associative_scan(extent(tables, b, c).cost * c.heads, 0, _sum), b
+    return passed + gl.associative_scan(length(extent(tables, b, c), c), 0, _sum), b
 
 
 @gluon.jit
@@ -107,16 +116,21 @@ def _before(ends, b, unit, tables):
 @gluon.jit
 def my_span(tables, c: gl.constexpr):
     """This program's share."""
+    return span_of(tables, gl.program_id(0), gl.num_programs(0), c)
+
+
+@gluon.jit
+def span_of(tables, program, programs, c: gl.constexpr):
+    """The share of one of as many programs as share the line."""
     ends, requests = _ends(tables, 0, 0, c)
     passed = gl.max(ends, 0)
     total = passed
     for b0 in range(c.scan, tables.batch, c.scan):
         total = gl.max(_ends(tables, b0, total, c)[0], 0)
-    programs = gl.num_programs(0)
     if c.programs > 1:  # where there is little to read, one program per multiprocessor is faster
         programs = gl.where(total <= programs * FEW, programs // c.programs, programs)
     share = (total + programs - 1) // programs
-    unit = gl.program_id(0) * share
+    unit = program * share
     b, start = _before(ends, requests, unit, tables)
     for b0 in range(c.scan, tables.batch, c.scan):
         ends, requests = _ends(tables, b0, passed, c)

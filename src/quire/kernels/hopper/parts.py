@@ -33,12 +33,12 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def save(acc, m, l, results, slot, rows, c: gl.constexpr):
-    """A tile's part to its slot. acc: [rows, head_dim]; m, l: [rows]."""
+def save(acc, m, l, results, slot, r0, rows, c: gl.constexpr):
+    """A tile's part, or its rows from r0 on, to its slot. acc: [some, head_dim]; m, l: [some]."""
     layout: gl.constexpr = acc.type.layout
     flat: gl.constexpr = gl.SliceLayout(1, layout)
     count = gl.where(slot < results.slots, gl.minimum(rows, results.rows), 0)
-    r = gl.arange(0, acc.shape[0], flat)
+    r = r0 + gl.arange(0, acc.shape[0], flat)
     d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
     at = slot.to(gl.int64) * results.rows + r
     gl.store(results.part + at[:, None] * c.dim + d[None, :], acc, (r < count)[:, None])
@@ -75,8 +75,19 @@ def join(results, first, last, c: gl.constexpr):
 
 @gluon.jit
 def merge(results, part, c: gl.constexpr):
-    """Put together all parts of a tile, and finish it. As many parts at a time as registers
-    hold, so that their reads overlap; each warp has rows of its own.
+    """Put together all parts of a tile, and finish it."""
+    rows = gl.minimum(part.rows, results.rows)
+    for r0 in range(0, rows, c.merge_rows):
+        acc, m, l = together(results, r0, rows, part.origin, part.origin, part.final, 1, c)
+        write(acc, m, l, results, part.q_begin, part.h, r0, rows, c)
+    gl.store(results.arrivals + part.origin, 0)
+
+
+@gluon.jit
+def together(results, r0, rows, origin, first, final, step, c: gl.constexpr):
+    """Rows r0 and on (of `rows`) of what each `step`-th program from first to final left of a tile that begins in
+    program origin. As many parts at a time as registers hold, so that their reads overlap; each warp has rows of its
+    own.
     """
     R: gl.constexpr = c.merge_rows
     N: gl.constexpr = 64 * 128 // (R * c.dim)
@@ -86,28 +97,25 @@ def merge(results, part, c: gl.constexpr):
     flat: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, cube))
     n = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, cube)))[:, None]
     d = gl.arange(0, c.dim, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
-    rows, origin, final = gl.minimum(part.rows, results.rows), part.origin, part.final
-    for r0 in range(0, rows, R):
-        r = r0 + gl.arange(0, R, flat)
-        m = gl.full([R], -float("inf"), gl.float32, flat)
-        l = gl.full([R], 0.0, gl.float32, flat)
-        acc = gl.full([R, c.dim], 0.0, gl.float32, gl.SliceLayout(0, cube))
-        for n0 in range(0, final - origin + 1, N):
-            program = origin + n0 + n
-            slot = gl.where(program == origin, 2 * program + 1, 2 * program)
-            at = slot.to(gl.int64) * results.rows + r[None, :]
-            here = (program <= final) & (slot < results.slots) & (r < rows)[None, :]
-            m_n = gl.load(results.part_ml + at * 2, here, -float("inf"))
-            l_n = gl.load(results.part_ml + at * 2 + 1, here, 0.0)
-            acc_n = gl.load(results.part + at[:, :, None] * c.dim + d[None, None, :], here[:, :, None], 0.0)
-            top = gl.maximum(m, gl.max(m_n, 0))
-            base = gl.where(top == -float("inf"), 0.0, top)
-            weight, shrink = gl.exp2(m_n - base[None, :]), gl.exp2(m - base)
-            m, l = top, l * shrink + gl.sum(l_n * weight, 0)
-            shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(0, cube)))
-            acc = acc * shrink[:, None] + gl.sum(acc_n * weight[:, :, None], 0)
-        write(gl.convert_layout(acc, plane), m, l, results, part.q_begin, part.h, r0, rows, c)
-    gl.store(results.arrivals + origin, 0)
+    r = r0 + gl.arange(0, R, flat)
+    m = gl.full([R], -float("inf"), gl.float32, flat)
+    l = gl.full([R], 0.0, gl.float32, flat)
+    acc = gl.full([R, c.dim], 0.0, gl.float32, gl.SliceLayout(0, cube))
+    for p in range(first, final + 1, N * step):
+        program = p + n * step
+        slot = gl.where(program == origin, 2 * program + 1, 2 * program)
+        at = slot.to(gl.int64) * results.rows + r[None, :]
+        here = (program <= final) & (slot < results.slots) & (r < rows)[None, :]
+        m_n = gl.load(results.part_ml + at * 2, here, -float("inf"))
+        l_n = gl.load(results.part_ml + at * 2 + 1, here, 0.0)
+        acc_n = gl.load(results.part + at[:, :, None] * c.dim + d[None, None, :], here[:, :, None], 0.0)
+        top = gl.maximum(m, gl.max(m_n, 0))
+        base = gl.where(top == -float("inf"), 0.0, top)
+        weight, shrink = gl.exp2(m_n - base[None, :]), gl.exp2(m - base)
+        m, l = top, l * shrink + gl.sum(l_n * weight, 0)
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(0, cube)))
+        acc = acc * shrink[:, None] + gl.sum(acc_n * weight[:, :, None], 0)
+    return gl.convert_layout(acc, plane), m, l
 
 
 @gluon.jit

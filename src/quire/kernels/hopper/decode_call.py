@@ -1,0 +1,172 @@
+"""How calls of layers with heads of their own meet the kernel in `decode.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.attention.pages import PageTable
+from quire.attention.spec import FLOATS8, LOG2E, AttentionSpec
+from quire.kernels.hopper.decode import Config, decode
+from quire.kernels.registry import Call
+from quire.kernels.triton.launch import Launcher, Repeat, reach, split_scales
+
+_ROWS = 64  # of a tile
+_SHARED, _OTHER = 228 << 10, 4 << 10  # bytes of a multiprocessor's shared memory, and of those for this and that
+
+
+def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
+    """Why there is no kernel for a layer that is not latent."""
+    rows = max_q_len * spec.group_size
+    if not 0 < rows <= _ROWS:
+        return f"it decodes: at most {_ROWS} query rows per request and KV head" + (f", not {rows}" if rows else "")
+    if spec.items or spec.pos_encoding != "NONE" or spec.batch_invariant:
+        return "it knows no items, position encodings, nor batch invariance"
+    if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
+        return f"head_dim is 64, 128 or 256, not {spec.head_dim_qk} and {spec.head_dim_vo}"
+    if spec.q_dtype not in (torch.float16, torch.bfloat16):
+        return f"queries are float16 or bfloat16, not {spec.q_dtype}"
+    if spec.kv_dtype in FLOATS8 and spec.head_dim_qk == 64:
+        return "caches of fp8 have a head_dim of 128 or 256, not 64"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Rows of a tile, numbers of two bytes in a stored head, keys of a block, blocks in the ring, programs on a
+    multiprocessor, registers of a thread.
+    """
+
+    rows: int
+    words: int
+    block: int
+    stages: int
+    programs: int
+    registers: int
+
+
+@lru_cache(maxsize=1024)
+def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
+    """Rings as deep as shared memory lets them be, for two programs where their registers do."""
+    rows = max(8, triton.next_power_of_2(max_q_len * spec.group_size))
+    words = spec.head_dim_qk * spec.kv_dtype.itemsize // 2
+    programs, block = 2 if words <= 128 and rows <= 32 else 1, 64 * max(1, 128 // words)
+    room = _SHARED // programs - 1024 - 2 * rows * (spec.head_dim_qk + block) - _OTHER
+    return Tuning(rows, words, block, room // (4 * words * block), programs, 128 if programs == 2 else 255)
+
+
+def scratch(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
+    """Bytes for parts of tiles: two slots for each program."""
+    programs = processors * tune(spec, max_q_len).programs
+    return 2 * programs * max_q_len * spec.group_size * (spec.head_dim_vo + 2) * 4
+
+
+@lru_cache(maxsize=1024)
+def _launcher(c: Config, registers: int) -> Launcher:
+    return Launcher(decode, c, num_warps=4, maxnreg=registers)
+
+
+@lru_cache(maxsize=1024)
+def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
+    tuning = tune(spec, max_q_len)
+    q_scale, k_scale, v_scale, lse, far = flags
+    return Config(
+        heads=spec.num_kv_heads,
+        group=spec.group_size,
+        dim=spec.head_dim_qk,
+        words=tuning.words,
+        page_size=page_size,
+        block=tuning.block,
+        stages=tuning.stages,
+        programs=tuning.programs,
+        scan=max(128, min(1024, triton.next_power_of_2(batch))),
+        rows=tuning.rows,
+        merge_rows=max(4, min(16, triton.next_power_of_2(max_q_len * spec.group_size))),
+        causal=spec.causal and max_q_len > 1,
+        window=spec.window_left >= 0,
+        cap=spec.logits_soft_cap > 0,
+        mask=spec.custom_mask,
+        sinks=spec.sinks,
+        far=far,
+        lse=lse,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        fp8=spec.kv_dtype in FLOATS8,
+        e5m2=spec.kv_dtype == torch.float8_e5m2,
+    )
+
+
+def refuses(call: Call) -> str | None:
+    """Copies of 16 bytes want keys and values that are aligned to them, by strides as the kernel is compiled for."""
+    step = 16 * _width(call.k)
+    if any(x.data_ptr() & 15 or any(n % step for n in x.stride()[:-1]) for x in (call.k, call.v)):
+        return f"keys and values must be aligned to 16 bytes, their strides to {step} elements"
+    return None
+
+
+def _width(x: Tensor) -> int:
+    """Elements in a number of two bytes, of which the kernel sees the cache made."""
+    return 2 // x.element_size()
+
+
+def _steps(x: Tensor) -> tuple[int, ...]:
+    """Strides of pages, tokens and heads, in numbers of two bytes; rows that are not in pages are pages."""
+    first, *rest = (step // _width(x) for step in x.stride()[:-1])
+    return (first, *rest) if len(rest) == 2 else (first, 0, *rest)
+
+
+def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
+    """Compute a call, with programs for as many as run at a time."""
+    spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
+    if isinstance(kv, PageTable):
+        page_size, last_page_len, indices = kv.page_size, kv.last_page_len, kv.indices
+        entries = indices.shape[0] if k.shape[0] else 0
+    else:
+        page_size, last_page_len, indices, entries = 0, kv.indptr, kv.indptr, k.shape[0]
+    (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
+    tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
+    far = max(reach(k), reach(v)) >= 1 << 31
+    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
+    c, tuning = config(spec, page_size, batch, call.max_q_len, flags), tune(spec, call.max_q_len)
+    programs, rows = processors * tuning.programs, call.max_q_len * spec.group_size
+    slots = 2 * programs
+    part, arrivals = call.scratch_for(slots * rows * (spec.head_dim_vo + 2), programs)
+    repeat = _launcher(c, tuning.registers)(
+        programs,
+        (q, None, k, v, None, out, lse, call.sinks),
+        (
+            part,
+            arrivals,
+            call.qo.indptr,
+            kv.indptr,
+            last_page_len,
+            indices,
+            mask.bits if mask is not None else None,
+            mask.indptr if mask is not None else None,
+            q_scale,
+            k_scale,
+            v_scale,
+        ),
+        (
+            mask.bits.shape[0] if mask is not None else 0,
+            slots,
+            rows,
+            batch,
+            tokens,
+            entries,
+            k.shape[0],
+            spec.window_left,
+            spec.sm_scale * LOG2E * q_gain * k_gain,
+            v_gain,
+            spec.logits_soft_cap * LOG2E,
+        ),
+        (*q.stride()[:2], *_steps(k), *_steps(v), *out.stride()[:2]),
+    )
+    # What is to be repeated must read the caller's own tensors.
+    own = q_scale is k_scale is v_scale is None and part is call.scratch
+    return repeat if own else None
