@@ -23,13 +23,15 @@ from quire.kernels.hopper.parts import LOG2E, Part, Results, clear_padding, join
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the kernel is compiled for. words: numbers of two bytes in a stored head; block: keys of a block; stages:
-    blocks in the ring; programs: on a multiprocessor; scan: requests looked at together; rows: of a tile, a power of
+    """What the kernel is compiled for. heads: KV heads, of which `pair` are read together and count as one;
+    group: query heads for one; words: numbers of two bytes in a stored head; block: keys of a block; stages: blocks in
+    the ring; programs: on a multiprocessor; scan: requests looked at together; rows: of a tile, a power of
     two; merge_rows: rows merged together.
     """
 
     heads: int
     group: int
+    pair: int
     dim: int
     words: int
     page_size: int
@@ -122,9 +124,14 @@ def pages_of(tables, request, j, c: gl.constexpr):
 @gluon.jit
 def fetch(tables, cache, ring, span, c: gl.constexpr):
     """Fill the ring with the span's blocks. Each thread copies 16 bytes at a time; rows without a key become zeros."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.words, c.words // 8], [4, 1], [1, 0])
+    width: gl.constexpr = c.words * c.pair
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
     t = gl.arange(0, c.block, gl.SliceLayout(1, layout))
-    d = gl.arange(0, c.words, gl.SliceLayout(0, layout))[None, :]
+    d = gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
+    k_at, v_at = cache.k + d, cache.v + d
+    if c.pair > 1:
+        k_at = cache.k + (d % c.words + d // c.words * cache.k_head)
+        v_at = cache.v + (d % c.words + d // c.words * cache.v_head)
     unit, b, start = span.unit, span.b, span.start
     n = span.unit * 0
     while unit < span.end:
@@ -132,7 +139,7 @@ def fetch(tables, cache, ring, span, c: gl.constexpr):
         if unit < start + request.cost * c.heads:
             piece = piece_at(request, unit, span.end, start, c)
             unit += piece.last - piece.first
-            head = piece.h.to(gl.int64) if c.far else piece.h
+            head = (piece.h.to(gl.int64) if c.far else piece.h) * c.pair
             begin = request.low + piece.first * c.block
             page = pages_of(tables, request, begin + t, c)
             for t0 in range(begin, piece.stop, c.block):
@@ -147,8 +154,8 @@ def fetch(tables, cache, ring, span, c: gl.constexpr):
                     here = here & (j >= request.kv_len - request.q_len - tables.window)
                 stage = n % c.stages
                 mbarrier.wait(ring.empty.index(stage), (n // c.stages & 1) ^ 1)
-                async_copy.async_copy_global_to_shared(ring.k.index(stage), cache.k + k_row[:, None] + d, here[:, None])
-                async_copy.async_copy_global_to_shared(ring.v.index(stage), cache.v + v_row[:, None] + d, here[:, None])
+                async_copy.async_copy_global_to_shared(ring.k.index(stage), k_at + k_row[:, None], here[:, None])
+                async_copy.async_copy_global_to_shared(ring.v.index(stage), v_at + v_row[:, None], here[:, None])
                 async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
                 n += 1
         else:
@@ -170,7 +177,7 @@ def load_queries(queries, request, h, flat: gl.constexpr, c: gl.constexpr):
     if c.q_scale:
         factor *= gl.load(queries.q_scale + head, real, 1.0)
     if c.k_scale:
-        factor *= gl.load(queries.k_scale + h)
+        factor *= gl.load(queries.k_scale + head // (c.group // c.pair), real, 1.0)
     gl.thread_barrier()  # the last tile's are no longer read
     if c.fp8:
         x, power = as_halves(x)
@@ -209,7 +216,7 @@ def widen(x, c: gl.constexpr):
 
 @gluon.jit
 def logits(queries, k, L: gl.constexpr, c: gl.constexpr):
-    """[keys, rows]: products of a block's keys and a tile's queries."""
+    """[keys, rows]: products of a block's keys of one head and a tile's queries."""
     zero = gl.full([c.block, c.rows], 0.0, gl.float32, L)
     if c.fp8:
         even, odd = widen(k.load(gl.DotOperandLayout(0, L, 2)), c)
@@ -221,15 +228,15 @@ def logits(queries, k, L: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, shrink, queries, v, L: gl.constexpr, c: gl.constexpr):
-    """The weighted values of a block's keys, added to acc * shrink."""
-    weights = queries.weights.permute([1, 0])
+def add_values(acc, weights, v, L: gl.constexpr, c: gl.constexpr):
+    """The weighted values of a block's keys of one head, added to acc."""
+    weights = weights.permute([1, 0])
     if c.fp8:
         even, odd = widen(v.permute([1, 0]).load(gl.DotOperandLayout(0, L, 2)), c)
-        evens = warpgroup_mma(even, weights, acc[0] * shrink[None, :])
-        acc = evens, warpgroup_mma(odd, weights, acc[1] * shrink[None, :])
+        evens = warpgroup_mma(even, weights, acc[0])
+        acc = evens, warpgroup_mma(odd, weights, acc[1])
     else:
-        acc = (warpgroup_mma(v.permute([1, 0]), weights, acc[0] * shrink[None, :]),)
+        acc = (warpgroup_mma(v.permute([1, 0]), weights, acc[0]),)
     return acc
 
 
@@ -286,7 +293,11 @@ def attend_block(acc, m, l, queries, rows, request, t0, k, v, window, masks, c: 
     in base 2; l [keys, rows], sums of weights.
     """
     L: gl.constexpr = l.type.layout
-    s = logits(queries, k, L, c) * rows.factor[None, :]
+    s = logits(queries, k.slice(0, c.words, 1), L, c)
+    if c.pair > 1:
+        second = gl.arange(0, c.rows, gl.SliceLayout(0, L)) % c.group >= c.group // 2
+        s = gl.where(second[None, :], logits(queries, k.slice(c.words, c.words, 1), L, c), s)
+    s = s * rows.factor[None, :]
     if c.cap:
         s = queries.cap - 2.0 * queries.cap / (1.0 + gl.exp2(s * (2.0 * LOG2E / queries.cap)))
     s = gl.where(visible(rows, request, t0, window, masks, L, c), s, -float("inf"))
@@ -294,10 +305,23 @@ def attend_block(acc, m, l, queries, rows, request, t0, k, v, window, masks, c: 
     base = gl.where(top == -float("inf"), 0.0, top)
     p = gl.exp2(s - base[None, :])
     shrink = gl.exp2(m - base)
-    queries.weights.permute([1, 0]).store(p.to(queries.weights.dtype))
+    weights = p.to(queries.weights.dtype)
+    if c.pair > 1:
+        zero = gl.zeros_like(weights)
+        queries.weights.index(0).permute([1, 0]).store(gl.where(second[None, :], zero, weights))
+        queries.weights.index(1).permute([1, 0]).store(gl.where(second[None, :], weights, zero))
+    else:
+        queries.weights.index(0).permute([1, 0]).store(weights)
     fence_async_shared()
     gl.thread_barrier()
-    return add_values(acc, shrink, queries, v, L, c), top, l * shrink[None, :] + p
+    if c.fp8:
+        acc = acc[0] * shrink[None, :], acc[1] * shrink[None, :]
+    else:
+        acc = (acc[0] * shrink[None, :],)
+    acc = add_values(acc, queries.weights.index(0), v.slice(0, c.words, 1), L, c)
+    if c.pair > 1:
+        acc = add_values(acc, queries.weights.index(1), v.slice(c.words, c.words, 1), L, c)
+    return acc, top, l * shrink[None, :] + p
 
 
 @gluon.jit
@@ -377,10 +401,11 @@ def decode(
     results = Results(out, lse, o_token, o_head, part, part_ml, arrivals, slots, part_rows, sinks, v_scale, v_gain)
     stored: gl.constexpr = k.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if c.fp8 else stored
-    block: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block, c.words], stored)
+    width: gl.constexpr = c.words * c.pair
+    block: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block, width], stored)
     ring = Ring(
-        gl.allocate_shared_memory(stored, [c.stages, c.block, c.words], block),
-        gl.allocate_shared_memory(stored, [c.stages, c.block, c.words], block),
+        gl.allocate_shared_memory(stored, [c.stages, c.block, width], block),
+        gl.allocate_shared_memory(stored, [c.stages, c.block, width], block),
         gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout()),
     )
@@ -391,7 +416,7 @@ def decode(
     row: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.words], dtype)
     tile = gl.allocate_shared_memory(dtype, [c.dim // c.words, c.rows, c.words], row)
     key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.block], dtype)
-    weights = gl.allocate_shared_memory(dtype, [c.rows, c.block], key)
+    weights = gl.allocate_shared_memory(dtype, [c.pair, c.rows, c.block], key)
     queries = Queries(q, q_token, q_head, tile, weights, scale, cap, q_scale, k_scale)
     masks = Masks(mask_bits, mask_indptr, mask_size)
     span = my_span(tables, c)

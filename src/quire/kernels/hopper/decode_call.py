@@ -37,10 +37,11 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Rows of a tile, numbers of two bytes in a stored head, keys of a block, blocks in the ring, programs on a
-    multiprocessor, registers of a thread.
+    """KV heads that are read together, query rows of theirs, numbers of two bytes in a stored head, keys of a block,
+    blocks in the ring, programs on a multiprocessor, registers of a thread.
     """
 
+    pair: int
     rows: int
     words: int
     block: int
@@ -51,18 +52,23 @@ class Tuning:
 
 @lru_cache(maxsize=1024)
 def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
-    """Rings as deep as shared memory lets them be, for two programs where their registers do."""
-    rows = max(8, triton.next_power_of_2(max_q_len * spec.group_size))
-    words = spec.head_dim_qk * spec.kv_dtype.itemsize // 2
-    programs, block = 2 if words <= 128 and rows <= 32 else 1, 64 * max(1, 128 // words)
-    room = _SHARED // programs - 1024 - 2 * rows * (spec.head_dim_qk + block) - _OTHER
-    return Tuning(rows, words, block, room // (4 * words * block), programs, 128 if programs == 2 else 255)
+    """Two heads where one has only 128 bytes and their queries have room in eight columns, and rings as deep as shared
+    memory lets them be, for two programs where their registers do.
+    """
+    rows, words = max_q_len * spec.group_size, spec.head_dim_qk * spec.kv_dtype.itemsize // 2
+    pair = 2 if words == 64 and rows <= 4 and spec.num_kv_heads % 2 == 0 else 1
+    rows *= pair
+    columns = max(8, triton.next_power_of_2(rows))
+    programs, block = 2 if words <= 128 and columns <= 32 else 1, 64 * max(1, 128 // (words * pair))
+    room = _SHARED // programs - 1024 - 2 * columns * (spec.head_dim_qk + block * pair) - _OTHER
+    stages = room // (4 * words * pair * block)
+    return Tuning(pair, rows, words, block, stages, programs, 128 if programs == 2 else 255)
 
 
 def scratch(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
     """Bytes for parts of tiles: two slots for each program."""
-    programs = processors * tune(spec, max_q_len).programs
-    return 2 * programs * max_q_len * spec.group_size * (spec.head_dim_vo + 2) * 4
+    tuning = tune(spec, max_q_len)
+    return 2 * processors * tuning.programs * tuning.rows * (spec.head_dim_vo + 2) * 4
 
 
 @lru_cache(maxsize=1024)
@@ -75,8 +81,9 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
     tuning = tune(spec, max_q_len)
     q_scale, k_scale, v_scale, lse, far = flags
     return Config(
-        heads=spec.num_kv_heads,
-        group=spec.group_size,
+        heads=spec.num_kv_heads // tuning.pair,
+        group=spec.group_size * tuning.pair,
+        pair=tuning.pair,
         dim=spec.head_dim_qk,
         words=tuning.words,
         page_size=page_size,
@@ -84,8 +91,8 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         stages=tuning.stages,
         programs=tuning.programs,
         scan=max(128, min(1024, triton.next_power_of_2(batch))),
-        rows=tuning.rows,
-        merge_rows=max(4, min(16, triton.next_power_of_2(max_q_len * spec.group_size))),
+        rows=max(8, triton.next_power_of_2(tuning.rows)),
+        merge_rows=max(4, min(16, triton.next_power_of_2(tuning.rows))),
         causal=spec.causal and max_q_len > 1,
         window=spec.window_left >= 0,
         cap=spec.logits_soft_cap > 0,
@@ -133,9 +140,9 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
     far = max(reach(k), reach(v)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
     c, tuning = config(spec, page_size, batch, call.max_q_len, flags), tune(spec, call.max_q_len)
-    programs, rows = processors * tuning.programs, call.max_q_len * spec.group_size
+    programs = processors * tuning.programs
     slots = 2 * programs
-    part, arrivals = call.scratch_for(slots * rows * (spec.head_dim_vo + 2), programs)
+    part, arrivals = call.scratch_for(slots * tuning.rows * (spec.head_dim_vo + 2), programs)
     repeat = _launcher(c, tuning.registers)(
         programs,
         (q, None, k, v, None, out, lse, call.sinks),
@@ -155,7 +162,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
         (
             mask.bits.shape[0] if mask is not None else 0,
             slots,
-            rows,
+            tuning.rows,
             batch,
             tokens,
             entries,

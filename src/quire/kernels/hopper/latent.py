@@ -34,7 +34,7 @@ from quire.kernels.hopper.parts import Results, clear_padding, save, together, w
 class Config:
     """What the kernel is compiled for. dim: half of the first part of a head; group: query heads; lanes: programs that
     have the same keys; tile_rows: query rows of all of them; stages: blocks in the ring; scan: requests looked at
-    together; merge_rows: rows merged together; fan: parts merged by one program. The last four are what latent layers
+    together; merge_rows: rows merged together; fan: parts merged by one program. The last five are what latent layers
     always have.
     """
 
@@ -56,6 +56,7 @@ class Config:
     v_scale: bool
     block: int = 64
     heads: int = 1
+    pair: int = 1
     programs: int = 1
     window: bool = False
 

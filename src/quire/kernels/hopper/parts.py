@@ -134,7 +134,7 @@ def write(acc, m, l, results, q_begin, h, r0, rows, c: gl.constexpr):
         acc, l, m = acc * shrink[:, None], l * shrink + gl.exp2(sink - top), top
     acc = acc * (results.v_gain / gl.where(l == 0.0, 1.0, l))[:, None]
     if c.v_scale:
-        acc = acc * gl.load(results.v_scale + h)
+        acc = acc * gl.load(results.v_scale + head // (c.group // c.pair), real, 0.0)[:, None]
     at = token.to(gl.int64) * results.o_token + head.to(gl.int64) * results.o_head
     gl.store(results.out + at[:, None] + d[None, :], acc.to(results.out.dtype.element_ty), real[:, None])
     if c.lse:
