@@ -39,7 +39,7 @@ def tables(batch: Batch):
 
 def planned(batch: Batch, backend: str):
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(1 << 20, dtype=torch.uint8, device="cuda"), backend=backend
+        torch.empty(1 << 22, dtype=torch.uint8, device="cuda"), backend=backend
     )
     wrapper.plan(*tables(batch), 8, 2, 64, 16, q_data_type=BF16, window_left=40)
     return wrapper

@@ -150,6 +150,13 @@ def test_tree_masks_of_known_lengths_are_decoded(rng):
     wrapper.plan(batch.qo.indptr.cpu(), *table, 8, 2, 128, 16, custom_mask=batch.bool_mask, q_data_type=torch.bfloat16)
     assert wrapper.backend == "hopper"
     assert relative_error(wrapper.run(batch.q, (batch.k, batch.v)), batch.exact()[0]) < 3e-3
+    given = {"custom_mask": batch.bool_mask, "q_data_type": torch.bfloat16}
+    for longest, backend in ((None, "triton"), (17, "triton"), (16, "hopper")):
+        wrapper.plan(batch.qo.indptr, *table, 8, 2, 128, 16, **given, max_token_per_sequence=longest)
+        assert wrapper.backend == backend
+        assert relative_error(wrapper.run(batch.q, (batch.k, batch.v)), batch.exact()[0]) < 3e-3
+    with pytest.raises(ValueError, match="max_token_per_sequence = 15"):
+        wrapper.plan(batch.qo.indptr.cpu(), *table, 8, 2, 128, 16, **given, max_token_per_sequence=15)
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:

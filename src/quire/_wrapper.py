@@ -24,7 +24,7 @@ from quire.kernels.ops import asked, traced
 
 DType = str | torch.dtype
 Scale = float | Tensor
-INT_WORKSPACE = 1 << 14  # bytes: an int32 for each program that shares a line, of which there are at most two per SM
+INT_WORKSPACE = 1 << 14  # bytes: as many int32 as programs that share a line, some kernels want six for each
 
 
 def refuse(**given: Any) -> None:
@@ -258,10 +258,16 @@ class AttentionWrapper:
         self._window_left, self._logits_soft_cap = planned.window_left, planned.logits_soft_cap
         self._sm_scale, self._rope_scale, self._rope_theta = planned.sm_scale, rope_scale, rope_theta
 
-    def _longest(self, qo_indptr: Tensor) -> int:
-        """The most query tokens of a request, where that is known for free and for later plans of a graph too, or 0."""
+    def _longest(self, qo_indptr: Tensor, given: int | None = None) -> int:
+        """The most query tokens of a request, as given or where that is known for free and for later plans of a graph
+        too; or 0.
+        """
         free = self._device_is_gpu and qo_indptr.is_cpu and qo_indptr.shape[0] > 1 and not self._use_cuda_graph
-        return int(qo_indptr.diff().max()) if free else 0
+        known = int(qo_indptr.diff().max()) if free else 0
+        if given is not None:
+            fits = isinstance(given, int) and given >= known
+            check(fits, "max_token_per_sequence", given, f"an integer, no less than {known}")
+        return given or known
 
     def _take_scratch(self, size: int) -> Tensor | None:
         """Scratch memory of a plan: the float workspace, or the wrapper's own where there is none."""

@@ -138,8 +138,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             use_fp16_qk_reduction: accepted; sums are float32.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: prompts of several items, see
                 `quire.attention.items`; the layer is then causal. max_item_len_ptr: accepted, and not needed.
-            seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv: accepted: the tables say the
-                same.
+            seq_lens, seq_lens_q, block_tables, max_sequence_kv: accepted: the tables say the same.
+            max_token_per_sequence: the most query tokens that a request has, in this plan and, for CUDA graphs, in
+                later ones; what it is too small for is not computed. Where it is not given, it is known if qo_indptr is
+                on the host. Kernels for few query tokens are chosen by it.
             fixed_split_size, disable_split_kv, alibi_slopes: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
 
         The other arguments are those of `BatchDecodeWithPagedKVCacheWrapper.plan`.
@@ -162,7 +164,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             pages,
             mask,
             items,
-            max_q_len=self._longest(qo_indptr),
+            max_q_len=self._longest(qo_indptr, max_token_per_sequence),
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim_qk,

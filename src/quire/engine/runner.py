@@ -85,9 +85,18 @@ class Runner:
     def begin(self, chunks: Sequence[Chunk], tables: StepTables) -> None:
         """Prepare a step, for which `attend` is then called once per layer."""
         self._slots = tables.slots
-        dtype = self.model.dtype
+        dtype, longest = self.model.dtype, max(chunk.count for chunk in chunks)
         for heads, wrapper in self.wrappers.items():
-            plan(wrapper, tables.pages, heads, dtype, dtype, tables.qo_indptr, causal=True)
+            plan(
+                wrapper,
+                tables.pages,
+                heads,
+                dtype,
+                dtype,
+                tables.qo_indptr,
+                causal=True,
+                max_token_per_sequence=longest,
+            )
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """A layer's attention (`quire.engine.model.Step`)."""
