@@ -5,6 +5,7 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tools/
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ import torch
 import quire
 from quire.attention import AttentionSpec
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.kernels import registry
 
 BF16 = torch.bfloat16
 LAYERS: tuple[dict[str, Any], ...] = (
@@ -59,20 +59,33 @@ def attention() -> None:
 
 
 def decode() -> None:
-    """The Hopper family, which is not chosen by itself: requests that share programs, and programs that share one."""
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
-    if why := registry.why_not("hopper", spec, torch.device("cuda", 0), 1):
-        print(f"hopper: {why}")
-        return
+    """Requests that share programs, and programs that share one, with all ways that the Hopper family reads keys."""
+    for dim, kv_dtype in ((64, BF16), (128, BF16), (128, torch.float8_e4m3fn)):
+        spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=dim, q_dtype=BF16, kv_dtype=kv_dtype)
+        for kv_lens in ([700, 1, 90], [9000]):
+            batch = random_batch(spec, [1] * len(kv_lens), kv_lens, 16, device="cuda")
+            wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"))
+            table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
+            wrapper.plan(*table, 8, 2, dim, 16, q_data_type=BF16, kv_data_type=kv_dtype)
+            out = wrapper.run(batch.q, (batch.k, batch.v))
+            assert isinstance(out, torch.Tensor)
+            error = relative_error(out, batch.exact()[0])
+            print(f"{wrapper.backend} {dim} {kv_dtype} {kv_lens}: {error:.1e}")
+            assert error < 4e-3
+
+
+def latent() -> None:
+    spec = AttentionSpec(num_qo_heads=80, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, q_dtype=BF16)
     for kv_lens in ([700, 1, 90], [9000]):
         batch = random_batch(spec, [1] * len(kv_lens), kv_lens, 16, device="cuda")
-        wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper")
-        table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
-        wrapper.plan(*table, 8, 2, 64, 16, q_data_type=BF16)
-        out = wrapper.run(batch.q, (batch.k, batch.v))
+        batch = replace(batch, v=batch.k[..., :512])
+        wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(0, device="cuda"))
+        table = (batch.qo.indptr, batch.kv.indptr, batch.kv.indices, batch.kv.lengths())
+        wrapper.plan(*table, 80, 512, 64, 16, True, spec.sm_scale, BF16, BF16)
+        out = wrapper.run(query=batch.q, kv_cache=batch.k.squeeze(2))
         assert isinstance(out, torch.Tensor)
         error = relative_error(out, batch.exact()[0])
-        print(f"hopper {kv_lens}: {error:.1e}")
+        print(f"{wrapper.backend} latent {kv_lens}: {error:.1e}")
         assert error < 4e-3
 
 
@@ -96,6 +109,7 @@ if __name__ == "__main__":
     torch.manual_seed(torch.seed() % (1 << 31))
     attention()
     decode()
+    latent()
     others()
     torch.cuda.synchronize()
     print("done")

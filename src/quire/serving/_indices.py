@@ -196,7 +196,7 @@ class IndicesUpdaterPrefill:
             packed = pack_mask(self.sized(custom_mask, area), qo_indptr.diff(), lengths)
         tables = self.slots.tables(req_pool_indices, lengths, entries, encoder_lens, encoder_lens_cpu)
         for i, (wrapper, pages) in enumerate(zip(metadata.prefill_wrappers, tables, strict=True)):
-            self.plan(wrapper, pages, qo_indptr, i, packed)
+            self.plan(wrapper, pages, qo_indptr, i, packed, draft_token_num)
 
     def sized(self, mask: Tensor, area: int | None) -> Tensor:
         """A custom mask of so many entries, if that is known."""
@@ -204,10 +204,19 @@ class IndicesUpdaterPrefill:
             raise ValueError(f"custom_mask has {mask.numel()} entries: the sum of draft tokens * kv_len is {area}")
         return mask
 
-    def plan(self, wrapper: Any, pages: PageTable, qo_indptr: Tensor, index: int, mask: Tensor | None = None) -> None:
-        """Plan one of the wrappers over all of the requests' pages."""
+    def plan(
+        self,
+        wrapper: Any,
+        pages: PageTable,
+        qo_indptr: Tensor,
+        index: int,
+        mask: Tensor | None = None,
+        longest: int | None = None,
+    ) -> None:
+        """Plan one of the wrappers over all of the requests' pages. longest: the most query tokens of a request."""
         cross = index == 1 and self.slots.reason is WrapperDispatch.CROSS_ATTENTION
-        options = {"causal": not cross, "packed_custom_mask": None if cross else mask}
+        options: dict[str, Any] = {"causal": not cross, "packed_custom_mask": None if cross else mask}
+        options["max_token_per_sequence"] = longest
         plan(wrapper, pages, self.heads, self.q_dtype, self.kv_dtype, qo_indptr, **options)
 
 
