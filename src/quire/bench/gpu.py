@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
+from statistics import median
 from types import ModuleType
 from typing import Any
 
@@ -52,6 +53,8 @@ PREFILL = (
 )
 _L2_TIMES = 4  # the caches that take turns are together this many times the L2
 _SPREAD = 200 << 20  # bytes of them at least
+_LAYERS = 16  # launches in a graph, or what it costs to launch one counts
+_REST = 0.4  # seconds
 
 
 @triton.jit
@@ -65,28 +68,35 @@ def _read(x, sums, n, block: tl.constexpr):
 
 
 def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
-    """Median seconds of one of `runs`, all captured in one graph, over `rounds` replays."""
+    """Median seconds of one of `runs`, captured in one graph as often as makes a model's layers, over `rounds` replays.
+    Of three such medians the least counts: after heavy work a device is slower for a second, by a tenth or more.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # which may still be making what runs read
     with torch.cuda.stream(stream):
         for run in runs[:2]:
             run()
     stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, turns = torch.cuda.CUDAGraph(), -(-_LAYERS // len(runs))
     with torch.cuda.graph(graph):
-        for run in runs:
+        for run in [*runs] * turns:
             run()
-    for _ in range(2):
-        graph.replay()
-    times = []
-    for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return sorted(times)[rounds // 2] / len(runs)
+    graph.replay()
+    medians = []
+    for _ in range(3):
+        time.sleep(_REST)
+        medians.append(median(_replayed(graph) for _ in range(rounds)))
+    return min(medians) / (len(runs) * turns)
+
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of one replay."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3
 
 
 def host_seconds(call: Callable[[], Any], calls: int = 100) -> float:

@@ -157,9 +157,9 @@ def _to_device(groups: Sequence[Sequence[np.ndarray]], device: torch.device | st
     sizes = [sum(x.nbytes for x in group) for group in groups]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
     np.concatenate([x.view(np.uint8) for group in groups for x in group], out=packed.numpy())
-    parts = packed.to(device, non_blocking=True).split(sizes)
+    parts = packed.to(device, non_blocking=True).split_with_sizes(sizes)
     return [
-        part.view(_TYPES[group[0].dtype]).split([len(x) for x in group])
+        part.view(_TYPES[group[0].dtype]).split_with_sizes([len(x) for x in group])
         for part, group in zip(parts, groups, strict=True)
     ]
 

@@ -2,8 +2,8 @@
 
 A ring of blocks in shared memory lets the first run ahead of the second, over the ends of heads and requests, so that
 memory is never idle: pages are gathered by 16-byte copies that name their own addresses, whatever the page size. The
-second multiplies 64 rows at a time, most of them empty, which costs nothing that reading would not cost anyway. Two
-programs share a multiprocessor, and each hides the other's beginning and end.
+second multiplies keys by queries, and values by weights: keys and elements are the many rows that a product wants, the
+few query rows its columns. Two programs share a multiprocessor, and each hides the other's beginning and end.
 """
 
 from __future__ import annotations
@@ -262,6 +262,7 @@ def upright(acc, c: gl.constexpr):
 
 @gluon.jit
 def rows_of(request, b, factor, masks, c: gl.constexpr):
+    """The rows of request b's tiles."""
     r = gl.arange(0, c.rows, factor.type.layout)
     bit = r.to(gl.int64)
     if c.mask:
