@@ -318,6 +318,25 @@ def test_workspaces_may_be_replaced(batch):
         wrapper.reset_workspace_buffer(torch.empty(64, dtype=torch.uint8)[1:], int_buffer)
 
 
+def test_scratch_is_of_the_workspace_that_is_there(batch, monkeypatch):
+    """Kernels for the CPU need none, so the size is made up."""
+    size = 64
+    monkeypatch.setattr("quire.kernels.registry.scratch", lambda *given: size)
+    wrapper = decoder(batch)
+    again = (*tables(batch), *heads(batch), 16)
+    for buffer in (torch.empty(128, dtype=torch.uint8), torch.empty(128, dtype=torch.uint8)):
+        wrapper.reset_workspace_buffer(buffer, torch.empty(1 << 14, dtype=torch.uint8))
+        for size in (64, 128, 64):
+            for _ in range(2):
+                wrapper.plan(*again, q_data_type=BF16)
+                assert wrapper._scratch.data_ptr() == buffer.data_ptr()
+                assert wrapper._scratch.nbytes == size
+        size = 129
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"float_workspace_buffer = '128 bytes' .* 129 bytes are needed"):
+                wrapper.plan(*again, q_data_type=BF16)
+
+
 def test_names_of_plans_that_others_read(prompts):
     wrapper = prefiller(prompts, window_left=9, logits_soft_cap=4.0, sm_scale=0.25)
     seen = (wrapper._causal, wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale, wrapper._backend)

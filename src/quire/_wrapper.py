@@ -98,6 +98,7 @@ class AttentionWrapper:
         self._int_workspace_buffer = torch.zeros(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
         self._arrivals = self._int_workspace_buffer.view(torch.int32)
         self._scratch: Tensor | None = None
+        self._scratch_of: tuple[int, Tensor | None] = (0, None)  # its bytes, and the workspace that they are from
         self._checking = asked("QUIRE_CHECK") if check is None else check
         self._invariant = asked("QUIRE_BATCH_INVARIANT") if batch_invariant is None else batch_invariant
         self._device_is_gpu = self.device.type == "cuda"
@@ -274,8 +275,12 @@ class AttentionWrapper:
         given = self._float_workspace_buffer
         if not size:
             return None
+        if size == self._scratch_of[0] and given is self._scratch_of[1]:
+            return self._scratch
         if given is not None and given.numel():
             check(given.nbytes >= size, "float_workspace_buffer", f"{given.nbytes} bytes", f"{size} bytes are needed")
+        self._scratch_of = size, given
+        if given is not None and given.numel():
             return given.view(-1).view(torch.uint8)[: size // 4 * 4].view(torch.float32)
         own = self._scratch
         return own if own is not None and own.nbytes >= size else torch.empty(size // 4, device=self.device)
