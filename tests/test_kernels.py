@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields, is_dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numba
@@ -388,6 +389,22 @@ def test_the_registry_says_why():
         registry.choose(spec, torch.device("meta"))
     with pytest.raises(ValueError, match=r"backend = 'fa9' is unknown: auto, cpu, hopper, triton, reference"):
         registry.choose(spec, torch.device("cpu"), "fa9")
+
+
+def test_what_one_family_refuses_another_computes(rng, monkeypatch):
+    """With "auto"; one that is asked for by name says why not."""
+    real = registry.family
+    picky = SimpleNamespace(declines=lambda *given: None, refuses=lambda call: "its tensors are odd", attend=None)
+    monkeypatch.setattr(registry, "family", lambda name: picky if name == "cpu" else real(name))
+    monkeypatch.setattr(registry, "FAMILIES", {"cpu": "", "other": "quire.kernels.reference"})
+    registry.choose.cache_clear()
+    batch = random_batch(layer(rng, torch.float32, torch.float32), [1, 4], [9, 9], 4)
+    try:
+        check(batch, *compute(batch, "auto"))
+        with pytest.raises(ValueError, match="no kernels for this call: cpu: its tensors are odd"):
+            compute(batch, "cpu")
+    finally:
+        registry.choose.cache_clear()
 
 
 def test_the_reference_family_is_the_oracle(rng):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from quire._buffers import check_buffers
-from quire._wrapper import DType, PrefillWrapper, Scale, refuse
+from quire._prefill import PrefillWrapper
+from quire._wrapper import DType, Scale, refuse
 from quire.attention.pages import table
 from quire.attention.spec import FLOATS8, as_dtype
 from quire.attention.tensors import as_nhd

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from quire._buffers import check_buffers
+from quire._prefill import PrefillWrapper
 from quire._ragged import BatchPrefillWithRaggedKVCacheWrapper
-from quire._wrapper import DType, PrefillWrapper, Scale, as_scale, asked, product, refuse
+from quire._wrapper import DType, Scale, as_scale, asked, product, refuse
 from quire.attention.pages import PageTable, table
 from quire.attention.spec import check
 from quire.attention.tensors import as_nhd, check_layout, split_cache
