@@ -6,7 +6,7 @@ A family is a module with these functions:
   most so many query tokens (0: any number), None if it can;
 - ``attend(call, out, lse) -> Repeat | None``: attention over pages or ragged rows, into `out` and, unless None, `lse`;
 - ``refuses(call) -> str | None``, if there are calls of such layers that it cannot compute: the reason why. With
-  "auto" the next family computes them;
+  "auto" the next family computes them, and a warning says so;
 - ``scratch(spec, device, max_q_len, batch_size, keys) -> int``, if it needs any: bytes of scratch memory for a batch
   with at most so many query tokens in a request (0: any number), and so many keys in all.
 
@@ -15,6 +15,7 @@ A family is a module with these functions:
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -219,4 +220,5 @@ def attend(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto") -
             return repeat
         if canonical(backend) != "auto":
             raise ValueError(f"no kernels for this call: {name}: {reason}")
+        warnings.warn(f"{name} does not compute a call, another kernel family does: {reason}", stacklevel=2)
         but += (name,)
