@@ -20,13 +20,17 @@ def test_cells_from_their_names():
     assert Cell.parse("prefill ragged 28:4 d64 8x512") == Cell(
         "prefill", 8, 512, q_len=512, num_qo_heads=28, num_kv_heads=4, head_dim=64, ragged=True
     )
+    assert Cell.parse("decode mla128 p64 64x4k") == Cell(
+        "decode", 64, 4096, num_qo_heads=128, num_kv_heads=1, head_dim=576, page_size=64, latent=True
+    )
     assert Cell.parse("prefill 4x256@2k") == Cell("prefill", 4, 2048, q_len=256)
     assert Cell.parse("prefill p16 4x256@2k").shape == "4x256@2k"
     assert Cell.parse("decode 28:4 p1 d64 fp8 64 mixed 256k").shape == "64 mixed 256k"
 
 
 @pytest.mark.parametrize(
-    "name", ["", "paint 8x2k", "decode", "decode 8x", "decode 0x5", "decode gqa5 8x2k", "decode 8"]
+    "name",
+    ["", "paint 8x2k", "decode", "decode 8x", "decode 0x5", "decode gqa5 8x2k", "decode 8", "decode ragged mla2 2x9"],
 )
 def test_names_that_are_not_understood(name):
     with pytest.raises(ValueError, match="cell"):
@@ -44,6 +48,8 @@ def test_mixed_lengths_add_up():
 def test_bytes_and_operations_by_hand():
     cell = Cell.parse("decode 4:2 d8 p4 3x10")
     assert cell.kv_bytes(cell.make()) == 3 * 10 * 2 * (8 + 8) * 2
+    cell = Cell.parse("decode mla3 p4 3x10")
+    assert cell.kv_bytes(cell.make()) == 3 * 10 * (512 + 64) * 2
     cell = Cell.parse("prefill 4:2 d8 2x3@5")
     assert cell.flops(cell.make()) == 2 * (3 + 4 + 5) * 4 * 4 * 8
 

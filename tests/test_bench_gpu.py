@@ -41,6 +41,7 @@ def pretended(monkeypatch):
     [
         (["decode 4:2 d64 3x40", "decode 6:2 d64 3 mixed 100", "decode 4:2 d64 fp8 2x50"], ["cuda", "fa2"]),
         (["prefill ragged 4:2 d64 2x33", "prefill 4:2 d64 2x33", "prefill 4:2 d64 2x9@50"], ["fa2", "fa3"]),
+        (["decode mla3 p4 2x40", "decode mla3 3 mixed 100", "decode mla2 p1 fp8 2x9"], ["fa2", "fa3"]),
     ],
 )
 def test_rows_from_end_to_end(names, kernels, pretended):

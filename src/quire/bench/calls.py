@@ -32,6 +32,8 @@ def prepared(
     shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk)
     dtypes = {"q_data_type": spec.q_dtype, "kv_data_type": spec.kv_dtype}
     table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
+    if cell.latent:
+        return _latent(cell, batch, module.BatchMLAPagedAttentionWrapper(buffer, **options))
     if cell.ragged:
         ragged = module.BatchPrefillWithRaggedKVCacheWrapper(buffer, **options)
         rows = (batch.qo.indptr, batch.rows()[2])
@@ -45,6 +47,20 @@ def prepared(
         lambda: prefill.plan(*tables, *shape, cell.page_size, causal=True, **dtypes),
         lambda k, v: prefill.run(batch.q, (k, v)),
     )
+
+
+def _latent(cell: Cell, batch: Batch, wrapper: Any) -> tuple[Plan, Run]:
+    """`prepared` over a latent cache, whose keys are values, too."""
+    spec, kv, q = batch.spec, batch.kv, batch.q.split((512, 64), -1)
+    tables = (batch.qo.indptr, kv.indptr, kv.indices, kv.lengths())
+    layer = (spec.num_qo_heads, 512, 64, cell.page_size, True, spec.sm_scale, spec.q_dtype, spec.kv_dtype)
+    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if spec.kv_dtype.itemsize == 1 else {}
+
+    def run(k: Tensor, _v: Tensor) -> Tensor:
+        out: Tensor = wrapper.run(*q, *k.squeeze(2).split((512, 64), -1), **scales)
+        return out
+
+    return lambda: wrapper.plan(*tables, *layer), run
 
 
 def planned(cell: Cell, batch: Batch, backend: str) -> Run:

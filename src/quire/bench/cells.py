@@ -3,6 +3,7 @@
     decode gqa4 p16 8x2k            8 requests of 2,048 tokens, 32 query heads over 8 KV heads, pages of 16
     decode mha p1 fp16 16x4k        32 over 32 heads
     decode 28:4 d64 64 mixed 256k   28 query heads over 4, head_dim 64; 64 random lengths that add up to 262,144
+    decode mla128 p64 64x4k         128 query heads over a latent cache of 512 + 64 elements (MLA)
     prefill ragged 8x512            8 prompts of 512, keys and values stored one after another
     prefill p16 4x512@16k           4 chunks of 512 new tokens at the end of 16,384
 
@@ -42,6 +43,7 @@ class Cell:
     head_dim: int = 128
     page_size: int = 16
     dtype: str = "bf16"
+    latent: bool = False
     mixed: bool = False
     ragged: bool = False
     shape: str = field(default="", compare=False)  # the words for batch and length
@@ -55,6 +57,8 @@ class Cell:
         cell = cls(words[0], 0, 0)
         for word in words[1:]:
             cell = cell._with(word, text)
+        if cell.latent and cell.ragged:
+            raise ValueError(f"cell {text!r}: latent caches are in pages")
         if not cell.batch or not cell.kv_len:
             raise ValueError(f"cell {text!r}: how many requests, and how long? (8x2k, 64 mixed 256k)")
         return cell
@@ -74,6 +78,8 @@ class Cell:
             return replace(self, ragged=True)
         if found := re.fullmatch(r"(\d+):(\d+)", word):
             return replace(self, num_qo_heads=int(found[1]), num_kv_heads=int(found[2]))
+        if found := re.fullmatch(r"mla(\d+)", word):
+            return replace(self, num_qo_heads=int(found[1]), num_kv_heads=1, head_dim=576, latent=True)
         if found := re.fullmatch(r"d(\d+)", word):
             return replace(self, head_dim=int(found[1]))
         if found := re.fullmatch(r"p(\d+)", word):
@@ -105,15 +111,18 @@ class Cell:
             num_qo_heads=self.num_qo_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim_qk=self.head_dim,
+            head_dim_vo=512 if self.latent else self.head_dim,
             q_dtype=kv_dtype if kv_dtype.itemsize > 1 else torch.bfloat16,
             kv_dtype=kv_dtype,
         )
-        return random_batch(spec, [self.q_len] * self.batch, self.kv_lens, self.page_size, device=device)
+        batch = random_batch(spec, [self.q_len] * self.batch, self.kv_lens, self.page_size, device=device)
+        return replace(batch, v=batch.k[..., :512]) if self.latent else batch
 
     def kv_bytes(self, batch: Batch) -> int:
         """Bytes of K and V that attention has to read."""
         spec = batch.spec
-        numbers = int(batch.kv.lengths().sum()) * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo)
+        each = spec.head_dim_qk if self.latent else spec.head_dim_qk + spec.head_dim_vo
+        numbers = int(batch.kv.lengths().sum()) * spec.num_kv_heads * each
         return numbers * spec.kv_dtype.itemsize
 
     def flops(self, batch: Batch) -> int:

@@ -92,7 +92,7 @@ def _torch(cell: Cell, batch: Batch) -> Run | None:
     over keys and values that lie ready. None where torch has none (fp8, prefill of lengths that differ).
     """
     if cell.operation == "decode":
-        gather = dense.decode(batch, _DENSE)
+        gather = dense.decode(batch, _DENSE, cell.latent)
         return partial(gather, batch.k, batch.v) if gather else None
     if batch.spec.kv_dtype.itemsize == 1 or cell.mixed:
         return None

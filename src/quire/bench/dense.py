@@ -12,8 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from quire.bench.batches import Batch, slots
 
 
-def decode(batch: Batch, most: int) -> Callable[[Tensor, Tensor], Tensor] | None:
+def decode(batch: Batch, most: int, latent: bool = False) -> Callable[[Tensor, Tensor], Tensor] | None:
     """Gathering and decoding in one, from pages k and v to an output like q; lengths that differ are padded and masked.
+    In a latent cache, values are the first 512 elements of keys.
 
     None where torch has no such attention (fp8), or the dense copies would take more than `most` bytes.
     """
@@ -34,7 +35,8 @@ def decode(batch: Batch, most: int) -> Callable[[Tensor, Tensor], Tensor] | None
     q = batch.q.unflatten(1, (spec.num_kv_heads, -1))
 
     def run(k: Tensor, v: Tensor) -> Tensor:
-        keys, values = (x.flatten(0, 1)[dense].transpose(1, 2) for x in (k, v))
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(batch.q.shape)
+        keys = k.flatten(0, 1)[dense].transpose(1, 2)
+        values = keys[..., :512] if latent else v.flatten(0, 1)[dense].transpose(1, 2)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(*batch.q.shape[:2], -1)
 
     return run

@@ -39,6 +39,8 @@ DECODE = (
     "decode mha p16 16x4k",
     "decode gqa4 p16 d64 64x4k",
     "decode gqa4 p16 fp8 64x4k",
+    "decode mla128 p64 64x4k",
+    "decode mla16 p64 64x4k",
 )
 PREFILL = (
     "prefill ragged 1x4k",
@@ -142,7 +144,7 @@ def _torch(
     bytes.
     """
     if cell.operation == "decode":
-        gather = dense.decode(batch, most)
+        gather = dense.decode(batch, most, cell.latent)
         return [partial(gather, *kv) for kv in caches] if gather else None
     if cell.q_len != cell.kv_len or batch.spec.kv_dtype.itemsize == 1:
         return None
@@ -170,7 +172,7 @@ def measure(name: str, backend: str, rounds: int, peer: ModuleType | None = None
     batch = cell.make("cuda")
     k, v = batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
     copies = max(2, -(-max(_SPREAD, _L2_TIMES * device.L2_cache_size) // cell.kv_bytes(batch)))
-    caches = [(k, v), *((k.clone(), v.clone()) for _ in range(copies - 1))]
+    caches = [(k, v), *((k.clone(), v if cell.latent else v.clone()) for _ in range(copies - 1))]
     timed = partial(_timed, batch, caches, rounds)
     row: dict[str, Any] = {"cell": name, **timed(*prepared(cell, batch, backend=backend))}
     if cell.operation == "decode":

@@ -39,7 +39,7 @@ def kernels(cell: Cell, capability: tuple[int, int]) -> dict[str, dict[str, Any]
 
     Those for decode are "cuda", on CUDA cores, and "fa2", its prefill on tensor cores.
     """
-    if cell.operation == "decode":
+    if cell.operation == "decode" and not cell.latent:
         return {
             "cuda": {"backend": "fa2", "use_tensor_cores": False},
             "fa2": {"backend": "fa2", "use_tensor_cores": True},
