@@ -326,11 +326,11 @@ def test_scratch_is_of_the_workspace_that_is_there(batch, monkeypatch):
     again = (*tables(batch), *heads(batch), 16)
     for buffer in (torch.empty(128, dtype=torch.uint8), torch.empty(128, dtype=torch.uint8)):
         wrapper.reset_workspace_buffer(buffer, torch.empty(1 << 14, dtype=torch.uint8))
-        for size in (64, 128, 64):
+        for size in (64, 128, 0, 128, 64):
             for _ in range(2):
                 wrapper.plan(*again, q_data_type=BF16)
-                assert wrapper._scratch.data_ptr() == buffer.data_ptr()
-                assert wrapper._scratch.nbytes == size
+                found = wrapper._scratch
+                assert found is None if size == 0 else (found.data_ptr(), found.nbytes) == (buffer.data_ptr(), size)
         size = 129
         for _ in range(2):
             with pytest.raises(ValueError, match=r"float_workspace_buffer = '128 bytes' .* 129 bytes are needed"):

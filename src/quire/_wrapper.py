@@ -271,19 +271,21 @@ class AttentionWrapper:
         return given or known
 
     def _take_scratch(self, size: int) -> Tensor | None:
-        """Scratch memory of a plan: the float workspace, or the wrapper's own where there is none."""
-        given = self._float_workspace_buffer
-        if not size:
-            return None
+        """Scratch memory of a plan: the float workspace, or the wrapper's own where there is none; the last plan's if
+        nothing has changed since.
+        """
+        given, scratch = self._float_workspace_buffer, self._scratch
         if size == self._scratch_of[0] and given is self._scratch_of[1]:
-            return self._scratch
-        if given is not None and given.numel():
+            return scratch
+        if not size:
+            scratch = None
+        elif given is not None and given.numel():
             check(given.nbytes >= size, "float_workspace_buffer", f"{given.nbytes} bytes", f"{size} bytes are needed")
+            scratch = given.view(-1).view(torch.uint8)[: size // 4 * 4].view(torch.float32)
+        elif scratch is None or scratch.nbytes < size:
+            scratch = torch.empty(size // 4, device=self.device)
         self._scratch_of = size, given
-        if given is not None and given.numel():
-            return given.view(-1).view(torch.uint8)[: size // 4 * 4].view(torch.float32)
-        own = self._scratch
-        return own if own is not None and own.nbytes >= size else torch.empty(size // 4, device=self.device)
+        return scratch
 
     def _replan(self, **changes: Any) -> None:
         """What the deprecated forward() does: change the plan's layer by the arguments that it repeats."""
