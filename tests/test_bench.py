@@ -30,7 +30,8 @@ def test_cells_from_their_names():
 
 @pytest.mark.parametrize(
     "name",
-    ["", "paint 8x2k", "decode", "decode 8x", "decode 0x5", "decode gqa5 8x2k", "decode 8", "decode ragged mla2 2x9"],
+    ["", "paint 8x2k", "decode", "decode 8x", "decode 0x5", "decode gqa5 8x2k", "decode 8"]
+    + [f"decode mla2 {word} 2x9" for word in ("ragged", "d64", "gqa4")],
 )
 def test_names_that_are_not_understood(name):
     with pytest.raises(ValueError, match="cell"):

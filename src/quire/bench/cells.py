@@ -57,8 +57,8 @@ class Cell:
         cell = cls(words[0], 0, 0)
         for word in words[1:]:
             cell = cell._with(word, text)
-        if cell.latent and cell.ragged:
-            raise ValueError(f"cell {text!r}: latent caches are in pages")
+        if cell.latent and (cell.ragged or cell.num_kv_heads != 1 or cell.head_dim != 576):
+            raise ValueError(f"cell {text!r}: a latent cache is in pages, and has one head of 512 + 64 elements")
         if not cell.batch or not cell.kv_len:
             raise ValueError(f"cell {text!r}: how many requests, and how long? (8x2k, 64 mixed 256k)")
         return cell
