@@ -166,6 +166,46 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
+class Recorded:
+    """A launcher that only keeps what it is given, by the names of the kernel's arguments."""
+
+    def __init__(self, kernel, constants, **options):
+        self.names, self.constants = kernel.arg_names, constants
+
+    def __call__(self, programs, tensors, others, numbers, strides):
+        values = (*tensors, *others, *numbers, *strides, self.constants)
+        Recorded.last = {"programs": programs, **dict(zip(self.names, values, strict=True))}
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rng):
+    """Over pages and over rows; strides and all in numbers of two bytes."""
+    monkeypatch.setattr(hopper.decode_call, "Launcher", Recorded)
+    hopper.decode_call._launcher.cache_clear()
+    spec = AttentionSpec(
+        num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16, kv_dtype=kv_dtype, custom_mask=True
+    )
+    batch = random_batch(spec, [1, 1], [640, 64], 16)
+    k, v, indptr = batch.rows()
+    words = 128 * kv_dtype.itemsize // 2
+    for keys, page_size, entries, strides in (
+        ({"k": batch.k, "v": batch.v, "kv": batch.kv}, 16, 44, (32 * words, 2 * words, words)),
+        ({"k": k, "v": v, "kv": RaggedLayout(indptr)}, 0, 704, (2 * words, 0, words)),
+    ):
+        call = registry.Call(q=batch.q, qo=batch.qo, spec=spec, mask=batch.mask, max_q_len=1, **keys)
+        assert hopper.decode_call.refuses(call) is None
+        hopper.decode_call.launch(call, batch.q, None, 132)
+        given = Recorded.last
+        assert given["programs"] == 264
+        assert (given["c"].page_size, given["entries"], given["pages"]) == (page_size, entries, len(keys["k"]))
+        for x in "kv":
+            assert tuple(given[f"{x}_{axis}"] for axis in ("page", "token", "head")) == strides
+        assert (given["q_token"], given["q_head"], given["mask_size"]) == (1024, 128, 88)
+        call.k = shifted(keys["k"].view(torch.uint8)).view(kv_dtype) if kv_dtype.itemsize == 1 else shifted(keys["k"])
+        assert "aligned to 16 bytes" in hopper.decode_call.refuses(call)
+    hopper.decode_call._launcher.cache_clear()
+
+
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_kernels_compile(dim):

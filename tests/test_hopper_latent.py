@@ -12,7 +12,7 @@ import quire
 from quire.attention import AttentionSpec
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.kernels import registry
-from test_hopper import gpu, hopper, shifted
+from test_hopper import Recorded, gpu, hopper, shifted
 from test_kernels import check, compute
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -113,6 +113,27 @@ def test_kernels_compile(dim):
         usage = compile_latent(*given)
         assert usage.shared <= usage.limit
         assert usage.spills <= 160, usage.spills
+
+
+def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
+    calls = hopper.latent_call
+    monkeypatch.setattr(calls, "Launcher", Recorded)
+    calls._launcher.cache_clear()
+    batch = latent_batch(128, torch.bfloat16, [1, 1], [640, 64], 16)
+    q, q_pe = batch.q.split((512, 64), -1)
+    k, k_pe = batch.k.split((512, 64), -1)
+    spec = batch.spec.but(latent=True)
+    call = registry.Call(q, k, k, batch.qo, batch.kv, spec, q_pe=q_pe, k_pe=k_pe, max_q_len=1)
+    assert calls.refuses(call) is None
+    calls.launch(call, torch.empty(2, 128, 512), None, 132)
+    given = Recorded.last
+    assert (given["programs"], given["c"].lanes, given["c"].page_size) == (132, 2, 16)
+    assert (given["entries"], given["pages"], given["batch"], given["tokens"]) == (44, len(k), 2, 2)
+    assert (given["k_page"], given["k_token"], given["k_pe_token"]) == (16 * 576, 576, 576)
+    assert (given["q"].data_ptr(), given["q_pe"].data_ptr()) == (q.data_ptr(), q_pe.data_ptr())
+    call.k_pe = shifted(k_pe.contiguous())
+    assert "aligned to 16 bytes" in calls.refuses(call)
+    calls._launcher.cache_clear()
 
 
 def test_what_it_declines():

@@ -87,6 +87,15 @@ class Call:
             arrivals = torch.zeros(programs, dtype=torch.int32, device=device)
         return part, arrivals
 
+    def table(self) -> tuple[int, Tensor, Tensor, int]:
+        """The page size, int32 page ids and lengths of last pages, and how many ids kernels may read. Of ragged rows
+        the page size is 0, nothing is to be read but kv.indptr, and it counts rows.
+        """
+        kv, pool = self.kv, self.k.shape[0]
+        if isinstance(kv, PageTable):
+            return kv.page_size, kv.indices, kv.last_page_len, kv.indices.shape[0] if pool else 0
+        return 0, kv.indptr, kv.indptr, pool
+
     def paged(self) -> tuple[Tensor, Tensor, PageTable]:
         """k, v and their table, ragged rows as pages of size 1."""
         if isinstance(self.kv, PageTable):

@@ -9,11 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.attention.pages import PageTable
 from quire.attention.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.hopper.decode import Config, decode
 from quire.kernels.registry import Call
-from quire.kernels.triton.launch import Launcher, Repeat, reach, split_scales
+from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_scales, steps
 
 _ROWS = 64  # of a tile
 _SHARED, _OTHER = 228 << 10, 4 << 10  # bytes of a multiprocessor's shared memory, and of those for this and that
@@ -37,12 +36,13 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """KV heads that are read together, query rows of theirs, numbers of two bytes in a stored head, keys of a block,
-    blocks in the ring, programs on a multiprocessor, registers of a thread.
+    """KV heads that are read together, query rows of theirs and the columns that these take, numbers of two bytes in a
+    stored head, keys of a block, blocks in the ring, programs on a multiprocessor, registers of a thread.
     """
 
     pair: int
     rows: int
+    columns: int
     words: int
     block: int
     stages: int
@@ -62,7 +62,7 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
     programs, block = 2 if words <= 128 and columns <= 32 else 1, 64 * max(1, 128 // (words * pair))
     room = _SHARED // programs - 1024 - 2 * columns * (spec.head_dim_qk + block * pair) - _OTHER
     stages = room // (4 * words * pair * block)
-    return Tuning(pair, rows, words, block, stages, programs, 128 if programs == 2 else 255)
+    return Tuning(pair, rows, columns, words, block, stages, programs, 128 if programs == 2 else 255)
 
 
 def scratch(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
@@ -78,6 +78,7 @@ def _launcher(c: Config, registers: int) -> Launcher:
 
 @lru_cache(maxsize=1024)
 def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
+    """What the kernel is compiled for. flags: scales of q, k, v that are tensors, lse, a far cache."""
     tuning = tune(spec, max_q_len)
     q_scale, k_scale, v_scale, lse, far = flags
     return Config(
@@ -91,7 +92,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         stages=tuning.stages,
         programs=tuning.programs,
         scan=max(128, min(1024, triton.next_power_of_2(batch))),
-        rows=max(8, triton.next_power_of_2(tuning.rows)),
+        rows=tuning.columns,
         merge_rows=max(4, min(16, triton.next_power_of_2(tuning.rows))),
         causal=spec.causal and max_q_len > 1,
         window=spec.window_left >= 0,
@@ -111,9 +112,9 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
 def refuses(call: Call) -> str | None:
     """Copies of 16 bytes want keys and values that are aligned to them, by strides as the kernel is compiled for."""
     step = 16 * _width(call.k)
-    if any(x.data_ptr() & 15 or any(n % step for n in x.stride()[:-1]) for x in (call.k, call.v)):
-        return f"keys and values must be aligned to 16 bytes, their strides to {step} elements"
-    return None
+    if all(aligned(x, x.ndim - 1, step) for x in (call.k, call.v)):
+        return None
+    return f"keys and values must be aligned to 16 bytes, their strides to {step} elements"
 
 
 def _width(x: Tensor) -> int:
@@ -121,20 +122,10 @@ def _width(x: Tensor) -> int:
     return 2 // x.element_size()
 
 
-def _steps(x: Tensor) -> tuple[int, ...]:
-    """Strides of pages, tokens and heads, in numbers of two bytes; rows that are not in pages are pages."""
-    first, *rest = (step // _width(x) for step in x.stride()[:-1])
-    return (first, *rest) if len(rest) == 2 else (first, 0, *rest)
-
-
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
     """Compute a call, with programs for as many as run at a time."""
     spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
-    if isinstance(kv, PageTable):
-        page_size, last_page_len, indices = kv.page_size, kv.last_page_len, kv.indices
-        entries = indices.shape[0] if k.shape[0] else 0
-    else:
-        page_size, last_page_len, indices, entries = 0, kv.indptr, kv.indptr, k.shape[0]
+    page_size, indices, last_page_len, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
     far = max(reach(k), reach(v)) >= 1 << 31
@@ -172,7 +163,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
             v_gain,
             spec.logits_soft_cap * LOG2E,
         ),
-        (*q.stride()[:2], *_steps(k), *_steps(v), *out.stride()[:2]),
+        (*q.stride()[:2], *(n // _width(x) for x in (k, v) for n in steps(x)), *out.stride()[:2]),
     )
     # What is to be repeated must read the caller's own tensors.
     own = q_scale is k_scale is v_scale is None and part is call.scratch

@@ -12,7 +12,7 @@ from quire.attention.pages import PageTable
 from quire.attention.spec import LOG2E, AttentionSpec
 from quire.kernels.hopper.latent import Config, decode_latent
 from quire.kernels.registry import Call
-from quire.kernels.triton.launch import Launcher, Repeat, reach, split_scales
+from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_scales
 
 _ROWS = 64  # of a tile
 _LANES = 12  # tiles at most that are read for together: there are 132 multiprocessors
@@ -78,18 +78,13 @@ def _launcher(c: Config) -> Launcher:
     return Launcher(decode_latent, c, num_warps=4, maxnreg=REGISTERS)
 
 
-def _aligned(*tensors: Tensor) -> bool:
-    """Whether rows can be copied by 16 bytes, as the compiler knows from strides that are multiples of 16 elements."""
-    return not any(x.data_ptr() & 15 or any(step & 15 for step in x.stride()[:2]) for x in tensors)
-
-
 def refuses(call: Call) -> str | None:
     """Copies of 16 bytes want keys that are aligned to them, by strides as the kernel is compiled for."""
     if not isinstance(call.kv, PageTable):
         return "keys must lie in pages"
     if call.pe_gain != 1.0:
         return f"pe_gain = {call.pe_gain!r}, which is not 1"
-    if call.k_pe is None or not _aligned(call.k, call.k_pe):
+    if call.k_pe is None or not (aligned(call.k, 2) and aligned(call.k_pe, 2)):
         return "keys must be aligned to 16 bytes, their strides to 16 elements"
     return None
 
@@ -97,22 +92,22 @@ def refuses(call: Call) -> str | None:
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
     """Compute a call, with one program for each multiprocessor."""
     spec, kv, k, q, q_pe, k_pe = call.spec, call.kv, call.k, call.q, call.q_pe, call.k_pe
-    assert isinstance(kv, PageTable)  # or it would have been refused
-    assert q_pe is not None
+    assert q_pe is not None  # of a latent layer
     assert k_pe is not None
-    if not _aligned(q, q_pe):
+    page_size, indices, last_page_len, entries = call.table()
+    if not (aligned(q, 2) and aligned(q_pe, 2)):
         q, q_pe = (x.clone(memory_format=torch.contiguous_format) for x in (q, q_pe))
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
-    tokens, batch, entries = q.shape[0], kv.indptr.shape[0] - 1, kv.indices.shape[0] if k.shape[0] else 0
+    tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
     far = max(reach(k), reach(k_pe)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
-    c = config(spec, kv.page_size, batch, call.max_q_len, flags)
+    c = config(spec, page_size, batch, call.max_q_len, flags)
     programs, rows = processors // c.lanes * c.lanes, _part_rows(spec, call.max_q_len)
     part, arrivals = call.scratch_for(2 * programs * rows * (spec.head_dim_vo + 4), _COUNTERS * programs)
     repeat = _launcher(c)(
         programs,
         (q, q_pe, k, call.v, k_pe, out, lse, call.sinks),
-        (part, arrivals, call.qo.indptr, kv.indptr, kv.last_page_len, kv.indices, q_scale, k_scale, v_scale),
+        (part, arrivals, call.qo.indptr, kv.indptr, last_page_len, indices, q_scale, k_scale, v_scale),
         (rows, batch, tokens, entries, k.shape[0], spec.sm_scale * LOG2E * q_gain * k_gain, v_gain),
         (*q.stride()[:2], *q_pe.stride()[:2], *k.stride()[:2], *k_pe.stride()[:2], *out.stride()[:2]),
     )

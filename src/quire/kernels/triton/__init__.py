@@ -14,13 +14,12 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from quire.attention.pages import PageTable
 from quire.attention.spec import LOG2E, AttentionSpec
 from quire.kernels.registry import Call
 from quire.kernels.rope import turns_of
 from quire.kernels.triton import attention
 from quire.kernels.triton.config import Config, Machine, Tuning, parts, product_types, tune
-from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scales
+from quire.kernels.triton.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scales, steps
 
 _UNIT = 512  # keys between two cuts in batch-invariant mode
 
@@ -202,16 +201,7 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
     q, k, v, kv = call.q, call.k, call.v, call.kv
     if k.element_size() == 1:
         q, k, v = q if q.element_size() > 1 else q.half(), _bytes(k, on), _bytes(v, on)
-    k_token: int
-    if isinstance(kv, PageTable):
-        page_size, indices, last_page_len = kv.page_size, kv.indices, kv.last_page_len
-        entries = indices.shape[0] if k.shape[0] else 0
-        k_page, k_token, k_head, _one = k.stride()
-        v_page, v_token, v_head, _one = v.stride()
-    else:
-        page_size, indices, last_page_len, entries = 0, kv.indptr, kv.indptr, k.shape[0]
-        (k_page, k_head, _one), (v_page, v_head, _one) = k.stride(), v.stride()
-        k_token = v_token = 0
+    page_size, indices, last_page_len, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     scale = spec.sm_scale * LOG2E * q_gain * k_gain
     far = max(reach(k), reach(v), 0 if call.k_pe is None else reach(call.k_pe)) >= 1 << 31
@@ -263,12 +253,8 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
         (
             *q.stride()[:2],
             *(q_pe.stride()[:2] if q_pe is not None else (0, 0)),
-            k_page,
-            k_token,
-            k_head,
-            v_page,
-            v_token,
-            v_head,
+            *steps(k),
+            *steps(v),
             *(k_pe.stride()[:2] if k_pe is not None else (0, 0)),
             *out.stride()[:2],
         ),

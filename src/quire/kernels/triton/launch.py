@@ -144,6 +144,20 @@ def split_scales(call: Call) -> tuple[tuple[float, float, float], tuple[Tensor |
     return (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale)
 
 
+def steps(x: Tensor) -> tuple[int, int, int]:
+    """Strides of a cache's pages, tokens and heads; rows that are not in pages are pages of one token."""
+    if x.ndim == 4:
+        page, token, head, _one = x.stride()
+        return page, token, head
+    row, head, _one = x.stride()
+    return row, 0, head
+
+
+def aligned(x: Tensor, dims: int, step: int = 16) -> bool:
+    """Whether an address is a multiple of 16 bytes and the first `dims` strides are multiples of `step` elements."""
+    return not (x.data_ptr() & 15 or any(n % step for n in x.stride()[:dims]))
+
+
 def reach(x: Tensor) -> int:
     """How many elements lie between the first and the last."""
     return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
