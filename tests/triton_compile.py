@@ -75,7 +75,7 @@ def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16)
     c = decode_call.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, True))
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype]
     pointers = {
-        "q": q, "k": kv, "v": kv, "out": q, "part": "fp32", "lse": "fp32", "arrivals": "i32", "qo_indptr": "i32",
+        "q": q, "k": kv, "v": kv, "out": q, "part": "i32", "lse": "fp32", "qo_indptr": "i32",
         "kv_indptr": "i32", "last_page_len": "i32", "indices": "i32", "sinks": "fp32" if c.sinks else None,
         "mask_bits": "u8" if c.mask else None, "mask_indptr": "i32" if c.mask else None,
         "q_pe": None, "k_pe": None, "q_scale": None, "k_scale": None, "v_scale": None,

@@ -24,7 +24,7 @@ from quire.kernels.ops import asked, traced
 
 DType = str | torch.dtype
 Scale = float | Tensor
-INT_WORKSPACE = 1 << 14  # bytes: as many int32 as programs that share a line, some kernels want six for each
+INT_WORKSPACE = 8 << 20  # bytes: as much as FlashInfer's; parts of tiles, or counters
 
 
 def refuse(**given: Any) -> None:
@@ -96,7 +96,7 @@ class AttentionWrapper:
             self.device = torch.device("cpu")
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = torch.zeros(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
-        self._arrivals = self._int_workspace_buffer.view(torch.int32)
+        self._zeros = self._int_workspace_buffer.view(torch.int32)
         self._scratch: Tensor | None = None
         self._scratch_of: tuple[int, Tensor | None] = (0, None)  # its bytes, and the workspace that they are from
         self._checking = asked("QUIRE_CHECK") if check is None else check
@@ -166,7 +166,7 @@ class AttentionWrapper:
         check(size >= INT_WORKSPACE, "int_workspace_buffer", f"{size} bytes", f"at least {INT_WORKSPACE} bytes")
         self._repeats.clear()
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer.zero_()
-        self._arrivals = int_workspace_buffer.view(-1).view(torch.uint8)[:INT_WORKSPACE].view(torch.int32)
+        self._zeros = int_workspace_buffer.view(-1).view(torch.uint8)[:INT_WORKSPACE].view(torch.int32)
 
     def end_forward(self) -> None:
         """Kept for code that calls it; there is nothing to end."""
@@ -430,7 +430,7 @@ class AttentionWrapper:
             self._captured = torch.cuda.is_current_stream_capturing()
         call = registry.Call(
             q, k, v, self._qo, self._kv, spec, self._mask, sinks, *scales, self._items, q_pe, k_pe, pe_gain,
-            max_q_len=self._max_q_len, scratch=self._scratch, arrivals=self._arrivals,
+            max_q_len=self._max_q_len, scratch=self._scratch, zeros=self._zeros,
         )  # fmt: skip
         repeat = attend(call, result, sums, self._family, window_left, logits_soft_cap, sm_scale)
         if repeat is not None and self._key is not None and plain:

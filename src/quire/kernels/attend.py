@@ -41,7 +41,7 @@ def attend(
         out,
         lse,
         call.scratch,
-        call.arrivals,
+        call.zeros,
         call.q,
         call.k,
         call.v,
@@ -117,12 +117,12 @@ def _compute(
     return registry.attend(call, out, lse, backend)
 
 
-@operation("attend", "out", "lse", "scratch", "arrivals")
+@operation("attend", "out", "lse", "scratch", "zeros")
 def _attend(
     out: Tensor,
     lse: Tensor | None,
     scratch: Tensor | None,
-    arrivals: Tensor | None,
+    zeros: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -177,7 +177,7 @@ def _attend(
         pe_gain=scales[3],
         max_q_len=max_q_len,
         scratch=scratch,
-        arrivals=arrivals,
+        zeros=zeros,
     )
     _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
 

@@ -55,8 +55,9 @@ class Call:
             page_size, 1, 64]; q and k are then the first, and v is k. pe_gain: a factor of the second part alone,
             besides q_scale and k_scale, for fp8 caches.
         max_q_len: the most query tokens that a request has, 0 if nobody knows.
-        scratch, arrivals: memory of the caller's that no other call uses meanwhile, float32 as much as the family asks
-            for and int32 zeros, which are zeros again afterwards; kernels take their own where there is none.
+        scratch, zeros: memory of the caller's that no other call uses meanwhile, float32 as much as the family asks for
+            and INT_WORKSPACE bytes of int32 zeros, which are zeros again afterwards; kernels take their own where there
+            is none.
     """
 
     q: Tensor
@@ -76,16 +77,17 @@ class Call:
     pe_gain: float = 1.0
     max_q_len: int = 0
     scratch: Tensor | None = None
-    arrivals: Tensor | None = None
+    zeros: Tensor | None = None
 
-    def scratch_for(self, size: int, programs: int) -> tuple[Tensor, Tensor]:
-        """Memory for `size` numbers and for `programs` that count: the caller's, or new."""
-        part, arrivals, device = self.scratch, self.arrivals, self.q.device
-        if part is None or part.numel() < size:
-            part = torch.empty(size, dtype=torch.float32, device=device)
-        if arrivals is None or arrivals.numel() < programs:
-            arrivals = torch.zeros(programs, dtype=torch.int32, device=device)
-        return part, arrivals
+    def scratch_for(self, size: int) -> Tensor:
+        """Memory for `size` float32 numbers: the caller's, or new."""
+        if self.scratch is None or self.scratch.numel() < size:
+            return torch.empty(size, dtype=torch.float32, device=self.q.device)
+        return self.scratch
+
+    def zeros_for(self, size: int) -> Tensor:
+        """`size` int32 zeros: the caller's, which may be fewer, or new."""
+        return torch.zeros(size, dtype=torch.int32, device=self.q.device) if self.zeros is None else self.zeros
 
     def table(self) -> tuple[int, Tensor, Tensor, int]:
         """The page size, int32 page ids and lengths of last pages, and how many ids kernels may read. Of ragged rows

@@ -33,7 +33,7 @@ def _processors(device: torch.device) -> int:
 
 
 def scratch(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, keys: int) -> int:
-    return (latent_call if spec.latent else decode_call).scratch(spec, _processors(device), max_q_len)
+    return latent_call.scratch(spec, _processors(device), max_q_len) if spec.latent else 0
 
 
 def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:

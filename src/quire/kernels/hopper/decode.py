@@ -16,9 +16,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.line import Tables, extent, my_span, piece_at
-from quire.kernels.hopper.parts import LOG2E, Part, Results, clear_padding, join, save, write
+from quire.kernels.hopper.parts import Parts, collect, leave
+from quire.kernels.hopper.results import LOG2E, Results, clear_padding, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Config:
     """What the kernel is compiled for. heads: KV heads, of which `pair` are read together and count as one;
     group: query heads for one; words: numbers of two bytes in a stored head; block: keys of a block; stages: blocks in
     the ring; programs: on a multiprocessor; scan: requests looked at together; rows: of a tile, a power of
-    two; merge_rows: rows merged together.
+    two; part_rows: of a part of a tile, a power of two of at least four.
     """
 
     heads: int
@@ -40,7 +42,8 @@ class Config:
     programs: int
     scan: int
     rows: int
-    merge_rows: int
+    part_rows: int
+    fetchers: int
     causal: bool
     window: bool
     cap: bool
@@ -326,13 +329,12 @@ def attend_block(acc, m, l, queries, rows, request, t0, k, v, window, masks, c: 
 
 
 @gluon.jit
-def consume(tables, queries, masks, ring, results, span, c: gl.constexpr):
+def consume(tables, queries, masks, ring, parts, results, span, c: gl.constexpr):
     """Attend to the ring's blocks, tile by tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.rows, 16])
     flat: gl.constexpr = gl.SliceLayout(0, L)
     unit, b, start = span.unit, span.b, span.start
     n = span.unit * 0
-    first, last = Part(n, n, n, n, n - 1), Part(n, n, n, n, n - 1)
     while unit < span.end:
         request = extent(tables, b, c)
         if unit < start + request.cost * c.heads:
@@ -349,57 +351,49 @@ def consume(tables, queries, masks, ring, results, span, c: gl.constexpr):
                 acc, m, l = attend_block(acc, m, l, queries, rows, request, t0, k, v, tables.window, masks, c)
                 mbarrier.arrive(ring.empty.index(stage), count=1)
                 n += 1
-            count, total = request.q_len * c.group, gl.sum(l, 0)
-            if piece.last - piece.first == request.cost:
-                write(upright(acc, c), m, total, results, request.q_begin, piece.h, 0, count, c)
+            state, total = upright(acc, c), gl.sum(l, 0)
+            count = request.q_len * c.group
+            if piece.first > 0:
+                leave(state, m, total, parts, span.program, count, c)
+            elif piece.last == request.cost:
+                write(state, m, total, results, request.q_begin, piece.h, 0, count, c)
             else:
-                slot = 2 * gl.program_id(0) + (piece.first == 0).to(gl.int32)
-                save(upright(acc, c), m, total, results, slot, 0, count, c)
-                begin = unit - piece.first
-                part = Part(
-                    request.q_begin, count, piece.h, begin // span.share, (begin + request.cost - 1) // span.share
-                )
-                if unit == span.unit:
-                    first = part
-                else:
-                    last = part
+                final = (unit + request.cost - 1) // span.share
+                collect(state, m, total, parts, results, request, piece.h, span.program, final, ring.k, ring.v, c)
             unit += piece.last - piece.first
         else:
             start += request.cost * c.heads
             b += 1
-    # Only now, for to wait for a counter behind all reads that are under way takes longer than the ring lasts.
-    join(results, first, last, c)
     q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
     clear_padding(results, gl.minimum(gl.maximum(q_end, 0), tables.tokens), tables.tokens, c)
 
 
 _POINTERS = (
-    "lse", "sinks", "arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
+    "lse", "sinks", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
     "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
-_NUMBERS = ("mask_size", "slots", "part_rows", "batch", "tokens", "entries", "pages", "window")
+_NUMBERS = ("mask_size", "batch", "tokens", "entries", "pages", "window")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def decode(
     q, q_pe, k, v, k_pe, out, lse, sinks,
-    part, arrivals, qo_indptr, kv_indptr, last_page_len, indices, mask_bits, mask_indptr, q_scale, k_scale, v_scale,
-    mask_size, slots, part_rows, batch, tokens, entries, pages, window, scale, v_gain, cap,
+    part, qo_indptr, kv_indptr, last_page_len, indices, mask_bits, mask_indptr, q_scale, k_scale, v_scale,
+    mask_size, batch, tokens, entries, pages, window, scale, v_gain, cap,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, o_token, o_head,
     c: gl.constexpr,
 ):  # fmt: skip
     """Attention of a batch of requests with at most 64 query rows per KV head, over pages or ragged rows.
 
     q, k, v, out: as in `quire.kernels.registry.Call` (q_pe and k_pe are None); lse: float32 [tokens, heads]. part:
-    float32 [slots, part_rows, dim] and after it [slots, part_rows, 2]; arrivals: int32 [programs], 0 before and after.
-    Strides count elements, those of k and v are multiples of 16. scale and cap are in base 2.
+    int32 [programs, c.part_rows, dim] and after it [programs, c.part_rows, 2], 0 before and after. Strides count elements, those of k and v are multiples of 16. scale and cap are in base 2.
     """
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, window)
     if c.fp8:
         k, v = k.to(gl.pointer_type(gl.int16), bitcast=True), v.to(gl.pointer_type(gl.int16), bitcast=True)
     cache = Cache(k, v, k_page, k_token, k_head, v_page, v_token, v_head)
-    part_ml = part + slots.to(gl.int64) * part_rows * c.dim
-    results = Results(out, lse, o_token, o_head, part, part_ml, arrivals, slots, part_rows, sinks, v_scale, v_gain)
+    parts = Parts(part, part + gl.num_programs(0) * (c.part_rows * c.dim))
+    results = Results(out, lse, o_token, o_head, sinks, v_scale, v_gain)
     stored: gl.constexpr = k.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if c.fp8 else stored
     width: gl.constexpr = c.words * c.pair
@@ -420,9 +414,11 @@ def decode(
     weights = gl.allocate_shared_memory(dtype, [c.pair, c.rows, c.block], key)
     queries = Queries(q, q_token, q_head, tile, weights, scale, cap, q_scale, k_scale)
     masks = Masks(mask_bits, mask_indptr, mask_size)
-    span = my_span(tables, c)
+    gdc_launch_dependents()
+    gdc_wait()
+    span = my_span(tables, gl.program_id(0), gl.num_programs(0), c)
     gl.warp_specialize(
-        [(consume, (tables, queries, masks, ring, results, span, c)), (fetch, (tables, cache, ring, span, c))],
+        [(consume, (tables, queries, masks, ring, parts, results, span, c)), (fetch, (tables, cache, ring, span, c))],
         [4],
-        [104],
+        [c.fetchers],
     )

@@ -59,21 +59,16 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
     pair = 2 if words == 64 and rows <= 4 and spec.num_kv_heads % 2 == 0 else 1
     rows *= pair
     columns = max(8, triton.next_power_of_2(rows))
-    programs, block = 2 if words <= 128 and columns <= 32 else 1, 64 * max(1, 128 // (words * pair))
+    sums = columns * (spec.head_dim_qk // words)  # fp8 adds up even and odd elements apart
+    programs, block = 2 if words <= 128 and sums <= 32 else 1, 64 * max(1, 128 // (words * pair))
     room = _SHARED // programs - 1024 - 2 * columns * (spec.head_dim_qk + block * pair) - _OTHER
     stages = room // (4 * words * pair * block)
     return Tuning(pair, rows, columns, words, block, stages, programs, 128 if programs == 2 else 255)
 
 
-def scratch(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
-    """Bytes for parts of tiles: two slots for each program."""
-    tuning = tune(spec, max_q_len)
-    return 2 * processors * tuning.programs * tuning.rows * (spec.head_dim_vo + 2) * 4
-
-
 @lru_cache(maxsize=1024)
 def _launcher(c: Config, registers: int) -> Launcher:
-    return Launcher(decode, c, num_warps=4, maxnreg=registers)
+    return Launcher(decode, c, num_warps=4, maxnreg=registers, launch_pdl=True)
 
 
 @lru_cache(maxsize=1024)
@@ -91,9 +86,10 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         block=tuning.block,
         stages=tuning.stages,
         programs=tuning.programs,
-        scan=max(128, min(1024, triton.next_power_of_2(batch))),
+        scan=max(32, min(1024, triton.next_power_of_2(batch))),
         rows=tuning.columns,
-        merge_rows=max(4, min(16, triton.next_power_of_2(tuning.rows))),
+        part_rows=max(4, triton.next_power_of_2(tuning.rows)),
+        fetchers=72 if tuning.programs == 2 else 152,
         causal=spec.causal and max_q_len > 1,
         window=spec.window_left >= 0,
         cap=spec.logits_soft_cap > 0,
@@ -123,7 +119,7 @@ def _width(x: Tensor) -> int:
 
 
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
-    """Compute a call, with programs for as many as run at a time."""
+    """Compute a call, with programs for as many as run at a time, if there is room for a part of a tile for each."""
     spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
     page_size, indices, last_page_len, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
@@ -131,15 +127,14 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
     far = max(reach(k), reach(v)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
     c, tuning = config(spec, page_size, batch, call.max_q_len, flags), tune(spec, call.max_q_len)
-    programs = processors * tuning.programs
-    slots = 2 * programs
-    part, arrivals = call.scratch_for(slots * tuning.rows * (spec.head_dim_vo + 2), programs)
+    each, programs = c.part_rows * (spec.head_dim_vo + 2), processors * tuning.programs
+    part = call.zeros_for(each * programs)
+    programs = min(programs, part.numel() // each)
     repeat = _launcher(c, tuning.registers)(
         programs,
         (q, None, k, v, None, out, lse, call.sinks),
         (
             part,
-            arrivals,
             call.qo.indptr,
             kv.indptr,
             last_page_len,
@@ -152,8 +147,6 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
         ),
         (
             mask.bits.shape[0] if mask is not None else 0,
-            slots,
-            tuning.rows,
             batch,
             tokens,
             entries,
@@ -166,5 +159,5 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
         (*q.stride()[:2], *(n // _width(x) for x in (k, v) for n in steps(x)), *out.stride()[:2]),
     )
     # What is to be repeated must read the caller's own tensors.
-    own = q_scale is k_scale is v_scale is None and part is call.scratch
+    own = q_scale is k_scale is v_scale is None and part is call.zeros
     return repeat if own else None

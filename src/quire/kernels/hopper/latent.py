@@ -24,10 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.decode import pages_of
-from quire.kernels.hopper.line import Tables, extent, length, piece_at, span_of
-from quire.kernels.hopper.parts import Results, clear_padding, save, together, write
+from quire.kernels.hopper.line import Tables, extent, length, my_span, piece_at
+from quire.kernels.hopper.results import Results, clear_padding, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,18 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor
     asked: gl.shared_memory_descriptor
     answered: gl.shared_memory_descriptor
+
+
+class Parts(NamedTuple):
+    """Where parts of tiles go: float32 [slots, rows, dim], and (largest logit, sum of weights) in [slots, rows, 2].
+    None is written beyond, whatever the tables say. And counters of those that have arrived, neighbours' and all.
+    """
+
+    acc: tl.tensor
+    sums: tl.tensor
+    slots: tl.tensor
+    rows: tl.tensor
+    arrivals: tl.tensor
 
 
 class Tile(NamedTuple):
@@ -266,7 +279,7 @@ def weigh(tables, queries, ring, span, c: gl.constexpr):
 
 
 @gluon.jit
-def gather(tables, ring, values, results, span, c: gl.constexpr):
+def gather(tables, ring, values, parts, results, span, c: gl.constexpr):
     """Add up the half of the values that `values` has, tile by tile."""
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(c.dim, 128), 16])
     flat: gl.constexpr = gl.SliceLayout(1, O)
@@ -295,10 +308,11 @@ def gather(tables, ring, values, results, span, c: gl.constexpr):
                 if piece.last - piece.first == request.cost:
                     write(acc, m, l, results, request.q_begin, 0, tile.row, tile.row + tile.count, c)
                 else:
-                    slot = 2 * (gl.program_id(0) // c.lanes) + (piece.first == 0).to(gl.int32)
-                    save(acc, m, l, results, slot, 0, tile.count, c)
+                    slot = 2 * span.program + (piece.first == 0).to(gl.int32)
+                    save(acc, m, l, parts, slot, 0, tile.count, c)
                     begin = unit - piece.first
-                    arrive(results, request, tile, begin // span.share, (begin + request.cost - 1) // span.share, c)
+                    final = (begin + request.cost - 1) // span.share
+                    arrive(parts, results, request, tile, span.program, begin // span.share, final, c)
             unit += piece.last - piece.first
         else:
             start += length(request, c)
@@ -308,30 +322,79 @@ def gather(tables, ring, values, results, span, c: gl.constexpr):
 
 
 @gluon.jit
-def arrive(results, request, tile, origin, final, c: gl.constexpr):
+def save(acc, m, l, parts, slot, r0, rows, c: gl.constexpr):
+    """A tile's part, or its rows from r0 on, to its slot. acc: [some, head_dim]; m, l: [some]."""
+    layout: gl.constexpr = acc.type.layout
+    flat: gl.constexpr = gl.SliceLayout(1, layout)
+    count = gl.where(slot < parts.slots, gl.minimum(rows, parts.rows), 0)
+    r = r0 + gl.arange(0, acc.shape[0], flat)
+    d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
+    at = slot.to(gl.int64) * parts.rows + r
+    gl.store(parts.acc + at[:, None] * c.dim + d[None, :], acc, (r < count)[:, None])
+    gl.store(parts.sums + at * 2, gl.convert_layout(m, flat), r < count)
+    gl.store(parts.sums + at * 2 + 1, gl.convert_layout(l, flat), r < count)
+
+
+@gluon.jit
+def together(parts, r0, rows, origin, first, final, step, c: gl.constexpr):
+    """Rows r0 and on (of `rows`) of what each `step`-th program from first to final left of a tile that begins in
+    program origin. As many parts at a time as registers hold, so that their reads overlap; each warp has rows of its
+    own.
+    """
+    R: gl.constexpr = c.merge_rows
+    N: gl.constexpr = 64 * 128 // (R * c.dim)
+    each: gl.constexpr = c.dim // 32
+    cube: gl.constexpr = gl.BlockedLayout([1, 1, each], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    plane: gl.constexpr = gl.BlockedLayout([1, each], [1, 32], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, cube))
+    n = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, cube)))[:, None]
+    d = gl.arange(0, c.dim, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
+    r = r0 + gl.arange(0, R, flat)
+    m = gl.full([R], -float("inf"), gl.float32, flat)
+    l = gl.full([R], 0.0, gl.float32, flat)
+    acc = gl.full([R, c.dim], 0.0, gl.float32, gl.SliceLayout(0, cube))
+    for p in range(first, final + 1, N * step):
+        program = p + n * step
+        slot = gl.where(program == origin, 2 * program + 1, 2 * program)
+        at = slot.to(gl.int64) * parts.rows + r[None, :]
+        here = (program <= final) & (slot < parts.slots) & (r < rows)[None, :]
+        m_n = gl.load(parts.sums + at * 2, here, -float("inf"))
+        l_n = gl.load(parts.sums + at * 2 + 1, here, 0.0)
+        acc_n = gl.load(parts.acc + at[:, :, None] * c.dim + d[None, None, :], here[:, :, None], 0.0)
+        top = gl.maximum(m, gl.max(m_n, 0))
+        base = gl.where(top == -float("inf"), 0.0, top)
+        weight, shrink = gl.exp2(m_n - base[None, :]), gl.exp2(m - base)
+        m, l = top, l * shrink + gl.sum(l_n * weight, 0)
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(0, cube)))
+        acc = acc * shrink[:, None] + gl.sum(acc_n * weight[:, :, None], 0)
+    return gl.convert_layout(acc, plane), m, l
+
+
+@gluon.jit
+def arrive(parts, results, request, tile, program, origin, final, c: gl.constexpr):
     """A part is there, of those that programs origin to final make. The last of c.fan neighbours merges theirs, and the
     last who did so what they merged: one program that did it all would take longer than many need to attend.
     """
-    program = gl.program_id(0) // c.lanes
     first = program - (program - origin) % c.fan
     last = gl.minimum(first + c.fan - 1, final)
     slot = 2 * first + (first == origin).to(gl.int32)
-    neighbours, groups = results.arrivals + gl.num_programs(0) // c.lanes + slot, results.arrivals + origin
-    rows = gl.minimum(tile.count, results.rows)
+    neighbours = parts.arrivals + gl.num_programs(0) // c.lanes + slot
+    groups = parts.arrivals + origin
+    rows = gl.minimum(tile.count, parts.rows)
     gl.thread_barrier()  # all of this part is written before it counts as arrived
     if gl.atomic_add(neighbours, 1) == last - first:
         gl.store(neighbours, 0)
         step, complete = 1, final - origin < c.fan
         if final - origin >= c.fan:
             for r0 in range(0, rows, c.merge_rows):
-                acc, m, l = together(results, r0, rows, origin, first, last, 1, c)
-                save(acc, m, l, results, slot, r0, rows, c)
+                acc, m, l = together(parts, r0, rows, origin, first, last, 1, c)
+                save(acc, m, l, parts, slot, r0, rows, c)
             gl.thread_barrier()
             step, complete = c.fan, gl.atomic_add(groups, 1) == (final - origin) // c.fan
             gl.store(groups, 0, complete)
         if complete:
             for r0 in range(0, rows, c.merge_rows):
-                acc, m, l = together(results, r0, rows, origin, origin, final, step, c)
+                acc, m, l = together(parts, r0, rows, origin, origin, final, step, c)
                 write(acc, m, l, results, request.q_begin, 0, tile.row + r0, tile.row + rows, c)
 
 
@@ -370,13 +433,13 @@ def share_memory(dtype: gl.constexpr, c: gl.constexpr):
 
 @gluon.jit
 def parts_of(half: gl.constexpr, part, arrivals, part_rows, c: gl.constexpr):
-    """Where one half of the columns of this program's lane has its parts and their (m, l), its counters, its slots."""
+    """Where one half of the columns of this program's lane has its parts."""
     programs, lane = gl.num_programs(0), gl.program_id(0) % c.lanes
     slots = 2 * (programs // c.lanes)
     rows, before = (2 * programs).to(gl.int64) * part_rows, (lane * slots).to(gl.int64) * part_rows
     part += half * rows * (c.dim + 2)
     arrivals += (half * c.lanes + lane) * (slots + slots // 2)
-    return part + before * c.dim, part + rows * c.dim + before * 2, arrivals, slots
+    return Parts(part + before * c.dim, part + rows * c.dim + before * 2, slots, part_rows, arrivals)
 
 
 _POINTERS = (
@@ -404,19 +467,18 @@ def decode_latent(
     cache = Cache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
     queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)
     ring = share_memory(k.dtype.element_ty, c)
-    part_0, ml_0, arrivals_0, slots = parts_of(0, part, arrivals, part_rows, c)
-    part_1, ml_1, arrivals_1, slots = parts_of(1, part, arrivals, part_rows, c)
+    parts_0, parts_1 = parts_of(0, part, arrivals, part_rows, c), parts_of(1, part, arrivals, part_rows, c)
     # Both halves write the sums of a row, which are the same.
-    left = Results(out, lse, o_token, o_head, part_0, ml_0, arrivals_0, slots, part_rows, sinks, v_scale, v_gain)
-    right = Results(
-        out + c.dim, lse, o_token, o_head, part_1, ml_1, arrivals_1, slots, part_rows, sinks, v_scale, v_gain
-    )  # fmt: skip
-    span = span_of(tables, gl.program_id(0) // c.lanes, gl.num_programs(0) // c.lanes, c)
+    left = Results(out, lse, o_token, o_head, sinks, v_scale, v_gain)
+    right = Results(out + c.dim, lse, o_token, o_head, sinks, v_scale, v_gain)
+    gdc_launch_dependents()
+    gdc_wait()
+    span = my_span(tables, gl.program_id(0) // c.lanes, gl.num_programs(0) // c.lanes, c)
     gl.warp_specialize(
         [
             (weigh, (tables, queries, ring, span, c)),
-            (gather, (tables, ring, ring.left, left, span, c)),
-            (gather, (tables, ring, ring.right, right, span, c)),
+            (gather, (tables, ring, ring.left, parts_0, left, span, c)),
+            (gather, (tables, ring, ring.right, parts_1, right, span, c)),
             (fetch, (tables, cache, queries, ring, span, c)),
         ],
         [4, 4, 4],

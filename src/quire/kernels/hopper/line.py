@@ -47,10 +47,11 @@ class Request(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Units `unit` to `end` of the line, in shares of `share`; request b, whose tiles begin at `start`, has the first
-    of them.
+    """Units `unit` to `end` of the line, the share of `share` units that is the `program`-th; request b, whose tiles
+    begin at `start`, has the first of them.
     """
 
+    program: tl.tensor
     unit: tl.tensor
     end: tl.tensor
     share: tl.tensor
@@ -102,7 +103,7 @@ def _sum(a, b):
 @gluon.jit
 def _ends(tables, b0, passed, c: gl.constexpr):
     """Where tiles of c.scan requests from b0 on end, if those before end at `passed`; and the requests' numbers."""
-    b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([c.scan // 128], [32], [4], [0]))
+    b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([max(c.scan // 128, 1)], [32], [4], [0]))
     return passed + gl.associative_scan(length(extent(tables, b, c), c), 0, _sum), b
 
 
@@ -114,14 +115,10 @@ def _before(ends, b, unit, tables):
 
 
 @gluon.jit
-def my_span(tables, c: gl.constexpr):
-    """This program's share."""
-    return span_of(tables, gl.program_id(0), gl.num_programs(0), c)
-
-
-@gluon.jit
-def span_of(tables, program, programs, c: gl.constexpr):
-    """The share of one of as many programs as share the line."""
+def my_span(tables, program, programs, c: gl.constexpr):
+    """The share of one of as many programs as share the line, from its end on: who waits for programs after it on the
+    line waits for such as started before it.
+    """
     ends, requests = _ends(tables, 0, 0, c)
     passed = gl.max(ends, 0)
     total = passed
@@ -130,7 +127,8 @@ def span_of(tables, program, programs, c: gl.constexpr):
     if c.programs > 1:  # where there is little to read, one program per multiprocessor is faster
         programs = gl.where(total <= programs * FEW, programs // c.programs, programs)
     share = (total + programs - 1) // programs
-    unit = program * share
+    program = programs - 1 - program
+    unit = gl.where(program < 0, total, program * share)
     b, start = _before(ends, requests, unit, tables)
     for b0 in range(c.scan, tables.batch, c.scan):
         ends, requests = _ends(tables, b0, passed, c)
@@ -138,7 +136,7 @@ def span_of(tables, program, programs, c: gl.constexpr):
         b, start, passed = b + more, gl.maximum(start, further), gl.max(ends, 0)
     # The compiler passes all this to the other warps through the memory that the sums used, without a barrier between.
     gl.thread_barrier()
-    return Span(unit, gl.minimum(unit + share, total), share, b, start)
+    return Span(program, unit, gl.minimum(unit + share, total), share, b, start)
 
 
 @gluon.jit

@@ -211,7 +211,8 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
     slots, part, arrivals = 0, None, None
     if cut.c.split:
         slots = _slots(spec, cut.c.block_m, on, batch, entries * max(page_size, 1))
-        part, arrivals = call.scratch_for(slots * cut.part_rows * (spec.head_dim_vo + 2), cut.programs)
+        part = call.scratch_for(slots * cut.part_rows * (spec.head_dim_vo + 2))
+        arrivals = call.zeros_for(cut.programs)
     mask, items, q_pe, k_pe = call.mask, call.items, call.q_pe, call.k_pe
     if k_pe is not None:
         k_pe = _bytes(k_pe, on)
