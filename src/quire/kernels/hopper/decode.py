@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.line import Tables, extent, my_span, piece_at
+from quire.kernels.hopper.line import Tables, first_request, my_span, piece_at, request_at
 from quire.kernels.hopper.parts import Parts, collect, leave
 from quire.kernels.hopper.results import LOG2E, Results, clear_padding, write
 
@@ -135,35 +135,31 @@ def fetch(tables, cache, ring, span, c: gl.constexpr):
     if c.pair > 1:
         k_at = cache.k + (d % c.words + d // c.words * cache.k_head)
         v_at = cache.v + (d % c.words + d // c.words * cache.v_head)
-    unit, b, start = span.unit, span.b, span.start
-    n = span.unit * 0
+    unit, request = span.unit, first_request(tables, span, c)
+    n = unit * 0
     while unit < span.end:
-        request = extent(tables, b, c)
-        if unit < start + request.cost * c.heads:
-            piece = piece_at(request, unit, span.end, start, c)
-            unit += piece.last - piece.first
-            head = (piece.h.to(gl.int64) if c.far else piece.h) * c.pair
-            begin = request.low + piece.first * c.block
-            page = pages_of(tables, request, begin + t, c)
-            for t0 in range(begin, piece.stop, c.block):
-                j = t0 + t
-                k_row, v_row = page * cache.k_page + head * cache.k_head, page * cache.v_page + head * cache.v_head
-                if c.page_size > 1:
-                    within = j % c.page_size
-                    k_row, v_row = k_row + within * cache.k_token, v_row + within * cache.v_token
-                page = pages_of(tables, request, j + c.block, c)  # asked for one block ahead
-                here = j < request.kv_len
-                if c.window:
-                    here = here & (j >= request.kv_len - request.q_len - tables.window)
-                stage = n % c.stages
-                mbarrier.wait(ring.empty.index(stage), (n // c.stages & 1) ^ 1)
-                async_copy.async_copy_global_to_shared(ring.k.index(stage), k_at + k_row[:, None], here[:, None])
-                async_copy.async_copy_global_to_shared(ring.v.index(stage), v_at + v_row[:, None], here[:, None])
-                async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
-                n += 1
-        else:
-            start += request.cost * c.heads
-            b += 1
+        piece = piece_at(request, unit, span.end, c)
+        unit += piece.last - piece.first
+        head = (piece.h.to(gl.int64) if c.far else piece.h) * c.pair
+        begin = request.low + piece.first * c.block
+        page = pages_of(tables, request, begin + t, c)
+        for t0 in range(begin, piece.stop, c.block):
+            j = t0 + t
+            k_row, v_row = page * cache.k_page + head * cache.k_head, page * cache.v_page + head * cache.v_head
+            if c.page_size > 1:
+                within = j % c.page_size
+                k_row, v_row = k_row + within * cache.k_token, v_row + within * cache.v_token
+            page = pages_of(tables, request, j + c.block, c)  # asked for one block ahead
+            here = j < request.kv_len
+            if c.window:
+                here = here & (j >= request.kv_len - request.q_len - tables.window)
+            stage = n % c.stages
+            mbarrier.wait(ring.empty.index(stage), (n // c.stages & 1) ^ 1)
+            async_copy.async_copy_global_to_shared(ring.k.index(stage), k_at + k_row[:, None], here[:, None])
+            async_copy.async_copy_global_to_shared(ring.v.index(stage), v_at + v_row[:, None], here[:, None])
+            async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+            n += 1
+        request = request_at(tables, request, unit, span.end, c)
 
 
 @gluon.jit
@@ -264,12 +260,12 @@ def upright(acc, c: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(request, b, factor, masks, c: gl.constexpr):
-    """The rows of request b's tiles."""
+def rows_of(request, factor, masks, c: gl.constexpr):
+    """The rows of a request's tiles."""
     r = gl.arange(0, c.rows, factor.type.layout)
     bit = r.to(gl.int64)
     if c.mask:
-        begin = gl.maximum(gl.load(masks.indptr + b), 0).to(gl.int64)
+        begin = gl.maximum(gl.load(masks.indptr + request.b), 0).to(gl.int64)
         bit = begin * 8 + (r // c.group).to(gl.int64) * request.kv_len
     return Rows(factor, request.kv_len - request.q_len + r // c.group, bit)
 
@@ -333,37 +329,33 @@ def consume(tables, queries, masks, ring, parts, results, span, c: gl.constexpr)
     """Attend to the ring's blocks, tile by tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.rows, 16])
     flat: gl.constexpr = gl.SliceLayout(0, L)
-    unit, b, start = span.unit, span.b, span.start
+    unit, request = span.unit, first_request(tables, span, c)
     n = span.unit * 0
     while unit < span.end:
-        request = extent(tables, b, c)
-        if unit < start + request.cost * c.heads:
-            piece = piece_at(request, unit, span.end, start, c)
-            rows = rows_of(request, b, load_queries(queries, request, piece.h, flat, c), masks, c)
-            m = gl.full([c.rows], -float("inf"), gl.float32, flat)
-            l = gl.full([c.block, c.rows], 0.0, gl.float32, L)
-            acc = no_values(L, c)
-            for t0 in range(request.low + piece.first * c.block, piece.stop, c.block):
-                stage = n % c.stages
-                mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
-                fence_async_shared()
-                k, v = ring.k.index(stage), ring.v.index(stage)
-                acc, m, l = attend_block(acc, m, l, queries, rows, request, t0, k, v, tables.window, masks, c)
-                mbarrier.arrive(ring.empty.index(stage), count=1)
-                n += 1
-            state, total = upright(acc, c), gl.sum(l, 0)
-            count = request.q_len * c.group
-            if piece.first > 0:
-                leave(state, m, total, parts, span.program, count, c)
-            elif piece.last == request.cost:
-                write(state, m, total, results, request.q_begin, piece.h, 0, count, c)
-            else:
-                final = (unit + request.cost - 1) // span.share
-                collect(state, m, total, parts, results, request, piece.h, span.program, final, ring.k, ring.v, c)
-            unit += piece.last - piece.first
+        piece = piece_at(request, unit, span.end, c)
+        rows = rows_of(request, load_queries(queries, request, piece.h, flat, c), masks, c)
+        m = gl.full([c.rows], -float("inf"), gl.float32, flat)
+        l = gl.full([c.block, c.rows], 0.0, gl.float32, L)
+        acc = no_values(L, c)
+        for t0 in range(request.low + piece.first * c.block, piece.stop, c.block):
+            stage = n % c.stages
+            mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
+            fence_async_shared()
+            k, v = ring.k.index(stage), ring.v.index(stage)
+            acc, m, l = attend_block(acc, m, l, queries, rows, request, t0, k, v, tables.window, masks, c)
+            mbarrier.arrive(ring.empty.index(stage), count=1)
+            n += 1
+        state, total = upright(acc, c), gl.sum(l, 0)
+        count = request.q_len * c.group
+        if piece.first > 0:
+            leave(state, m, total, parts, span.program, count, c)
+        elif piece.last == request.cost:
+            write(state, m, total, results, request.q_begin, piece.h, 0, count, c)
         else:
-            start += request.cost * c.heads
-            b += 1
+            final = (unit + request.cost - 1) // span.share
+            collect(state, m, total, parts, results, request, piece.h, span.program, final, ring.k, ring.v, c)
+        unit += piece.last - piece.first
+        request = request_at(tables, request, unit, span.end, c)
     q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
     clear_padding(results, gl.minimum(gl.maximum(q_end, 0), tables.tokens), tables.tokens, c)
 
@@ -386,7 +378,8 @@ def decode(
     """Attention of a batch of requests with at most 64 query rows per KV head, over pages or ragged rows.
 
     q, k, v, out: as in `quire.kernels.registry.Call` (q_pe and k_pe are None); lse: float32 [tokens, heads]. part:
-    int32 [programs, c.part_rows, dim] and after it [programs, c.part_rows, 2], 0 before and after. Strides count elements, those of k and v are multiples of 16. scale and cap are in base 2.
+    int32 [programs, c.part_rows, dim] and after it [programs, c.part_rows, 2], 0 before and after. Strides count
+    elements, those of k and v are multiples of 16. scale and cap are in base 2.
     """
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, window)
     if c.fp8:

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.decode import pages_of
-from quire.kernels.hopper.line import Tables, extent, length, my_span, piece_at
+from quire.kernels.hopper.line import Tables, first_request, my_span, piece_at, request_at
 from quire.kernels.hopper.results import Results, clear_padding, write
 
 
@@ -175,35 +175,31 @@ def fetch(tables, cache, queries, ring, span, c: gl.constexpr):
     """Fill the ring with the span's blocks, and bring each tile's queries after its first."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    unit, b, start = span.unit, span.b, span.start
+    unit, request = span.unit, first_request(tables, span, c)
     n = span.unit * 0
     tiles = n
     while unit < span.end:
-        request = extent(tables, b, c)
-        if unit < start + length(request, c):
-            piece = piece_at(request, unit, span.end, start, c)
-            unit += piece.last - piece.first
-            tile = tile_at(request, piece, c)
-            page = pages_of(tables, request, tile.begin + r, c)
-            for t0 in range(tile.begin, tile.stop, c.block):
-                j = t0 + r
-                within = j % c.page_size
-                row, row_pe = page * cache.page + within * cache.token, page * cache.pe_page + within * cache.pe_token
-                page = pages_of(tables, request, j + c.block, c)  # asked for one block ahead
-                stage = n % c.stages
-                mbarrier.wait(ring.empty.index(stage), (n // c.stages & 1) ^ 1)
-                left, right, rest = ring.left.index(stage), ring.right.index(stage), ring.rest.index(stage)
-                copy_rows(left, right, rest, cache.k, cache.pe, row, row_pe, j < request.kv_len, layout, c)
-                async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
-                n += 1
-                if t0 == tile.begin:
-                    mbarrier.wait(ring.answered, (tiles & 1) ^ 1)
-                    copy_queries(queries, ring, request, tile, layout, c)
-                    async_copy.mbarrier_arrive(ring.asked, increment_count=False)
-                    tiles += 1
-        else:
-            start += length(request, c)
-            b += 1
+        piece = piece_at(request, unit, span.end, c)
+        unit += piece.last - piece.first
+        tile = tile_at(request, piece, c)
+        page = pages_of(tables, request, tile.begin + r, c)
+        for t0 in range(tile.begin, tile.stop, c.block):
+            j = t0 + r
+            within = j % c.page_size
+            row, row_pe = page * cache.page + within * cache.token, page * cache.pe_page + within * cache.pe_token
+            page = pages_of(tables, request, j + c.block, c)  # asked for one block ahead
+            stage = n % c.stages
+            mbarrier.wait(ring.empty.index(stage), (n // c.stages & 1) ^ 1)
+            left, right, rest = ring.left.index(stage), ring.right.index(stage), ring.rest.index(stage)
+            copy_rows(left, right, rest, cache.k, cache.pe, row, row_pe, j < request.kv_len, layout, c)
+            async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+            n += 1
+            if t0 == tile.begin:
+                mbarrier.wait(ring.answered, (tiles & 1) ^ 1)
+                copy_queries(queries, ring, request, tile, layout, c)
+                async_copy.mbarrier_arrive(ring.asked, increment_count=False)
+                tiles += 1
+        request = request_at(tables, request, unit, span.end, c)
 
 
 @gluon.jit
@@ -233,49 +229,45 @@ def weigh(tables, queries, ring, span, c: gl.constexpr):
     """Make weights of the ring's blocks, tile by tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
-    unit, b, start = span.unit, span.b, span.start
+    unit, request = span.unit, first_request(tables, span, c)
     n = span.unit * 0
     tiles = n
     while unit < span.end:
-        request = extent(tables, b, c)
-        if unit < start + length(request, c):
-            piece = piece_at(request, unit, span.end, start, c)
-            unit += piece.last - piece.first
-            tile = tile_at(request, piece, c)
-            factor = factors(queries, tile, flat, c)
-            position = last_seen(request, tile.row + gl.arange(0, 64, flat), c)
-            clear = gl.minimum(last_seen(request, tile.row, c) + 1, request.kv_len)  # keys that all rows see
-            m = gl.full([64], -float("inf"), gl.float32, flat)
-            l = gl.full([64], 0.0, gl.float32, flat)
-            for t0 in range(tile.begin, tile.stop, c.block):
-                stage = n % c.stages
-                mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
-                mbarrier.wait(ring.asked, tiles & 1)
-                fence_async_shared()
-                s = logits(ring, stage, L, c) * factor[:, None]
-                gl.thread_barrier()  # weights take the place of what all warps have read now
-                mbarrier.arrive(ring.answered, count=1, pred=t0 + c.block >= tile.stop)
-                if t0 + c.block > clear:
-                    j = (t0 + gl.arange(0, c.block, gl.SliceLayout(0, L)))[None, :]
-                    s = gl.where((j <= position[:, None]) & (j < request.kv_len), s, -float("inf"))
-                top = gl.maximum(m, gl.max(s, 1))
-                base = gl.where(top == -float("inf"), 0.0, top)
-                p = gl.exp2(s - base[:, None])
-                shrink = gl.exp2(m - base)
-                m, l = top, l * shrink + gl.sum(p, 1)
-                ring.rest.index(stage).store(p.to(ring.rest.dtype))
-                ring.shrink.index(stage).store(shrink)
-                ring.top.index(stage).store(m)
-                ring.total.index(stage).store(l)
-                fence_async_shared()
-                gl.thread_barrier()  # all weights are there before they count as such
-                mbarrier.arrive(ring.weighed.index(stage), count=1)
-                n += 1
-            if tile.stop > tile.begin:
-                tiles += 1
-        else:
-            start += length(request, c)
-            b += 1
+        piece = piece_at(request, unit, span.end, c)
+        unit += piece.last - piece.first
+        tile = tile_at(request, piece, c)
+        factor = factors(queries, tile, flat, c)
+        position = last_seen(request, tile.row + gl.arange(0, 64, flat), c)
+        clear = gl.minimum(last_seen(request, tile.row, c) + 1, request.kv_len)  # keys that all rows see
+        m = gl.full([64], -float("inf"), gl.float32, flat)
+        l = gl.full([64], 0.0, gl.float32, flat)
+        for t0 in range(tile.begin, tile.stop, c.block):
+            stage = n % c.stages
+            mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
+            mbarrier.wait(ring.asked, tiles & 1)
+            fence_async_shared()
+            s = logits(ring, stage, L, c) * factor[:, None]
+            gl.thread_barrier()  # weights take the place of what all warps have read now
+            mbarrier.arrive(ring.answered, count=1, pred=t0 + c.block >= tile.stop)
+            if t0 + c.block > clear:
+                j = (t0 + gl.arange(0, c.block, gl.SliceLayout(0, L)))[None, :]
+                s = gl.where((j <= position[:, None]) & (j < request.kv_len), s, -float("inf"))
+            top = gl.maximum(m, gl.max(s, 1))
+            base = gl.where(top == -float("inf"), 0.0, top)
+            p = gl.exp2(s - base[:, None])
+            shrink = gl.exp2(m - base)
+            m, l = top, l * shrink + gl.sum(p, 1)
+            ring.rest.index(stage).store(p.to(ring.rest.dtype))
+            ring.shrink.index(stage).store(shrink)
+            ring.top.index(stage).store(m)
+            ring.total.index(stage).store(l)
+            fence_async_shared()
+            gl.thread_barrier()  # all weights are there before they count as such
+            mbarrier.arrive(ring.weighed.index(stage), count=1)
+            n += 1
+        if tile.stop > tile.begin:
+            tiles += 1
+        request = request_at(tables, request, unit, span.end, c)
 
 
 @gluon.jit
@@ -283,40 +275,36 @@ def gather(tables, ring, values, parts, results, span, c: gl.constexpr):
     """Add up the half of the values that `values` has, tile by tile."""
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(c.dim, 128), 16])
     flat: gl.constexpr = gl.SliceLayout(1, O)
-    unit, b, start = span.unit, span.b, span.start
+    unit, request = span.unit, first_request(tables, span, c)
     n = span.unit * 0
     while unit < span.end:
-        request = extent(tables, b, c)
-        if unit < start + length(request, c):
-            piece = piece_at(request, unit, span.end, start, c)
-            tile = tile_at(request, piece, c)
-            m = gl.full([64], -float("inf"), gl.float32, flat)
-            l = gl.full([64], 0.0, gl.float32, flat)
-            acc = gl.full([64, c.dim], 0.0, gl.float32, O)
-            for _t in range(tile.begin, tile.stop, c.block):
-                stage = n % c.stages
-                mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
-                mbarrier.wait(ring.weighed.index(stage), n // c.stages & 1)
-                fence_async_shared()
-                acc = acc * ring.shrink.index(stage).load(flat)[:, None]
-                m, l = ring.top.index(stage).load(flat), ring.total.index(stage).load(flat)
-                acc = warpgroup_mma(ring.rest.index(stage), values.index(stage), acc)
-                gl.thread_barrier()
-                mbarrier.arrive(ring.empty.index(stage), count=1)
-                n += 1
-            if tile.count > 0:
-                if piece.last - piece.first == request.cost:
-                    write(acc, m, l, results, request.q_begin, 0, tile.row, tile.row + tile.count, c)
-                else:
-                    slot = 2 * span.program + (piece.first == 0).to(gl.int32)
-                    save(acc, m, l, parts, slot, 0, tile.count, c)
-                    begin = unit - piece.first
-                    final = (begin + request.cost - 1) // span.share
-                    arrive(parts, results, request, tile, span.program, begin // span.share, final, c)
-            unit += piece.last - piece.first
-        else:
-            start += length(request, c)
-            b += 1
+        piece = piece_at(request, unit, span.end, c)
+        tile = tile_at(request, piece, c)
+        m = gl.full([64], -float("inf"), gl.float32, flat)
+        l = gl.full([64], 0.0, gl.float32, flat)
+        acc = gl.full([64, c.dim], 0.0, gl.float32, O)
+        for _t in range(tile.begin, tile.stop, c.block):
+            stage = n % c.stages
+            mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
+            mbarrier.wait(ring.weighed.index(stage), n // c.stages & 1)
+            fence_async_shared()
+            acc = acc * ring.shrink.index(stage).load(flat)[:, None]
+            m, l = ring.top.index(stage).load(flat), ring.total.index(stage).load(flat)
+            acc = warpgroup_mma(ring.rest.index(stage), values.index(stage), acc)
+            gl.thread_barrier()
+            mbarrier.arrive(ring.empty.index(stage), count=1)
+            n += 1
+        if tile.count > 0:
+            if piece.last - piece.first == request.cost:
+                write(acc, m, l, results, request.q_begin, 0, tile.row, tile.row + tile.count, c)
+            else:
+                slot = 2 * span.program + (piece.first == 0).to(gl.int32)
+                save(acc, m, l, parts, slot, 0, tile.count, c)
+                begin = unit - piece.first
+                final = (begin + request.cost - 1) // span.share
+                arrive(parts, results, request, tile, span.program, begin // span.share, final, c)
+        unit += piece.last - piece.first
+        request = request_at(tables, request, unit, span.end, c)
     q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
     clear_padding(results, gl.minimum(gl.maximum(q_end, 0), tables.tokens), tables.tokens, c)
 

@@ -103,7 +103,8 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
     c = config(spec, page_size, batch, call.max_q_len, flags)
     programs, rows = processors // c.lanes * c.lanes, _part_rows(spec, call.max_q_len)
-    part, arrivals = call.scratch_for(2 * programs * rows * (spec.head_dim_vo + 4)), call.zeros_for(_COUNTERS * programs)
+    part = call.scratch_for(2 * programs * rows * (spec.head_dim_vo + 4))
+    arrivals = call.zeros_for(_COUNTERS * programs)
     repeat = _launcher(c)(
         programs,
         (q, q_pe, k, call.v, k_pe, out, lse, call.sinks),

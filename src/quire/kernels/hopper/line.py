@@ -34,10 +34,12 @@ class Tables(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Request b (a number or a vector): its first query token and how many, the first entry of its keys in the table,
-    how many keys, the first of them that is read, and how many blocks that makes.
+    """Request b (a number or a vector), whose tiles begin at `start`: its first query token and how many, the first
+    entry of its keys in the table, how many keys, the first of them that is read, and how many blocks that makes.
     """
 
+    b: tl.tensor
+    start: tl.tensor
     q_begin: tl.tensor
     q_len: tl.tensor
     entry: tl.tensor
@@ -69,8 +71,8 @@ class Piece(NamedTuple):
 
 
 @gluon.jit
-def extent(tables, b, c: gl.constexpr):
-    """Request b; beyond the batch it has no rows and no keys, and costs nothing."""
+def extent(tables, b, start, c: gl.constexpr):
+    """Request b, which begins at start; beyond the batch it has no rows and no keys, and costs nothing."""
     inside = b < tables.batch
     q_begin = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b, inside, 0), 0), tables.tokens)
     q_end = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b + 1, inside, 0), q_begin), tables.tokens)
@@ -84,7 +86,7 @@ def extent(tables, b, c: gl.constexpr):
     if c.window:
         low = gl.maximum(kv_len - q_len - tables.window, 0) // c.block * c.block
     cost = gl.where(q_len > 0, gl.maximum((kv_len - low + c.block - 1) // c.block, 1), 0)
-    return Request(q_begin, q_len, begin, kv_len, low, cost)
+    return Request(b, start, q_begin, q_len, begin, kv_len, low, cost)
 
 
 @gluon.jit
@@ -104,7 +106,7 @@ def _sum(a, b):
 def _ends(tables, b0, passed, c: gl.constexpr):
     """Where tiles of c.scan requests from b0 on end, if those before end at `passed`; and the requests' numbers."""
     b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([max(c.scan // 128, 1)], [32], [4], [0]))
-    return passed + gl.associative_scan(length(extent(tables, b, c), c), 0, _sum), b
+    return passed + gl.associative_scan(length(extent(tables, b, 0, c), c), 0, _sum), b
 
 
 @gluon.jit
@@ -140,9 +142,23 @@ def my_span(tables, program, programs, c: gl.constexpr):
 
 
 @gluon.jit
-def piece_at(request, unit, end, start, c: gl.constexpr):
+def first_request(tables, span, c: gl.constexpr):
+    """The request that has the first unit of a share."""
+    return request_at(tables, extent(tables, span.b, span.start, c), span.unit, span.end, c)
+
+
+@gluon.jit
+def request_at(tables, request, unit, end, c: gl.constexpr):
+    """The request that has a unit before `end`, this one or one after it."""
+    while (unit < end) & (unit >= request.start + length(request, c)):
+        request = extent(tables, request.b + 1, request.start + length(request, c), c)
+    return request
+
+
+@gluon.jit
+def piece_at(request, unit, end, c: gl.constexpr):
     """What of a request lies at `unit`, up to `end`."""
-    h = (unit - start) // request.cost
-    first = unit - start - h * request.cost
+    h = (unit - request.start) // request.cost
+    first = unit - request.start - h * request.cost
     last = gl.minimum(first + end - unit, request.cost)
     return Piece(h, first, last, gl.minimum(request.low + last * c.block, request.kv_len))

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.results import write
 
-
 MOST = gl.constexpr(16)  # rows that are collected together
 
 
