@@ -248,7 +248,9 @@ def test_a_prefix_apart_from_the_pages(stage, layout, device, rng):
         scaled = wrapper.forward(batch.q, *shared, batch.cache, sm_scale=0.5)
         batch.spec = batch.spec.but(sm_scale=0.5)
         assert relative_error(scaled, batch.exact()) < 1e-3
-    wrapper.reset_workspace_buffer(torch.empty(1 << 20, device=device), torch.empty(1 << 14, device=device))
+    wrapper.reset_workspace_buffer(
+        torch.empty(1 << 20, device=device), torch.empty(8 << 20, dtype=torch.uint8, device=device)
+    )
 
 
 def test_levels_that_do_not_fit_are_refused(rng):

@@ -215,6 +215,19 @@ def test_repeated_runs_are_runs(batch):
     assert wrapper._repeats
 
 
+def test_plans_that_differ_in_tables_alone(batch):
+    """They skip the checks of those before them; another layer, or another batch size, does not."""
+    wrapper = planned(batch, "auto")
+    for lengths, layer in (([90, 2, 17], {"window_left": 40}), ([1, 60, 9], {"window_left": 40}), ([5, 70], {})):
+        other = random_batch(batch.spec.but(window_left=-1, sinks=False), [1] * len(lengths), lengths, 16)
+        other = replace(other, spec=other.spec.but(**layer))
+        wrapper.plan(*tables(other), 8, 2, 64, 16, q_data_type=BF16, **layer)
+        out = wrapper.run(other.q.cuda(), (other.k.cuda(), other.v.cuda()))
+        assert relative_error(out.cpu(), other.exact()[0]) < 3e-3
+    with pytest.raises(ValueError, match=r"kv_indptr.* is torch\.int64"):
+        wrapper.plan(tables(other)[0].long(), *tables(other)[1:], 8, 2, 64, 16, q_data_type=BF16)
+
+
 def test_checked_mode_names_what_is_wrong(batch):
     workspace = torch.empty(0, device="cuda")
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, check=True)
@@ -246,11 +259,15 @@ def test_checked_appends_name_what_is_wrong(batch, monkeypatch):
 
 
 def test_a_small_workspace_is_refused_with_the_size_that_is_needed(batch):
-    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 10, dtype=torch.uint8, device="cuda"))
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(1 << 10, dtype=torch.uint8, device="cuda"), backend="triton"
+    )
     with pytest.raises(ValueError, match=r"float_workspace_buffer = '1024 bytes' .* (\d+) bytes are needed") as refusal:
         wrapper.plan(*tables(batch), 8, 2, 64, 16, q_data_type=BF16)
     size = int(str(refusal.value).split()[-4])
-    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(size, dtype=torch.uint8, device="cuda"), backend="triton"
+    )
     wrapper.plan(*tables(batch), 8, 2, 64, 16, q_data_type=BF16, window_left=40)
     out = wrapper.run(batch.q.cuda(), (batch.k.cuda(), batch.v.cuda()), sinks=batch.sinks.cuda())
     assert relative_error(out.cpu(), batch.exact()[0]) < 3e-3

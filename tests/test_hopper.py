@@ -79,6 +79,42 @@ def test_parts_come_together(shape, rng):
 
 
 @gpu
+def test_parts_of_requests_with_different_rows_leave_nothing_behind(rng):
+    """Rounds over one wrapper's memory, which every run must find and leave as zeros: few rows, many, and few again."""
+    for dim, kv_heads, group in ((128, 2, 4), (128, 1, 16), (256, 2, 8), (64, 4, 1)):
+        spec = AttentionSpec(
+            num_qo_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim_qk=dim, q_dtype=torch.bfloat16
+        )
+        zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
+        for _ in range(4):
+            longest = rng.choice((1, 64 // group))
+            q_lens = [rng.randint(0, longest) for _ in range(5)]
+            kv_lens = [q_len + rng.choice((0, 100, 3000, 9000)) for q_len in q_lens]
+            batch = random_batch(spec, q_lens, kv_lens, 16)
+            check(batch, *compute(batch, "hopper", max_q_len=longest, zeros=zeros), "hopper")
+            assert not zeros.any()
+
+
+@gpu
+@pytest.mark.parametrize(("dim", "kv_dtype"), [(64, torch.bfloat16), (128, torch.float8_e4m3fn)], ids=str)
+def test_heads_that_are_read_together_share_no_numbers(dim, kv_dtype, rng):
+    """NaN in one KV head's keys or values is seen by its queries alone."""
+    spec = AttentionSpec(
+        num_qo_heads=8, num_kv_heads=4, head_dim_qk=dim, q_dtype=torch.bfloat16, kv_dtype=kv_dtype, causal=True
+    )
+    batch = random_batch(spec, [1, 1], [640, 3000], 16)
+    clean = compute(batch, "hopper", max_q_len=1)
+    for which, bad in itertools.product("kv", range(4)):
+        cache = getattr(batch, which).float()
+        cache[:, :, bad] = torch.nan
+        out, lse = compute(replace(batch, **{which: cache.to(kv_dtype)}), "hopper", max_q_len=1)
+        others = [head for head in range(8) if head // 2 != bad]
+        assert out[:, [2 * bad, 2 * bad + 1]].isnan().all()
+        assert torch.equal(out[:, others], clean[0][:, others])
+        assert torch.equal(lse[:, others], clean[1][:, others])
+
+
+@gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rows_that_are_not_in_pages(dtype, rng):
     for name in ("plain", "window", "mask"):

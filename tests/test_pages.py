@@ -103,3 +103,20 @@ def test_each_request_of_a_packed_mask_begins_on_a_byte():
         PackedMask.from_bool(torch.ones(20, dtype=torch.bool), ints(3, 2), ints(5, 2))
     with pytest.raises(ValueError, match=r"2 bytes.*need 3"):
         PackedMask.from_packed(torch.zeros(2, dtype=torch.uint8), ints(3, 2), ints(5, 2))
+
+
+def test_tables_that_are_alike_are_not_checked_again():
+    """On a device, where only their shapes are looked at; other shapes and types, and values on the host, are checked."""
+    indptr, indices, last = (torch.empty(n, dtype=torch.int32, device="meta") for n in (4, 9, 3))
+    pages = PageTable(indptr, indices, last, 16)
+    more = torch.empty(12, dtype=torch.int32, device="meta")
+    other = pages.like(indptr.clone(), more, last.clone())
+    assert other.indices is more
+    assert (other.page_size, other.batch_size) == (16, 3)
+    assert pages.like(indptr[1:], indices, last[1:]) is None
+    assert pages.like(indptr.long(), indices, last) is None
+    assert pages.like(indptr, indices.view(3, 3), last) is None
+    assert pages.like(indptr, torch.empty(18, dtype=torch.int32, device="meta")[::2], last) is None
+    assert pages.like(indptr, torch.zeros(9, dtype=torch.int32), last) is None
+    host = PageTable(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0], [5])), 16)
+    assert host.like(host.indptr, host.indices, host.last_page_len) is None

@@ -24,7 +24,7 @@ from quire.kernels.ops import asked, traced
 
 DType = str | torch.dtype
 Scale = float | Tensor
-INT_WORKSPACE = 8 << 20  # bytes: as much as FlashInfer's; parts of tiles, or counters
+INT_WORKSPACE = 8 << 20  # bytes on a GPU, as in FlashInfer: parts of tiles, or counters
 
 
 def refuse(**given: Any) -> None:
@@ -95,7 +95,8 @@ class AttentionWrapper:
         else:
             self.device = torch.device("cpu")
         self._float_workspace_buffer = float_workspace_buffer
-        self._int_workspace_buffer = torch.zeros(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
+        self._int_size = INT_WORKSPACE if self.device.type == "cuda" else 16
+        self._int_workspace_buffer = torch.zeros(self._int_size, dtype=torch.uint8, device=self.device)
         self._zeros = self._int_workspace_buffer.view(torch.int32)
         self._scratch: Tensor | None = None
         self._scratch_of: tuple[int, Tensor | None] = (0, None)  # its bytes, and the workspace that they are from
@@ -140,7 +141,7 @@ class AttentionWrapper:
         other._float_workspace_buffer = torch.empty(1 << 50, dtype=torch.uint8, device="meta")  # large, and not there
         given = taken.bind(other, *args, **options)
         type(self).plan(**given.arguments)
-        return max(16, other._scratch_size), INT_WORKSPACE
+        return max(16, other._scratch_size), self._int_size
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Accepted after a plan: k and v may differ in strides without any preparation."""
@@ -163,10 +164,10 @@ class AttentionWrapper:
             check_workspace(buffer, f"{name}_workspace_buffer")
             check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))
         size = int_workspace_buffer.nbytes
-        check(size >= INT_WORKSPACE, "int_workspace_buffer", f"{size} bytes", f"at least {INT_WORKSPACE} bytes")
+        check(size >= self._int_size, "int_workspace_buffer", f"{size} bytes", f"at least {self._int_size} bytes")
         self._repeats.clear()
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer.zero_()
-        self._zeros = int_workspace_buffer.view(-1).view(torch.uint8)[:INT_WORKSPACE].view(torch.int32)
+        self._zeros = int_workspace_buffer.view(-1).view(torch.uint8)[: self._int_size].view(torch.int32)
 
     def end_forward(self) -> None:
         """Kept for code that calls it; there is nothing to end."""

@@ -142,6 +142,21 @@ class PageTable:
             page = int(self.indices[bad])
             raise ValueError(f"kv_indices[{bad}] = {page} of request {request} is out of range: 0 to {num_pages - 1}")
 
+    def like(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> PageTable | None:
+        """These tables, if this table's checks hold for them too; else None. Those on the host have values to check."""
+        if self.indptr.is_cpu:
+            return None
+        for x, own in ((indptr, self.indptr), (indices, self.indices), (last_page_len, self.last_page_len)):
+            if type(x) is not Tensor or x.dtype != torch.int32 or x.device != own.device or not x.is_contiguous():
+                return None
+        if indptr.shape != self.indptr.shape or last_page_len.shape != self.last_page_len.shape or indices.ndim != 1:
+            return None
+        other = object.__new__(PageTable)
+        other.__dict__.update(
+            indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=self.page_size
+        )  # fmt: skip
+        return other
+
     def to(self, device: torch.device | str) -> PageTable:
         """The table on another device; its values are checked if that is the host."""
         return PageTable(self.indptr.to(device), self.indices.to(device), self.last_page_len.to(device), self.page_size)

@@ -305,23 +305,22 @@ def attend_block(acc, m, l, queries, rows, request, t0, k, v, window, masks, c: 
     base = gl.where(top == -float("inf"), 0.0, top)
     p = gl.exp2(s - base[None, :])
     shrink = gl.exp2(m - base)
-    weights = p.to(queries.weights.dtype)
-    if c.pair > 1:
-        zero = gl.zeros_like(weights)
-        queries.weights.index(0).permute([1, 0]).store(gl.where(second[None, :], zero, weights))
-        queries.weights.index(1).permute([1, 0]).store(gl.where(second[None, :], weights, zero))
-    else:
-        queries.weights.index(0).permute([1, 0]).store(weights)
+    queries.weights.permute([1, 0]).store(p.to(queries.weights.dtype))
     fence_async_shared()
     gl.thread_barrier()
     if c.fp8:
         acc = acc[0] * shrink[None, :], acc[1] * shrink[None, :]
     else:
         acc = (acc[0] * shrink[None, :],)
-    acc = add_values(acc, queries.weights.index(0), v.slice(0, c.words, 1), L, c)
+    sums = add_values(acc, queries.weights, v.slice(0, c.words, 1), L, c)
     if c.pair > 1:
-        acc = add_values(acc, queries.weights.index(1), v.slice(c.words, c.words, 1), L, c)
-    return acc, top, l * shrink[None, :] + p
+        # All columns once for each head, and then those that are its own: zeros for weights would let NaN through.
+        other = add_values(acc, queries.weights, v.slice(c.words, c.words, 1), L, c)
+        if c.fp8:
+            sums = gl.where(second[None, :], other[0], sums[0]), gl.where(second[None, :], other[1], sums[1])
+        else:
+            sums = (gl.where(second[None, :], other[0], sums[0]),)
+    return sums, top, l * shrink[None, :] + p
 
 
 @gluon.jit
@@ -404,7 +403,7 @@ def decode(
     row: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.words], dtype)
     tile = gl.allocate_shared_memory(dtype, [c.dim // c.words, c.rows, c.words], row)
     key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.block], dtype)
-    weights = gl.allocate_shared_memory(dtype, [c.pair, c.rows, c.block], key)
+    weights = gl.allocate_shared_memory(dtype, [c.rows, c.block], key)
     queries = Queries(q, q_token, q_head, tile, weights, scale, cap, q_scale, k_scale)
     masks = Masks(mask_bits, mask_indptr, mask_size)
     gdc_launch_dependents()

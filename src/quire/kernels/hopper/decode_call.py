@@ -61,7 +61,7 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
     columns = max(8, triton.next_power_of_2(rows))
     sums = columns * (spec.head_dim_qk // words)  # fp8 adds up even and odd elements apart
     programs, block = 2 if words <= 128 and sums <= 32 else 1, 64 * max(1, 128 // (words * pair))
-    room = _SHARED // programs - 1024 - 2 * columns * (spec.head_dim_qk + block * pair) - _OTHER
+    room = _SHARED // programs - 1024 - 2 * columns * (spec.head_dim_qk + block) - _OTHER
     stages = room // (4 * words * pair * block)
     return Tuning(pair, rows, columns, words, block, stages, programs, 128 if programs == 2 else 255)
 
