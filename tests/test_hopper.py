@@ -79,6 +79,28 @@ def test_parts_come_together(shape, rng):
 
 
 @gpu
+def test_launches_on_two_streams_do_not_wait_for_each_other(rng):
+    """Programs wait for others of their launch, while half of the machine is taken by another launch's."""
+    spec = AttentionSpec(num_qo_heads=16, num_kv_heads=4, head_dim_qk=128, q_dtype=torch.bfloat16)
+    wrappers, streams = [], [torch.cuda.Stream() for _ in range(3)]
+    for kv_lens in ([60000], [9000, 20000, 3], [700] * 40):
+        batch = random_batch(spec, [1] * len(kv_lens), kv_lens, 16, device="cuda")
+        wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(None)
+        table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
+        wrapper.plan(*table, 16, 4, 128, 16, q_data_type=torch.bfloat16)
+        assert wrapper.backend == "hopper"
+        wrappers.append((wrapper, batch, wrapper.run(batch.q, (batch.k, batch.v))))
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(100):
+        for stream, (wrapper, batch, first) in zip(streams, wrappers, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append((wrapper.run(batch.q, (batch.k, batch.v)), first))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, first) for out, first in outs)
+
+
+@gpu
 def test_parts_of_requests_with_different_rows_leave_nothing_behind(rng):
     """Rounds over one wrapper's memory, which every run must find and leave as zeros: few rows, many, and few again."""
     for dim, kv_heads, group in ((128, 2, 4), (128, 1, 16), (256, 2, 8), (64, 4, 1)):
