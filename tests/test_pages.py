@@ -106,7 +106,7 @@ def test_each_request_of_a_packed_mask_begins_on_a_byte():
 
 
 def test_tables_that_are_alike_are_not_checked_again():
-    """On a device, where only their shapes are looked at; other shapes and types, and values on the host, are checked."""
+    """On a device, where only shapes are looked at; other shapes and types, and values on the host, are checked."""
     indptr, indices, last = (torch.empty(n, dtype=torch.int32, device="meta") for n in (4, 9, 3))
     pages = PageTable(indptr, indices, last, 16)
     more = torch.empty(12, dtype=torch.int32, device="meta")
