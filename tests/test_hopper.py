@@ -274,6 +274,7 @@ def test_kernels_compile(dim):
     if dim == 128:
         layers.append((spec.but(window_left=9, logits_soft_cap=1.0, sinks=True, custom_mask=True), 4))
         layers.append((spec.but(kv_dtype=torch.float8_e5m2), 1))
+        layers.append((spec, 16))
     for each, max_q_len in layers:
         usage = compile_decode(each, max_q_len)
         assert hopper.decode_call.tune(each, max_q_len).programs * (usage.shared + 1024) <= 228 << 10

@@ -28,7 +28,7 @@ class Config:
     """What the kernel is compiled for. heads: KV heads, of which `pair` are read together and count as one;
     group: query heads for one; words: numbers of two bytes in a stored head; block: keys of a block; stages: blocks in
     the ring; programs: on a multiprocessor; scan: requests looked at together; rows: of a tile, a power of
-    two; part_rows: of a part of a tile, a power of two of at least four.
+    two; part_rows: of a part of a tile, a power of two of at least four; fetchers: registers of a thread that fetches.
     """
 
     heads: int
