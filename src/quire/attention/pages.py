@@ -42,9 +42,9 @@ def _page_count(lengths: Tensor, page_size: int) -> Tensor:
     return (lengths + (page_size - 1)) // page_size
 
 
-def _last_page_len(lengths: Tensor, page_size: int) -> Tensor:
+def _last_page_len(lengths: Tensor, pages: Tensor, page_size: int) -> Tensor:
     """int32: tokens in the last page of requests of these lengths, 0 for none."""
-    return torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
+    return torch.sub(lengths, (pages - 1).clamp_(min=0), alpha=page_size)
 
 
 def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name: str = "") -> None:
@@ -191,7 +191,7 @@ class PageTable:
         spare = block_tables.numel()  # one slot past the end takes what is not used
         target = torch.where(used, indptr[:-1, None] + columns, spare).flatten().long()
         indices = block_tables.new_zeros(spare + 1).scatter_(0, target, block_tables.flatten())
-        return cls(indptr, indices[:spare], _last_page_len(lengths, page_size), page_size)
+        return cls(indptr, indices[:spare], _last_page_len(lengths, pages, page_size), page_size)
 
     @classmethod
     def from_pages(cls, indices: Tensor, lengths: Tensor, page_size: int) -> PageTable:
@@ -199,8 +199,9 @@ class PageTable:
 
         Never waits for a device; entries beyond the last request's are left alone.
         """
-        packed = RaggedLayout.from_lengths(_page_count(table(lengths, "lengths"), page_size)).indptr
-        return cls(packed, indices, _last_page_len(lengths, page_size), page_size)
+        pages = _page_count(table(lengths, "lengths"), page_size)
+        packed = RaggedLayout.from_lengths(pages).indptr
+        return cls(packed, indices, _last_page_len(lengths, pages, page_size), page_size)
 
     @classmethod
     def from_lengths(
@@ -215,11 +216,12 @@ class PageTable:
             room = indptr.diff() * page_size
             check_indptr(indptr, "kv_indptr", len(table(indices, "kv_indices")), "the number of kv_indices")
             refuse_first((lengths < 0) | (lengths > room), name, lengths, "0 to what the request's pages hold")
-        packed = RaggedLayout.from_lengths(_page_count(lengths, page_size)).indptr
+        pages = _page_count(lengths, page_size)
+        packed = RaggedLayout.from_lengths(pages).indptr
         place = torch.arange(len(indices), dtype=torch.int32, device=lengths.device)
         owner = torch.searchsorted(packed[1:], place, right=True).clamp(max=len(lengths) - 1)
-        source = (indptr[owner] + place - packed[owner]).clamp(0, len(indices) - 1)
-        return cls(packed, indices[source], _last_page_len(lengths, page_size), page_size)
+        source = ((indptr - packed)[owner] + place).clamp(0, len(indices) - 1)
+        return cls(packed, indices[source], _last_page_len(lengths, pages, page_size), page_size)
 
     @classmethod
     def from_slots(cls, slots: Tensor, indptr: Tensor) -> PageTable:
@@ -256,10 +258,11 @@ class PageTable:
             refuse_first((lengths < 0) | (first + lengths > width), "lengths", lengths, f"0 to max_context = {width}")
             wrong = (req_pool_indices < 0) | (req_pool_indices >= len(req_to_token))
             refuse_first(wrong, "req_pool_indices", req_pool_indices, f"0 to {len(req_to_token) - 1}")
-        indptr = RaggedLayout.from_lengths(_page_count(lengths, page_size)).indptr
+        pages = _page_count(lengths, page_size)
+        indptr = RaggedLayout.from_lengths(pages).indptr
         if entries is None:
             entries = count * -(-width // page_size) if lengths.device.type != "cpu" else int(indptr[-1])
-        last_page_len = _last_page_len(lengths, page_size)
+        last_page_len = _last_page_len(lengths, pages, page_size)
         if count == 0:
             return cls(indptr, lengths, last_page_len, page_size)
         place = torch.arange(entries, dtype=torch.int32, device=lengths.device)
