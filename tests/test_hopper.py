@@ -79,7 +79,7 @@ def test_parts_come_together(shape, rng):
 
 
 @gpu
-def test_launches_on_two_streams_do_not_wait_for_each_other(rng):
+def test_launches_on_several_streams_do_not_wait_for_each_other(rng):
     """Programs wait for others of their launch, while half of the machine is taken by another launch's."""
     spec = AttentionSpec(num_qo_heads=16, num_kv_heads=4, head_dim_qk=128, q_dtype=torch.bfloat16)
     wrappers, streams = [], [torch.cuda.Stream() for _ in range(3)]

@@ -61,7 +61,9 @@ class AttentionWrapper:
 
     Kernels for GPUs keep parts of results in the float workspace while they run: `plan` refuses one that is too small,
     and `workspace_size` tells what is needed. Wrappers that run one after another may share it. Without one (None, or
-    an empty tensor that only names the device) the wrapper has its own.
+    an empty tensor that only names the device) the wrapper has its own. Others keep them in the int workspace, 8 MiB of
+    zeros before and after, which each wrapper makes. Runs that use the same memory follow each other on one stream, or
+    wait for one another by events: at the same time they would take each other's parts, and may never end.
 
     All wrappers take, besides FlashInfer's arguments:
 
@@ -159,7 +161,12 @@ class AttentionWrapper:
         return result
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Replace the workspace buffers; both must lie on the wrapper's device. The second is zeroed."""
+        """Replace the workspace buffers; both must lie on the wrapper's device, at addresses that are multiples of 16.
+        The second has 8 MiB on a GPU, 16 bytes elsewhere, or more, and is zeroed.
+
+        Raises:
+            ValueError: a buffer that is not such a one.
+        """
         for name, buffer in (("float", float_workspace_buffer), ("int", int_workspace_buffer)):
             check_workspace(buffer, f"{name}_workspace_buffer")
             check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))

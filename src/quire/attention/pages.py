@@ -151,10 +151,8 @@ class PageTable:
                 return None
         if indptr.shape != self.indptr.shape or last_page_len.shape != self.last_page_len.shape or indices.ndim != 1:
             return None
-        other = object.__new__(PageTable)
-        other.__dict__.update(
-            indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=self.page_size
-        )  # fmt: skip
+        other = object.__new__(PageTable)  # without its checks
+        other.__dict__.update(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=self.page_size)
         return other
 
     def to(self, device: torch.device | str) -> PageTable:

@@ -56,8 +56,7 @@ class Call:
             besides q_scale and k_scale, for fp8 caches.
         max_q_len: the most query tokens that a request has, 0 if nobody knows.
         scratch, zeros: memory of the caller's that no other call uses meanwhile, float32 as much as the family asks for
-            and INT_WORKSPACE bytes of int32 zeros, which are zeros again afterwards; kernels take their own where there
-            is none.
+            and 8 MiB of int32 zeros, which are zeros again afterwards; kernels take their own where there is none.
     """
 
     q: Tensor

@@ -53,8 +53,9 @@ def put(places, x, here):
     """Numbers for `take`: -0 for 0, since what has not been written yet is 0."""
     bits = x.to(gl.int32, bitcast=True)
     bits = gl.where(bits == 0, -(1 << 31), bits)
-    places, bits, here = places + gl.zeros_like(bits), bits, here | gl.zeros_like(bits).to(gl.int1)
-    gl.inline_asm_elementwise(_PUT, "=r,l,r,r", [places, bits, here.to(gl.int32)], gl.int32, False, 1)
+    none = gl.zeros_like(bits)  # gives all of them the same shape
+    here = here | none.to(gl.int1)
+    gl.inline_asm_elementwise(_PUT, "=r,l,r,r", [places + none, bits, here.to(gl.int32)], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -79,7 +80,8 @@ def collect(acc, m, l, parts, results, request, h, program, final, spare, spare_
     """
     R: gl.constexpr = min(c.part_rows, MOST)
     runs: gl.constexpr = acc.shape[0] // R
-    many: gl.constexpr = max((64 if R < 16 else 32) * 128 // (R * c.dim), 1)
+    # Parts at a time: 64 or 32 numbers of a thread, as registers have room for, and 8 for the last ones.
+    many: gl.constexpr = max((64 if R < MOST else 32) * 128 // (R * c.dim), 1)
     few: gl.constexpr = max(8 * 128 // (R * c.dim), 1)
     plane: gl.constexpr = gl.BlockedLayout([1, c.dim // 32], [1, 32], [4, 1], [1, 0])
     flat: gl.constexpr = gl.SliceLayout(1, plane)
