@@ -52,8 +52,9 @@ class Tuning:
 
 @lru_cache(maxsize=1024)
 def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
-    """Two heads where one has only 128 bytes and their queries have room in eight columns, and rings as deep as shared
-    memory lets them be, for two programs where their registers do.
+    """Two heads where one has only 128 bytes and their queries have room in eight columns. Two programs where registers
+    let them be, with rings of two blocks: more that are asked for at a time wait for each other. One has a ring as deep
+    as shared memory lets it be.
     """
     rows, words = max_q_len * spec.group_size, spec.head_dim_qk * spec.kv_dtype.itemsize // 2
     pair = 2 if words == 64 and rows <= 4 and spec.num_kv_heads % 2 == 0 else 1
@@ -62,7 +63,7 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
     sums = columns * (spec.head_dim_qk // words)  # fp8 adds up even and odd elements apart
     programs, block = 2 if words <= 128 and sums <= 32 else 1, 64 * max(1, 128 // (words * pair))
     room = _SHARED // programs - 1024 - 2 * columns * (spec.head_dim_qk + block) - _OTHER
-    stages = room // (4 * words * pair * block)
+    stages = min(room // (4 * words * pair * block), 2 if programs == 2 else 16)
     return Tuning(pair, rows, columns, words, block, stages, programs, 128 if programs == 2 else 255)
 
 
