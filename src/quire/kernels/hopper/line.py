@@ -104,9 +104,12 @@ def _sum(a, b):
 
 @gluon.jit
 def _ends(tables, b0, passed, c: gl.constexpr):
-    """Where tiles of c.scan requests from b0 on end, if those before end at `passed`; and the requests' numbers."""
+    """Where tiles of c.scan requests from b0 on end, if those before end at `passed`; the requests' numbers, and how
+    long their longest tile is.
+    """
     b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([max(c.scan // 128, 1)], [32], [4], [0]))
-    return passed + gl.associative_scan(length(extent(tables, b, 0, c), c), 0, _sum), b
+    request = extent(tables, b, 0, c)
+    return passed + gl.associative_scan(length(request, c), 0, _sum), b, gl.max(request.cost, 0)
 
 
 @gluon.jit
@@ -121,19 +124,23 @@ def my_span(tables, program, programs, c: gl.constexpr):
     """The share of one of as many programs as share the line, from its end on: who waits for programs after it on the
     line waits for such as started before it.
     """
-    ends, requests = _ends(tables, 0, 0, c)
+    ends, requests, longest = _ends(tables, 0, 0, c)
     passed = gl.max(ends, 0)
     total = passed
     for b0 in range(c.scan, tables.batch, c.scan):
-        total = gl.max(_ends(tables, b0, total, c)[0], 0)
+        more, _, long = _ends(tables, b0, total, c)
+        total, longest = gl.max(more, 0), gl.maximum(longest, long)
     if c.programs > 1:  # where there is little to read, one program per multiprocessor is faster
         programs = gl.where(total <= programs * FEW, programs // c.programs, programs)
     share = (total + programs - 1) // programs
+    if c.tile_rows > 0:  # parts cost more than a share that is a little longer, of whole tiles
+        whole = (share + longest - 1) // gl.maximum(longest, 1) * longest
+        share = gl.where(whole * 16 <= share * 17, whole, share)
     program = programs - 1 - program
     unit = gl.where(program < 0, total, program * share)
     b, start = _before(ends, requests, unit, tables)
     for b0 in range(c.scan, tables.batch, c.scan):
-        ends, requests = _ends(tables, b0, passed, c)
+        ends, requests, _ = _ends(tables, b0, passed, c)
         more, further = _before(ends, requests, unit, tables)
         b, start, passed = b + more, gl.maximum(start, further), gl.max(ends, 0)
     # The compiler passes all this to the other warps through the memory that the sums used, without a barrier between.
