@@ -1,6 +1,6 @@
-"""Decode for Hopper GPUs, written in Gluon. `decode.py` and `parts.py` have the kernel for most layers, `latent.py` has
-that for latent caches (MLA), both over `line.py` and `results.py`; `decode_call.py` and `latent_call.py` lie between
-calls and kernels.
+"""Decode for Hopper GPUs, written in Gluon. `decode.py`, `attend.py` and `parts.py` have the kernel for most layers,
+`latent.py` has that for latent caches (MLA), both over `line.py` and `results.py`; `decode_call.py` and
+`latent_call.py` lie between calls and kernels.
 """
 
 from __future__ import annotations
