@@ -299,5 +299,7 @@ def test_what_it_declines():
     assert declines(spec.but(kv_dtype=torch.float8_e5m2), 1) is None
     assert "a head_dim of 128 or 256, not 64" in declines(narrow, 1)
     assert "torch.float32" in declines(spec.but(q_dtype=torch.float32, kv_dtype=torch.float32), 1)
-    assert "batch invariance" in declines(spec.but(batch_invariant=True), 1)
+    assert "at most 64 query rows" in declines(spec, 0)
+    assert declines(spec.but(batch_invariant=True), 0) is None
+    assert "nor position encodings" in declines(spec.but(batch_invariant=True, pos_encoding="ALIBI"), 1)
     assert hopper.declines(spec, torch.device("cpu"), 1) == "it needs a Hopper GPU"

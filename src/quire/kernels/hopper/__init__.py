@@ -34,7 +34,9 @@ def _processors(device: torch.device) -> int:
 
 
 def scratch(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, keys: int) -> int:
-    return latent_call.scratch(spec, _processors(device), max_q_len) if spec.latent else 0
+    if spec.latent:
+        return latent_call.scratch(spec, _processors(device), max_q_len)
+    return decode_call.scratch(spec, _processors(device), max_q_len, batch_size, keys)
 
 
 def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:

@@ -49,10 +49,10 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def load_queries(queries, request, h, flat: gl.constexpr, c: gl.constexpr):
-    """A tile's queries to shared memory, and the factor of each row's logits."""
+def load_queries(queries, request, h, row, flat: gl.constexpr, c: gl.constexpr):
+    """A tile's queries, those of rows from `row` on, to shared memory, and the factor of each row's logits."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.dim, c.dim // 8], [4, 1], [1, 0])
-    r = gl.arange(0, c.rows, gl.SliceLayout(1, layout))
+    r = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
     d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
     head = h * c.group + r % c.group
     at = (request.q_begin + r // c.group).to(gl.int64) * queries.token + head * queries.head
@@ -146,9 +146,9 @@ def upright(acc, c: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(request, factor, masks, c: gl.constexpr):
-    """The rows of a request's tiles."""
-    r = gl.arange(0, c.rows, factor.type.layout)
+def rows_of(request, row, factor, masks, c: gl.constexpr):
+    """A request's rows from `row` on."""
+    r = row + gl.arange(0, c.rows, factor.type.layout)
     bit = r.to(gl.int64)
     if c.mask:
         begin = gl.maximum(gl.load(masks.indptr + request.b), 0).to(gl.int64)

@@ -19,9 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.attend import Masks, Queries, attend_block, load_queries, no_values, rows_of, upright
-from quire.kernels.hopper.line import Tables, first_request, my_span, piece_at, request_at
+from quire.kernels.hopper.line import Tables, first_request, my_span, next_tile, piece_at, request_at
 from quire.kernels.hopper.parts import Parts, collect, leave
 from quire.kernels.hopper.results import Results, clear_padding, write
+from quire.kernels.hopper.units import UnitParts, consume_units, reach_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ class Config:
     v_scale: bool
     fp8: bool
     e5m2: bool
+    unit: int  # keys of a unit of the line, a block unless it is batch-invariant
+    run: int = 0  # units that are folded together to be batch-invariant; 0: it is not
+    whole: bool = False  # tiles are not cut, and are of tile_rows rows
     tile_rows: int = 0  # all
 
 
@@ -105,14 +109,16 @@ def fetch(tables, cache, ring, span, c: gl.constexpr):
         k_at = cache.k + (d % c.words + d // c.words * cache.k_head)
         v_at = cache.v + (d % c.words + d // c.words * cache.v_head)
     unit, request = span.unit, first_request(tables, span, c)
+    if c.whole:
+        unit, request = next_tile(tables, request, unit, span.end, c)
     n = unit * 0
     while unit < span.end:
         piece = piece_at(request, unit, span.end, c)
         unit += piece.last - piece.first
-        head = (piece.h.to(gl.int64) if c.far else piece.h) * c.pair
-        begin = request.low + piece.first * c.block
-        page = pages_of(tables, request, begin + t, c)
-        for t0 in range(begin, piece.stop, c.block):
+        reach = reach_of(request, piece, tables.window, c)
+        head = (reach.h.to(gl.int64) if c.far else reach.h) * c.pair
+        page = pages_of(tables, request, reach.begin + t, c)
+        for t0 in range(reach.begin, reach.stop, c.block):
             j = t0 + t
             k_row, v_row = page * cache.k_page + head * cache.k_head, page * cache.v_page + head * cache.v_head
             if c.page_size > 1:
@@ -140,7 +146,7 @@ def consume(tables, queries, masks, ring, parts, results, span, c: gl.constexpr)
     n = span.unit * 0
     while unit < span.end:
         piece = piece_at(request, unit, span.end, c)
-        rows = rows_of(request, load_queries(queries, request, piece.h, flat, c), masks, c)
+        rows = rows_of(request, 0, load_queries(queries, request, piece.h, 0, flat, c), masks, c)
         m = gl.full([c.rows], -float("inf"), gl.float32, flat)
         l = gl.full([c.block, c.rows], 0.0, gl.float32, L)
         acc = no_values(L, c)
@@ -168,31 +174,38 @@ def consume(tables, queries, masks, ring, parts, results, span, c: gl.constexpr)
 
 
 _POINTERS = (
-    "lse", "sinks", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
+    "lse", "sinks", "arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
     "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
-_NUMBERS = ("mask_size", "batch", "tokens", "entries", "pages", "window")
+_NUMBERS = ("slots", "mask_size", "batch", "tokens", "entries", "pages", "window")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def decode(
     q, q_pe, k, v, k_pe, out, lse, sinks,
-    part, qo_indptr, kv_indptr, last_page_len, indices, mask_bits, mask_indptr, q_scale, k_scale, v_scale,
-    mask_size, batch, tokens, entries, pages, window, scale, v_gain, cap,
+    part, arrivals, qo_indptr, kv_indptr, last_page_len, indices, mask_bits, mask_indptr, q_scale, k_scale, v_scale,
+    slots, mask_size, batch, tokens, entries, pages, window, scale, v_gain, cap,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, o_token, o_head,
     c: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a batch of requests with at most 64 query rows per KV head, over pages or ragged rows.
+    """Attention of a batch of requests, over pages or ragged rows; with at most 64 query rows per KV head, but where
+    tiles are whole.
 
     q, k, v, out: as in `quire.kernels.registry.Call` (q_pe and k_pe are None); lse: float32 [tokens, heads]. part:
-    int32 [programs, c.part_rows, dim] and after it [programs, c.part_rows, 2], 0 before and after. Strides count
+    int32 [programs, c.part_rows, dim] and after it [programs, c.part_rows, 2], 0 before and after; with c.run float32
+    [slots, ...], and arrivals: int32 [2 * programs], 0 before and after; neither where tiles are whole. Strides count
     elements, those of k and v are multiples of 16. scale and cap are in base 2.
     """
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, window)
     if c.fp8:
         k, v = k.to(gl.pointer_type(gl.int16), bitcast=True), v.to(gl.pointer_type(gl.int16), bitcast=True)
     cache = Cache(k, v, k_page, k_token, k_head, v_page, v_token, v_head)
-    parts = Parts(part, part + gl.num_programs(0) * (c.part_rows * c.dim))
+    sums = part
+    if not c.whole:
+        sums += (slots.to(gl.int64) if c.run > 0 else gl.num_programs(0)) * (c.part_rows * c.dim)
+    parts = Parts(part, sums)
+    if c.run > 0:
+        parts = UnitParts(part, sums, slots, arrivals)  # type: ignore[assignment]
     results = Results(out, lse, o_token, o_head, sinks, v_scale, v_gain)
     stored: gl.constexpr = k.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if c.fp8 else stored
@@ -218,7 +231,10 @@ def decode(
     gdc_wait()
     span = my_span(tables, gl.program_id(0), gl.num_programs(0), c)
     gl.warp_specialize(
-        [(consume, (tables, queries, masks, ring, parts, results, span, c)), (fetch, (tables, cache, ring, span, c))],
+        [
+            (consume_units if c.run > 0 else consume, (tables, queries, masks, ring, parts, results, span, c)),
+            (fetch, (tables, cache, ring, span, c)),
+        ],
         [4],
         [c.fetchers],
     )

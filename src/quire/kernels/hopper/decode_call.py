@@ -15,16 +15,18 @@ from quire.kernels.registry import Call
 from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_scales, steps
 
 _ROWS = 64  # of a tile
+_UNIT, _RUN = 256, 16  # keys between two cuts, and such units folded together, in batch-invariant mode
+_MOST = 120 << 20  # bytes for parts then: workspaces usually have 128 MiB
 _SHARED, _OTHER = 228 << 10, 4 << 10  # bytes of a multiprocessor's shared memory, and of those for this and that
 
 
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     """Why there is no kernel for a layer that is not latent."""
     rows = max_q_len * spec.group_size
-    if not 0 < rows <= _ROWS:
+    if not (0 < rows <= _ROWS or spec.batch_invariant):
         return f"it decodes: at most {_ROWS} query rows per request and KV head" + (f", not {rows}" if rows else "")
-    if spec.items or spec.pos_encoding != "NONE" or spec.batch_invariant:
-        return "it knows no items, position encodings, nor batch invariance"
+    if spec.items or spec.pos_encoding != "NONE":
+        return "it knows no items, nor position encodings"
     if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
         return f"head_dim is 64, 128 or 256, not {spec.head_dim_qk} and {spec.head_dim_vo}"
     if spec.q_dtype not in (torch.float16, torch.bfloat16):
@@ -57,25 +59,35 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
     as shared memory lets it be.
     """
     rows, words = max_q_len * spec.group_size, spec.head_dim_qk * spec.kv_dtype.itemsize // 2
+    if _whole(spec, max_q_len):
+        rows = _ROWS
     pair = 2 if words == 64 and rows <= 4 and spec.num_kv_heads % 2 == 0 else 1
     rows *= pair
     columns = max(8, triton.next_power_of_2(rows))
     sums = columns * (spec.head_dim_qk // words)  # fp8 adds up even and odd elements apart
     programs, block = 2 if words <= 128 and sums <= 32 else 1, 64 * max(1, 128 // (words * pair))
+    if spec.batch_invariant:  # weights of as many keys are added up together, whatever else is chosen
+        block = 64
     room = _SHARED // programs - 1024 - 2 * columns * (spec.head_dim_qk + block) - _OTHER
     stages = min(room // (4 * words * pair * block), 2 if programs == 2 else 16)
     return Tuning(pair, rows, columns, words, block, stages, programs, 128 if programs == 2 else 255)
 
 
+def _whole(spec: AttentionSpec, max_q_len: int) -> bool:
+    """Whether tiles are not cut: to be batch-invariant requests are computed here whatever their rows."""
+    return not 0 < max_q_len * spec.group_size <= _ROWS
+
+
 @lru_cache(maxsize=1024)
 def _launcher(c: Config, registers: int) -> Launcher:
-    return Launcher(decode, c, num_warps=4, maxnreg=registers, launch_pdl=True)
+    # What is rounded must not depend on what else is in the kernel, to be batch-invariant.
+    return Launcher(decode, c, num_warps=4, maxnreg=registers, launch_pdl=True, enable_fp_fusion=c.run == 0)
 
 
 @lru_cache(maxsize=1024)
 def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
     """What the kernel is compiled for. flags: scales of q, k, v that are tensors, lse, a far cache."""
-    tuning = tune(spec, max_q_len)
+    tuning, whole = tune(spec, max_q_len), _whole(spec, max_q_len)
     q_scale, k_scale, v_scale, lse, far = flags
     return Config(
         heads=spec.num_kv_heads // tuning.pair,
@@ -85,13 +97,17 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         words=tuning.words,
         page_size=page_size,
         block=tuning.block,
+        unit=_UNIT if spec.batch_invariant else tuning.block,
+        run=_RUN if spec.batch_invariant else 0,
+        whole=whole,
+        tile_rows=tuning.rows if whole else 0,
         stages=tuning.stages,
         programs=tuning.programs,
         scan=max(32, min(1024, triton.next_power_of_2(batch))),
         rows=tuning.columns,
-        part_rows=max(4, triton.next_power_of_2(tuning.rows)),
+        part_rows=_part_rows(tuning),
         fetchers=72 if tuning.programs == 2 else 152,
-        causal=spec.causal and max_q_len > 1,
+        causal=spec.causal and max_q_len != 1,
         window=spec.window_left >= 0,
         cap=spec.logits_soft_cap > 0,
         mask=spec.custom_mask,
@@ -104,6 +120,31 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         fp8=spec.kv_dtype in FLOATS8,
         e5m2=spec.kv_dtype == torch.float8_e5m2,
     )
+
+
+def _part_rows(tuning: Tuning) -> int:
+    return max(4, triton.next_power_of_2(tuning.rows))
+
+
+def _slots(spec: AttentionSpec, max_q_len: int, processors: int, batch: int, keys: int) -> tuple[int, int]:
+    """Programs of a batch-invariant launch, and slots for what they leave: for the units of a run each, and for all
+    runs of the line. Where parts are large, programs are as many as have room.
+    """
+    tuning = tune(spec, max_q_len)
+    each = _part_rows(tuning) * (spec.head_dim_vo + 2) * 4
+    runs = spec.num_kv_heads // tuning.pair * (keys // _UNIT + batch) // _RUN
+    programs = processors * tuning.programs
+    room = (_MOST - runs * each) // ((_RUN + 1) * each)
+    programs = max(min(programs, room), processors // 2)
+    return programs, (_RUN + 1) * programs + runs
+
+
+def scratch(spec: AttentionSpec, processors: int, max_q_len: int, batch: int, keys: int) -> int:
+    """Bytes for parts of tiles: see `quire.kernels.registry`. Others are zeros before and after, and lie elsewhere."""
+    if not spec.batch_invariant or _whole(spec, max_q_len):
+        return 0
+    slots = _slots(spec, max_q_len, processors, batch, keys)[1]
+    return slots * _part_rows(tune(spec, max_q_len)) * (spec.head_dim_vo + 2) * 4
 
 
 def refuses(call: Call) -> str | None:
@@ -120,7 +161,7 @@ def _width(x: Tensor) -> int:
 
 
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
-    """Compute a call, with programs for as many as run at a time, if there is room for a part of a tile for each."""
+    """Compute a call, with programs for as many as run at a time, if there is room for their parts of tiles."""
     spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
     page_size, indices, last_page_len, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
@@ -129,13 +170,23 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
     c, tuning = config(spec, page_size, batch, call.max_q_len, flags), tune(spec, call.max_q_len)
     each, programs = c.part_rows * (spec.head_dim_vo + 2), processors * tuning.programs
-    part = call.zeros_for(each * programs)
-    programs = min(programs, part.numel() // each)
+    slots, arrivals = 0, None
+    part: Tensor | None
+    if not spec.batch_invariant:
+        part = call.zeros_for(each * programs)
+        programs, own = min(programs, part.numel() // each), part is call.zeros
+    elif c.whole:
+        part, own = None, True
+    else:
+        programs, slots = _slots(spec, call.max_q_len, processors, batch, entries * max(page_size, 1))
+        part, arrivals = call.scratch_for(slots * each), call.zeros_for(2 * programs)
+        own = part is call.scratch and arrivals is call.zeros
     repeat = _launcher(c, tuning.registers)(
         programs,
         (q, None, k, v, None, out, lse, call.sinks),
         (
             part,
+            arrivals,
             call.qo.indptr,
             kv.indptr,
             last_page_len,
@@ -147,6 +198,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
             v_scale,
         ),
         (
+            slots,
             mask.bits.shape[0] if mask is not None else 0,
             batch,
             tokens,
@@ -160,5 +212,4 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
         (*q.stride()[:2], *(n // _width(x) for x in (k, v) for n in steps(x)), *out.stride()[:2]),
     )
     # What is to be repeated must read the caller's own tensors.
-    own = q_scale is k_scale is v_scale is None and part is call.zeros
-    return repeat if own else None
+    return repeat if own and q_scale is k_scale is v_scale is None else None

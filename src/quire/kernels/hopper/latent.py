@@ -35,7 +35,7 @@ from quire.kernels.hopper.results import Results, clear_padding, write
 class Config:
     """What the kernel is compiled for. dim: half of the first part of a head; group: query heads; lanes: programs that
     have the same keys; tile_rows: query rows of all of them; stages: blocks in the ring; scan: requests looked at
-    together; merge_rows: rows merged together; fan: parts merged by one program. The last five are what latent layers
+    together; merge_rows: rows merged together; fan: parts merged by one program. The last seven are what latent layers
     always have.
     """
 
@@ -56,10 +56,12 @@ class Config:
     k_scale: bool
     v_scale: bool
     block: int = 64
+    unit: int = 64
     heads: int = 1
     pair: int = 1
     programs: int = 1
     window: bool = False
+    whole: bool = False
 
 
 class Cache(NamedTuple):

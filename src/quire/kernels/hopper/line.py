@@ -1,9 +1,9 @@
 """All tiles of a decode batch on a line, and the share of it that is a program's.
 
 A tile is one KV head of one request over all its keys: all its query rows or, where tiles have c.tile_rows of them, as
-many tiles as that makes. Tiles lie request by request, head by head, each as long as it has blocks of keys. Programs
-take equal shares, so that mixed lengths cost no more than equal ones; which is whose they find out themselves, from the
-tables.
+many tiles as that makes. Tiles lie request by request, head by head, each as long as it has units of keys; a unit is a
+block or several of them. Programs take equal shares, so that mixed lengths cost no more than equal ones; which is whose
+they find out themselves, from the tables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-FEW = gl.constexpr(6)  # units per program
+FEW = gl.constexpr(6)  # blocks per program
 
 
 class Tables(NamedTuple):
@@ -35,7 +35,7 @@ class Tables(NamedTuple):
 
 class Request(NamedTuple):
     """Request b (a number or a vector), whose tiles begin at `start`: its first query token and how many, the first
-    entry of its keys in the table, how many keys, the first of them that is read, and how many blocks that makes.
+    entry of its keys in the table, how many keys, the first of them that is read, and how many units that makes.
     """
 
     b: tl.tensor
@@ -62,7 +62,7 @@ class Span(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Blocks first to last (of `cost`) of head h's tile, whose keys low + first * block to `stop` are read."""
+    """Units first to last (of `cost`) of head h's tile, whose keys low + first * unit to `stop` are read."""
 
     h: tl.tensor
     first: tl.tensor
@@ -84,8 +84,8 @@ def extent(tables, b, start, c: gl.constexpr):
         kv_len = gl.where(kv_len > 0, (kv_len - 1) * c.page_size + last, 0)
     low = kv_len * 0
     if c.window:
-        low = gl.maximum(kv_len - q_len - tables.window, 0) // c.block * c.block
-    cost = gl.where(q_len > 0, gl.maximum((kv_len - low + c.block - 1) // c.block, 1), 0)
+        low = gl.maximum(kv_len - q_len - tables.window, 0) // c.unit * c.unit
+    cost = gl.where(q_len > 0, gl.maximum((kv_len - low + c.unit - 1) // c.unit, 1), 0)
     return Request(b, start, q_begin, q_len, begin, kv_len, low, cost)
 
 
@@ -93,7 +93,7 @@ def extent(tables, b, start, c: gl.constexpr):
 def length(request, c: gl.constexpr):
     """How long a request's tiles are together."""
     if c.tile_rows > 0:
-        return request.cost * ((request.q_len * c.group + c.tile_rows - 1) // c.tile_rows)
+        return request.cost * c.heads * ((request.q_len * c.group + c.tile_rows - 1) // c.tile_rows)
     return request.cost * c.heads
 
 
@@ -131,7 +131,7 @@ def my_span(tables, program, programs, c: gl.constexpr):
         more, _, long = _ends(tables, b0, total, c)
         total, longest = gl.max(more, 0), gl.maximum(longest, long)
     if c.programs > 1:  # where there is little to read, one program per multiprocessor is faster
-        programs = gl.where(total <= programs * FEW, programs // c.programs, programs)
+        programs = gl.where(total * (c.unit // c.block) <= programs * FEW, programs // c.programs, programs)
     share = (total + programs - 1) // programs
     if c.tile_rows > 0:  # parts cost more than a share that is a little longer, of whole tiles
         whole = (share + longest - 1) // gl.maximum(longest, 1) * longest
@@ -163,9 +163,21 @@ def request_at(tables, request, unit, end, c: gl.constexpr):
 
 
 @gluon.jit
+def next_tile(tables, request, unit, end, c: gl.constexpr):
+    """Where the next tile begins, and its request: where tiles are whole, programs have those that begin in their
+    shares.
+    """
+    cost = gl.maximum(request.cost, 1)
+    unit = request.start + (unit - request.start + cost - 1) // cost * cost
+    return unit, request_at(tables, request, unit, end, c)
+
+
+@gluon.jit
 def piece_at(request, unit, end, c: gl.constexpr):
     """What of a request lies at `unit`, up to `end`."""
     h = (unit - request.start) // request.cost
     first = unit - request.start - h * request.cost
     last = gl.minimum(first + end - unit, request.cost)
-    return Piece(h, first, last, gl.minimum(request.low + last * c.block, request.kv_len))
+    if c.whole:
+        last = request.cost
+    return Piece(h, first, last, gl.minimum(request.low + last * c.unit, request.kv_len))
