@@ -14,7 +14,7 @@ import quire
 from quire.attention import AttentionSpec, PageTable, RaggedLayout
 from quire.bench.batches import Batch, random_batch
 from quire.kernels import registry
-from test_hopper import gpu
+from test_hopper import Recorded, gpu
 from test_kernels import alone, check, compute
 
 hopper = pytest.importorskip("quire.kernels.hopper")
@@ -221,6 +221,33 @@ def test_workspaces_of_the_usual_size_suffice():
         assert hopper.decode_call.scratch(spec, 132, 0, 64, 64 << 12) == 0
         assert hopper.decode_call.scratch(spec, 132, 65, 64, 64 << 12) == 0
         assert hopper.decode_call.scratch(spec.but(batch_invariant=False), 132, 1, 64, 64 << 12) == 0
+
+
+def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
+    """Decode has memory for parts; whole tiles need none, and are as many programs as multiprocessors."""
+    monkeypatch.setattr(hopper.decode_call, "Launcher", Recorded)
+    hopper.decode_call._launcher.cache_clear()
+    batch = random_batch(layer((128, BF16, 2, 4)), [1, 1], [9000, 64], 16)
+    zeros = torch.zeros(8 << 18, dtype=torch.int32)
+    scratch = torch.empty(hopper.decode_call.scratch(batch.spec, 132, 1, 2, len(batch.kv.indices) * 16) // 4)
+    call = registry.Call(
+        q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=1, scratch=scratch,
+        zeros=zeros,
+    )  # fmt: skip
+    hopper.decode_call.launch(call, batch.q, None, 132)
+    given = Recorded.last
+    assert given["programs"] == 264
+    assert given["part"] is scratch
+    assert given["arrivals"] is zeros
+    assert len(scratch) == given["slots"] * 4 * 130
+    assert (given["c"].unit, given["c"].run, given["c"].whole, given["c"].causal) == (256, 16, False, False)
+    call.max_q_len = 0
+    hopper.decode_call.launch(call, batch.q, None, 132)
+    given = Recorded.last
+    assert given["programs"] == 132
+    assert given["part"] is given["arrivals"] is None
+    assert (given["c"].unit, given["c"].run, given["c"].whole, given["c"].causal) == (256, 16, True, True)
+    hopper.decode_call._launcher.cache_clear()
 
 
 class Simulated:

@@ -1,6 +1,7 @@
 """Decode for Hopper GPUs, written in Gluon. `decode.py`, `attend.py` and `parts.py` have the kernel for most layers,
-`latent.py` has that for latent caches (MLA), both over `line.py` and `results.py`; `decode_call.py` and
-`latent_call.py` lie between calls and kernels.
+with `units.py` instead of `parts.py` where layers are batch-invariant, prefill too; `latent.py` has that for latent
+caches (MLA). All are over `line.py` and `results.py`; `decode_call.py` and `latent_call.py` lie between calls and
+kernels.
 """
 
 from __future__ import annotations
