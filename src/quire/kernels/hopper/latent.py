@@ -176,7 +176,11 @@ def copy_queries(queries, ring, request, tile, layout: gl.constexpr, c: gl.const
 def fetch(tables, cache, queries, ring, span, c: gl.constexpr):
     """Fill the ring with the span's blocks, and bring each tile's queries after its first."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    one_page: gl.constexpr = c.page_size % c.block == 0
     r = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    first = r
+    if one_page:  # a block has one page, known by its first key
+        first = span.unit * 0
     unit, request = span.unit, first_request(tables, span, c)
     n = span.unit * 0
     tiles = n
@@ -184,12 +188,13 @@ def fetch(tables, cache, queries, ring, span, c: gl.constexpr):
         piece = piece_at(request, unit, span.end, c)
         unit += piece.last - piece.first
         tile = tile_at(request, piece, c)
-        page = pages_of(tables, request, tile.begin + r, c)
+        page = pages_of(tables, request, tile.begin + first, c)
         for t0 in range(tile.begin, tile.stop, c.block):
-            j = t0 + r
-            within = j % c.page_size
+            j, within = t0 + r, (t0 + first) % c.page_size
             row, row_pe = page * cache.page + within * cache.token, page * cache.pe_page + within * cache.pe_token
-            page = pages_of(tables, request, j + c.block, c)  # asked for one block ahead
+            if one_page:
+                row, row_pe = row + r * cache.token, row_pe + r * cache.pe_token
+            page = pages_of(tables, request, t0 + c.block + first, c)  # asked for one block ahead
             stage = n % c.stages
             mbarrier.wait(ring.empty.index(stage), (n // c.stages & 1) ^ 1)
             left, right, rest = ring.left.index(stage), ring.right.index(stage), ring.rest.index(stage)

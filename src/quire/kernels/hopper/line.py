@@ -133,9 +133,9 @@ def my_span(tables, program, programs, c: gl.constexpr):
     if c.programs > 1:  # where there is little to read, one program per multiprocessor is faster
         programs = gl.where(total * (c.unit // c.block) <= programs * FEW, programs // c.programs, programs)
     share = (total + programs - 1) // programs
-    if c.tile_rows > 0:  # parts cost more than a share that is a little longer, of whole tiles
-        whole = (share + longest - 1) // gl.maximum(longest, 1) * longest
-        share = gl.where(whole * 16 <= share * 17, whole, share)
+    # Parts cost more than shares that are a little longer, of whole tiles.
+    whole = (share + longest - 1) // gl.maximum(longest, 1) * longest
+    share = gl.where(whole * 16 <= share * 17, whole, share)
     program = programs - 1 - program
     unit = gl.where(program < 0, total, program * share)
     b, start = _before(ends, requests, unit, tables)
