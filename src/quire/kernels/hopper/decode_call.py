@@ -15,7 +15,7 @@ from quire.kernels.registry import Call
 from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_scales, steps
 
 _ROWS = 64  # of a tile
-_UNIT, _RUN = 256, 16  # keys between two cuts, and such units folded together, in batch-invariant mode
+_UNIT, _RUN = 128, 8  # keys between two cuts, and such units folded together, in batch-invariant mode
 _MOST = 120 << 20  # bytes for parts then: workspaces usually have 128 MiB
 _SHARED, _OTHER = 228 << 10, 4 << 10  # bytes of a multiprocessor's shared memory, and of those for this and that
 
@@ -60,7 +60,7 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
     """
     rows, words = max_q_len * spec.group_size, spec.head_dim_qk * spec.kv_dtype.itemsize // 2
     if _whole(spec, max_q_len):
-        rows = _ROWS
+        rows = _ROWS // 2
     pair = 2 if words == 64 and rows <= 4 and spec.num_kv_heads % 2 == 0 else 1
     rows *= pair
     columns = max(8, triton.next_power_of_2(rows))

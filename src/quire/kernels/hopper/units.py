@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from quire.kernels.hopper.attend import attend_block, load_queries, no_values, rows_of, upright
 from quire.kernels.hopper.line import first_request, next_tile, piece_at, request_at
+from quire.kernels.hopper.parts import MOST
 from quire.kernels.hopper.results import clear_padding, write
 
 
@@ -110,10 +111,11 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
         if c.whole:
             u, last = reach.begin // c.unit, gl.cdiv(reach.stop, c.unit)
         zero = position - piece.first - low  # where unit 0 would lie on the line
+        origin = span.program
         acc, m, l = nothing(L, flat, c)
+        run, m_run, l_run = nothing(L, flat, c)
         while u < last:
             end = gl.minimum((u // c.run + 1) * c.run, last)
-            origin = span.program
             if not c.whole:
                 origin = (zero + gl.maximum(u // c.run * c.run, low)) // span.share  # who folds this run
             run, m_run, l_run = nothing(L, flat, c)
@@ -123,26 +125,28 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
                     left = gl.where(origin < span.program, count, 0)
                     save(one, m_one, l_one, parts, origin * c.run + i % c.run, left, c)
                 run, m_run, l_run = fold(run, m_run, l_run, one, m_one, l_one, c)
-            if not c.whole:
-                if origin < span.program:
-                    arrive(parts.arrivals + origin, end - u)
-                else:
-                    arrivals, slot = parts.arrivals + span.program, span.program * c.run + end % c.run
-                    more = gl.minimum(gl.cdiv(end, c.run) * c.run, high) - end
-                    run, m_run, l_run = collect(run, m_run, l_run, parts, arrivals, slot, more, count, c)
-                    if piece.first > 0:
-                        owner = (zero + low) // span.share
-                        save(run, m_run, l_run, parts, run_slot(u // c.run, zero, low, owner, c), count, c)
-                        arrive(parts.arrivals + gl.num_programs(0) + owner, 1)
-            acc, m, l = fold(acc, m, l, run, m_run, l_run, c)
+            if c.whole:
+                acc, m, l = fold(acc, m, l, run, m_run, l_run, c)
+            elif origin < span.program:
+                arrive(parts.arrivals + origin, end - u)
+            elif (end % c.run == 0) | (end == high):
+                if piece.first > 0:
+                    owner = (zero + low) // span.share
+                    save(run, m_run, l_run, parts, run_slot(u // c.run, zero, low, owner, c), count, c)
+                    arrive(parts.arrivals + gl.num_programs(0) + owner, 1)
+                acc, m, l = fold(acc, m, l, run, m_run, l_run, c)
             u = end
-        if piece.first == 0:
-            if not c.whole:
-                arrivals = parts.arrivals + gl.num_programs(0) + span.program
-                slot = run_slot(gl.cdiv(last, c.run), zero, low, span.program, c)
-                more = gl.cdiv(high, c.run) - gl.cdiv(last, c.run)
-                acc, m, l = collect(acc, m, l, parts, arrivals, slot, more, count, c)
+        if c.whole:
             write(upright(acc, c), m, l, results, request.q_begin, reach.h, reach.row, count, c)
+        elif (piece.first == 0) & (last == high):
+            write(upright(acc, c), m, l, results, request.q_begin, reach.h, 0, count, c)
+        else:
+            # The last run goes on in the next share, and begins here.
+            goes_on = (last < high) & (last % c.run > 0) & (origin == span.program)
+            if goes_on | (piece.first == 0):
+                keep(acc, m, l, queries, ring.k, 0, c)
+                keep(run, m_run, l_run, queries, ring.v, 1, c)
+                hand_over(queries, ring, parts, results, span, request, piece, zero, goes_on, c)
         position += piece.last - piece.first
         request = request_at(tables, request, position, span.end, c)
     q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
@@ -184,43 +188,104 @@ def run_slot(run, zero, low, owner, c: gl.constexpr):
 
 
 @gluon.jit
-def places(like, parts, slot, count, c: gl.constexpr):
-    """Where a slot has the numbers of a state (elements of fp8's second kind after the first) and its sums, and which
-    rows are there.
+def keep(acc, m, l, queries, spare, which: gl.constexpr, c: gl.constexpr):
+    """A state to shared memory that nobody needs any more: its numbers to `spare`, its sums to those of that kind."""
+    gl.thread_barrier()
+    spare._reinterpret(gl.float32, [c.rows, c.dim], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(upright(acc, c))
+    sums = queries.weights._reinterpret(gl.float32, [4, c.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sums.index(2 * which).store(m)
+    sums.index(2 * which + 1).store(l)
+
+
+@gluon.jit
+def kept(queries, spare, which: gl.constexpr, some, plane: gl.constexpr, c: gl.constexpr):
+    """Rows of a state from there: the some-th as many as are handed over together."""
+    R: gl.constexpr = min(c.part_rows, MOST)
+    runs: gl.constexpr = c.rows // R
+    flat: gl.constexpr = gl.SliceLayout(1, plane)
+    x = spare._reinterpret(gl.float32, [runs, R, c.dim], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(some)
+    sums = queries.weights._reinterpret(gl.float32, [4 * runs, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    m, l = sums.index(2 * which * runs + some), sums.index((2 * which + 1) * runs + some)
+    return x.load(plane), m.load(flat), l.load(flat)
+
+
+@gluon.jit
+def hand_over(queries, ring, parts, results, span, request, piece, zero, goes_on, c: gl.constexpr):
+    """Collect what others have of the run at the end of this share, if it goes on there, and leave it for who has the
+    tile's beginning or, where that is here, collect the runs that follow and finish the tile.
     """
-    L: gl.constexpr = like.type.layout
-    r = gl.arange(0, c.rows, gl.SliceLayout(0, L))
-    d = gl.arange(0, c.words, gl.SliceLayout(1, L))
-    slot = slot.to(gl.int64)
-    at = parts.acc + slot * (c.part_rows * c.dim) + (r[None, :] * c.dim + d[:, None])
-    return (
-        at,
-        parts.sums + slot * (c.part_rows * 2) + r * 2,
-        (r < gl.minimum(count, c.part_rows)) & (slot < parts.slots),
-    )
+    R: gl.constexpr = min(c.part_rows, MOST)
+    plane: gl.constexpr = gl.BlockedLayout([1, c.dim // 32], [1, 32], [4, 1], [1, 0])
+    low, rows = request.low // c.unit, request.q_len * c.group
+    high, last = low + request.cost, low + piece.last
+    next_run = gl.cdiv(last, c.run)
+    owner = (zero + low) // span.share
+    units, runs = gl.minimum(next_run * c.run, high) - last, gl.cdiv(high, c.run) - next_run
+    units, runs = gl.where(goes_on, units, 0), gl.where(piece.first == 0, runs, 0)
+    wait(parts.arrivals + span.program, units)
+    wait(parts.arrivals + gl.num_programs(0) + span.program, runs)
+    for r0 in range(0, gl.minimum(rows, c.part_rows), R):
+        acc, m, l = kept(queries, ring.k, 0, r0 // R, plane, c)
+        if goes_on:
+            run, m_run, l_run = kept(queries, ring.v, 1, r0 // R, plane, c)
+            slot = span.program * c.run + last % c.run
+            run, m_run, l_run = collect(run, m_run, l_run, parts, slot, units, r0, rows, c)
+            if piece.first > 0:
+                slot = run_slot(next_run - 1, zero, low, owner, c)
+                save_rows(run, m_run, l_run, parts, slot, r0, rows, c)
+            acc, m, l = fold_rows(acc, m, l, run, m_run, l_run)
+        if piece.first == 0:
+            slot = run_slot(next_run, zero, low, owner, c)
+            acc, m, l = collect(acc, m, l, parts, slot, runs, r0, rows, c)
+            write(acc, m, l, results, request.q_begin, piece.h, r0, rows, c)
+    if piece.first > 0:
+        arrive(parts.arrivals + gl.num_programs(0) + owner, 1)
 
 
 @gluon.jit
 def save(acc, m, l, parts, slot, count, c: gl.constexpr):
     """A state of `count` rows, if any, to its slot."""
     if count > 0:
-        at, sums, real = places(acc[0], parts, slot, count, c)
-        gl.store(at, acc[0], real[None, :])
-        if c.fp8:
-            gl.store(at + c.words, acc[1], real[None, :])
-        gl.store(sums, m, real)
-        gl.store(sums + 1, l, real)
+        save_rows(upright(acc, c), m, l, parts, slot, 0, count, c)
 
 
 @gluon.jit
-def saved(like, parts, slot, count, c: gl.constexpr):
-    """The state in a slot, laid out like another; of no keys where there are no rows."""
-    at, sums, real = places(like, parts, slot, count, c)
-    x = gl.load(at, real[None, :], 0.0)
-    acc = (x,)
-    if c.fp8:
-        acc = x, gl.load(at + c.words, real[None, :], 0.0)  # type: ignore[assignment]
-    return acc, gl.load(sums, real, -float("inf")), gl.load(sums + 1, real, 0.0)
+def places(like, parts, slot, r0, rows, c: gl.constexpr):
+    """Where a slot has the numbers of rows r0 and on, and their sums, and which rows are there."""
+    layout: gl.constexpr = like.type.layout
+    r = r0 + gl.arange(0, like.shape[0], gl.SliceLayout(1, layout))
+    d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
+    at = slot.to(gl.int64) * c.part_rows + r
+    real = (r < gl.minimum(rows, c.part_rows)) & (slot < parts.slots)
+    return parts.acc + (at[:, None] * c.dim + d[None, :]), parts.sums + at * 2, real
+
+
+@gluon.jit
+def save_rows(acc, m, l, parts, slot, r0, rows, c: gl.constexpr):
+    """Rows r0 and on of a state, of `rows`, to its slot."""
+    layout: gl.constexpr = acc.type.layout
+    at, sums, real = places(acc, parts, slot, r0, rows, c)
+    gl.store(at, acc, real[:, None])
+    gl.store(sums, gl.convert_layout(m, gl.SliceLayout(1, layout)), real)
+    gl.store(sums + 1, gl.convert_layout(l, gl.SliceLayout(1, layout)), real)
+
+
+@gluon.jit
+def saved_rows(like, parts, slot, r0, rows, c: gl.constexpr):
+    """The same from a slot; of no keys where there are no rows."""
+    at, sums, real = places(like, parts, slot, r0, rows, c)
+    m, l = gl.load(sums, real, -float("inf")), gl.load(sums + 1, real, 0.0)
+    return gl.load(at, real[:, None], 0.0), m, l
+
+
+@gluon.jit
+def fold_rows(acc, m, l, acc_2, m_2, l_2):
+    """`fold`, of [rows, head_dim]."""
+    top = gl.maximum(m, m_2)
+    base = gl.where(top == -float("inf"), 0.0, top)
+    weight, weight_2 = gl.exp2(m - base), gl.exp2(m_2 - base)
+    acc = gl.fma(acc, gl.zeros_like(acc) + weight[:, None], acc_2 * weight_2[:, None])
+    return acc, top, gl.fma(l, weight, l_2 * weight_2)
 
 
 @gluon.jit
@@ -239,21 +304,27 @@ def arrived(arrivals):
 
 
 @gluon.jit
-def collect(acc, m, l, parts, arrivals, slot, number, count, c: gl.constexpr):
-    """Fold what others leave in so many slots, in order, into a state. Some are loaded together, as registers have room
-    for.
-    """
-    some: gl.constexpr = max(32 * 128 // (c.dim * c.rows), 1)
+def wait(arrivals, number):
+    """Until so many states are there, if any; then none is counted any more."""
     if number > 0:
         there = arrived(arrivals)
         while there < number:
             there = arrived(arrivals)
         gl.thread_barrier()
         gl.store(arrivals, 0)
+
+
+@gluon.jit
+def collect(acc, m, l, parts, slot, number, r0, rows, c: gl.constexpr):
+    """Fold what others left in so many slots, in order, into rows r0 and on of a state. Some are loaded together, as
+    registers have room for.
+    """
+    some: gl.constexpr = max(32 * 128 // (c.dim * acc.shape[0]), 1)
     for i in range(0, number, some):
         states = ()
         for j in gl.static_range(some):
-            states += (saved(acc[0], parts, slot + i + j, gl.where(i + j < number, count, 0), c),)  # type: ignore[assignment]
+            count = gl.where(i + j < number, rows, 0)
+            states += (saved_rows(acc, parts, slot + i + j, r0, count, c),)  # type: ignore[assignment]
         for j in gl.static_range(some):
-            acc, m, l = fold(acc, m, l, *states[j], c)
+            acc, m, l = fold_rows(acc, m, l, *states[j])
     return acc, m, l
