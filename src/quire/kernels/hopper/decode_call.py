@@ -17,7 +17,7 @@ from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_
 _ROWS = 64  # of a tile
 _UNIT, _RUN = 128, 8  # keys between two cuts, and such units folded together, in batch-invariant mode
 _MOST = 120 << 20  # bytes for parts then: workspaces usually have 128 MiB
-_SHARED, _OTHER = 228 << 10, 4 << 10  # bytes of a multiprocessor's shared memory, and of those for this and that
+_AHEAD = 128 << 10  # bytes that a multiprocessor asks for ahead: more of them wait for each other in memory
 
 
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
@@ -54,9 +54,8 @@ class Tuning:
 
 @lru_cache(maxsize=1024)
 def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
-    """Two heads where one has only 128 bytes and their queries have room in eight columns. Two programs where registers
-    let them be, with rings of two blocks: more that are asked for at a time wait for each other. One has a ring as deep
-    as shared memory lets it be.
+    """Two heads where one has only 128 bytes and their queries have room in eight columns; two programs where registers
+    let them be.
     """
     rows, words = max_q_len * spec.group_size, spec.head_dim_qk * spec.kv_dtype.itemsize // 2
     if _whole(spec, max_q_len):
@@ -68,8 +67,7 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
     programs, block = 2 if words <= 128 and sums <= 32 else 1, 64 * max(1, 128 // (words * pair))
     if spec.batch_invariant:  # weights of as many keys are added up together, whatever else is chosen
         block = 64
-    room = _SHARED // programs - 1024 - 2 * columns * (spec.head_dim_qk + block) - _OTHER
-    stages = min(room // (4 * words * pair * block), 2 if programs == 2 else 16)
+    stages = _AHEAD // (programs * 4 * words * pair * block)
     return Tuning(pair, rows, columns, words, block, stages, programs, 128 if programs == 2 else 255)
 
 
