@@ -182,3 +182,20 @@ def test_bench_times_beside_torch(operation, cell, capsys, tmp_path):
     assert row["torch_ms"] > 0
     assert row["error"] < 3e-3
     assert f"| {operation} {cell} |" in out
+
+
+def test_bench_keeps_what_it_has_timed(monkeypatch, capsys, tmp_path):
+    from quire.bench import cpu
+
+    measure, file = cpu.measure, tmp_path / "out.json"
+
+    def interrupted(name, *given):
+        if name.endswith("2x30"):
+            raise KeyboardInterrupt
+        return measure(name, *given)
+
+    monkeypatch.setattr(cpu, "measure", interrupted)
+    cells = ["--cell", "4:2 d64 3x40", "--cell", "4:2 d64 2x30"]
+    assert main(["bench", "decode", *cells, "--rounds", "1", "--json", str(file)]) == 130
+    assert [row["cell"] for row in json.loads(file.read_text())["cells"]] == ["decode 4:2 d64 3x40"]
+    assert "1 of 2: decode 4:2 d64 3x40" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -124,11 +124,14 @@ def measure(name: str, backend: str = "auto", rounds: int = 11) -> dict[str, Any
     return row
 
 
-def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> dict[str, Any]:
-    """All cells, with the machine and its ceilings."""
+def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> Iterator[dict[str, Any]]:
+    """The cells so far, after each, with the machine and its ceilings."""
     seed = torch.seed() % (1 << 31)
     torch.manual_seed(seed)
-    return {**machine(), "seed": seed, "ceilings": ceilings(), "cells": [measure(n, backend, rounds) for n in names]}
+    result: dict[str, Any] = {**machine(), "seed": seed, "ceilings": ceilings(), "cells": []}
+    for name in names:
+        result["cells"].append(measure(name, backend, rounds))
+        yield result
 
 
 def table(result: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from functools import partial
 from statistics import median
@@ -186,14 +186,15 @@ def measure(name: str, backend: str, rounds: int, peer: ModuleType | None = None
     return row
 
 
-def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> dict[str, Any]:
-    """All cells, with the machine and its ceilings; beside FlashInfer, if it is installed."""
+def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> Iterator[dict[str, Any]]:
+    """The cells so far, after each, with the machine and its ceilings; beside FlashInfer, if it is installed."""
     seed, peer = torch.seed() % (1 << 31), peers.flashinfer()
     torch.manual_seed(seed)
     found = machine() | ({"flashinfer": peer.__version__} if peer else {})
-    tops = ceilings()
-    cells = [measure(name, backend, rounds, peer) for name in names]
-    return {**found, "seed": seed, "ceilings": tops, "cells": cells}
+    result: dict[str, Any] = {**found, "seed": seed, "ceilings": ceilings(), "cells": []}
+    for name in names:
+        result["cells"].append(measure(name, backend, rounds, peer))
+        yield result
 
 
 def table(result: dict[str, Any]) -> str:

@@ -17,7 +17,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--cell", action="append", help='what to time, like "gqa4 p16 8x2k" (may be given again)')
     parser.add_argument("--rounds", type=int, default=11, help="of which the median counts")
     parser.add_argument(
-        "--json", type=Path, nargs="?", const=Path("-"), help="write JSON to a file, or without one to stdout"
+        "--json",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        help="write JSON to a file, after each cell, or without one to stdout",
     )
     parser.add_argument("--plot", type=Path, help="draw rates under their ceiling, as PNG (needs quire[bench])")
     parser.set_defaults(run=run)
@@ -60,7 +64,13 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         Cell.parse(name)  # refuse all before timing any
     draw = None if args.plot is None else _drawing(args.plot)
-    result = place.bench(names, args.backend, args.rounds)
+    file = None if args.json == Path("-") else args.json
+    result: dict[str, Any] = {}
+    for result in place.bench(names, args.backend, args.rounds):
+        done = result["cells"]
+        print(f"{len(done)} of {len(names)}: {done[-1]['cell']}", file=sys.stderr, flush=True)
+        if file is not None:  # what was timed is not lost if the rest is
+            file.write_text(json.dumps(result, indent=2) + "\n")
     if draw is not None:
         draw(result, args.plot)
     if args.json == Path("-"):
@@ -68,6 +78,4 @@ def run(args: argparse.Namespace) -> int:
         print()
         return 0
     print(place.table(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
