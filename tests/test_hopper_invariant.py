@@ -344,8 +344,9 @@ class Simulated:
         assert (self.request.b, h, row) not in self.written
         self.written[self.request.b, h, row] = acc
 
-    def run(self):
+    def run(self, longer):
         c, share = self.c, -(-self.total // self.programs)
+        share += share // 16 if longer else 0  # as shares of whole tiles may be
         for program in reversed(range(self.programs)):
             unit = min(program * share, self.total)
             span = self.line.Span(program, unit, min(unit + share, self.total), share, 0, 0)
@@ -378,7 +379,7 @@ def test_who_leaves_what_for_whom(whole, monkeypatch, rng):
             continue
         programs = rng.choice((1, 2, 7, 132, 264))
         with monkeypatch.context() as patch:
-            written = Simulated(patch, c, requests, programs, window).run()
+            written = Simulated(patch, c, requests, programs, window).run(rng.random() < 0.5)
         tiles = 0
         for b, (q_len, kv_len) in enumerate(requests):
             for row in range(0, q_len * group, rows):
