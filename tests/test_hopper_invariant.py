@@ -271,16 +271,14 @@ class Simulated:
         self.total = start
         for module in (line, units):
             monkeypatch.setattr(module, "gl", gl)
-        gl.full = nothing = lambda *given, **named: None
-        monkeypatch.setattr(units, "mbarrier", SimpleNamespace(wait=nothing, arrive=nothing))
         rows = MagicMock()
         monkeypatch.setattr(units, "rows_of", lambda *given: rows)
-        for name in ("fence_async_shared", "load_queries", "clear_padding"):
-            monkeypatch.setattr(units, name, nothing)
+        for name in ("load_queries", "clear_padding"):
+            monkeypatch.setattr(units, name, lambda *given: None)
         monkeypatch.setattr(line, "length", line.length.fn)
         monkeypatch.setattr(line, "request_at", self.request_at)
         monkeypatch.setattr(units, "MOST", 16)
-        for name in ("piece_at", "next_tile", "run_slot", "attend_unit", "hand_over"):
+        for name in ("piece_at", "next_tile", "run_slot", "hand_over"):
             monkeypatch.setattr(units, name, getattr(units, name).fn)
         monkeypatch.setattr(
             units, "first_request", lambda tables, span, c: self.request_at(None, None, span.unit, 0, c)
@@ -290,7 +288,7 @@ class Simulated:
         monkeypatch.setattr(units, "fold_rows", lambda acc, m, l, x, m2, l2: ((*acc, x) if x else acc, 0, 0))
         monkeypatch.setattr(units, "upright", lambda acc, c: acc)
         for name in (
-            "request_at", "reach_of", "attend_block", "save", "save_rows", "arrive", "wait", "keep", "kept", "collect",
+            "request_at", "reach_of", "attend_keys", "save", "save_rows", "arrive", "wait", "keep", "kept", "collect",
             "write",
         ):  # fmt: skip
             setattr(self, f"_{name}", getattr(units, name))
@@ -306,9 +304,11 @@ class Simulated:
         self.blocks = list(range(reach.begin, reach.stop, c.block))
         return reach
 
-    def attend_block(self, one, m, l, queries, rows, request, t0, *rest):
-        assert t0 == self.blocks.pop(0)
-        return (*one, t0), 0, 0
+    def attend_keys(self, queries, rows, request, ring, begin, stop, n, tables, masks, c):
+        here = tuple(range(begin, stop, c.block))
+        fetched, self.blocks = tuple(self.blocks[: len(here)]), self.blocks[len(here) :]
+        assert here == fetched
+        return here, 0, 0, n + len(here)
 
     def save(self, acc, m, l, parts, slot, count, c):
         if count:
@@ -352,8 +352,7 @@ class Simulated:
             span = self.line.Span(program, unit, min(unit + share, self.total), share, 0, 0)
             tables = SimpleNamespace(window=self.window, qo_indptr=0, batch=0, tokens=0)
             parts = self.units.UnitParts(0, 0, 0, 0)
-            stage = SimpleNamespace(index=lambda n: None)
-            ring = SimpleNamespace(k=stage, v=stage, full=stage, empty=stage)
+            ring = SimpleNamespace(k=None, v=None)
             self.units.consume_units.fn(tables, None, None, ring, parts, None, span, c)
         assert not self.slots, "nothing is left behind"
         assert not self.arrivals

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from quire.kernels.hopper.results import LOG2E
 
@@ -207,3 +207,24 @@ def attend_block(acc, m, l, queries, rows, request, t0, k, v, window, masks, c: 
         else:
             sums = (gl.where(second[None, :], other[0], sums[0]),)
     return sums, top, l * shrink[None, :] + p
+
+
+@gluon.jit
+def attend_keys(queries, rows, request, ring, begin, stop, n, tables, masks, c: gl.constexpr):
+    """The state of keys begin to stop, which are the ring's blocks from the n-th on: acc, m, and sums of weights of all
+    rows; and n after them.
+    """
+    flat: gl.constexpr = rows.factor.type.layout
+    L: gl.constexpr = flat.parent
+    m = gl.full([c.rows], -float("inf"), gl.float32, flat)
+    l = gl.full([c.block, c.rows], 0.0, gl.float32, L)
+    acc = no_values(L, c)
+    for t0 in range(begin, stop, c.block):
+        stage = n % c.stages
+        mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
+        fence_async_shared()
+        k, v = ring.k.index(stage), ring.v.index(stage)
+        acc, m, l = attend_block(acc, m, l, queries, rows, request, t0, k, v, tables.window, masks, c)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        n += 1
+    return acc, m, gl.sum(l, 0), n

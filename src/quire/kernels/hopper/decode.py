@@ -15,10 +15,10 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.attend import Masks, Queries, attend_block, load_queries, no_values, rows_of, upright
+from quire.kernels.hopper.attend import Masks, Queries, attend_keys, load_queries, rows_of, upright
 from quire.kernels.hopper.line import Tables, first_request, my_span, next_tile, piece_at, request_at
 from quire.kernels.hopper.parts import Parts, collect, leave
 from quire.kernels.hopper.results import Results, clear_padding, write
@@ -147,19 +147,9 @@ def consume(tables, queries, masks, ring, parts, results, span, c: gl.constexpr)
     while unit < span.end:
         piece = piece_at(request, unit, span.end, c)
         rows = rows_of(request, 0, load_queries(queries, request, piece.h, 0, flat, c), masks, c)
-        m = gl.full([c.rows], -float("inf"), gl.float32, flat)
-        l = gl.full([c.block, c.rows], 0.0, gl.float32, L)
-        acc = no_values(L, c)
-        for t0 in range(request.low + piece.first * c.block, piece.stop, c.block):
-            stage = n % c.stages
-            mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
-            fence_async_shared()
-            k, v = ring.k.index(stage), ring.v.index(stage)
-            acc, m, l = attend_block(acc, m, l, queries, rows, request, t0, k, v, tables.window, masks, c)
-            mbarrier.arrive(ring.empty.index(stage), count=1)
-            n += 1
-        state, total = upright(acc, c), gl.sum(l, 0)
-        count = request.q_len * c.group
+        begin = request.low + piece.first * c.block
+        acc, m, total, n = attend_keys(queries, rows, request, ring, begin, piece.stop, n, tables, masks, c)
+        state, count = upright(acc, c), request.q_len * c.group
         if piece.first > 0:
             leave(state, m, total, parts, span.program, count, c)
         elif piece.last == request.cost:

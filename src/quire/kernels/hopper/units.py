@@ -21,9 +21,8 @@ from typing import NamedTuple
 from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from quire.kernels.hopper.attend import attend_block, load_queries, no_values, rows_of, upright
+from quire.kernels.hopper.attend import attend_keys, load_queries, no_values, rows_of, upright
 from quire.kernels.hopper.line import first_request, next_tile, piece_at, request_at
 from quire.kernels.hopper.parts import MOST
 from quire.kernels.hopper.results import clear_padding, write
@@ -120,7 +119,8 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
                 origin = (zero + gl.maximum(u // c.run * c.run, low)) // span.share  # who folds this run
             run, m_run, l_run = nothing(L, flat, c)
             for i in range(u, end):
-                one, m_one, l_one, n = attend_unit(tables, queries, masks, ring, request, reach, rows, i, n, c)
+                begin, stop = gl.maximum(reach.begin, i * c.unit), gl.minimum(reach.stop, (i + 1) * c.unit)
+                one, m_one, l_one, n = attend_keys(queries, rows, request, ring, begin, stop, n, tables, masks, c)
                 if not c.whole:
                     left = gl.where(origin < span.program, count, 0)
                     save(one, m_one, l_one, parts, origin * c.run + i % c.run, left, c)
@@ -151,25 +151,6 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
         request = request_at(tables, request, position, span.end, c)
     q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
     clear_padding(results, gl.minimum(gl.maximum(q_end, 0), tables.tokens), tables.tokens, c)
-
-
-@gluon.jit
-def attend_unit(tables, queries, masks, ring, request, reach, rows, unit, n, c: gl.constexpr):
-    """The state of a unit's keys, for all rows of a tile. n: how many blocks the ring has had, before and after."""
-    flat: gl.constexpr = rows.factor.type.layout
-    L: gl.constexpr = flat.parent
-    acc, m, _l = nothing(L, flat, c)
-    l = gl.full([c.block, c.rows], 0.0, gl.float32, L)
-    begin, stop = gl.maximum(reach.begin, unit * c.unit), gl.minimum(reach.stop, (unit + 1) * c.unit)
-    for t0 in range(begin, stop, c.block):
-        stage = n % c.stages
-        mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
-        fence_async_shared()
-        k, v = ring.k.index(stage), ring.v.index(stage)
-        acc, m, l = attend_block(acc, m, l, queries, rows, request, t0, k, v, tables.window, masks, c)
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-        n += 1
-    return acc, m, gl.sum(l, 0), n
 
 
 @gluon.jit
