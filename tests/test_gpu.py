@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -226,6 +227,24 @@ def test_plans_that_differ_in_tables_alone(batch):
         assert relative_error(out.cpu(), other.exact()[0]) < 3e-3
     with pytest.raises(ValueError, match=r"kv_indptr.* is torch\.int64"):
         wrapper.plan(tables(other)[0].long(), *tables(other)[1:], 8, 2, 64, 16, q_data_type=BF16)
+
+
+def test_runs_are_repeated_over_the_tables_of_later_plans(batch):
+    """Requests in another order, more page ids than are used: the first run of such a plan needs no checks either."""
+    wrapper, cache, sinks = planned(batch, "auto"), (batch.k.cuda(), batch.v.cuda()), batch.sinks.cuda()
+    ends, exact = batch.kv.indptr.tolist(), batch.exact()[0]
+    pages = [batch.kv.indices[begin:end] for begin, end in pairwise(ends)]
+    for spare, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 2, 0])):
+        given = [pages[b] for b in order]
+        indptr = torch.tensor([0, *(len(x) for x in given)]).cumsum(0).int()
+        indices = torch.cat([*given, torch.zeros(spare, dtype=torch.int32)])
+        new = [x.cuda() for x in (indptr, indices, batch.kv.last_page_len[order])]
+        wrapper.plan(*new, 8, 2, 64, 16, q_data_type=BF16, window_left=40)
+        assert len(wrapper._earlier) == min(spare, 1)
+        out = wrapper.run(batch.q[order].cuda(), cache, sinks=sinks)
+        assert relative_error(out.cpu(), exact[order]) < 3e-3
+        assert not wrapper._earlier
+        assert len(wrapper._repeats) == 1
 
 
 def test_checked_mode_names_what_is_wrong(batch):

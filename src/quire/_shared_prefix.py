@@ -119,7 +119,7 @@ def _part(
     part, name = copy(wrapper), wrapper._family
     if name != "auto" and registry.why_not(name, wrapper._planned(), wrapper.device, max_q_len) is not None:
         part._family = "auto"
-    part._repeats = {}
+    part._forget()
     tables = (kv.indptr, kv.indices, kv.last_page_len)
     indptr, indices, last = (x.to(wrapper.device, non_blocking=True) for x in tables)
     part._plan_layer(qo, PageTable(indptr, indices, last, kv.page_size), None, max_q_len=max_q_len, **layer)

@@ -24,6 +24,8 @@ from quire.kernels.ops import asked, traced
 
 DType = str | torch.dtype
 Scale = float | Tensor
+# What repeats a run; whether its output is like q; where v begins in a cache of both; over which tables.
+Repeated = tuple[registry.Repeat, bool, int, PageTable | RaggedLayout]
 INT_WORKSPACE = 8 << 20  # bytes on a GPU, as in FlashInfer: parts of tiles, or counters
 
 
@@ -106,7 +108,7 @@ class AttentionWrapper:
         self._invariant = asked("QUIRE_BATCH_INVARIANT") if batch_invariant is None else batch_invariant
         self._device_is_gpu = self.device.type == "cuda"
         self._repeatable, self._index = self._device_is_gpu and not self._checking, self.device.index
-        self._repeats: dict[Any, tuple[registry.Repeat, bool, int]] = {}
+        self._forget()
         self._key: Any = None
         self._use_cuda_graph = use_cuda_graph
         self._captured = False
@@ -139,7 +141,8 @@ class AttentionWrapper:
         own = signature(type(self).plan)
         taken = own.replace(parameters=[x for name, x in own.parameters.items() if name != "non_blocking"])
         other = copy(self)
-        other._use_cuda_graph, other._captured, other._repeats = False, False, {}
+        other._use_cuda_graph, other._captured = False, False
+        other._forget()
         other._float_workspace_buffer = torch.empty(1 << 50, dtype=torch.uint8, device="meta")  # large, and not there
         given = taken.bind(other, *args, **options)
         type(self).plan(**given.arguments)
@@ -172,7 +175,7 @@ class AttentionWrapper:
             check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))
         size = int_workspace_buffer.nbytes
         check(size >= self._int_size, "int_workspace_buffer", f"{size} bytes", f"at least {self._int_size} bytes")
-        self._repeats.clear()
+        self._forget()
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer.zero_()
         self._zeros = int_workspace_buffer.view(-1).view(torch.uint8)[: self._int_size].view(torch.int32)
 
@@ -260,7 +263,7 @@ class AttentionWrapper:
         size = registry.scratch(planned, self.device, self._family, max_q_len, kv.batch_size if keys else 0, keys)
         self._scratch, self._scratch_size = self._take_scratch(size), size
         self._spec, self._qo, self._kv, self._mask, self._items = planned, qo, kv, mask, items
-        self._repeats.clear()
+        self._forget()
         self._max_q_len = max_q_len
         self._plan_info = planned
         self._causal, self._pos_encoding_mode = planned.causal, planned.pos_encoding
@@ -300,7 +303,12 @@ class AttentionWrapper:
         spec = self._planned()
         defaults = {"sm_scale": 1 / math.sqrt(spec.head_dim_qk), "rope_scale": 1.0, "rope_theta": 1e4}
         self._spec = spec.but(**{k: defaults.get(k) if x is None else x for k, x in changes.items()})
-        self._repeats.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Runs so far are not to be repeated: those of this plan, and of earlier ones with other tables."""
+        self._repeats: dict[Any, Repeated] = {}
+        self._earlier: dict[Any, Repeated] = {}
 
     def _repeat(
         self,
@@ -336,11 +344,11 @@ class AttentionWrapper:
             None if lse is None else _kind(lse), None if sinks is None else _kind(sinks), return_lse, options,
             None if q_pe is None else _kind(q_pe), None if k_pe is None else _kind(k_pe),
         )  # fmt: skip
-        found = self._repeats.get(key)
+        found = self._repeats.get(key) or self._moved(key)
         if found is None:
             self._key = key
             return None
-        repeat, alike, v_offset = found
+        repeat, alike, v_offset, _kv = found
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         if stream and not (self._use_cuda_graph or self._captured):  # the default stream cannot be captured
             self._captured = torch.cuda.is_current_stream_capturing()
@@ -363,6 +371,18 @@ class AttentionWrapper:
         if not done:
             return None
         return (out, lse) if return_lse else out  # type: ignore[return-value]
+
+    def _moved(self, key: Any) -> Repeated | None:
+        """A run of an earlier plan, from which this one differs in its tables alone, over those of this plan."""
+        found = self._earlier.pop(key, None)
+        if found is None:
+            return None
+        repeat, alike, v_offset, kv = found
+        moved = repeat.moved(kv, self._kv)  # type: ignore[arg-type]
+        if moved is None:
+            return None
+        self._repeats[key] = moved, alike, v_offset, self._kv
+        return self._repeats[key]
 
     def _by_position(
         self,
@@ -443,7 +463,7 @@ class AttentionWrapper:
         repeat = attend(call, result, sums, self._family, window_left, logits_soft_cap, sm_scale)
         if repeat is not None and self._key is not None and plain:
             alike = result.shape == q.shape and result.dtype == q.dtype and q.is_contiguous()
-            self._repeats[self._key] = (repeat, alike, v.data_ptr() - k.data_ptr())
+            self._repeats[self._key] = repeat, alike, v.data_ptr() - k.data_ptr(), self._kv
         if not wanted:
             return result
         if not plain:

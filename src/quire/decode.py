@@ -217,7 +217,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             return False
         self._kv, self._paged_kv_indptr_buf = pages, pages.indptr
         self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = pages.indices, pages.last_page_len
-        self._repeats.clear()
+        self._repeats, self._earlier = {}, {**self._earlier, **self._repeats}
         return True
 
     def _check_q_len(self, q_len_per_req: int) -> None:

@@ -138,6 +138,9 @@ class Repeat(Protocol):
     ) -> bool:
         """Do it on a stream, with tensors at these addresses; False, and nothing done, if it does not go for them."""
 
+    def moved(self, table: PageTable, other: PageTable) -> Repeat | None:
+        """The same over another page table of as many requests, if it can be."""
+
 
 class Family(Protocol):
     __name__: str

@@ -5,6 +5,7 @@ And what kernels need to know of tensors before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from quire.attention.pages import PageTable
 from quire.attention.spec import FLOATS
 from quire.kernels.registry import Call
 
@@ -29,8 +31,11 @@ INTERPRETED = isinstance(_nothing, InterpretedFunction)  # TRITON_INTERPRET=1: o
 class Repeat:
     """A launch that is to be repeated with other tensors of the same kinds, for a fraction of what the first took."""
 
-    def __init__(self, compiled: Any, programs: int, others: tuple[Tensor | None, ...], rest: tuple[Any, ...]) -> None:
-        self._kept = others
+    def __init__(
+        self, compiled: Any, programs: int, others: tuple[Tensor | None, ...], rest: tuple[Any, ...], entries: int
+    ) -> None:
+        """entries: which of others and rest says how many page ids there are."""
+        self._kept, self._entries = others, entries
         self._rest = (*(None if x is None else x.data_ptr() for x in others), *rest)
         self._grid, self._run = (programs, 1, 1), compiled.run
         self._handle: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -59,6 +64,19 @@ class Repeat:
         self._run(*self._grid, stream, *self._handle, q, q_pe, k, v, k_pe, out, lse, sinks, *self._rest)
         return True
 
+    def moved(self, table: PageTable, other: PageTable) -> Repeat | None:
+        """The same over another page table of as many requests; None if it did not read the first one's ids."""
+        if self._rest[self._entries] != table.indices.shape[0]:
+            return None
+        swap = {id(table.indptr): other.indptr, id(table.indices): other.indices}
+        swap[id(table.last_page_len)] = other.last_page_len
+        repeat = copy(self)
+        repeat._kept = tuple(swap.get(id(x), x) for x in self._kept)
+        rest = [*(None if x is None else x.data_ptr() for x in repeat._kept), *self._rest[len(self._kept) :]]
+        rest[self._entries] = other.indices.shape[0]
+        repeat._rest = tuple(rest)
+        return repeat
+
 
 class Launcher:
     """Launches of one kernel with one set of constants.
@@ -70,6 +88,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, constants: Any, **options: int) -> None:
         self._kernel, self._constants, self._options = kernel, constants, options
+        self._entries = kernel.arg_names.index("entries")
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -107,8 +126,8 @@ class Launcher:
             if low & 15 or compiled is None:
                 return None
             self._compiled[key] = compiled
-            return Repeat(compiled, programs, others, rest)
-        repeat = Repeat(compiled, programs, others, rest)
+            return Repeat(compiled, programs, others, rest, self._entries - len(tensors))
+        repeat = Repeat(compiled, programs, others, rest, self._entries - len(tensors))
         repeat(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type, call-arg]
         return repeat
 

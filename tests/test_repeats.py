@@ -1,0 +1,115 @@
+"""Runs that are repeated without the checks of the first: over other tensors, and over the tables of later plans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quire
+from quire.attention import PageTable
+from quire.kernels import registry
+
+launch = pytest.importorskip("quire.kernels.triton.launch")
+
+
+def table_of(entries: int, device: str = "cpu") -> PageTable:
+    counts = torch.tensor([0, entries // 2, entries], dtype=torch.int32, device=device)
+    return PageTable(counts, torch.zeros(entries, dtype=torch.int32, device=device), counts[1:] * 0 + 1, 16)
+
+
+class Compiled:
+    """A kernel that only keeps what it is launched with."""
+
+    function = packed_metadata = "the kernel"
+    global_scratch_size, profile_scratch_size = 1, 0
+
+    def __init__(self):
+        self.run, self.launched = self, []
+
+    def __call__(self, *given):
+        self.launched.append(given[-6:])
+
+
+def test_a_launch_over_another_page_table():
+    """Its addresses and its number of page ids take the first one's place; all else stays."""
+    first, second, part = table_of(8), table_of(20), torch.zeros(4)
+    compiled = Compiled()
+    others = (part, first.indptr, first.indices, first.last_page_len)
+    repeat = launch.Repeat(compiled, 1, others, (8, 0.5), entries=4)
+    for which in (repeat, repeat.moved(first, second), repeat.moved(first, second).moved(second, first)):
+        assert which(0, None, 0, 0, None, 0, None, None, 0)
+    tables = [[x.data_ptr() for x in (y.indptr, y.indices, y.last_page_len)] for y in (first, second, first)]
+    counts = (8, 20, 8)
+    assert compiled.launched == [
+        (part.data_ptr(), *addresses, count, 0.5) for addresses, count in zip(tables, counts, strict=True)
+    ]
+    assert not repeat(0, None, 8, 0, None, 0, None, None, 0), "an address that is not aligned"
+
+
+def test_a_launch_that_read_no_pages_is_not_moved():
+    first = table_of(8)
+    others = (torch.zeros(4), first.indptr, first.indices, first.last_page_len)
+    assert launch.Repeat(Compiled(), 1, others, (0, 0.5), entries=4).moved(first, table_of(20)) is None
+
+
+class Repeat:
+    """What remembers a run of a plan over some tables."""
+
+    def __init__(self, table, done):
+        self.table, self.done = table, done
+
+    def __call__(self, *addresses):
+        self.done.append(self.table)
+        return True
+
+    def moved(self, table, other):
+        assert table is self.table
+        return Repeat(other, self.done)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """(runs computed with all checks, runs repeated), by their tables, of wrappers that believe to be on a GPU."""
+    first, again = [], []
+
+    def attend(call, *given):
+        first.append(call.kv)
+        return Repeat(call.kv, again)
+
+    monkeypatch.setattr("quire._wrapper.attend", attend)
+    monkeypatch.setattr(registry, "choose", lambda *given: "cpu")
+    monkeypatch.setattr(registry, "scratch", lambda *given: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    return first, again
+
+
+def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta"))
+    wrapper._repeatable = True
+    bf16, first, again = torch.bfloat16, *computed
+    q = torch.empty(2, 4, 64, dtype=bf16, device="meta")
+    cache = torch.empty(9, 2, 16, 2, 64, dtype=bf16, device="meta")
+
+    def plan(entries, **changes):
+        table = table_of(entries, "meta")
+        wrapper.plan(table.indptr, table.indices, table.last_page_len, 4, 2, 64, 16, q_data_type=bf16, **changes)
+        return wrapper._kv
+
+    def runs():
+        first.clear(), again.clear()
+        for options in ({}, {"return_lse": True}, {}):
+            wrapper.run(q, cache, **options)
+        return [x.indices.shape[0] for x in first], [x.indices.shape[0] for x in again]
+
+    plan(8)
+    assert runs() == ([8, 8], [8])
+    plan(12)
+    assert runs() == ([], [12, 12, 12])
+    plan(14), plan(16)
+    assert runs() == ([], [16, 16, 16]), "a plan without runs is between"
+    plan(16, window_left=5)
+    assert runs() == ([16, 16], [16]), "another layer is checked anew"
+    wrapper.reset_workspace_buffer(torch.empty(0, device="meta"), torch.empty(16, dtype=torch.uint8, device="meta"))
+    plan(18, window_left=5)
+    assert runs() == ([18, 18], [18]), "and so is other memory"
