@@ -5,7 +5,6 @@ And what kernels need to know of tensors before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any
 
 import torch
@@ -68,13 +67,15 @@ class Repeat:
         """The same over another page table of as many requests; None if it did not read the first one's ids."""
         if self._rest[self._entries] != table.indices.shape[0]:
             return None
-        swap = {id(table.indptr): other.indptr, id(table.indices): other.indices}
-        swap[id(table.last_page_len)] = other.last_page_len
-        repeat = copy(self)
-        repeat._kept = tuple(swap.get(id(x), x) for x in self._kept)
-        rest = [*(None if x is None else x.data_ptr() for x in repeat._kept), *self._rest[len(self._kept) :]]
+        kept, rest = list(self._kept), list(self._rest)
         rest[self._entries] = other.indices.shape[0]
-        repeat._rest = tuple(rest)
+        for i, x in enumerate(kept):
+            for name in ("indptr", "indices", "last_page_len"):
+                if x is not None and x is getattr(table, name):
+                    kept[i] = getattr(other, name)
+                    rest[i] = kept[i].data_ptr()  # type: ignore[union-attr]
+        repeat = object.__new__(Repeat)  # copy() takes longer than all this
+        repeat.__dict__.update(self.__dict__, _kept=tuple(kept), _rest=tuple(rest))
         return repeat
 
 
