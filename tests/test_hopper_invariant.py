@@ -326,11 +326,11 @@ class Simulated:
         assert number >= 0
         assert self.arrivals.pop(arrivals, 0) == number if number else True
 
-    def keep(self, acc, m, l, queries, spare, which, c):
+    def keep(self, acc, m, l, spare, sums, which, states):
         assert not self.blocks, "blocks that were fetched to where states are kept"
         self.states[which] = acc
 
-    def kept(self, queries, spare, which, some, plane, c):
+    def kept(self, spare, sums, which, states, some, plane, c):
         assert some == 0
         return self.states[which], 0, 0
 
@@ -352,8 +352,8 @@ class Simulated:
             span = self.line.Span(program, unit, min(unit + share, self.total), share, 0, 0)
             tables = SimpleNamespace(window=self.window, qo_indptr=0, batch=0, tokens=0)
             parts = self.units.UnitParts(0, 0, 0, 0)
-            ring = SimpleNamespace(k=None, v=None)
-            self.units.consume_units.fn(tables, None, None, ring, parts, None, span, c)
+            ring, queries = SimpleNamespace(k=None, v=None), SimpleNamespace(weights=None)
+            self.units.consume_units.fn(tables, queries, None, ring, parts, None, span, c)
         assert not self.slots, "nothing is left behind"
         assert not self.arrivals
         return self.written

@@ -1,4 +1,4 @@
-"""Decode for Hopper GPUs, written in Gluon. `decode.py`, `attend.py` and `parts.py` have the kernel for most layers,
+"""Decode for Hopper GPUs, written in Gluon. `decode.py`, `tile.py` and `parts.py` have the kernel for most layers,
 with `units.py` instead of `parts.py` where layers are batch-invariant, prefill too; `latent.py` has that for latent
 caches (MLA). All are over `line.py` and `results.py`; `decode_call.py` and `latent_call.py` lie between calls and
 kernels.

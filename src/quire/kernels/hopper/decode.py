@@ -2,7 +2,7 @@
 
 A ring of blocks in shared memory lets the first run ahead of the second, over the ends of heads and requests, so that
 memory is never idle: pages are gathered by 16-byte copies that name their own addresses, whatever the page size. What
-the second computes of a block is in `attend.py`. Two programs share a multiprocessor, and each hides the other's
+the second computes of a block is in `tile.py`. Two programs share a multiprocessor, and each hides the other's
 beginning and end.
 """
 
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.attend import Masks, Queries, attend_keys, load_queries, rows_of, upright
+from quire.kernels.hopper.tile import Masks, Queries, attend_keys, load_queries, rows_of, upright
 from quire.kernels.hopper.line import Tables, first_request, my_span, next_tile, piece_at, request_at
 from quire.kernels.hopper.parts import Parts, collect, leave
 from quire.kernels.hopper.results import Results, clear_padding, write

@@ -79,27 +79,16 @@ def collect(acc, m, l, parts, results, request, h, program, final, spare, spare_
     tile, in that order, and finish it. spare, spare_sums: shared memory that nobody needs any more.
     """
     R: gl.constexpr = min(c.part_rows, MOST)
-    runs: gl.constexpr = acc.shape[0] // R
     # Parts at a time: 64 or 32 numbers of a thread, as registers have room for, and 8 for the last ones.
     many: gl.constexpr = max((64 if R < MOST else 32) * 128 // (R * c.dim), 1)
     few: gl.constexpr = max(8 * 128 // (R * c.dim), 1)
     plane: gl.constexpr = gl.BlockedLayout([1, c.dim // 32], [1, 32], [4, 1], [1, 0])
-    flat: gl.constexpr = gl.SliceLayout(1, plane)
-    places: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    sums = spare_sums._reinterpret(gl.float32, [2, acc.shape[0]], line)
+    keep(acc, m, l, spare, spare_sums, 0, 1)
     gl.thread_barrier()
-    spare._reinterpret(gl.float32, acc.shape, places).store(acc)
-    sums.index(0).store(m)
-    sums.index(1).store(l)
-    gl.thread_barrier()
-    own = spare._reinterpret(gl.float32, [runs, R, c.dim], places)
-    sums = spare_sums._reinterpret(gl.float32, [2 * runs, R], line)
     rows = request.q_len * c.group
     final = gl.minimum(final, gl.num_programs(0) - 1)
     for r0 in range(0, gl.minimum(rows, c.part_rows), R):
-        run = r0 // R
-        acc_r, m_r, l_r = own.index(run).load(plane), sums.index(run).load(flat), sums.index(runs + run).load(flat)
+        acc_r, m_r, l_r = kept(spare, spare_sums, 0, 1, r0 // R, plane, c)
         first = program + 1
         while final - first >= few:
             acc_r, m_r, l_r = add_parts(acc_r, m_r, l_r, parts, first, final, many, r0, c)
@@ -108,6 +97,31 @@ def collect(acc, m, l, parts, results, request, h, program, final, spare, spare_
             acc_r, m_r, l_r = add_parts(acc_r, m_r, l_r, parts, first, final, few, r0, c)
             first += few
         write(acc_r, m_r, l_r, results, request.q_begin, h, r0, rows, c)
+
+
+@gluon.jit
+def keep(acc, m, l, spare, sums, which: gl.constexpr, states: gl.constexpr):
+    """A state, [rows, head_dim], to shared memory that nobody needs any more: its numbers to `spare`, and to `sums`,
+    which has room for those of some states, its largest logits and sums of weights.
+    """
+    rows: gl.constexpr = acc.shape[0]
+    gl.thread_barrier()
+    spare._reinterpret(gl.float32, acc.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(acc)
+    sums = sums._reinterpret(gl.float32, [2 * states, rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sums.index(2 * which).store(m)
+    sums.index(2 * which + 1).store(l)
+
+
+@gluon.jit
+def kept(spare, sums, which: gl.constexpr, states: gl.constexpr, some, plane: gl.constexpr, c: gl.constexpr):
+    """Rows of a state from there: the some-th as many as are collected together."""
+    R: gl.constexpr = min(c.part_rows, MOST)
+    runs: gl.constexpr = c.rows // R
+    flat: gl.constexpr = gl.SliceLayout(1, plane)
+    x = spare._reinterpret(gl.float32, [runs, R, c.dim], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(some)
+    sums = sums._reinterpret(gl.float32, [2 * states * runs, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    m, l = sums.index(2 * which * runs + some), sums.index((2 * which + 1) * runs + some)
+    return x.load(plane), m.load(flat), l.load(flat)
 
 
 @gluon.jit

@@ -22,9 +22,9 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.attend import attend_keys, load_queries, no_values, rows_of, upright
+from quire.kernels.hopper.tile import attend_keys, load_queries, no_values, rows_of, upright
 from quire.kernels.hopper.line import first_request, next_tile, piece_at, request_at
-from quire.kernels.hopper.parts import MOST
+from quire.kernels.hopper.parts import MOST, keep, kept
 from quire.kernels.hopper.results import clear_padding, write
 
 
@@ -71,22 +71,35 @@ def reach_of(request, piece, window, c: gl.constexpr):
 @gluon.jit
 def fold(acc, m, l, acc_2, m_2, l_2, c: gl.constexpr):
     """The state of two runs of keys, [head_dim, rows]."""
-    top = gl.maximum(m, m_2)
-    base = gl.where(top == -float("inf"), 0.0, top)
-    weight, weight_2 = gl.exp2(m - base), gl.exp2(m_2 - base)
-    l = gl.fma(l, weight, l_2 * weight_2)
+    m, l, weight, weight_2 = weigh(m, l, m_2, l_2)
+    weight, weight_2 = weight[None, :], weight_2[None, :]
     x = add(acc[0], acc_2[0], weight, weight_2)
     if c.fp8:
         acc = x, add(acc[1], acc_2[1], weight, weight_2)
     else:
         acc = (x,)
-    return acc, top, l
+    return acc, m, l
+
+
+@gluon.jit
+def fold_rows(acc, m, l, acc_2, m_2, l_2):
+    """The same, [rows, head_dim]."""
+    m, l, weight, weight_2 = weigh(m, l, m_2, l_2)
+    return add(acc, acc_2, weight[:, None], weight_2[:, None]), m, l
+
+
+@gluon.jit
+def weigh(m, l, m_2, l_2):
+    """The sums of two states together, and the weight of each."""
+    top = gl.maximum(m, m_2)
+    base = gl.where(top == -float("inf"), 0.0, top)
+    weight, weight_2 = gl.exp2(m - base), gl.exp2(m_2 - base)
+    return top, gl.fma(l, weight, l_2 * weight_2), weight, weight_2
 
 
 @gluon.jit
 def add(x, x_2, weight, weight_2):
-    zero = gl.zeros_like(x)
-    return gl.fma(x, zero + weight[None, :], x_2 * weight_2[None, :])
+    return gl.fma(x, gl.zeros_like(x) + weight, x_2 * weight_2)
 
 
 @gluon.jit
@@ -144,8 +157,8 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
             # The last run goes on in the next share, and begins here.
             goes_on = (last < high) & (last % c.run > 0) & (origin == span.program)
             if goes_on | (piece.first == 0):
-                keep(acc, m, l, queries, ring.k, 0, c)
-                keep(run, m_run, l_run, queries, ring.v, 1, c)
+                keep(upright(acc, c), m, l, ring.k, queries.weights, 0, 2)
+                keep(upright(run, c), m_run, l_run, ring.v, queries.weights, 1, 2)
                 hand_over(queries, ring, parts, results, span, request, piece, zero, goes_on, c)
         position += piece.last - piece.first
         request = request_at(tables, request, position, span.end, c)
@@ -169,28 +182,6 @@ def run_slot(run, zero, low, owner, c: gl.constexpr):
 
 
 @gluon.jit
-def keep(acc, m, l, queries, spare, which: gl.constexpr, c: gl.constexpr):
-    """A state to shared memory that nobody needs any more: its numbers to `spare`, its sums to those of that kind."""
-    gl.thread_barrier()
-    spare._reinterpret(gl.float32, [c.rows, c.dim], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(upright(acc, c))
-    sums = queries.weights._reinterpret(gl.float32, [4, c.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    sums.index(2 * which).store(m)
-    sums.index(2 * which + 1).store(l)
-
-
-@gluon.jit
-def kept(queries, spare, which: gl.constexpr, some, plane: gl.constexpr, c: gl.constexpr):
-    """Rows of a state from there: the some-th as many as are handed over together."""
-    R: gl.constexpr = min(c.part_rows, MOST)
-    runs: gl.constexpr = c.rows // R
-    flat: gl.constexpr = gl.SliceLayout(1, plane)
-    x = spare._reinterpret(gl.float32, [runs, R, c.dim], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(some)
-    sums = queries.weights._reinterpret(gl.float32, [4 * runs, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    m, l = sums.index(2 * which * runs + some), sums.index((2 * which + 1) * runs + some)
-    return x.load(plane), m.load(flat), l.load(flat)
-
-
-@gluon.jit
 def hand_over(queries, ring, parts, results, span, request, piece, zero, goes_on, c: gl.constexpr):
     """Collect what others have of the run at the end of this share, if it goes on there, and leave it for who has the
     tile's beginning or, where that is here, collect the runs that follow and finish the tile.
@@ -206,9 +197,9 @@ def hand_over(queries, ring, parts, results, span, request, piece, zero, goes_on
     wait(parts.arrivals + span.program, units)
     wait(parts.arrivals + gl.num_programs(0) + span.program, runs)
     for r0 in range(0, gl.minimum(rows, c.part_rows), R):
-        acc, m, l = kept(queries, ring.k, 0, r0 // R, plane, c)
+        acc, m, l = kept(ring.k, queries.weights, 0, 2, r0 // R, plane, c)
         if goes_on:
-            run, m_run, l_run = kept(queries, ring.v, 1, r0 // R, plane, c)
+            run, m_run, l_run = kept(ring.v, queries.weights, 1, 2, r0 // R, plane, c)
             slot = span.program * c.run + last % c.run
             run, m_run, l_run = collect(run, m_run, l_run, parts, slot, units, r0, rows, c)
             if piece.first > 0:
@@ -257,16 +248,6 @@ def saved_rows(like, parts, slot, r0, rows, c: gl.constexpr):
     at, sums, real = places(like, parts, slot, r0, rows, c)
     m, l = gl.load(sums, real, -float("inf")), gl.load(sums + 1, real, 0.0)
     return gl.load(at, real[:, None], 0.0), m, l
-
-
-@gluon.jit
-def fold_rows(acc, m, l, acc_2, m_2, l_2):
-    """`fold`, of [rows, head_dim]."""
-    top = gl.maximum(m, m_2)
-    base = gl.where(top == -float("inf"), 0.0, top)
-    weight, weight_2 = gl.exp2(m - base), gl.exp2(m_2 - base)
-    acc = gl.fma(acc, gl.zeros_like(acc) + weight[:, None], acc_2 * weight_2[:, None])
-    return acc, top, gl.fma(l, weight, l_2 * weight_2)
 
 
 @gluon.jit
