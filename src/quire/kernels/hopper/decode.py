@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.tile import Masks, Queries, attend_keys, load_queries, rows_of, upright
 from quire.kernels.hopper.line import Tables, first_request, my_span, next_tile, piece_at, request_at
 from quire.kernels.hopper.parts import Parts, collect, leave
 from quire.kernels.hopper.results import Results, clear_padding, write
+from quire.kernels.hopper.tile import Masks, Queries, attend_keys, load_queries, rows_of, upright
 from quire.kernels.hopper.units import UnitParts, consume_units, reach_of
 
 

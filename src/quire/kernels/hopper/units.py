@@ -22,10 +22,10 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.tile import attend_keys, load_queries, no_values, rows_of, upright
 from quire.kernels.hopper.line import first_request, next_tile, piece_at, request_at
 from quire.kernels.hopper.parts import MOST, keep, kept
 from quire.kernels.hopper.results import clear_padding, write
+from quire.kernels.hopper.tile import attend_keys, load_queries, no_values, rows_of, upright
 
 
 class UnitParts(NamedTuple):
