@@ -1,9 +1,9 @@
-"""Decode over latent caches (MLA) on Hopper: four warp groups on 64 query rows, which read each key once.
+"""Decode over latent caches (MLA) on Hopper: a warp group that fetches, and two that attend, with 64 query rows.
 
-One fetches blocks of 64 keys, both parts, and queries. One makes logits and weights of a block, and leaves the weights,
-as halves, where the keys' second part was, which nobody needs any more. Two more accumulate half of the columns of the
-output each, from the same keys' first part: a whole row is more than a group's registers hold. So the logits of a block
-are made while the values of the one before are added up.
+One fetches blocks of 64 keys, both parts, and queries. The others make weights of every second block each, while the
+other one multiplies, and leave them, as halves, where the keys' second part was, which nobody needs any more. Both add
+up all values, from the same keys' first part, but half of their columns each: a whole row is more than a group's
+registers hold.
 
 Tiles of 64 rows that have the same keys are spread over neighbouring programs, `lanes` of them, which walk along the
 same line at the same time: all but one find the keys in the GPU's cache.
@@ -27,8 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.decode import pages_of
+from quire.kernels.hopper.latent_parts import arrive, parts_of, save
 from quire.kernels.hopper.line import Tables, first_request, my_span, piece_at, request_at
 from quire.kernels.hopper.results import Results, clear_padding, write
+
+REGISTERS = 168  # of a thread at the start; who fetches gives some away
+ATTENDERS = gl.constexpr(216)  # of a thread that attends
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,9 @@ class Queries(NamedTuple):
 
 class Ring(NamedTuple):
     """Shared memory. Blocks of keys: left and right half of their first part, their second part and, later, weights;
-    of each row with a block's weights the factor of what was before, the largest logit, the sum of weights. The same of
-    a tile's queries. What waits for what: a block is full, weighed, empty; queries are there, and no longer needed.
+    of each row with a block's weights the factor of what was before, the largest logit, the sum of weights. Once, the
+    same of a tile's queries. What waits for what: the left half of a block, and the rest of it, are full and empty; a
+    block is weighed; queries are there, and no longer needed.
     """
 
     left: gl.shared_memory_descriptor
@@ -111,16 +116,16 @@ class Ring(NamedTuple):
     answered: gl.shared_memory_descriptor
 
 
-class Parts(NamedTuple):
-    """Where parts of tiles go: float32 [slots, rows, dim], and (largest logit, sum of weights) in [slots, rows, 2].
-    None is written beyond, whatever the tables say. And counters of those that have arrived, neighbours' and all.
+class Rows(NamedTuple):
+    """Of each row of a tile the factor of its logits and the last key that it sees; keys before `clear` are seen by all
+    rows. What all this is of: the request's keys, and the tile's from `begin` on.
     """
 
-    acc: tl.tensor
-    sums: tl.tensor
-    slots: tl.tensor
-    rows: tl.tensor
-    arrivals: tl.tensor
+    factor: tl.tensor
+    position: tl.tensor
+    clear: tl.tensor
+    kv_len: tl.tensor
+    begin: tl.tensor
 
 
 class Tile(NamedTuple):
@@ -151,14 +156,10 @@ def tile_at(request, piece, c: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows(left, right, rest, x, x_rest, row, row_rest, real, layout: gl.constexpr, c: gl.constexpr):
-    """64 rows of two parts to shared memory, 16 bytes at a time; those that are not real become zeros."""
-    d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))[None, :]
-    e = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    row, row_rest, real = row[:, None], row_rest[:, None], real[:, None]
-    async_copy.async_copy_global_to_shared(left, x + row + d, real)
-    async_copy.async_copy_global_to_shared(right, x + row + (d + c.dim), real)
-    async_copy.async_copy_global_to_shared(rest, x_rest + row_rest + e, real)
+def copy_rows(to, x, row, real, layout: gl.constexpr):
+    """64 rows from x on to shared memory, 16 bytes at a time; those that are not real become zeros."""
+    d = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))[None, :]
+    async_copy.async_copy_global_to_shared(to, x + row[:, None] + d, real[:, None])
 
 
 @gluon.jit
@@ -169,7 +170,9 @@ def copy_queries(queries, ring, request, tile, layout: gl.constexpr, c: gl.const
     head = (tile.row + r) % c.group
     row, row_pe = token * queries.token + head * queries.head, token * queries.pe_token + head * queries.pe_head
     real = r < tile.count
-    copy_rows(ring.q_left, ring.q_right, ring.q_rest, queries.q, queries.pe, row, row_pe, real, layout, c)
+    copy_rows(ring.q_left.index(0), queries.q, row, real, layout)
+    copy_rows(ring.q_right.index(0), queries.q + c.dim, row, real, layout)
+    copy_rows(ring.q_rest.index(0), queries.pe, row_pe, real, layout)
 
 
 @gluon.jit
@@ -195,11 +198,14 @@ def fetch(tables, cache, queries, ring, span, c: gl.constexpr):
             if one_page:
                 row, row_pe = row + r * cache.token, row_pe + r * cache.pe_token
             page = pages_of(tables, request, t0 + c.block + first, c)  # asked for one block ahead
-            stage = n % c.stages
-            mbarrier.wait(ring.empty.index(stage), (n // c.stages & 1) ^ 1)
-            left, right, rest = ring.left.index(stage), ring.right.index(stage), ring.rest.index(stage)
-            copy_rows(left, right, rest, cache.k, cache.pe, row, row_pe, j < request.kv_len, layout, c)
-            async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+            stage, phase, real = n % c.stages, (n // c.stages & 1) ^ 1, j < request.kv_len
+            mbarrier.wait(ring.empty.index(2 * stage), phase)
+            copy_rows(ring.left.index(stage), cache.k, row, real, layout)
+            async_copy.mbarrier_arrive(ring.full.index(2 * stage), increment_count=False)
+            mbarrier.wait(ring.empty.index(2 * stage + 1), phase)
+            copy_rows(ring.right.index(stage), cache.k + c.dim, row, real, layout)
+            copy_rows(ring.rest.index(stage), cache.pe, row_pe, real, layout)
+            async_copy.mbarrier_arrive(ring.full.index(2 * stage + 1), increment_count=False)
             n += 1
             if t0 == tile.begin:
                 mbarrier.wait(ring.answered, (tiles & 1) ^ 1)
@@ -210,13 +216,23 @@ def fetch(tables, cache, queries, ring, span, c: gl.constexpr):
 
 
 @gluon.jit
-def logits(ring, stage, L: gl.constexpr, c: gl.constexpr):
-    """Products of a tile's queries and a block's keys, [64, 64]."""
+def logits(ring, at, L: gl.constexpr, c: gl.constexpr):
+    """Products of a tile's queries and the keys of the block that is the at-th of this program, [64, 64]."""
+    stage, phase = at % c.stages, at // c.stages & 1
+    # Not known to be 0, or the compiler would keep where each column of queries lies, for which there are no registers.
+    zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+    left, right, rest = ring.q_left.index(zero), ring.q_right.index(zero), ring.q_rest.index(zero)
     s = gl.full([64, c.block], 0.0, gl.float32, L)
-    s = warpgroup_mma(ring.q_left, ring.left.index(stage).permute([1, 0]), s, use_acc=False, is_async=True)
-    s = warpgroup_mma(ring.q_right, ring.right.index(stage).permute([1, 0]), s, is_async=True)
-    s = warpgroup_mma(ring.q_rest, ring.rest.index(stage).permute([1, 0]), s, is_async=True)
-    return warpgroup_mma_wait(0, [s])
+    mbarrier.wait(ring.full.index(2 * stage), phase)
+    fence_async_shared()
+    s = warpgroup_mma(left, ring.left.index(stage).permute([1, 0]), s, use_acc=False, is_async=True)
+    mbarrier.wait(ring.full.index(2 * stage + 1), phase)
+    fence_async_shared()
+    s = warpgroup_mma(right, ring.right.index(stage).permute([1, 0]), s, is_async=True)
+    s = warpgroup_mma(rest, ring.rest.index(stage).permute([1, 0]), s, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    gl.thread_barrier()  # weights take the place of what all warps have read now
+    return s
 
 
 @gluon.jit
@@ -232,75 +248,94 @@ def factors(queries, tile, flat: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def weigh(tables, queries, ring, span, c: gl.constexpr):
-    """Make weights of the ring's blocks, tile by tile."""
+def weigh(s, m, l, rows, ring, i, at, c: gl.constexpr):
+    """Leave weights of a tile's i-th block, the at-th of this program, and what the sums of those before become."""
+    L: gl.constexpr = s.type.layout
+    stage, t0 = at % c.stages, rows.begin + i * c.block
+    s *= rows.factor[:, None]
+    if t0 + c.block > rows.clear:
+        j = (t0 + gl.arange(0, c.block, gl.SliceLayout(0, L)))[None, :]
+        s = gl.where((j <= rows.position[:, None]) & (j < rows.kv_len), s, -float("inf"))
+    top = gl.maximum(m, gl.max(s, 1))
+    base = gl.where(top == -float("inf"), 0.0, top)
+    p, shrink = gl.exp2(s - base[:, None]), gl.exp2(m - base)
+    ring.rest.index(stage).store(p.to(ring.rest.dtype))
+    ring.shrink.index(stage).store(shrink)
+    ring.top.index(stage).store(top)
+    ring.total.index(stage).store(l * shrink + gl.sum(p, 1))
+    fence_async_shared()
+    gl.thread_barrier()  # all weights are there before they count as such
+    mbarrier.arrive(ring.weighed.index(stage), count=1)
+
+
+@gluon.jit
+def add_values(acc, ring, values, at, turn: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
+    """Begin to add the weighed values of the at-th block; and the sums after it."""
+    stage, phase = at % c.stages, at // c.stages & 1
+    mbarrier.wait(ring.full.index(2 * stage + turn), phase)
+    mbarrier.wait(ring.weighed.index(stage), phase)
+    fence_async_shared()
+    shrink = ring.shrink.index(stage).load(gl.SliceLayout(1, acc.type.layout))
+    m, l = ring.top.index(stage).load(flat), ring.total.index(stage).load(flat)
+    acc = warpgroup_mma(ring.rest.index(stage), values.index(stage), acc * shrink[:, None], is_async=True)
+    return acc, m, l
+
+
+@gluon.jit
+def give_back(acc, ring, at, turn: gl.constexpr, c: gl.constexpr):
+    """When they are added, give back what nobody needs any more: the rest of a block is both groups'."""
+    acc = warpgroup_mma_wait(0, [acc])
+    gl.thread_barrier()
+    if turn == 0:
+        mbarrier.arrive(ring.empty.index(2 * (at % c.stages)), count=1)
+    mbarrier.arrive(ring.empty.index(2 * (at % c.stages) + 1), count=1)
+    return acc
+
+
+@gluon.jit
+def attend(tables, queries, ring, values, parts, results, span, turn: gl.constexpr, c: gl.constexpr):
+    """Weigh the first (turn 0) or second block of every two, and add up the half of the values that `values` has, tile
+    by tile.
+    """
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
     unit, request = span.unit, first_request(tables, span, c)
     n = span.unit * 0
     tiles = n
     while unit < span.end:
         piece = piece_at(request, unit, span.end, c)
-        unit += piece.last - piece.first
         tile = tile_at(request, piece, c)
-        factor = factors(queries, tile, flat, c)
         position = last_seen(request, tile.row + gl.arange(0, 64, flat), c)
-        clear = gl.minimum(last_seen(request, tile.row, c) + 1, request.kv_len)  # keys that all rows see
-        m = gl.full([64], -float("inf"), gl.float32, flat)
-        l = gl.full([64], 0.0, gl.float32, flat)
-        for t0 in range(tile.begin, tile.stop, c.block):
-            stage = n % c.stages
-            mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
-            mbarrier.wait(ring.asked, tiles & 1)
-            fence_async_shared()
-            s = logits(ring, stage, L, c) * factor[:, None]
-            gl.thread_barrier()  # weights take the place of what all warps have read now
-            mbarrier.arrive(ring.answered, count=1, pred=t0 + c.block >= tile.stop)
-            if t0 + c.block > clear:
-                j = (t0 + gl.arange(0, c.block, gl.SliceLayout(0, L)))[None, :]
-                s = gl.where((j <= position[:, None]) & (j < request.kv_len), s, -float("inf"))
-            top = gl.maximum(m, gl.max(s, 1))
-            base = gl.where(top == -float("inf"), 0.0, top)
-            p = gl.exp2(s - base[:, None])
-            shrink = gl.exp2(m - base)
-            m, l = top, l * shrink + gl.sum(p, 1)
-            ring.rest.index(stage).store(p.to(ring.rest.dtype))
-            ring.shrink.index(stage).store(shrink)
-            ring.top.index(stage).store(m)
-            ring.total.index(stage).store(l)
-            fence_async_shared()
-            gl.thread_barrier()  # all weights are there before they count as such
-            mbarrier.arrive(ring.weighed.index(stage), count=1)
-            n += 1
-        if tile.stop > tile.begin:
-            tiles += 1
-        request = request_at(tables, request, unit, span.end, c)
-
-
-@gluon.jit
-def gather(tables, ring, values, parts, results, span, c: gl.constexpr):
-    """Add up the half of the values that `values` has, tile by tile."""
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(c.dim, 128), 16])
-    flat: gl.constexpr = gl.SliceLayout(1, O)
-    unit, request = span.unit, first_request(tables, span, c)
-    n = span.unit * 0
-    while unit < span.end:
-        piece = piece_at(request, unit, span.end, c)
-        tile = tile_at(request, piece, c)
+        clear = gl.minimum(last_seen(request, tile.row, c) + 1, request.kv_len)
+        rows = Rows(factors(queries, tile, flat, c), position, clear, request.kv_len, tile.begin)
         m = gl.full([64], -float("inf"), gl.float32, flat)
         l = gl.full([64], 0.0, gl.float32, flat)
         acc = gl.full([64, c.dim], 0.0, gl.float32, O)
-        for _t in range(tile.begin, tile.stop, c.block):
-            stage = n % c.stages
-            mbarrier.wait(ring.full.index(stage), n // c.stages & 1)
-            mbarrier.wait(ring.weighed.index(stage), n // c.stages & 1)
-            fence_async_shared()
-            acc = acc * ring.shrink.index(stage).load(flat)[:, None]
-            m, l = ring.top.index(stage).load(flat), ring.total.index(stage).load(flat)
-            acc = warpgroup_mma(ring.rest.index(stage), values.index(stage), acc)
-            gl.thread_barrier()
-            mbarrier.arrive(ring.empty.index(stage), count=1)
-            n += 1
+        blocks = (gl.maximum(tile.stop - tile.begin, 0) + c.block - 1) // c.block
+        if blocks > 0:
+            mbarrier.wait(ring.asked, tiles & 1)
+        for i in range(0, blocks - 1, 2):
+            s = logits(ring, n + i + turn, L, c)
+            mbarrier.arrive(ring.answered, count=1, pred=i + turn + 2 >= blocks)
+            if turn == 0:
+                weigh(s, m, l, rows, ring, i, n + i, c)
+            acc, m, l = add_values(acc, ring, values, n + i, turn, flat, c)
+            if turn == 1:
+                weigh(s, m, l, rows, ring, i + 1, n + i + 1, c)
+            acc = give_back(acc, ring, n + i, turn, c)
+            acc, m, l = add_values(acc, ring, values, n + i + 1, turn, flat, c)
+            acc = give_back(acc, ring, n + i + 1, turn, c)
+        n += blocks
+        if blocks % 2 == 1:
+            if turn == 0:
+                s = logits(ring, n - 1, L, c)
+                weigh(s, m, l, rows, ring, blocks - 1, n - 1, c)
+            mbarrier.arrive(ring.answered, count=1, pred=(blocks == 1) | (turn == 0))
+            acc, m, l = add_values(acc, ring, values, n - 1, turn, flat, c)
+            acc = give_back(acc, ring, n - 1, turn, c)
+        if blocks > 0:
+            tiles += 1
         if tile.count > 0:
             if piece.last - piece.first == request.cost:
                 write(acc, m, l, results, request.q_begin, 0, tile.row, tile.row + tile.count, c)
@@ -314,83 +349,6 @@ def gather(tables, ring, values, parts, results, span, c: gl.constexpr):
         request = request_at(tables, request, unit, span.end, c)
     q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
     clear_padding(results, gl.minimum(gl.maximum(q_end, 0), tables.tokens), tables.tokens, c)
-
-
-@gluon.jit
-def save(acc, m, l, parts, slot, r0, rows, c: gl.constexpr):
-    """A tile's part, or its rows from r0 on, to its slot. acc: [some, head_dim]; m, l: [some]."""
-    layout: gl.constexpr = acc.type.layout
-    flat: gl.constexpr = gl.SliceLayout(1, layout)
-    count = gl.where(slot < parts.slots, gl.minimum(rows, parts.rows), 0)
-    r = r0 + gl.arange(0, acc.shape[0], flat)
-    d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
-    at = slot.to(gl.int64) * parts.rows + r
-    gl.store(parts.acc + at[:, None] * c.dim + d[None, :], acc, (r < count)[:, None])
-    gl.store(parts.sums + at * 2, gl.convert_layout(m, flat), r < count)
-    gl.store(parts.sums + at * 2 + 1, gl.convert_layout(l, flat), r < count)
-
-
-@gluon.jit
-def together(parts, r0, rows, origin, first, final, step, c: gl.constexpr):
-    """Rows r0 and on (of `rows`) of what each `step`-th program from first to final left of a tile that begins in
-    program origin. As many parts at a time as registers hold, so that their reads overlap; each warp has rows of its
-    own.
-    """
-    R: gl.constexpr = c.merge_rows
-    N: gl.constexpr = 64 * 128 // (R * c.dim)
-    each: gl.constexpr = c.dim // 32
-    cube: gl.constexpr = gl.BlockedLayout([1, 1, each], [1, 1, 32], [1, 4, 1], [2, 1, 0])
-    plane: gl.constexpr = gl.BlockedLayout([1, each], [1, 32], [4, 1], [1, 0])
-    flat: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, cube))
-    n = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, cube)))[:, None]
-    d = gl.arange(0, c.dim, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
-    r = r0 + gl.arange(0, R, flat)
-    m = gl.full([R], -float("inf"), gl.float32, flat)
-    l = gl.full([R], 0.0, gl.float32, flat)
-    acc = gl.full([R, c.dim], 0.0, gl.float32, gl.SliceLayout(0, cube))
-    for p in range(first, final + 1, N * step):
-        program = p + n * step
-        slot = gl.where(program == origin, 2 * program + 1, 2 * program)
-        at = slot.to(gl.int64) * parts.rows + r[None, :]
-        here = (program <= final) & (slot < parts.slots) & (r < rows)[None, :]
-        m_n = gl.load(parts.sums + at * 2, here, -float("inf"))
-        l_n = gl.load(parts.sums + at * 2 + 1, here, 0.0)
-        acc_n = gl.load(parts.acc + at[:, :, None] * c.dim + d[None, None, :], here[:, :, None], 0.0)
-        top = gl.maximum(m, gl.max(m_n, 0))
-        base = gl.where(top == -float("inf"), 0.0, top)
-        weight, shrink = gl.exp2(m_n - base[None, :]), gl.exp2(m - base)
-        m, l = top, l * shrink + gl.sum(l_n * weight, 0)
-        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(0, cube)))
-        acc = acc * shrink[:, None] + gl.sum(acc_n * weight[:, :, None], 0)
-    return gl.convert_layout(acc, plane), m, l
-
-
-@gluon.jit
-def arrive(parts, results, request, tile, program, origin, final, c: gl.constexpr):
-    """A part is there, of those that programs origin to final make. The last of c.fan neighbours merges theirs, and the
-    last who did so what they merged: one program that did it all would take longer than many need to attend.
-    """
-    first = program - (program - origin) % c.fan
-    last = gl.minimum(first + c.fan - 1, final)
-    slot = 2 * first + (first == origin).to(gl.int32)
-    neighbours = parts.arrivals + gl.num_programs(0) // c.lanes + slot
-    groups = parts.arrivals + origin
-    rows = gl.minimum(tile.count, parts.rows)
-    gl.thread_barrier()  # all of this part is written before it counts as arrived
-    if gl.atomic_add(neighbours, 1) == last - first:
-        gl.store(neighbours, 0)
-        step, complete = 1, final - origin < c.fan
-        if final - origin >= c.fan:
-            for r0 in range(0, rows, c.merge_rows):
-                acc, m, l = together(parts, r0, rows, origin, first, last, 1, c)
-                save(acc, m, l, parts, slot, r0, rows, c)
-            gl.thread_barrier()
-            step, complete = c.fan, gl.atomic_add(groups, 1) == (final - origin) // c.fan
-            gl.store(groups, 0, complete)
-        if complete:
-            for r0 in range(0, rows, c.merge_rows):
-                acc, m, l = together(parts, r0, rows, origin, origin, final, step, c)
-                write(acc, m, l, results, request.q_begin, 0, tile.row + r0, tile.row + rows, c)
 
 
 @gluon.jit
@@ -408,33 +366,23 @@ def share_memory(dtype: gl.constexpr, c: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [stages, 64], flat),
         gl.allocate_shared_memory(gl.float32, [stages, 64], flat),
         gl.allocate_shared_memory(gl.float32, [stages, 64], flat),
-        gl.allocate_shared_memory(dtype, [64, c.dim], half),
-        gl.allocate_shared_memory(dtype, [64, c.dim], half),
-        gl.allocate_shared_memory(dtype, [64, 64], rest),
+        gl.allocate_shared_memory(dtype, [1, 64, c.dim], half),
+        gl.allocate_shared_memory(dtype, [1, 64, c.dim], half),
+        gl.allocate_shared_memory(dtype, [1, 64, 64], rest),
+        gl.allocate_shared_memory(gl.int64, [2 * stages, 1], one),
         gl.allocate_shared_memory(gl.int64, [stages, 1], one),
-        gl.allocate_shared_memory(gl.int64, [stages, 1], one),
-        gl.allocate_shared_memory(gl.int64, [stages, 1], one),
+        gl.allocate_shared_memory(gl.int64, [2 * stages, 1], one),
         gl.allocate_shared_memory(gl.int64, [1], one),
         gl.allocate_shared_memory(gl.int64, [1], one),
     )
     for s in gl.static_range(stages):
-        mbarrier.init(ring.full.index(s), count=128)  # threads that copy
+        for half in gl.static_range(2):
+            mbarrier.init(ring.full.index(2 * s + half), count=128)  # threads that copy
+            mbarrier.init(ring.empty.index(2 * s + half), count=1 + half)  # groups that attend
         mbarrier.init(ring.weighed.index(s), count=1)
-        mbarrier.init(ring.empty.index(s), count=2)  # groups that gather
     mbarrier.init(ring.asked, count=128)
-    mbarrier.init(ring.answered, count=1)
+    mbarrier.init(ring.answered, count=2)
     return ring
-
-
-@gluon.jit
-def parts_of(half: gl.constexpr, part, arrivals, part_rows, c: gl.constexpr):
-    """Where one half of the columns of this program's lane has its parts."""
-    programs, lane = gl.num_programs(0), gl.program_id(0) % c.lanes
-    slots = 2 * (programs // c.lanes)
-    rows, before = (2 * programs).to(gl.int64) * part_rows, (lane * slots).to(gl.int64) * part_rows
-    part += half * rows * (c.dim + 2)
-    arrivals += (half * c.lanes + lane) * (slots + slots // 2)
-    return Parts(part + before * c.dim, part + rows * c.dim + before * 2, slots, part_rows, arrivals)
 
 
 _POINTERS = (
@@ -471,11 +419,10 @@ def decode_latent(
     span = my_span(tables, gl.program_id(0) // c.lanes, gl.num_programs(0) // c.lanes, c)
     gl.warp_specialize(
         [
-            (weigh, (tables, queries, ring, span, c)),
-            (gather, (tables, ring, ring.left, parts_0, left, span, c)),
-            (gather, (tables, ring, ring.right, parts_1, right, span, c)),
             (fetch, (tables, cache, queries, ring, span, c)),
+            (attend, (tables, queries, ring, ring.left, parts_0, left, span, 0, c)),
+            (attend, (tables, queries, ring, ring.right, parts_1, right, span, 1, c)),
         ],
-        [4, 4, 4],
-        [160, 160, 64],
+        [4, 4],
+        [ATTENDERS, ATTENDERS],
     )

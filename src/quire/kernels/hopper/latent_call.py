@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attention.pages import PageTable
 from quire.attention.spec import LOG2E, AttentionSpec
-from quire.kernels.hopper.latent import Config, decode_latent
+from quire.kernels.hopper.latent import REGISTERS, Config, decode_latent
 from quire.kernels.registry import Call
 from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_scales
 
@@ -18,7 +18,6 @@ _ROWS = 64  # of a tile
 _LANES = 12  # tiles at most that are read for together: there are 132 multiprocessors
 _STAGES = {512: 2, 256: 4, 128: 8}  # with the queries they fill 227 KiB of shared memory
 _COUNTERS = 6  # for each program
-REGISTERS = 128  # of a thread at the start; groups take and leave some
 
 
 def declines(spec: AttentionSpec) -> str | None:
