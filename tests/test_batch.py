@@ -68,6 +68,18 @@ def test_tables_may_lie_apart(device, batch):
     assert_is(wrapper.run(*inputs(batch, device)), batch.exact())
 
 
+@devices
+def test_tables_are_checked_where_that_is_asked_for(device, batch, monkeypatch):
+    monkeypatch.setenv("QUIRE_CHECK", "1")
+    wrapper, given = flashinfer.BatchAttention("NHD", device), tables(batch, device)
+    rest = (*SHAPE, batch.kv.page_size, True, None, None, torch.float32, torch.float32)
+    wrapper.plan(*given, *rest)
+    assert_is(wrapper.run(*inputs(batch, device)), batch.exact())
+    given[3][0] = 1 << 20
+    with pytest.raises(ValueError, match=r"lengths\[0\] = 1048576 is out of range"):
+        wrapper.plan(*given, *rest)
+
+
 @pytest.mark.gpu
 def test_a_plan_does_not_wait_for_the_device(batch):
     wrapper, given = flashinfer.BatchAttention(), tables(batch, "cuda")

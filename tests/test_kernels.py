@@ -163,6 +163,23 @@ def test_long_requests_are_split_and_merged(family, rng):
         check(batch, *compute(batch, family), family)
 
 
+def test_pages_may_be_empty(family, rng):
+    """Requests that own more pages than their keys fill, of which nothing is read."""
+    spec = layer(rng, torch.bfloat16, torch.bfloat16)
+    batch = random_batch(spec, [1, 30, 2, 1], [40, 70, 0, 5], 16, padding=1)
+    spare, counts = [2, 0, 3, 1], batch.kv.indptr.diff().tolist()
+    used = batch.kv.indices.split([*counts, len(batch.kv.indices) - sum(counts)])
+    indices = torch.cat(
+        [x for own, n in zip(used, spare, strict=False) for x in (own, torch.full((n,), 1 << 30).int())]
+    )
+    owned = torch.tensor(counts) + torch.tensor(spare)
+    kv = object.__new__(PageTable)  # whose checks on the host would not have it
+    last_page_len = batch.kv.lengths() - (owned - 1).int() * 16
+    indptr = torch.cat([owned[:0], torch.tensor([0]), owned.cumsum(0)]).int()
+    kv.__dict__.update(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=16)
+    check(batch, *compute(batch, family, kv=kv), family)
+
+
 def test_ragged_keys_are_pages_of_one(family, rng):
     spec = layer(rng, torch.bfloat16, torch.bfloat16)
     batch = random_batch(spec, [1, 70, 5], [30, 70, 0], 16)

@@ -99,7 +99,9 @@ class PageTable:
     Attributes:
         indptr: int32 [batch_size + 1]; a slice of a longer indptr is fine, so it need not start at 0.
         indices: int32 [at least indptr[-1]], page ids.
-        last_page_len: int32 [batch_size], tokens in the last page, 1 to page_size; any value where there is no page.
+        last_page_len: int32 [batch_size], tokens in the last page, 1 to page_size; any value where there is no page. On
+            a device, less than 1 means that pages before it are not full either: a request has page_size tokens for
+            each page but one, and last_page_len.
         page_size: tokens in a page.
     """
 
@@ -205,7 +207,8 @@ class PageTable:
     def from_lengths(
         cls, indptr: Tensor, indices: Tensor, lengths: Tensor, page_size: int, name: str = "lengths"
     ) -> PageTable:
-        """From int32 [batch_size] lengths in tokens; a request may own more pages than they fill, which are left out.
+        """From int32 [batch_size] lengths in tokens; a request may own more pages than they fill, which are left out
+        or, on a device, stay empty.
 
         indptr and indices are those of a PageTable, and not changed. Never waits for a device.
         """
@@ -214,12 +217,14 @@ class PageTable:
             room = indptr.diff() * page_size
             check_indptr(indptr, "kv_indptr", len(table(indices, "kv_indices")), "the number of kv_indices")
             refuse_first((lengths < 0) | (lengths > room), name, lengths, "0 to what the request's pages hold")
+        else:  # leaving pages out takes a dozen launches
+            _check_page_size(page_size)
+            last_page_len = torch.sub(lengths + page_size, indptr[1:] - indptr[:-1], alpha=page_size)
+            return cls(indptr, indices, last_page_len, page_size)
         pages = _page_count(lengths, page_size)
         packed = RaggedLayout.from_lengths(pages).indptr
-        place = torch.arange(len(indices), dtype=torch.int32, device=lengths.device)
-        owner = torch.searchsorted(packed[1:], place, right=True).clamp(max=len(lengths) - 1)
-        source = ((indptr - packed)[owner] + place).clamp(0, len(indices) - 1)
-        return cls(packed, indices[source], _last_page_len(lengths, pages, page_size), page_size)
+        used = torch.arange(int(packed[-1])) + (indptr - packed)[:-1].repeat_interleave(pages)
+        return cls(packed, indices[used], _last_page_len(lengths, pages, page_size), page_size)
 
     @classmethod
     def from_slots(cls, slots: Tensor, indptr: Tensor) -> PageTable:

@@ -84,8 +84,8 @@ def _problem(call: Call, out: Tensor, lse: Tensor) -> Problem:
     k, v, table = call.paged()
     q_start, q_len = _bounds(call.qo.indptr, len(call.q))
     kv_start, pages = _bounds(table.indptr, len(table.indices))
-    last = np.clip(table.last_page_len.numpy().astype(np.int64), 0, table.page_size)
-    kv_len = np.where((pages > 0) & (len(k) > 0), (pages - 1) * table.page_size + last, 0)
+    last = np.minimum(table.last_page_len.numpy().astype(np.int64), table.page_size)
+    kv_len = np.where((pages > 0) & (len(k) > 0), np.maximum((pages - 1) * table.page_size + last, 0), 0)
     mask, mask_start = _mask_arrays(call.mask)
     return Problem(
         q=_flat(call.q),

@@ -80,8 +80,8 @@ def extent(tables, b, start, c: gl.constexpr):
     end = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b + 1, inside, 0), begin), tables.entries)
     q_len, kv_len = q_end - q_begin, end - begin
     if c.page_size > 0:
-        last = gl.minimum(gl.maximum(gl.load(tables.last_page_len + b, inside, 0), 0), c.page_size)
-        kv_len = gl.where(kv_len > 0, (kv_len - 1) * c.page_size + last, 0)
+        last = gl.minimum(gl.load(tables.last_page_len + b, inside, 0), c.page_size)
+        kv_len = gl.where(kv_len > 0, gl.maximum((kv_len - 1) * c.page_size + last, 0), 0)
     low = kv_len * 0
     if c.window:
         low = gl.maximum(kv_len - q_len - tables.window, 0) // c.unit * c.unit

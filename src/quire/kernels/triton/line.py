@@ -50,8 +50,8 @@ def extent(tables, b, c: tl.constexpr):
     kv_begin, kv_end = bounds(tables.kv_indptr, b, tables.entries, inside)
     kv_len = kv_end - kv_begin
     if c.page_size > 0:
-        last = tl.minimum(tl.maximum(tl.load(tables.last_page_len + b, inside, 0), 0), c.page_size)
-        kv_len = tl.where(kv_len > 0, (kv_len - 1) * c.page_size + last, 0)
+        last = tl.minimum(tl.load(tables.last_page_len + b, inside, 0), c.page_size)
+        kv_len = tl.where(kv_len > 0, tl.maximum((kv_len - 1) * c.page_size + last, 0), 0)
     return Request(b, q_begin, q_end - q_begin, kv_begin, kv_len)
 
 
