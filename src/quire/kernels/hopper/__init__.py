@@ -1,7 +1,7 @@
 """Decode for Hopper GPUs, written in Gluon. `decode.py`, `tile.py` and `parts.py` have the kernel for most layers,
-with `units.py` instead of `parts.py` where layers are batch-invariant, prefill too; `latent.py` has that for latent
-caches (MLA). All are over `line.py` and `results.py`; `decode_call.py` and `latent_call.py` lie between calls and
-kernels.
+with `units.py` instead of `parts.py` where layers are batch-invariant, prefill too; `latent.py` and `latent_parts.py`
+have that for latent caches (MLA). All are over `line.py` and `results.py`; `decode_call.py` and `latent_call.py` lie
+between calls and kernels.
 """
 
 from __future__ import annotations

@@ -269,8 +269,9 @@ def weigh(s, m, l, rows, ring, i, at, c: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, ring, values, at, turn: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
+def add_values(acc, ring, at, turn: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
     """Begin to add the weighed values of the at-th block; and the sums after it."""
+    values = ring.left if turn == 0 else ring.right
     stage, phase = at % c.stages, at // c.stages & 1
     mbarrier.wait(ring.full.index(2 * stage + turn), phase)
     mbarrier.wait(ring.weighed.index(stage), phase)
@@ -293,10 +294,8 @@ def give_back(acc, ring, at, turn: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def attend(tables, queries, ring, values, parts, results, span, turn: gl.constexpr, c: gl.constexpr):
-    """Weigh the first (turn 0) or second block of every two, and add up the half of the values that `values` has, tile
-    by tile.
-    """
+def attend(tables, queries, ring, parts, results, span, turn: gl.constexpr, c: gl.constexpr):
+    """Weigh the first (turn 0) or second block of every two, and add up the left or right half of values, by tiles."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
@@ -320,11 +319,11 @@ def attend(tables, queries, ring, values, parts, results, span, turn: gl.constex
             mbarrier.arrive(ring.answered, count=1, pred=i + turn + 2 >= blocks)
             if turn == 0:
                 weigh(s, m, l, rows, ring, i, n + i, c)
-            acc, m, l = add_values(acc, ring, values, n + i, turn, flat, c)
+            acc, m, l = add_values(acc, ring, n + i, turn, flat, c)
             if turn == 1:
                 weigh(s, m, l, rows, ring, i + 1, n + i + 1, c)
             acc = give_back(acc, ring, n + i, turn, c)
-            acc, m, l = add_values(acc, ring, values, n + i + 1, turn, flat, c)
+            acc, m, l = add_values(acc, ring, n + i + 1, turn, flat, c)
             acc = give_back(acc, ring, n + i + 1, turn, c)
         n += blocks
         if blocks % 2 == 1:
@@ -332,7 +331,7 @@ def attend(tables, queries, ring, values, parts, results, span, turn: gl.constex
                 s = logits(ring, n - 1, L, c)
                 weigh(s, m, l, rows, ring, blocks - 1, n - 1, c)
             mbarrier.arrive(ring.answered, count=1, pred=(blocks == 1) | (turn == 0))
-            acc, m, l = add_values(acc, ring, values, n - 1, turn, flat, c)
+            acc, m, l = add_values(acc, ring, n - 1, turn, flat, c)
             acc = give_back(acc, ring, n - 1, turn, c)
         if blocks > 0:
             tiles += 1
@@ -420,8 +419,8 @@ def decode_latent(
     gl.warp_specialize(
         [
             (fetch, (tables, cache, queries, ring, span, c)),
-            (attend, (tables, queries, ring, ring.left, parts_0, left, span, 0, c)),
-            (attend, (tables, queries, ring, ring.right, parts_1, right, span, 1, c)),
+            (attend, (tables, queries, ring, parts_0, left, span, 0, c)),
+            (attend, (tables, queries, ring, parts_1, right, span, 1, c)),
         ],
         [4, 4],
         [ATTENDERS, ATTENDERS],
