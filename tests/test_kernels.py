@@ -175,7 +175,7 @@ def test_pages_may_be_empty(family, rng):
     owned = torch.tensor(counts) + torch.tensor(spare)
     kv = object.__new__(PageTable)  # whose checks on the host would not have it
     last_page_len = batch.kv.lengths() - (owned - 1).int() * 16
-    indptr = torch.cat([owned[:0], torch.tensor([0]), owned.cumsum(0)]).int()
+    indptr = torch.tensor([0, *owned.tolist()]).cumsum(0).int()
     kv.__dict__.update(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=16)
     check(batch, *compute(batch, family, kv=kv), family)
 

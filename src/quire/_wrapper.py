@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from inspect import signature
 from typing import Any
@@ -195,6 +195,11 @@ class AttentionWrapper:
                 "that plan's tables. Make the wrapper with use_cuda_graph=True to plan again, or another wrapper"
             )
         self._captured = False
+
+    def _together(self, tables: Sequence[Tensor]) -> list[Tensor]:
+        """Tables on one device: on the host, to be checked, if all lie there or checks are asked for."""
+        host = self._checking or all(x.is_cpu for x in tables)
+        return [x.cpu() if host else x.to(self.device, non_blocking=True) for x in tables]
 
     def _hold(self, given: dict[str, Tensor], non_blocking: bool) -> list[Tensor]:
         """Tables on the wrapper's device, in the buffers that it was given (their attributes are `_<name>`), or as

@@ -64,11 +64,7 @@ class BatchAttention:
             ValueError: an argument that does not fit, named with its value and what is allowed; use_profiler.
         """
         refuse(use_profiler=use_profiler)
-        tables = (kv_indptr, kv_indices, kv_len_arr)
-        if self._wrapper._checking:  # checks want pages left out, not empty
-            kv_indptr, kv_indices, kv_len_arr = (x.cpu() for x in tables)
-        elif len({x.device for x in tables}) > 1:
-            kv_indptr, kv_indices, kv_len_arr = (x.to(self._wrapper.device, non_blocking=True) for x in tables)
+        kv_indptr, kv_indices, kv_len_arr = self._wrapper._together((kv_indptr, kv_indices, kv_len_arr))
         pages = PageTable.from_lengths(kv_indptr, kv_indices, kv_len_arr, page_size)
         self._wrapper.plan(
             qo_indptr,

@@ -238,13 +238,11 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         check(len(table(qo, form[0])) > batch, f"len({form[0]})", len(qo), f"batch size + 1 = {batch + 1}")
         qo = qo[: batch + 1]
         RaggedLayout(qo.cpu() if self._checking else qo)
-        host = self._checking or all(x.device.type == "cpu" for x in given)
-        given = [x.cpu() if host else x.to(self.device, non_blocking=True) for x in given]
         if form is _CSR:
-            indptr, indices, here = given
+            indptr, indices, here = self._together(given)
             pages = PageTable.from_lengths(indptr[: batch + 1], indices, here, page_size, form[-1])
         else:
-            block_tables, here = given
+            block_tables, here = self._together(given)
             pages = PageTable.from_block_tables(block_tables, here, page_size)
         if self._use_cuda_graph:
             fixed_batch(self._qo_indptr_buf, "qo_indptr", batch, extra=1)

@@ -43,7 +43,7 @@ def _page_count(lengths: Tensor, page_size: int) -> Tensor:
 
 
 def _last_page_len(lengths: Tensor, pages: Tensor, page_size: int) -> Tensor:
-    """int32: tokens in the last page of requests of these lengths, 0 for none."""
+    """int32: tokens in the last page of requests of these lengths, 0 for no pages; less than 1 with pages to spare."""
     return torch.sub(lengths, (pages - 1).clamp_(min=0), alpha=page_size)
 
 
@@ -212,15 +212,14 @@ class PageTable:
 
         indptr and indices are those of a PageTable, and not changed. Never waits for a device.
         """
+        _check_page_size(page_size)
         table(indptr, "kv_indptr", len(table(lengths, name)) + 1)
-        if lengths.device.type == "cpu":
-            room = indptr.diff() * page_size
-            check_indptr(indptr, "kv_indptr", len(table(indices, "kv_indices")), "the number of kv_indices")
-            refuse_first((lengths < 0) | (lengths > room), name, lengths, "0 to what the request's pages hold")
-        else:  # leaving pages out takes a dozen launches
-            _check_page_size(page_size)
-            last_page_len = torch.sub(lengths + page_size, indptr[1:] - indptr[:-1], alpha=page_size)
-            return cls(indptr, indices, last_page_len, page_size)
+        owned = indptr[1:] - indptr[:-1]
+        if lengths.device.type != "cpu":  # where leaving pages out takes a dozen launches
+            return cls(indptr, indices, _last_page_len(lengths, owned, page_size), page_size)
+        check_indptr(indptr, "kv_indptr", len(table(indices, "kv_indices")), "the number of kv_indices")
+        long = (lengths < 0) | (lengths > owned * page_size)
+        refuse_first(long, name, lengths, "0 to what the request's pages hold")
         pages = _page_count(lengths, page_size)
         packed = RaggedLayout.from_lengths(pages).indptr
         used = torch.arange(int(packed[-1])) + (indptr - packed)[:-1].repeat_interleave(pages)
