@@ -98,8 +98,10 @@ def pages_of(tables, request, j, c: gl.constexpr):
 
 
 @gluon.jit
-def fetch(tables, cache, ring, span, c: gl.constexpr):
-    """Fill the ring with the span's blocks. Each thread copies 16 bytes at a time; rows without a key become zeros."""
+def fetch(tables, cache, ring, results, span, c: gl.constexpr):
+    """Fill the ring with the span's blocks. Each thread copies 16 bytes at a time; rows without a key become zeros. And
+    clear the padding, while blocks are on their way.
+    """
     width: gl.constexpr = c.words * c.pair
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
     t = gl.arange(0, c.block, gl.SliceLayout(1, layout))
@@ -135,6 +137,7 @@ def fetch(tables, cache, ring, span, c: gl.constexpr):
             async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
             n += 1
         request = request_at(tables, request, unit, span.end, c)
+    clear_padding(tables, results, c)
 
 
 @gluon.jit
@@ -159,8 +162,6 @@ def consume(tables, queries, masks, ring, parts, results, span, c: gl.constexpr)
             collect(state, m, total, parts, results, request, piece.h, span.program, final, ring.k, ring.v, c)
         unit += piece.last - piece.first
         request = request_at(tables, request, unit, span.end, c)
-    q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
-    clear_padding(results, gl.minimum(gl.maximum(q_end, 0), tables.tokens), tables.tokens, c)
 
 
 _POINTERS = (
@@ -223,7 +224,7 @@ def decode(
     gl.warp_specialize(
         [
             (consume_units if c.run > 0 else consume, (tables, queries, masks, ring, parts, results, span, c)),
-            (fetch, (tables, cache, ring, span, c)),
+            (fetch, (tables, cache, ring, results, span, c)),
         ],
         [4],
         [c.fetchers],

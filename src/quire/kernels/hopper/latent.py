@@ -346,8 +346,7 @@ def attend(tables, queries, ring, parts, results, span, turn: gl.constexpr, c: g
                 arrive(parts, results, request, tile, span.program, begin // span.share, final, c)
         unit += piece.last - piece.first
         request = request_at(tables, request, unit, span.end, c)
-    q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
-    clear_padding(results, gl.minimum(gl.maximum(q_end, 0), tables.tokens), tables.tokens, c)
+    clear_padding(tables, results, c)
 
 
 @gluon.jit

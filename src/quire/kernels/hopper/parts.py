@@ -58,19 +58,45 @@ def put(places, x, here):
     gl.inline_asm_elementwise(_PUT, "=r,l,r,r", [places + none, bits, here.to(gl.int32)], gl.int32, False, 1)
 
 
-@gluon.jit
-def take(places, here):
-    """What others put in these places, [., ., .], once it is there; then zeros are there again."""
-    bits = gl.load(places, here, 1, volatile=True)
-    while _least(bits) == 0:
-        bits = gl.load(places, here, 1, volatile=True)
-    gl.store(places, 0, here)
-    return bits.to(gl.float32, bitcast=True)
+@gluon.constexpr_function
+def _take(parts, places, row, pair):
+    """Loads until there is no 0 among what is loaded: 16 bytes of a row and the 8 of its sums, of each part at each of
+    a thread's places. Parts lie row and pair bytes apart, and those beyond the count, the last operand, are of no keys.
+    """
+    outs = 6 * parts * places
+    clear, load = [f"{{ .reg .b32 least; .reg .pred p<{parts}>, again;"], ["AGAIN: mov.b32 least, -1;"]
+    for i in range(parts):
+        clear += [f"setp.gt.s32 p{i}, ${outs + 2 * places}, {i};"]
+        for e in range(places):
+            x = [f"${(6 * i + j) * places + e}" for j in range(6)]
+            at, sums = f"${outs + e} + {i * row}", f"${outs + places + e} + {i * pair}"
+            clear += [f"mov.b32 {each}, {none};" for each, none in zip(x, (1, 1, 1, 1, "0xff800000", 1), strict=True)]
+            load += [f"@p{i} ld.relaxed.gpu.global.v4.b32 {{{', '.join(x[:4])}}}, [{at}];"]
+            load += [f"@p{i} ld.relaxed.gpu.global.v2.b32 {{{', '.join(x[4:])}}}, [{sums}];"]
+    least = [f"min.u32 least, least, ${i};" for i in range(outs)]
+    return " ".join([*clear, *load, *least, "setp.eq.b32 again, least, 0; @again bra AGAIN; }"])
 
 
-@gluon.jit
-def _least(bits):
-    return gl.min(gl.min(gl.min(bits.to(gl.uint32, bitcast=True), 0), 1), 0)
+@gluon.constexpr_function
+def _clear(parts, row, pair):
+    """Zeros there again."""
+    lines = [f"{{ .reg .b32 zero; .reg .pred p<{parts}>; mov.b32 zero, 0; mov.b32 $0, 0;"]
+    for i in range(parts):
+        lines += [f"setp.gt.s32 p{i}, $3, {i};"]
+        lines += [f"@p{i} st.global.v4.b32 [$1 + {i * row}], {{zero, zero, zero, zero}};"]
+        lines += [f"@p{i} st.global.v2.b32 [$2 + {i * pair}], {{zero, zero}};"]
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _operands(outs, places):
+    """Results, then places of rows and of sums, then the count of parts."""
+    return ",".join(["=&r"] * outs + ["l"] * (2 * places) + ["r"] * places)
+
+
+@gluon.constexpr_function
+def _floats(count):
+    return (gl.float32,) * count
 
 
 @gluon.jit
@@ -82,13 +108,19 @@ def collect(acc, m, l, parts, results, request, h, program, final, spare, spare_
     # Parts at a time: 64 or 32 numbers of a thread, as registers have room for, and 8 for the last ones.
     many: gl.constexpr = max((64 if R < MOST else 32) * 128 // (R * c.dim), 1)
     few: gl.constexpr = max(8 * 128 // (R * c.dim), 1)
-    plane: gl.constexpr = gl.BlockedLayout([1, c.dim // 32], [1, 32], [4, 1], [1, 0])
+    lanes: gl.constexpr = min(c.dim // 4, 32)
+    plane: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
+    fours: gl.constexpr = gl.BlockedLayout([1, 1], [32 // lanes, lanes], [4, 1], [1, 0])
     keep(acc, m, l, spare, spare_sums, 0, 1)
     gl.thread_barrier()
     rows = request.q_len * c.group
     final = gl.minimum(final, gl.num_programs(0) - 1)
     for r0 in range(0, gl.minimum(rows, c.part_rows), R):
         acc_r, m_r, l_r = kept(spare, spare_sums, 0, 1, r0 // R, plane, c)
+        # A thread has four neighbours of acc, and, like its neighbours, their row's sums.
+        every = gl.full([R, c.dim // 4], 1.0, gl.float32, fours)
+        m_r = gl.convert_layout(m_r, gl.SliceLayout(1, fours))[:, None] * every
+        l_r = gl.convert_layout(l_r, gl.SliceLayout(1, fours))[:, None] * every
         first = program + 1
         while final - first >= few:
             acc_r, m_r, l_r = add_parts(acc_r, m_r, l_r, parts, first, final, many, r0, c)
@@ -96,7 +128,7 @@ def collect(acc, m, l, parts, results, request, h, program, final, spare, spare_
         while final >= first:
             acc_r, m_r, l_r = add_parts(acc_r, m_r, l_r, parts, first, final, few, r0, c)
             first += few
-        write(acc_r, m_r, l_r, results, request.q_begin, h, r0, rows, c)
+        write(acc_r, gl.max(m_r, 1), gl.max(l_r, 1), results, request.q_begin, h, r0, rows, c)
 
 
 @gluon.jit
@@ -126,31 +158,42 @@ def kept(spare, sums, which: gl.constexpr, states: gl.constexpr, some, plane: gl
 
 @gluon.jit
 def add_parts(acc, m, l, parts, first, final, N: gl.constexpr, r0, c: gl.constexpr):
-    """Add to the state of rows r0 and on what N programs from `first` on leave, none of them after `final`. Their reads
-    overlap; each warp has rows of its own.
+    """Add to the state of rows r0 and on, as soon as it is there, what N programs from `first` on leave, none of them
+    after `final`. Their reads overlap, and a thread waits for what it reads alone. acc: [R, head_dim]; m, l: [R,
+    head_dim / 4], for each four of acc.
     """
     R: gl.constexpr = acc.shape[0]
-    cube: gl.constexpr = gl.BlockedLayout([1, 1, c.dim // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
-    pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])
-    flat: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, pairs))
-    n = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, pairs)))[:, None, None]
-    r = gl.arange(0, R, flat)[None, :, None]
-    which = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, pairs)))[None, None, :]
-    sums = parts.sums + (first * c.part_rows + r0) * 2 + ((n * c.part_rows + r) * 2 + which)
-    m_n, l_n = take(sums, n <= final - first).split()
-    n = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, cube)))[:, None, None]
-    r = gl.arange(0, R, gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None]
-    d = gl.arange(0, c.dim, gl.SliceLayout(0, gl.SliceLayout(1, cube)))[None, None, :]
-    rows = parts.rows + (first * c.part_rows + r0) * c.dim + ((n * c.part_rows + r) * c.dim + d)
-    acc_n = take(rows, n <= final - first)
-    m_0, l_0 = gl.convert_layout(m, flat), gl.convert_layout(l, flat)
-    n = gl.arange(0, N, gl.SliceLayout(1, m_n.type.layout))[:, None]
-    m_n = gl.where(n <= final - first, m_n, -float("inf"))
-    top = gl.maximum(m_0, gl.max(m_n, 0))
+    lanes: gl.constexpr = min(c.dim // 4, 32)
+    places: gl.constexpr = max(R * lanes // 128, 1) * (c.dim // 4 // lanes)  # of a thread in a part
+    row: gl.constexpr = c.part_rows * c.dim * 4
+    pair: gl.constexpr = c.part_rows * 2 * 4
+    r = r0 + gl.arange(0, R, gl.SliceLayout(1, m.type.layout))[:, None]
+    d = gl.arange(0, c.dim // 4, gl.SliceLayout(0, m.type.layout))[None, :]
+    rows = parts.rows + first * (c.part_rows * c.dim) + (r * c.dim + d * 4)
+    sums = parts.sums + first * (c.part_rows * 2) + (r * 2 + d * 0)
+    count = gl.zeros_like(r + d) + (final - first + 1)
+    asm: gl.constexpr = _take(N, places, row, pair)
+    operands: gl.constexpr = _operands(6 * N * places, places)
+    x = gl.inline_asm_elementwise(asm, operands, [rows, sums, count], _floats(6 * N), False, places)
+    top = m
+    for i in gl.static_range(N):
+        top = gl.maximum(top, x[6 * i + 4])
     base = gl.where(top == -float("inf"), 0.0, top)
-    weight, shrink = gl.exp2(m_n - base[None, :]), gl.exp2(m_0 - base)
-    total = l_0 * shrink + gl.sum(l_n * weight, 0)
-    weight = gl.convert_layout(weight, gl.SliceLayout(2, cube))[:, :, None]
-    more = gl.convert_layout(gl.sum(acc_n * weight, 0), acc.type.layout)
-    acc = acc * gl.convert_layout(shrink, m.type.layout)[:, None] + more
-    return acc, gl.convert_layout(top, m.type.layout), gl.convert_layout(total, l.type.layout)
+    shrink = gl.exp2(m - base)
+    total, zero = l * shrink, gl.zeros_like(l)
+    x_0, x_1, x_2, x_3 = zero, zero, zero, zero
+    for i in gl.static_range(N):
+        weight = gl.exp2(x[6 * i + 4] - base)
+        total += x[6 * i + 5] * weight
+        x_0, x_1 = x_0 + x[6 * i] * weight, x_1 + x[6 * i + 1] * weight
+        x_2, x_3 = x_2 + x[6 * i + 2] * weight, x_3 + x[6 * i + 3] * weight
+    gl.thread_barrier()  # all threads have what they need
+    gl.inline_asm_elementwise(_clear(N, row, pair), _operands(1, 1), [rows, sums, count], gl.int32, False, 1)
+    return acc * neighbours(shrink, shrink, shrink, shrink, acc) + neighbours(x_0, x_1, x_2, x_3, acc), top, total
+
+
+@gluon.jit
+def neighbours(x_0, x_1, x_2, x_3, like):
+    """[R, head_dim] of every first, second, third and fourth element."""
+    x = gl.join(gl.join(x_0, x_2), gl.join(x_1, x_3)).reshape(like.shape)
+    return gl.convert_layout(x, like.type.layout)

@@ -48,13 +48,15 @@ def write(acc, m, l, results, q_begin, h, r0, rows, c: gl.constexpr):
 
 
 @gluon.jit
-def clear_padding(results, q_end, tokens, c: gl.constexpr):
+def clear_padding(tables, results, c: gl.constexpr):
     """Zero the rows that belong to no request, spread over all programs."""
+    q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
+    q_end = gl.minimum(gl.maximum(q_end, 0), tables.tokens)
     layout: gl.constexpr = gl.BlockedLayout([1, c.dim // 32], [1, 32], [4, 1], [1, 0])
     d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))[None, :]
     row = gl.arange(0, 4, gl.SliceLayout(1, layout))
     heads: gl.constexpr = c.heads * c.group
-    for i in range(q_end + gl.program_id(0), tokens, gl.num_programs(0)):
+    for i in range(q_end + gl.program_id(0), tables.tokens, gl.num_programs(0)):
         token = gl.to_tensor(i)
         for h0 in range(0, heads, 4):
             head = h0 + row

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.line import first_request, next_tile, piece_at, request_at
 from quire.kernels.hopper.parts import MOST, keep, kept
-from quire.kernels.hopper.results import clear_padding, write
+from quire.kernels.hopper.results import write
 from quire.kernels.hopper.tile import attend_keys, load_queries, no_values, rows_of, upright
 
 
@@ -162,8 +162,6 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
                 hand_over(queries, ring, parts, results, span, request, piece, zero, goes_on, c)
         position += piece.last - piece.first
         request = request_at(tables, request, position, span.end, c)
-    q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
-    clear_padding(results, gl.minimum(gl.maximum(q_end, 0), tables.tokens), tables.tokens, c)
 
 
 @gluon.jit
