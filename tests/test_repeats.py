@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import quire
+from quire._buffers import same
 from quire.attention import PageTable
 from quire.kernels import registry
 
@@ -113,3 +114,35 @@ def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
     wrapper.reset_workspace_buffer(torch.empty(0, device="meta"), torch.empty(16, dtype=torch.uint8, device="meta"))
     plan(18, window_left=5)
     assert runs() == ([18, 18], [18]), "and so is other memory"
+
+
+def test_plans_of_latent_caches_repeat_runs(computed):
+    """Over other pages and lengths of as many requests, where rows are the same."""
+    wrapper = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(0, device="meta"))
+    wrapper._repeatable = True
+    bf16, first, again = torch.bfloat16, *computed
+    q, q_pe = (torch.empty(2, 4, dim, dtype=bf16, device="meta") for dim in (512, 64))
+    cache = [torch.empty(9, 16, dim, dtype=bf16, device="meta") for dim in (512, 64)]
+    rows = torch.empty(3, dtype=torch.int32, device="meta")
+
+    def runs(entries, rows=rows, sm_scale=0.1):
+        table = table_of(entries, "meta")
+        lengths = torch.empty(2, dtype=torch.int32, device="meta")
+        first.clear(), again.clear()
+        wrapper.plan(rows, table.indptr, table.indices, lengths, 4, 512, 64, 16, True, sm_scale, bf16, bf16)
+        for _ in range(2):
+            wrapper.run(q, q_pe, *cache)
+        return [x.indices.shape[0] for x in first], [x.indices.shape[0] for x in again]
+
+    assert runs(8) == ([8], [8])
+    assert runs(12) == ([], [12, 12])
+    assert runs(14, rows[:]) == ([], [14, 14]), "a view of the same rows"
+    assert runs(16, torch.empty(6, dtype=torch.int32, device="meta")[::2]) == ([16], [16]), "other rows"
+    assert runs(18, sm_scale=0.2) == ([18], [18]), "another layer"
+
+
+def test_the_same_numbers():
+    x = torch.arange(6)
+    assert all(same(x[which], x[which]) for which in (slice(None), slice(2, 4), slice(None, None, 2)))
+    for other in (x.clone(), x[1:], x[:5], x.view(2, 3), x.view(torch.float64), None):
+        assert not same(other, x)

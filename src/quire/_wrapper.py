@@ -110,6 +110,7 @@ class AttentionWrapper:
         self._repeatable, self._index = self._device_is_gpu and not self._checking, self.device.index
         self._forget()
         self._key: Any = None
+        self._layer: Any = None  # the last plan's arguments but for its tables, where a plan compares them
         self._use_cuda_graph = use_cuda_graph
         self._captured = False
         self._spec: AttentionSpec | None = None
@@ -314,6 +315,19 @@ class AttentionWrapper:
         """Runs so far are not to be repeated: those of this plan, and of earlier ones with other tables."""
         self._repeats: dict[Any, Repeated] = {}
         self._earlier: dict[Any, Repeated] = {}
+
+    def _same_layer(self, layer: Any) -> bool:
+        """Whether a plan of this layer differs from the last one in its tables alone, as the steps of an engine do."""
+        if layer != self._layer or self._spec is None or self._spec is not self._plan_info:
+            return False
+        if self._checking or self._use_cuda_graph or self._spec.batch_invariant:
+            return False
+        return self._float_workspace_buffer is self._scratch_of[1]
+
+    def _plan_pages(self, pages: PageTable) -> None:
+        """All that such a plan has to do, with tables for which the last one's checks hold."""
+        self._kv = pages
+        self._repeats, self._earlier = {}, {**self._earlier, **self._repeats}
 
     def _repeat(
         self,

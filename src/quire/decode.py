@@ -75,7 +75,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
         self._qo_indptr_buf: Tensor | None = None
         self._q_len_per_req = 0
-        self._layer: dict[str, Any] = {}
         self._shared: SharedPrefix | None = None
 
     @property
@@ -197,27 +196,23 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self._shared = None
         whole = {**layer, "page_size": page_size, "q_len_per_req": q_len_per_req}
         if shared_prefix or not self._plan_again(given, whole):
-            self._layer = {}
+            self._layer = None
             self._plan_decode(self._hold_pages(given, page_size, non_blocking), q_len_per_req, **layer)
             self._layer = whole
         if shared_prefix:
             self._shared = find_shared_prefix(self, given.values(), page_size, q_len_per_req, layer)
 
     def _plan_again(self, given: dict[str, Tensor], layer: dict[str, Any]) -> bool:
-        """Plan what differs from the last plan in its tables alone, as the steps of an engine do: True if that was so,
-        and there was nothing else to check.
-        """
-        if layer != self._layer or self._spec is not self._plan_info or self._spec.batch_invariant:
-            return False
-        if self._checking or self._use_cuda_graph or self._float_workspace_buffer is not self._scratch_of[1]:
+        """Plan what differs from the last plan in its tables alone: True if that was so."""
+        if not self._same_layer(layer):
             return False
         assert isinstance(self._kv, PageTable)
         pages = self._kv.like(*given.values())
         if pages is None:
             return False
-        self._kv, self._paged_kv_indptr_buf = pages, pages.indptr
-        self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = pages.indices, pages.last_page_len
-        self._repeats, self._earlier = {}, {**self._earlier, **self._repeats}
+        self._plan_pages(pages)
+        self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages.indptr, pages.indices
+        self._paged_kv_last_page_len_buf = pages.last_page_len
         return True
 
     def _check_q_len(self, q_len_per_req: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._buffers import fitting, fixed_batch
+from quire._buffers import fitting, fixed_batch, same
 from quire._wrapper import AttentionWrapper, DType, refuse
 from quire.attention.pages import PageTable, RaggedLayout, table
 from quire.attention.spec import FLOATS8, AttentionSpec, as_dtype, check
@@ -181,15 +181,23 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             ValueError: an argument that does not fit, named with its value and what is allowed.
             TypeError: one that is missing.
         """
+        given = MLAPlanMetadata(
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
+        )
+        layer = (
+            num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type, use_profiler,
+            lse_mode, output_dtype, output_scale, scale_mode, skip_softmax, use_sinks,
+        )  # fmt: skip
+        self._begin_plan()
+        if metadata is None and self._plan_again(given, layer):
+            return
+        self._layer = None
         needed: dict[str, Any] = {"num_heads": num_heads, "head_dim_ckv": head_dim_ckv, "head_dim_kpe": head_dim_kpe}
         needed |= {"page_size": page_size, "causal": causal, "sm_scale": sm_scale}
         needed |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type}
         missing = ", ".join(name for name, value in needed.items() if value is None)
         if missing:
             raise TypeError(f"plan() needs {missing}")
-        given = MLAPlanMetadata(
-            qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
-        )
         flat = metadata is None
         if metadata is None:
             metadata = given
@@ -228,10 +236,22 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         )
         self._lse_mode = None if flat and metadata.form() is _CSR and lse_mode == "none" else lse_mode
         self._use_sinks = use_sinks
+        self._layer = layer
+
+    def _plan_again(self, given: MLAPlanMetadata, layer: Any) -> bool:
+        """Plan what differs from the last plan in its pages and their lengths alone: True if that was so."""
+        if not self._same_layer(layer) or given.form() is not _CSR:
+            return False
+        qo, indptr, indices, lengths = (getattr(given, name) for name in _CSR)
+        assert isinstance(self._kv, PageTable)
+        if not same(qo, self._qo.indptr) or self._kv.like(indptr, indices, lengths) is None:
+            return False
+        self._plan_pages(PageTable.from_lengths(indptr, indices, lengths, self._kv.page_size))
+        self._kv_indptr_buf, self._kv_indices_buf, self._kv_len_arr_buf = indptr, indices, lengths
+        return True
 
     def _plan_tables(self, metadata: MLAPlanMetadata, page_size: int) -> tuple[RaggedLayout, PageTable]:
         """The requests' rows, and their pages, in the wrapper's buffers or as given. Bad ones change no buffer."""
-        self._begin_plan()
         form = metadata.form()
         qo, *given = (getattr(metadata, name) for name in form)
         lengths, batch = given[-1], len(table(given[-1], form[-1]))
