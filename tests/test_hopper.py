@@ -65,11 +65,12 @@ def test_batches(dtype, name, rng):
 
 
 @gpu
+@pytest.mark.parametrize("heads", [(16, 4), (8, 1)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 16384), (3, 5000), (40, 300), (700, 40), (1100, 3)], ids=str)
-def test_parts_come_together(shape, rng):
+def test_parts_come_together(shape, heads, rng):
     """Long requests that many programs share, and many short ones: the same bits each time, and right."""
     count, length = shape
-    spec = AttentionSpec(num_qo_heads=16, num_kv_heads=4, head_dim_qk=128, q_dtype=torch.bfloat16)
+    spec = AttentionSpec(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim_qk=128, q_dtype=torch.bfloat16)
     kv_lens = [rng.randint(length // 2, length) for _ in range(count)]
     batch = random_batch(spec, [1] * count, kv_lens, 16)
     first = compute(batch, "hopper", max_q_len=1)

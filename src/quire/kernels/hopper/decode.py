@@ -30,7 +30,8 @@ class Config:
     """What the kernel is compiled for. heads: KV heads, of which `pair` are read together and count as one;
     group: query heads for one; words: numbers of two bytes in a stored head; block: keys of a block; stages: blocks in
     the ring; programs: on a multiprocessor; scan: requests looked at together; rows: of a tile, a power of
-    two; part_rows: of a part of a tile, a power of two of at least four; fetchers: registers of a thread that fetches.
+    two; part_rows: of a part of a tile, a power of two of at least four; part_cost: how long it takes to add up a part,
+    in 32nds of what a unit takes; fetchers: registers of a thread that fetches.
     """
 
     heads: int
@@ -45,6 +46,7 @@ class Config:
     scan: int
     rows: int
     part_rows: int
+    part_cost: int
     fetchers: int
     causal: bool
     window: bool

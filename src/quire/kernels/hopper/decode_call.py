@@ -104,6 +104,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         scan=max(32, min(1024, triton.next_power_of_2(batch))),
         rows=tuning.columns,
         part_rows=_part_rows(tuning),
+        part_cost=0 if spec.batch_invariant else _part_rows(tuning) * spec.head_dim_vo // 128,
         fetchers=72 if tuning.programs == 2 else 152,
         causal=spec.causal and max_q_len != 1,
         window=spec.window_left >= 0,

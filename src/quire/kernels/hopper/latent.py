@@ -39,7 +39,7 @@ ATTENDERS = gl.constexpr(216)  # of a thread that attends
 class Config:
     """What the kernel is compiled for. dim: half of the first part of a head; group: query heads; lanes: programs that
     have the same keys; tile_rows: query rows of all of them; stages: blocks in the ring; scan: requests looked at
-    together; merge_rows: rows merged together; fan: parts merged by one program. The last seven are what latent layers
+    together; merge_rows: rows merged together; fan: parts merged by one program. The last eight are what latent layers
     always have.
     """
 
@@ -64,6 +64,7 @@ class Config:
     heads: int = 1
     pair: int = 1
     programs: int = 1
+    part_cost: int = 0
     window: bool = False
     whole: bool = False
 

@@ -120,6 +120,18 @@ def _before(ends, b, unit, tables):
 
 
 @gluon.jit
+def _least_share(longest, c: gl.constexpr):
+    """Units that a share has at least, a power of two. A program computes those of its share one after another, and then
+    one adds up the longest tile's parts, one after another: both together take least where the square of a share is as
+    many units as the tile has, times what a part costs.
+    """
+    least = longest * 0 + 1
+    for i in gl.static_range(8):
+        least += gl.where(longest * c.part_cost > 32 << 2 * i, 1 << i, 0)
+    return least
+
+
+@gluon.jit
 def my_span(tables, program, programs, c: gl.constexpr):
     """The share of one of as many programs as share the line, from its end on: who waits for programs after it on the
     line waits for such as started before it.
@@ -132,7 +144,7 @@ def my_span(tables, program, programs, c: gl.constexpr):
         total, longest = gl.max(more, 0), gl.maximum(longest, long)
     if c.programs > 1:  # where there is little to read, one program per multiprocessor is faster
         programs = gl.where(total * (c.unit // c.block) <= programs * FEW, programs // c.programs, programs)
-    share = (total + programs - 1) // programs
+    share = gl.maximum((total + programs - 1) // programs, _least_share(longest, c))
     # Parts cost more than shares that are a little longer, of whole tiles.
     whole = (share + longest - 1) // gl.maximum(longest, 1) * longest
     share = gl.where(whole * 16 <= share * 17, whole, share)

@@ -105,8 +105,9 @@ def collect(acc, m, l, parts, results, request, h, program, final, spare, spare_
     tile, in that order, and finish it. spare, spare_sums: shared memory that nobody needs any more.
     """
     R: gl.constexpr = min(c.part_rows, MOST)
-    # Parts at a time: 64 or 32 numbers of a thread, as registers have room for, and 8 for the last ones.
-    many: gl.constexpr = max((64 if R < MOST else 32) * 128 // (R * c.dim), 1)
+    # Parts at a time: eight, if registers have room for so many numbers of a thread, and few for the last ones. More are
+    # more code, which takes time however few there are.
+    many: gl.constexpr = max(min((64 if R < MOST else 32) * 128 // (R * c.dim), 8), 1)
     few: gl.constexpr = max(8 * 128 // (R * c.dim), 1)
     lanes: gl.constexpr = min(c.dim // 4, 32)
     plane: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
