@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -77,6 +79,56 @@ def test_parts_come_together(shape, heads, rng):
     check(batch, *first, "hopper")
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, compute(batch, "hopper", max_q_len=1), strict=True))
+
+
+def test_every_part_is_collected_once(monkeypatch, rng):
+    """Whoever leaves a part has a place of its own, which one program of its tile looks at, and only one."""
+    from quire.kernels.hopper import parts
+
+    gl, left, taken, written = MagicMock(), [], [], []
+    gl.minimum, gl.where, gl.num_programs = min, lambda x, a, b: a if x else b, lambda axis: 264
+
+    def add_parts(acc, m, l, _parts, first, end, count, *rest):
+        taken.extend(range(first, min(first + count - 1, end) + 1))
+        return acc, m, l
+
+    stubs = {"gl": gl, "FAN": 8, "MOST": 16, "place_of": parts.place_of.fn, "add_parts": add_parts}
+    stubs |= {"keep": MagicMock(), "kept": lambda *given: (MagicMock(),) * 3}
+    stubs |= {"leave": lambda *given: left.append(given[4]), "write": lambda *given: written.append(given)}
+    for name, stub in stubs.items():
+        monkeypatch.setattr(parts, name, stub)
+    c, request = SimpleNamespace(part_rows=4, dim=128, group=4), SimpleNamespace(q_len=1, q_begin=0)
+    for _ in range(300):
+        costs = [rng.choice((1, 5, 30, 200, rng.randint(1, 1000))) for _ in range(rng.randint(1, 6))]
+        share, begin, cut = max(-(-sum(costs) // 264), rng.randint(1, 9)), 0, 0
+        left.clear(), taken.clear(), written.clear()
+        for cost in costs:
+            origin, final = begin // share, (begin + cost - 1) // share
+            for program in range(origin, final + 1) if origin < final else ():
+                if parts.collects.fn(program, origin, final):
+                    # Shared memory of the ring is used, so nothing may come after it.
+                    assert begin + cost > (program + 1) * share
+                    parts.collect.fn(*[None] * 5, request, 0, program, origin, final, None, None, c)
+                else:
+                    left.append(parts.place_of(program, origin, final))
+            begin, cut = begin + cost, cut + (origin < final)
+            assert sorted(left) == sorted(taken)
+        assert len(written) == cut
+        assert len(set(left)) == len(left)
+        assert all(0 <= place < 264 for place in left)
+
+
+@gpu
+def test_parts_come_together_in_two_steps(rng):
+    """Tiles that many programs have, which begin and end anywhere in their shares."""
+    zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
+    for i in range(40):
+        group, dim = ((8, 128), (2, 128), (20, 64), (8, 256))[i % 4]
+        spec = AttentionSpec(num_qo_heads=group, num_kv_heads=1, head_dim_qk=dim, q_dtype=torch.bfloat16)
+        kv_lens = [rng.choice((rng.randint(1, 12000), 64 * rng.randint(17, 200))) for _ in range(rng.randint(2, 5))]
+        batch = random_batch(spec, [1] * len(kv_lens), kv_lens, 16)
+        check(batch, *compute(batch, "hopper", max_q_len=1, zeros=zeros), "hopper")
+        assert not zeros.any()
 
 
 @gpu

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.line import Tables, first_request, my_span, next_tile, piece_at, request_at
-from quire.kernels.hopper.parts import Parts, collect, leave
+from quire.kernels.hopper.parts import Parts, collect, collects, leave, place_of
 from quire.kernels.hopper.results import Results, clear_padding, write
 from quire.kernels.hopper.tile import Masks, Queries, attend_keys, load_queries, rows_of, upright
 from quire.kernels.hopper.units import UnitParts, consume_units, reach_of
@@ -155,13 +155,14 @@ def consume(tables, queries, masks, ring, parts, results, span, c: gl.constexpr)
         begin = request.low + piece.first * c.block
         acc, m, total, n = attend_keys(queries, rows, request, ring, begin, piece.stop, n, tables, masks, c)
         state, count = upright(acc, c), request.q_len * c.group
-        if piece.first > 0:
-            leave(state, m, total, parts, span.program, count, c)
-        elif piece.last == request.cost:
+        tile = unit - piece.first
+        origin, final = tile // span.share, (tile + request.cost - 1) // span.share
+        if origin == final:
             write(state, m, total, results, request.q_begin, piece.h, 0, count, c)
+        elif collects(span.program, origin, final):
+            collect(state, m, total, parts, results, request, piece.h, span.program, origin, final, ring.k, ring.v, c)
         else:
-            final = (unit + request.cost - 1) // span.share
-            collect(state, m, total, parts, results, request, piece.h, span.program, final, ring.k, ring.v, c)
+            leave(state, m, total, parts, place_of(span.program, origin, final), 0, count, c)
         unit += piece.last - piece.first
         request = request_at(tables, request, unit, span.end, c)
 

@@ -121,14 +121,15 @@ def _before(ends, b, unit, tables):
 
 @gluon.jit
 def _least_share(longest, c: gl.constexpr):
-    """Units that a share has at least, a power of two. A program computes those of its share one after another, and then
-    one adds up the longest tile's parts, one after another: both together take least where the square of a share is as
-    many units as the tile has, times what a part costs.
+    """Units that a share has at least, a power of two. A program computes those of its share one after another, and
+    then one adds up the longest tile's parts, one after another: both together take least where the square of a share
+    is as many units as the tile has, times what a part costs. Where that makes many parts, they come together in two
+    steps, and smaller shares pay.
     """
     least = longest * 0 + 1
     for i in gl.static_range(8):
         least += gl.where(longest * c.part_cost > 32 << 2 * i, 1 << i, 0)
-    return least
+    return gl.where(least < 8, least, least // 4)
 
 
 @gluon.jit

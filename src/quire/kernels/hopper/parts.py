@@ -3,6 +3,9 @@ it on the line leave.
 
 Each number tells itself that it is there, for none is left as 0: nobody waits until writes have arrived, nor counts
 them. And nobody waits forever, since programs that come later on the line start earlier.
+
+Where a tile has many parts, they come together in two steps: every eighth program collects what the seven after it
+leave, and leaves that together with its own.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.hopper.results import write
 
 MOST = gl.constexpr(16)  # rows that are collected together
+FAN = gl.constexpr(8)  # programs whose parts come together first, where there are more than twice as many
 
 
 class Parts(NamedTuple):
@@ -28,18 +32,34 @@ class Parts(NamedTuple):
 
 
 @gluon.jit
-def leave(acc, m, l, parts, program, count, c: gl.constexpr):
-    """A tile's part, of keys after its first, where the program that has those looks for it: `count` rows, and what is
-    collected with them.
+def collects(program, origin, final):
+    """Whether a program collects parts of a tile that programs origin to final have. Who does so has nothing after it,
+    or its ring would still be needed.
     """
+    between = (final - origin > 2 * FAN) & ((program - origin) % FAN == 0) & (program < final)
+    return (program == origin) | between
+
+
+@gluon.jit
+def place_of(program, origin, final):
+    """Where a program leaves its part: first those are that the tile's first program collects, then the others."""
+    i = program - origin
+    if final - origin > 2 * FAN:
+        i = gl.where(i % FAN == 0, i // FAN, i - i // FAN + (final - origin) // FAN)
+    return gl.minimum(origin + i, gl.num_programs(0) - 1)
+
+
+@gluon.jit
+def leave(acc, m, l, parts, place, r0, count, c: gl.constexpr):
+    """A tile's part, of keys after its first, or its rows from r0 on: `count` rows, and what is collected with them."""
     layout: gl.constexpr = acc.type.layout
     flat: gl.constexpr = gl.SliceLayout(1, layout)
-    r = gl.arange(0, acc.shape[0], flat)
+    r = r0 + gl.arange(0, acc.shape[0], flat)
     d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
     run: gl.constexpr = min(c.part_rows, MOST)
     here = (r < c.part_rows) & (r // run * run < count)
-    put(parts.rows + program * (c.part_rows * c.dim) + (r[:, None] * c.dim + d[None, :]), acc, here[:, None])
-    sums = parts.sums + program * (c.part_rows * 2) + r * 2
+    put(parts.rows + place * (c.part_rows * c.dim) + (r[:, None] * c.dim + d[None, :]), acc, here[:, None])
+    sums = parts.sums + place * (c.part_rows * 2) + r * 2
     put(sums, gl.convert_layout(m, flat), here)
     put(sums + 1, gl.convert_layout(l, flat), here)
 
@@ -100,13 +120,13 @@ def _floats(count):
 
 
 @gluon.jit
-def collect(acc, m, l, parts, results, request, h, program, final, spare, spare_sums, c: gl.constexpr):
-    """Add to the state of a tile's first keys, [rows, head_dim], what programs after this one, to `final`, leave of the
-    tile, in that order, and finish it. spare, spare_sums: shared memory that nobody needs any more.
+def collect(acc, m, l, parts, results, request, h, program, origin, final, spare, spare_sums, c: gl.constexpr):
+    """Add to this program's state of a tile, [rows, head_dim], what it collects of what programs origin to final have,
+    in their order, and finish the tile or leave the sum. spare, spare_sums: shared memory that nobody needs any more.
     """
     R: gl.constexpr = min(c.part_rows, MOST)
-    # Parts at a time: eight, if registers have room for so many numbers of a thread, and few for the last ones. More are
-    # more code, which takes time however few there are.
+    # Parts at a time: eight, if registers have room for so many numbers of a thread, and few for the last ones. More
+    # would be more code, which takes time however few there are.
     many: gl.constexpr = max(min((64 if R < MOST else 32) * 128 // (R * c.dim), 8), 1)
     few: gl.constexpr = max(8 * 128 // (R * c.dim), 1)
     lanes: gl.constexpr = min(c.dim // 4, 32)
@@ -115,21 +135,32 @@ def collect(acc, m, l, parts, results, request, h, program, final, spare, spare_
     keep(acc, m, l, spare, spare_sums, 0, 1)
     gl.thread_barrier()
     rows = request.q_len * c.group
-    final = gl.minimum(final, gl.num_programs(0) - 1)
+    last, steps = final, 1
+    if final - origin > 2 * FAN:
+        last = gl.minimum(program + FAN - 1, final)
+        steps = gl.where(program == origin, 2, 1)
     for r0 in range(0, gl.minimum(rows, c.part_rows), R):
         acc_r, m_r, l_r = kept(spare, spare_sums, 0, 1, r0 // R, plane, c)
         # A thread has four neighbours of acc, and, like its neighbours, their row's sums.
         every = gl.full([R, c.dim // 4], 1.0, gl.float32, fours)
         m_r = gl.convert_layout(m_r, gl.SliceLayout(1, fours))[:, None] * every
         l_r = gl.convert_layout(l_r, gl.SliceLayout(1, fours))[:, None] * every
-        first = program + 1
-        while final - first >= few:
-            acc_r, m_r, l_r = add_parts(acc_r, m_r, l_r, parts, first, final, many, r0, c)
-            first += many
-        while final >= first:
-            acc_r, m_r, l_r = add_parts(acc_r, m_r, l_r, parts, first, final, few, r0, c)
-            first += few
-        write(acc_r, gl.max(m_r, 1), gl.max(l_r, 1), results, request.q_begin, h, r0, rows, c)
+        first = place_of(program + 1, origin, final)
+        end = first + last - program - 1
+        for _ in range(steps):
+            end = gl.minimum(end, gl.num_programs(0) - 1)
+            while end - first >= few:
+                acc_r, m_r, l_r = add_parts(acc_r, m_r, l_r, parts, first, end, many, r0, c)
+                first += many
+            while end >= first:
+                acc_r, m_r, l_r = add_parts(acc_r, m_r, l_r, parts, first, end, few, r0, c)
+                first += few
+            first, end = origin + 1, origin + (final - origin) // FAN
+        if program == origin:
+            write(acc_r, gl.max(m_r, 1), gl.max(l_r, 1), results, request.q_begin, h, r0, rows, c)
+        else:
+            place = place_of(program, origin, final)
+            leave(acc_r, gl.max(m_r, 1), gl.max(l_r, 1), parts, place, r0, rows, c)
 
 
 @gluon.jit
@@ -158,9 +189,9 @@ def kept(spare, sums, which: gl.constexpr, states: gl.constexpr, some, plane: gl
 
 
 @gluon.jit
-def add_parts(acc, m, l, parts, first, final, N: gl.constexpr, r0, c: gl.constexpr):
-    """Add to the state of rows r0 and on, as soon as it is there, what N programs from `first` on leave, none of them
-    after `final`. Their reads overlap, and a thread waits for what it reads alone. acc: [R, head_dim]; m, l: [R,
+def add_parts(acc, m, l, parts, first, end, N: gl.constexpr, r0, c: gl.constexpr):
+    """Add to the state of rows r0 and on, as soon as they are there, the parts in N places from `first` on, none of
+    them after `end`. Their reads overlap, and a thread waits for what it reads alone. acc: [R, head_dim]; m, l: [R,
     head_dim / 4], for each four of acc.
     """
     R: gl.constexpr = acc.shape[0]
@@ -172,7 +203,7 @@ def add_parts(acc, m, l, parts, first, final, N: gl.constexpr, r0, c: gl.constex
     d = gl.arange(0, c.dim // 4, gl.SliceLayout(0, m.type.layout))[None, :]
     rows = parts.rows + first * (c.part_rows * c.dim) + (r * c.dim + d * 4)
     sums = parts.sums + first * (c.part_rows * 2) + (r * 2 + d * 0)
-    count = gl.zeros_like(r + d) + (final - first + 1)
+    count = gl.zeros_like(r + d) + (end - first + 1)
     asm: gl.constexpr = _take(N, places, row, pair)
     operands: gl.constexpr = _operands(6 * N * places, places)
     x = gl.inline_asm_elementwise(asm, operands, [rows, sums, count], _floats(6 * N), False, places)
