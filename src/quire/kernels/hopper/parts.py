@@ -79,17 +79,18 @@ def put(places, x, here):
 
 
 @gluon.constexpr_function
-def _take(parts, places, row, pair):
-    """Loads until there is no 0 among what is loaded: 16 bytes of a row and the 8 of its sums, of each part at each of
-    a thread's places. Parts lie row and pair bytes apart, and those beyond the count, the last operand, are of no keys.
+def _take(parts, vectors, row, pair):
+    """Loads until there is no 0 among what is loaded: 16 bytes of a row and the 8 of its sums, of each part for each of
+    a thread's vectors. Parts lie row and pair bytes apart, and those beyond the count, the last operand, are of no
+    keys.
     """
-    outs = 6 * parts * places
+    outs = 6 * parts * vectors
     clear, load = [f"{{ .reg .b32 least; .reg .pred p<{parts}>, again;"], ["AGAIN: mov.b32 least, -1;"]
     for i in range(parts):
-        clear += [f"setp.gt.s32 p{i}, ${outs + 2 * places}, {i};"]
-        for e in range(places):
-            x = [f"${(6 * i + j) * places + e}" for j in range(6)]
-            at, sums = f"${outs + e} + {i * row}", f"${outs + places + e} + {i * pair}"
+        clear += [f"setp.gt.s32 p{i}, ${outs + 2 * vectors}, {i};"]
+        for e in range(vectors):
+            x = [f"${(6 * i + j) * vectors + e}" for j in range(6)]
+            at, sums = f"${outs + e} + {i * row}", f"${outs + vectors + e} + {i * pair}"
             clear += [f"mov.b32 {each}, {none};" for each, none in zip(x, (1, 1, 1, 1, "0xff800000", 1), strict=True)]
             load += [f"@p{i} ld.relaxed.gpu.global.v4.b32 {{{', '.join(x[:4])}}}, [{at}];"]
             load += [f"@p{i} ld.relaxed.gpu.global.v2.b32 {{{', '.join(x[4:])}}}, [{sums}];"]
@@ -109,9 +110,9 @@ def _clear(parts, row, pair):
 
 
 @gluon.constexpr_function
-def _operands(outs, places):
-    """Results, then places of rows and of sums, then the count of parts."""
-    return ",".join(["=&r"] * outs + ["l"] * (2 * places) + ["r"] * places)
+def _operands(outs, vectors):
+    """Results, then addresses of rows and of sums, then the count of parts."""
+    return ",".join(["=&r"] * outs + ["l"] * (2 * vectors) + ["r"] * vectors)
 
 
 @gluon.constexpr_function
@@ -196,7 +197,7 @@ def add_parts(acc, m, l, parts, first, end, N: gl.constexpr, r0, c: gl.constexpr
     """
     R: gl.constexpr = acc.shape[0]
     lanes: gl.constexpr = min(c.dim // 4, 32)
-    places: gl.constexpr = max(R * lanes // 128, 1) * (c.dim // 4 // lanes)  # of a thread in a part
+    vectors: gl.constexpr = max(R * lanes // 128, 1) * (c.dim // 4 // lanes)  # of a thread in a part
     row: gl.constexpr = c.part_rows * c.dim * 4
     pair: gl.constexpr = c.part_rows * 2 * 4
     r = r0 + gl.arange(0, R, gl.SliceLayout(1, m.type.layout))[:, None]
@@ -204,9 +205,9 @@ def add_parts(acc, m, l, parts, first, end, N: gl.constexpr, r0, c: gl.constexpr
     rows = parts.rows + first * (c.part_rows * c.dim) + (r * c.dim + d * 4)
     sums = parts.sums + first * (c.part_rows * 2) + (r * 2 + d * 0)
     count = gl.zeros_like(r + d) + (end - first + 1)
-    asm: gl.constexpr = _take(N, places, row, pair)
-    operands: gl.constexpr = _operands(6 * N * places, places)
-    x = gl.inline_asm_elementwise(asm, operands, [rows, sums, count], _floats(6 * N), False, places)
+    asm: gl.constexpr = _take(N, vectors, row, pair)
+    operands: gl.constexpr = _operands(6 * N * vectors, vectors)
+    x = gl.inline_asm_elementwise(asm, operands, [rows, sums, count], _floats(6 * N), False, vectors)
     top = m
     for i in gl.static_range(N):
         top = gl.maximum(top, x[6 * i + 4])
