@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,3 +30,21 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     generator = random.Random(f"{SEED} {request.node.nodeid}")
     torch.manual_seed(generator.randrange(1 << 31))
     return generator
+
+
+@pytest.fixture
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels multiply with numpy, where some machines' bits of a row depend on how many rows there are:
+    here sums are in order.
+    """
+    if not os.environ.get("TRITON_INTERPRET"):
+        return
+
+    def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        a, b = a.astype(dtype), b.astype(dtype)
+        total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+        for k in range(a.shape[-1]):
+            total += a[..., k, None] * b[..., k, None, :]
+        return total
+
+    monkeypatch.setattr(np, "matmul", matmul)

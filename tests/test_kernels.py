@@ -311,7 +311,7 @@ def alone(batch: Batch, b: int, begin: int, end: int) -> Batch:
     "dtypes", DTYPES if torch.cuda.is_available() else DTYPES[:1], ids=lambda d: f"{str(d[0])[6:]}-{str(d[1])[6:]}"
 )
 @pytest.mark.parametrize("name", ["plain", "window", "soft cap", "rope", "sinks"])
-def test_bits_do_not_depend_on_the_batch(family, name, dtypes, rng):
+def test_bits_do_not_depend_on_the_batch(family, name, dtypes, products_in_order, rng):
     """Batch-invariant: decoded one by one, in chunks or whole, alone or among others, at any place."""
     spec = layer(rng, *dtypes, o_dtype=torch.float32, batch_invariant=True, **LAYERS[name])
     if registry.why_not(family, spec, torch.device("cpu" if INTERPRETED or family == "cpu" else "cuda")):

@@ -164,7 +164,7 @@ def test_fp8_caches(dims, device, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_bits_do_not_depend_on_the_batch(device, rng):
+def test_bits_do_not_depend_on_the_batch(device, products_in_order, rng):
     q_lens, kv_lens = [1, 3, 1], [30, 80, 300] if INTERPRETED else [30, 700, 1500]
     batch = latent_batch(rng, q_lens, kv_lens, F16, heads=16, dims=(512, 64))
     wrapper = wrapper_on(device, batch_invariant=True)
