@@ -92,7 +92,8 @@ def test_every_part_is_collected_once(monkeypatch, rng):
         taken.extend(range(first, min(first + count - 1, end) + 1))
         return acc, m, l
 
-    stubs = {"gl": gl, "FAN": 8, "MOST": 16, "place_of": parts.place_of.fn, "add_parts": add_parts}
+    stubs = {"gl": gl, "FAN": 8, "MOST": 16, "add_parts": add_parts}
+    stubs |= {name: getattr(parts, name).fn for name in ("_two_steps", "place_of")}
     stubs |= {"keep": MagicMock(), "kept": lambda *given: (MagicMock(),) * 3}
     stubs |= {"leave": lambda *given: left.append(given[4]), "write": lambda *given: written.append(given)}
     for name, stub in stubs.items():

@@ -32,11 +32,17 @@ class Parts(NamedTuple):
 
 
 @gluon.jit
+def _two_steps(origin, final):
+    """Whether parts of a tile that programs origin to final have come together in two steps."""
+    return final - origin > 2 * FAN
+
+
+@gluon.jit
 def collects(program, origin, final):
     """Whether a program collects parts of a tile that programs origin to final have. Who does so has nothing after it,
     or its ring would still be needed.
     """
-    between = (final - origin > 2 * FAN) & ((program - origin) % FAN == 0) & (program < final)
+    between = _two_steps(origin, final) & ((program - origin) % FAN == 0) & (program < final)
     return (program == origin) | between
 
 
@@ -44,7 +50,7 @@ def collects(program, origin, final):
 def place_of(program, origin, final):
     """Where a program leaves its part: first those are that the tile's first program collects, then the others."""
     i = program - origin
-    if final - origin > 2 * FAN:
+    if _two_steps(origin, final):
         i = gl.where(i % FAN == 0, i // FAN, i - i // FAN + (final - origin) // FAN)
     return gl.minimum(origin + i, gl.num_programs(0) - 1)
 
@@ -137,7 +143,7 @@ def collect(acc, m, l, parts, results, request, h, program, origin, final, spare
     gl.thread_barrier()
     rows = request.q_len * c.group
     last, steps = final, 1
-    if final - origin > 2 * FAN:
+    if _two_steps(origin, final):
         last = gl.minimum(program + FAN - 1, final)
         steps = gl.where(program == origin, 2, 1)
     for r0 in range(0, gl.minimum(rows, c.part_rows), R):
