@@ -70,18 +70,13 @@ def leave(acc, m, l, parts, place, r0, count, c: gl.constexpr):
     put(sums + 1, gl.convert_layout(l, flat), here)
 
 
-# Whoever reads it meanwhile finds a number whole or not at all.
-_PUT = gl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0; }")
-
-
 @gluon.jit
 def put(places, x, here):
-    """Numbers for `take`: -0 for 0, since what has not been written yet is 0."""
+    """Numbers for `take`: -0 for 0, since what has not been written yet is 0. Of threads that have the same number only
+    one may write it, as stores see to: who takes it clears its place, and another would come after that.
+    """
     bits = x.to(gl.int32, bitcast=True)
-    bits = gl.where(bits == 0, -(1 << 31), bits)
-    none = gl.zeros_like(bits)  # gives all of them the same shape
-    here = here | none.to(gl.int1)
-    gl.inline_asm_elementwise(_PUT, "=r,l,r,r", [places + none, bits, here.to(gl.int32)], gl.int32, False, 1)
+    gl.store(places, gl.where(bits == 0, -(1 << 31), bits), here)
 
 
 @gluon.constexpr_function
