@@ -318,6 +318,28 @@ def test_workspaces_may_be_replaced(batch):
         wrapper.reset_workspace_buffer(torch.empty(64, dtype=torch.uint8)[1:], int_buffer)
 
 
+def test_zeros_grow_with_plans_that_need_more(batch, monkeypatch):
+    """Only batch-invariant layers may need more, on some GPUs, so the size is made up."""
+    size = 100
+    monkeypatch.setattr("quire.kernels.registry.zeros", lambda *given: size)
+    wrapper = decoder(batch)
+    again = (*tables(batch), *heads(batch), 16)
+    first = wrapper._zeros
+    wrapper.plan(*again, q_data_type=BF16)
+    assert wrapper._zeros is first
+    wrapper._invariant = True
+    for size, there in ((100, 100), (104, 200), (50, 200), (2000, 2000)):
+        wrapper.plan(*again, q_data_type=BF16)
+        assert wrapper._zeros.nbytes == there
+        assert not wrapper._zeros.any()
+        assert wrapper.workspace_size(*again, q_data_type=BF16)[1] == max(size, 16)
+        assert wrapper._zeros.nbytes == there
+        close(wrapper.run(batch.q, (batch.k, batch.v)), None, batch)
+    assert any(x is first for x in wrapper._outgrown)  # graphs may still use it
+    with pytest.raises(ValueError, match=r"int_workspace_buffer = '512 bytes' .* at least 2000 bytes"):
+        wrapper.reset_workspace_buffer(torch.empty(8, dtype=torch.uint8), torch.empty(512, dtype=torch.uint8))
+
+
 def test_scratch_is_of_the_workspace_that_is_there(batch, monkeypatch):
     """Kernels for the CPU need none, so the size is made up."""
     size = 64

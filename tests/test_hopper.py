@@ -94,7 +94,7 @@ def test_every_part_is_collected_once(monkeypatch, rng):
 
     stubs = {"gl": gl, "FAN": 8, "MOST": 16, "add_parts": add_parts}
     stubs |= {name: getattr(parts, name).fn for name in ("_two_steps", "place_of")}
-    stubs |= {"keep": MagicMock(), "kept": lambda *given: (MagicMock(),) * 3}
+    stubs |= {"keep": MagicMock(), "spread": lambda *given: (MagicMock(),) * 3}
     stubs |= {"leave": lambda *given: left.append(given[4]), "write": lambda *given: written.append(given)}
     for name, stub in stubs.items():
         monkeypatch.setattr(parts, name, stub)

@@ -86,8 +86,8 @@ def same(batch: Batch, chunks: list[tuple[int, int, int]], out, lse, max_q_len: 
     begins = batch.qo.indptr.tolist()
     rows = torch.cat([torch.arange(begins[b] + begin, begins[b] + end) for b, begin, end in chunks])
     got, sums = compute(part, "hopper", max_q_len=max_q_len, **changes)
-    assert torch.equal(got, out[rows]), (chunks, max_q_len)
-    assert torch.equal(sums, lse[rows]), (chunks, max_q_len)
+    assert torch.equal(got.view(torch.int32), out[rows].view(torch.int32)), (chunks, max_q_len)
+    assert torch.equal(sums.view(torch.int32), lse[rows].view(torch.int32)), (chunks, max_q_len)
 
 
 @gpu
@@ -99,6 +99,7 @@ def test_bits_do_not_depend_on_the_batch(name, shape, rng):
     kv_lens = [rng.randint(8300, 9500), rng.randint(4100, 4400), rng.randint(200, 700), 1, 4096]
     q_lens = [rng.randint(70, 130), 40, rng.randint(130, 200), 1, 3]
     batch = random_batch(spec, q_lens, kv_lens, rng.choice((1, 16, 64)))
+    batch.v[..., 3] = 0  # zeros have a sign
     out, lse = compute(batch, "hopper")
     check(batch, out, lse, "hopper")
     few = max(1, 64 // spec.group_size)
@@ -121,23 +122,25 @@ def test_bits_do_not_depend_on_the_batch(name, shape, rng):
 @gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_long_requests_in_parts(shape, rng):
-    """Decoded by all programs, with few and with many others, and prefilled; memory may hold anything before."""
+    """Decoded by all programs, with few and with many others, and prefilled."""
     spec = layer(shape)
     few = max(1, 64 // spec.group_size)
     batch = random_batch(spec, [few, few, few + 1], [60_001, 4095, 33_000], 16)
+    batch.v[..., 3] = 0
     out, lse = compute(batch, "hopper")
     check(batch, out, lse, "hopper")
     device = torch.device("cuda", 0)
-    zeros = torch.zeros(8 << 18, dtype=torch.int32, device=device)
+    zeros = torch.zeros(32 << 20, dtype=torch.int32, device=device)
     for q_len in {1, min(few, 4), few}:
         for which in ([0], [2], [1, 0], [2, 0, 1] * 5, [1] * 300 + [0]):
             chunks = [(b, int(batch.qo.lengths()[b]) - q_len, int(batch.qo.lengths()[b])) for b in which]
             keys = sum(-(-int(batch.kv.lengths()[b]) // 16) * 16 for b in which)
-            size = hopper.scratch(spec, device, q_len, len(which), keys) // 4
-            scratch = torch.full((size + 1000,), torch.nan, device=device)
-            same(batch, chunks, out, lse, q_len, scratch=scratch, zeros=zeros)
-            assert not zeros.any()
-            assert scratch[size:].isnan().all()
+            size = hopper.zeros(spec, device, q_len, len(which), keys) // 4
+            zeros[size:] = 7
+            same(batch, chunks, out, lse, q_len, zeros=zeros[:size])
+            assert not zeros[:size].any()
+            assert (zeros[size:] == 7).all()
+            zeros[size:] = 0
 
 
 @gpu
@@ -152,19 +155,18 @@ def test_rows_that_are_not_in_pages(rng):
 
 
 @gpu
-def test_scratch_ends_where_it_was_said_to(rng):
+def test_zeros_end_where_it_was_said_to(rng):
     """Requests whose tables overlap have more keys together, and so more parts, than a plan can know of."""
     spec, device = layer((128, BF16, 2, 4)), torch.device("cuda", 0)
     batch = random_batch(spec, [1] * 6, [9000, 1, 1, 1, 1, 1], 16)
     every = int(batch.kv.indptr[-1])
     batch.kv.indptr.copy_(torch.tensor([0, every, 0, every, 0, every, 0]))
-    size = hopper.scratch(spec, device, 1, 6, every * 16) // 4
-    scratch = torch.full((size + 100_000,), 7.0, device=device)
-    zeros = torch.zeros(8 << 18, dtype=torch.int32, device=device)
-    compute(batch, "hopper", max_q_len=1, scratch=scratch, zeros=zeros)
-    assert (scratch[size:] == 7).all()
-    assert not (scratch[:size] == 7).all()
-    assert not zeros.any()
+    size = hopper.zeros(spec, device, 1, 6, every * 16) // 4
+    memory = torch.full((size + 100_000,), 7, dtype=torch.int32, device=device)
+    memory[:size] = 0
+    compute(batch, "hopper", max_q_len=1, zeros=memory[:size])
+    assert (memory[size:] == 7).all()
+    assert not memory[:size].any()
 
 
 @gpu
@@ -213,14 +215,13 @@ def test_blocks_are_alike_whatever_the_rows():
             assert tuning.stages >= 2
 
 
-def test_workspaces_of_the_usual_size_suffice():
-    """128 MiB, for the largest parts; whole tiles need none."""
+def test_parts_take_128_mib_at_most():
+    """Whole tiles have none."""
     for group, dim in ((4, 128), (64, 128), (16, 256)):
         spec = layer((dim, BF16, 8, group))
-        assert 0 < hopper.decode_call.scratch(spec, 132, 1, 64, 64 << 12) <= 128 << 20
-        assert hopper.decode_call.scratch(spec, 132, 0, 64, 64 << 12) == 0
-        assert hopper.decode_call.scratch(spec, 132, 65, 64, 64 << 12) == 0
-        assert hopper.decode_call.scratch(spec.but(batch_invariant=False), 132, 1, 64, 64 << 12) == 0
+        assert 0 < hopper.decode_call.zeros(spec, 132, 1, 64, 64 << 12) <= 128 << 20
+        assert hopper.decode_call.zeros(spec, 132, 0, 64, 64 << 12) == 0
+        assert hopper.decode_call.zeros(spec, 132, 65, 64, 64 << 12) == 0
 
 
 def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
@@ -228,24 +229,25 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     monkeypatch.setattr(hopper.decode_call, "Launcher", Recorded)
     hopper.decode_call._launcher.cache_clear()
     batch = random_batch(layer((128, BF16, 2, 4)), [1, 1], [9000, 64], 16)
-    zeros = torch.zeros(8 << 18, dtype=torch.int32)
-    scratch = torch.empty(hopper.decode_call.scratch(batch.spec, 132, 1, 2, len(batch.kv.indices) * 16) // 4)
+    size = hopper.decode_call.zeros(batch.spec, 132, 1, 2, len(batch.kv.indices) * 16) // 4
+    zeros = torch.zeros(size, dtype=torch.int32)
     call = registry.Call(
-        q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=1, scratch=scratch,
-        zeros=zeros,
-    )  # fmt: skip
+        q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=1, zeros=zeros
+    )
     hopper.decode_call.launch(call, batch.q, None, 132)
     given = Recorded.last
     assert given["programs"] == 264
-    assert given["part"] is scratch
-    assert given["arrivals"] is zeros
-    assert len(scratch) == given["slots"] * 4 * 130
+    assert given["part"] is zeros
+    assert size == given["slots"] * 4 * 130
     assert (given["c"].unit, given["c"].run, given["c"].whole, given["c"].causal) == (128, 8, False, False)
+    call.zeros = zeros[1:]
+    hopper.decode_call.launch(call, batch.q, None, 132)
+    assert Recorded.last["part"].numel() == size
     call.max_q_len = 0
     hopper.decode_call.launch(call, batch.q, None, 132)
     given = Recorded.last
     assert given["programs"] == 264
-    assert given["part"] is given["arrivals"] is None
+    assert given["part"] is None
     assert (given["c"].unit, given["c"].run, given["c"].whole, given["c"].causal) == (128, 8, True, True)
     hopper.decode_call._launcher.cache_clear()
 
@@ -257,7 +259,7 @@ class Simulated:
         from quire.kernels.hopper import line, units
 
         self.c, self.programs, self.window, self.units, self.line = c, programs, window, units, line
-        self.requests, self.slots, self.arrivals, self.written, self.blocks, self.states = [], {}, {}, {}, [], {}
+        self.requests, self.slots, self.written, self.blocks, self.states = [], {}, {}, [], {}
         gl = MagicMock()
         gl.minimum, gl.maximum, gl.cdiv = min, max, lambda a, b: -(-a // b)
         gl.where = lambda condition, a, b: a if condition else b
@@ -277,7 +279,7 @@ class Simulated:
         monkeypatch.setattr(line, "length", line.length.fn)
         monkeypatch.setattr(line, "request_at", self.request_at)
         monkeypatch.setattr(units, "MOST", 16)
-        for name in ("piece_at", "next_tile", "run_slot", "hand_over"):
+        for name in ("piece_at", "next_tile", "unit_slot", "run_slot", "hand_over"):
             monkeypatch.setattr(units, name, getattr(units, name).fn)
         monkeypatch.setattr(
             units, "first_request", lambda tables, span, c: self.request_at(None, None, span.unit, 0, c)
@@ -286,10 +288,7 @@ class Simulated:
         monkeypatch.setattr(units, "fold", lambda acc, m, l, x, m2, l2, c: ((*acc, x) if x else acc, 0, 0))
         monkeypatch.setattr(units, "fold_rows", lambda acc, m, l, x, m2, l2: ((*acc, x) if x else acc, 0, 0))
         monkeypatch.setattr(units, "upright", lambda acc, c: acc)
-        for name in (
-            "request_at", "reach_of", "attend_keys", "save", "save_rows", "arrive", "wait", "keep", "kept", "collect",
-            "write",
-        ):  # fmt: skip
+        for name in ("request_at", "reach_of", "attend_keys", "leave_at", "keep", "spread", "collect", "finish"):
             setattr(self, f"_{name}", getattr(units, name))
             monkeypatch.setattr(units, name, getattr(self, name))
 
@@ -309,37 +308,26 @@ class Simulated:
         assert here == fetched
         return here, 0, 0, n + len(here)
 
-    def save(self, acc, m, l, parts, slot, count, c):
-        if count:
-            self.save_rows(acc, m, l, parts, slot, 0, count, c)
-
-    def save_rows(self, acc, m, l, parts, slot, r0, rows, c):
+    def leave_at(self, slot, acc, m, l, parts, r0, count, c):
         assert slot not in self.slots
-        assert slot < (c.run + 1) * self.programs + self.total // c.run
+        assert 0 <= slot < c.run * self.programs + self.total // c.run
         self.slots[slot] = acc
-
-    def arrive(self, arrivals, number):
-        self.arrivals[arrivals] = self.arrivals.get(arrivals, 0) + number
-
-    def wait(self, arrivals, number):
-        assert number >= 0
-        assert self.arrivals.pop(arrivals, 0) == number if number else True
 
     def keep(self, acc, m, l, spare, sums, which, states):
         assert not self.blocks, "blocks that were fetched to where states are kept"
         self.states[which] = acc
 
-    def kept(self, spare, sums, which, states, some, plane, c):
+    def spread(self, spare, sums, which, states, some, c):
         assert some == 0
         return self.states[which], 0, 0
 
-    def collect(self, acc, m, l, parts, slot, number, r0, rows, c):
-        for i in range(slot, slot + number):
+    def collect(self, acc, m, l, parts, first, number, r0, c):
+        for i in range(first, first + number):
             state = self.slots.pop(i)
             acc = (*acc, state) if state else acc
         return acc, 0, 0
 
-    def write(self, acc, m, l, results, q_begin, h, row, rows, c):
+    def finish(self, acc, m, l, results, q_begin, h, row, rows, c):
         assert (self.request.b, h, row) not in self.written
         self.written[self.request.b, h, row] = acc
 
@@ -350,11 +338,10 @@ class Simulated:
             unit = min(program * share, self.total)
             span = self.line.Span(program, unit, min(unit + share, self.total), share, 0, 0)
             tables = SimpleNamespace(window=self.window, qo_indptr=0, batch=0, tokens=0)
-            parts = self.units.UnitParts(0, 0, 0, 0)
+            parts = self.units.UnitParts(0, 0, 0)
             ring, queries = SimpleNamespace(k=None, v=None), SimpleNamespace(weights=None)
             self.units.consume_units.fn(tables, queries, None, ring, parts, None, span, c)
         assert not self.slots, "nothing is left behind"
-        assert not self.arrivals
         return self.written
 
 

@@ -76,14 +76,12 @@ def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16)
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype]
     pointers = {
         "q": q, "k": kv, "v": kv, "out": q, "lse": "fp32", "sinks": "fp32" if c.sinks else None,
-        "part": "fp32" if c.run else "i32", "arrivals": "i32" if c.run else None,
+        "part": None if c.whole else "i32",
         "qo_indptr": "i32", "kv_indptr": "i32", "last_page_len": "i32", "indices": "i32",
         "mask_bits": "u8" if c.mask else None, "mask_indptr": "i32" if c.mask else None,
         "q_pe": None, "k_pe": None, "q_scale": None, "k_scale": None, "v_scale": None,
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
-    if c.whole:
-        given |= {"part": None, "arrivals": None}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
     registers = decode_call.tune(spec, max_q_len).registers
     return compile_kernel(

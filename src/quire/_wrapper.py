@@ -63,9 +63,10 @@ class AttentionWrapper:
 
     Kernels for GPUs keep parts of results in the float workspace while they run: `plan` refuses one that is too small,
     and `workspace_size` tells what is needed. Wrappers that run one after another may share it. Without one (None, or
-    an empty tensor that only names the device) the wrapper has its own. Others keep them in the int workspace, 8 MiB of
-    zeros before and after, which each wrapper makes. Runs that use the same memory follow each other on one stream, or
-    wait for one another by events: at the same time they would take each other's parts, and may never end.
+    an empty tensor that only names the device) the wrapper has its own. Others keep them in the int workspace, zeros
+    before and after, which each wrapper makes: 8 MiB, or more to be batch-invariant. Runs that use the same memory
+    follow each other on one stream, or wait for one another by events: at the same time they would take each other's
+    parts, and may never end.
 
     All wrappers take, besides FlashInfer's arguments:
 
@@ -101,7 +102,8 @@ class AttentionWrapper:
         self._float_workspace_buffer = float_workspace_buffer
         self._int_size = INT_WORKSPACE if self.device.type == "cuda" else 16
         self._int_workspace_buffer = torch.zeros(self._int_size, dtype=torch.uint8, device=self.device)
-        self._zeros = self._int_workspace_buffer.view(torch.int32)
+        self._zeros, self._zeros_size = self._int_workspace_buffer.view(torch.int32), self._int_size
+        self._outgrown: list[Tensor] = []  # such zeros, which graphs may have been captured with
         self._scratch: Tensor | None = None
         self._scratch_of: tuple[int, Tensor | None] = (0, None)  # its bytes, and the workspace that they are from
         self._checking = asked("QUIRE_CHECK") if check is None else check
@@ -145,9 +147,10 @@ class AttentionWrapper:
         other._use_cuda_graph, other._captured = False, False
         other._forget()
         other._float_workspace_buffer = torch.empty(1 << 50, dtype=torch.uint8, device="meta")  # large, and not there
+        other._zeros = other._float_workspace_buffer.view(torch.int32)
         given = taken.bind(other, *args, **options)
         type(self).plan(**given.arguments)
-        return max(16, other._scratch_size), self._int_size
+        return max(16, other._scratch_size), other._zeros_size
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Accepted after a plan: k and v may differ in strides without any preparation."""
@@ -166,7 +169,7 @@ class AttentionWrapper:
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Replace the workspace buffers; both must lie on the wrapper's device, at addresses that are multiples of 16.
-        The second has 8 MiB on a GPU, 16 bytes elsewhere, or more, and is zeroed.
+        The second has 8 MiB on a GPU, 16 bytes elsewhere, or more (see `workspace_size`), and is zeroed.
 
         Raises:
             ValueError: a buffer that is not such a one.
@@ -175,10 +178,10 @@ class AttentionWrapper:
             check_workspace(buffer, f"{name}_workspace_buffer")
             check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))
         size = int_workspace_buffer.nbytes
-        check(size >= self._int_size, "int_workspace_buffer", f"{size} bytes", f"at least {self._int_size} bytes")
+        check(size >= self._zeros_size, "int_workspace_buffer", f"{size} bytes", f"at least {self._zeros_size} bytes")
         self._forget()
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer.zero_()
-        self._zeros = int_workspace_buffer.view(-1).view(torch.uint8)[: self._int_size].view(torch.int32)
+        self._zeros = int_workspace_buffer.view(-1).view(torch.uint8)[: size // 4 * 4].view(torch.int32)
 
     def end_forward(self) -> None:
         """Kept for code that calls it; there is nothing to end."""
@@ -268,6 +271,8 @@ class AttentionWrapper:
             keys = kv.indices.shape[0] * kv.page_size
         size = registry.scratch(planned, self.device, self._family, max_q_len, kv.batch_size if keys else 0, keys)
         self._scratch, self._scratch_size = self._take_scratch(size), size
+        if planned.batch_invariant:
+            self._take_zeros(registry.zeros(planned, self.device, self._family, max_q_len, kv.batch_size, keys))
         self._spec, self._qo, self._kv, self._mask, self._items = planned, qo, kv, mask, items
         self._forget()
         self._max_q_len = max_q_len
@@ -303,6 +308,15 @@ class AttentionWrapper:
             scratch = torch.empty(size // 4, device=self.device)
         self._scratch_of = size, given
         return scratch
+
+    def _take_zeros(self, size: int) -> None:
+        """See to it that there are so many bytes of zeros."""
+        self._zeros_size = max(size, self._int_size)
+        if size > self._zeros.nbytes:
+            self._outgrown.append(self._zeros)
+            size = max(size, 2 * self._zeros.nbytes)
+            self._int_workspace_buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self._zeros = self._int_workspace_buffer.view(torch.int32)
 
     def _replan(self, **changes: Any) -> None:
         """What the deprecated forward() does: change the plan's layer by the arguments that it repeats."""

@@ -8,7 +8,9 @@ A family is a module with these functions:
 - ``refuses(call) -> str | None``, if there are calls of such layers that it cannot compute: the reason why. With
   "auto" the next family computes them, and a warning says so;
 - ``scratch(spec, device, max_q_len, batch_size, keys) -> int``, if it needs any: bytes of scratch memory for a batch
-  with at most so many query tokens in a request (0: any number), and so many keys in all.
+  with at most so many query tokens in a request (0: any number), and so many keys in all;
+- ``zeros(spec, device, max_q_len, batch_size, keys) -> int``, if 8 MiB are not always enough: bytes of zeros for such a
+  batch of a batch-invariant layer.
 
 "reference", the definition in float64, is correct anywhere and slow: it computes only where asked for by name.
 """
@@ -56,7 +58,8 @@ class Call:
             besides q_scale and k_scale, for fp8 caches.
         max_q_len: the most query tokens that a request has, 0 if nobody knows.
         scratch, zeros: memory of the caller's that no other call uses meanwhile, float32 as much as the family asks for
-            and 8 MiB of int32 zeros, which are zeros again afterwards; kernels take their own where there is none.
+            and 8 MiB or more of int32 zeros, which are zeros again afterwards; kernels take their own where there is
+            none.
     """
 
     q: Tensor
@@ -84,9 +87,11 @@ class Call:
             return torch.empty(size, dtype=torch.float32, device=self.q.device)
         return self.scratch
 
-    def zeros_for(self, size: int) -> Tensor:
-        """`size` int32 zeros: the caller's, which may be fewer, or new."""
-        return torch.zeros(size, dtype=torch.int32, device=self.q.device) if self.zeros is None else self.zeros
+    def zeros_for(self, size: int, least: int = 0) -> Tensor:
+        """`size` int32 zeros: the caller's, which may be fewer, if they are `least`, or new."""
+        if self.zeros is None or self.zeros.numel() < least:
+            return torch.zeros(size, dtype=torch.int32, device=self.q.device)
+        return self.zeros
 
     def table(self) -> tuple[int, Tensor, Tensor, int]:
         """The page size, int32 page ids and lengths of last pages, and how many ids kernels may read. Of ragged rows
@@ -203,6 +208,16 @@ def scratch(spec: AttentionSpec, device: torch.device, backend: str, max_q_len: 
     """
     module = family(choose(spec, device, backend, max_q_len))
     return module.scratch(spec, device, max_q_len, batch_size, keys) if hasattr(module, "scratch") else 0
+
+
+def zeros(spec: AttentionSpec, device: torch.device, backend: str, max_q_len: int, batch_size: int, keys: int) -> int:
+    """Bytes of zeros that calls of a batch-invariant layer need, if 8 MiB are not enough, or less.
+
+    Raises:
+        ValueError: as `choose`.
+    """
+    module = family(choose(spec, device, backend, max_q_len))
+    return module.zeros(spec, device, max_q_len, batch_size, keys) if hasattr(module, "zeros") else 0
 
 
 @lru_cache(maxsize=4096)

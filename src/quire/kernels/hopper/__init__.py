@@ -35,9 +35,11 @@ def _processors(device: torch.device) -> int:
 
 
 def scratch(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, keys: int) -> int:
-    if spec.latent:
-        return latent_call.scratch(spec, _processors(device), max_q_len)
-    return decode_call.scratch(spec, _processors(device), max_q_len, batch_size, keys)
+    return latent_call.scratch(spec, _processors(device), max_q_len) if spec.latent else 0
+
+
+def zeros(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, keys: int) -> int:
+    return decode_call.zeros(spec, _processors(device), max_q_len, batch_size, keys)
 
 
 def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:

@@ -168,7 +168,7 @@ def consume(tables, queries, masks, ring, parts, results, span, c: gl.constexpr)
 
 
 _POINTERS = (
-    "lse", "sinks", "arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
+    "lse", "sinks", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
     "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
 _NUMBERS = ("slots", "mask_size", "batch", "tokens", "entries", "pages", "window")
@@ -177,7 +177,7 @@ _NUMBERS = ("slots", "mask_size", "batch", "tokens", "entries", "pages", "window
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def decode(
     q, q_pe, k, v, k_pe, out, lse, sinks,
-    part, arrivals, qo_indptr, kv_indptr, last_page_len, indices, mask_bits, mask_indptr, q_scale, k_scale, v_scale,
+    part, qo_indptr, kv_indptr, last_page_len, indices, mask_bits, mask_indptr, q_scale, k_scale, v_scale,
     slots, mask_size, batch, tokens, entries, pages, window, scale, v_gain, cap,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, o_token, o_head,
     c: gl.constexpr,
@@ -186,9 +186,9 @@ def decode(
     tiles are whole.
 
     q, k, v, out: as in `quire.kernels.registry.Call` (q_pe and k_pe are None); lse: float32 [tokens, heads]. part:
-    int32 [programs, c.part_rows, dim] and after it [programs, c.part_rows, 2], 0 before and after; with c.run float32
-    [slots, ...], and arrivals: int32 [2 * programs], 0 before and after; neither where tiles are whole. Strides count
-    elements, those of k and v are multiples of 16. scale and cap are in base 2.
+    int32 [programs, c.part_rows, dim] and after it [programs, c.part_rows, 2], 0 before and after; with c.run [slots,
+    ...]; none where tiles are whole. Strides count elements, those of k and v are multiples of 16. scale and cap are in
+    base 2.
     """
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, window)
     if c.fp8:
@@ -199,7 +199,7 @@ def decode(
         sums += (slots.to(gl.int64) if c.run > 0 else gl.num_programs(0)) * (c.part_rows * c.dim)
     parts = Parts(part, sums)
     if c.run > 0:
-        parts = UnitParts(part, sums, slots, arrivals)  # type: ignore[assignment]
+        parts = UnitParts(part, sums, slots)  # type: ignore[assignment]
     results = Results(out, lse, o_token, o_head, sinks, v_scale, v_gain)
     stored: gl.constexpr = k.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if c.fp8 else stored

@@ -16,7 +16,7 @@ from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_
 
 _ROWS = 64  # of a tile
 _UNIT, _RUN = 128, 8  # keys between two cuts, and such units folded together, in batch-invariant mode
-_MOST = 120 << 20  # bytes for parts then: workspaces usually have 128 MiB
+_MOST = 120 << 20  # bytes for parts then
 _AHEAD = 128 << 10  # bytes that a multiprocessor asks for ahead: more of them wait for each other in memory
 
 
@@ -126,21 +126,21 @@ def _part_rows(tuning: Tuning) -> int:
 
 
 def _slots(spec: AttentionSpec, max_q_len: int, processors: int, batch: int, keys: int) -> tuple[int, int]:
-    """Programs of a batch-invariant launch, and slots for what they leave: for the units of a run each, and for all
-    runs of the line. Where parts are large, programs are as many as have room.
+    """Programs of a batch-invariant launch, and slots for what they leave: for the units of a run each, but its first,
+    and for all runs of the line. Where parts are large, programs are as many as have room.
     """
     tuning = tune(spec, max_q_len)
     each = _part_rows(tuning) * (spec.head_dim_vo + 2) * 4
     runs = spec.num_kv_heads // tuning.pair * (keys // _UNIT + batch) // _RUN
     programs = processors * tuning.programs
-    room = (_MOST - runs * each) // ((_RUN + 1) * each)
+    room = (_MOST - runs * each) // (_RUN * each)
     programs = max(min(programs, room), processors // 2)
-    return programs, (_RUN + 1) * programs + runs
+    return programs, _RUN * programs + runs
 
 
-def scratch(spec: AttentionSpec, processors: int, max_q_len: int, batch: int, keys: int) -> int:
-    """Bytes for parts of tiles: see `quire.kernels.registry`. Others are zeros before and after, and lie elsewhere."""
-    if not spec.batch_invariant or _whole(spec, max_q_len):
+def zeros(spec: AttentionSpec, processors: int, max_q_len: int, batch: int, keys: int) -> int:
+    """Bytes for parts of tiles of a batch-invariant layer: see `quire.kernels.registry`."""
+    if _whole(spec, max_q_len):
         return 0
     slots = _slots(spec, max_q_len, processors, batch, keys)[1]
     return slots * _part_rows(tune(spec, max_q_len)) * (spec.head_dim_vo + 2) * 4
@@ -169,23 +169,18 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
     c, tuning = config(spec, page_size, batch, call.max_q_len, flags), tune(spec, call.max_q_len)
     each, programs = c.part_rows * (spec.head_dim_vo + 2), processors * tuning.programs
-    slots, arrivals = 0, None
-    part: Tensor | None
-    if not spec.batch_invariant:
-        part = call.zeros_for(each * programs)
-        programs, own = min(programs, part.numel() // each), part is call.zeros
-    elif c.whole:
-        part, own = None, True
-    else:
+    slots, part = 0, None
+    if spec.batch_invariant and not c.whole:
         programs, slots = _slots(spec, call.max_q_len, processors, batch, entries * max(page_size, 1))
-        part, arrivals = call.scratch_for(slots * each), call.zeros_for(2 * programs)
-        own = part is call.scratch and arrivals is call.zeros
+        part = call.zeros_for(slots * each, slots * each)
+    elif not c.whole:
+        part = call.zeros_for(programs * each)
+        programs = min(programs, part.numel() // each)
     repeat = _launcher(c, tuning.registers)(
         programs,
         (q, None, k, v, None, out, lse, call.sinks),
         (
             part,
-            arrivals,
             call.qo.indptr,
             kv.indptr,
             last_page_len,
@@ -211,4 +206,4 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
         (*q.stride()[:2], *(n // _width(x) for x in (k, v) for n in steps(x)), *out.stride()[:2]),
     )
     # What is to be repeated must read the caller's own tensors.
-    return repeat if own and q_scale is k_scale is v_scale is None else None
+    return repeat if (part is None or part is call.zeros) and q_scale is k_scale is v_scale is None else None

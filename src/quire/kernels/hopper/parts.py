@@ -131,9 +131,6 @@ def collect(acc, m, l, parts, results, request, h, program, origin, final, spare
     # would be more code, which takes time however few there are.
     many: gl.constexpr = max(min((64 if R < MOST else 32) * 128 // (R * c.dim), 8), 1)
     few: gl.constexpr = max(8 * 128 // (R * c.dim), 1)
-    lanes: gl.constexpr = min(c.dim // 4, 32)
-    plane: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
-    fours: gl.constexpr = gl.BlockedLayout([1, 1], [32 // lanes, lanes], [4, 1], [1, 0])
     keep(acc, m, l, spare, spare_sums, 0, 1)
     gl.thread_barrier()
     rows = request.q_len * c.group
@@ -142,11 +139,7 @@ def collect(acc, m, l, parts, results, request, h, program, origin, final, spare
         last = gl.minimum(program + FAN - 1, final)
         steps = gl.where(program == origin, 2, 1)
     for r0 in range(0, gl.minimum(rows, c.part_rows), R):
-        acc_r, m_r, l_r = kept(spare, spare_sums, 0, 1, r0 // R, plane, c)
-        # A thread has four neighbours of acc, and, like its neighbours, their row's sums.
-        every = gl.full([R, c.dim // 4], 1.0, gl.float32, fours)
-        m_r = gl.convert_layout(m_r, gl.SliceLayout(1, fours))[:, None] * every
-        l_r = gl.convert_layout(l_r, gl.SliceLayout(1, fours))[:, None] * every
+        acc_r, m_r, l_r = spread(spare, spare_sums, 0, 1, r0 // R, c)
         first = place_of(program + 1, origin, final)
         end = first + last - program - 1
         for _ in range(steps):
@@ -191,24 +184,56 @@ def kept(spare, sums, which: gl.constexpr, states: gl.constexpr, some, plane: gl
 
 
 @gluon.jit
-def add_parts(acc, m, l, parts, first, end, N: gl.constexpr, r0, c: gl.constexpr):
-    """Add to the state of rows r0 and on, as soon as they are there, the parts in N places from `first` on, none of
-    them after `end`. Their reads overlap, and a thread waits for what it reads alone. acc: [R, head_dim]; m, l: [R,
-    head_dim / 4], for each four of acc.
+def spread(spare, sums, which: gl.constexpr, states: gl.constexpr, some, c: gl.constexpr):
+    """The same as `take` has it: a thread has four neighbours of acc, and, like its neighbours, their row's sums. acc:
+    [R, head_dim]; m, l: [R, head_dim / 4], for each four of acc.
     """
-    R: gl.constexpr = acc.shape[0]
+    R: gl.constexpr = min(c.part_rows, MOST)
+    lanes: gl.constexpr = min(c.dim // 4, 32)
+    plane: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
+    fours: gl.constexpr = gl.BlockedLayout([1, 1], [32 // lanes, lanes], [4, 1], [1, 0])
+    acc, m, l = kept(spare, sums, which, states, some, plane, c)
+    every = gl.full([R, c.dim // 4], 1.0, gl.float32, fours)
+    m = gl.convert_layout(m, gl.SliceLayout(1, fours))[:, None] * every
+    l = gl.convert_layout(l, gl.SliceLayout(1, fours))[:, None] * every
+    return acc, m, l
+
+
+@gluon.jit
+def take(like, parts, first, end, N: gl.constexpr, r0, c: gl.constexpr):
+    """Rows r0 and on of the parts in N places from `first` on, none of them after `end`, as soon as they are there: of
+    each six tensors [R, head_dim / 4], like `like`, four of a row and its sums; and where all that was. Their reads
+    overlap, and a thread waits for what it reads alone.
+    """
+    R: gl.constexpr = like.shape[0]
     lanes: gl.constexpr = min(c.dim // 4, 32)
     vectors: gl.constexpr = max(R * lanes // 128, 1) * (c.dim // 4 // lanes)  # of a thread in a part
     row: gl.constexpr = c.part_rows * c.dim * 4
     pair: gl.constexpr = c.part_rows * 2 * 4
-    r = r0 + gl.arange(0, R, gl.SliceLayout(1, m.type.layout))[:, None]
-    d = gl.arange(0, c.dim // 4, gl.SliceLayout(0, m.type.layout))[None, :]
+    r = r0 + gl.arange(0, R, gl.SliceLayout(1, like.type.layout))[:, None]
+    d = gl.arange(0, c.dim // 4, gl.SliceLayout(0, like.type.layout))[None, :]
     rows = parts.rows + first * (c.part_rows * c.dim) + (r * c.dim + d * 4)
     sums = parts.sums + first * (c.part_rows * 2) + (r * 2 + d * 0)
     count = gl.zeros_like(r + d) + (end - first + 1)
     asm: gl.constexpr = _take(N, vectors, row, pair)
     operands: gl.constexpr = _operands(6 * N * vectors, vectors)
     x = gl.inline_asm_elementwise(asm, operands, [rows, sums, count], _floats(6 * N), False, vectors)
+    return x, (rows, sums, count)
+
+
+@gluon.jit
+def clear(places, N: gl.constexpr, c: gl.constexpr):
+    """Zeros again where something was taken from."""
+    row: gl.constexpr = c.part_rows * c.dim * 4
+    pair: gl.constexpr = c.part_rows * 2 * 4
+    gl.thread_barrier()  # all threads have what they need
+    gl.inline_asm_elementwise(_clear(N, row, pair), _operands(1, 1), places, gl.int32, False, 1)
+
+
+@gluon.jit
+def add_parts(acc, m, l, parts, first, end, N: gl.constexpr, r0, c: gl.constexpr):
+    """Add to the state of rows r0 and on, which is as in `spread`, what N places have (see `take`)."""
+    x, places = take(m, parts, first, end, N, r0, c)
     top = m
     for i in gl.static_range(N):
         top = gl.maximum(top, x[6 * i + 4])
@@ -221,8 +246,7 @@ def add_parts(acc, m, l, parts, first, end, N: gl.constexpr, r0, c: gl.constexpr
         total += x[6 * i + 5] * weight
         x_0, x_1 = x_0 + x[6 * i] * weight, x_1 + x[6 * i + 1] * weight
         x_2, x_3 = x_2 + x[6 * i + 2] * weight, x_3 + x[6 * i + 3] * weight
-    gl.thread_barrier()  # all threads have what they need
-    gl.inline_asm_elementwise(_clear(N, row, pair), _operands(1, 1), [rows, sums, count], gl.int32, False, 1)
+    clear(places, N, c)
     return acc * neighbours(shrink, shrink, shrink, shrink, acc) + neighbours(x_0, x_1, x_2, x_3, acc), top, total
 
 

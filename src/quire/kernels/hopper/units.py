@@ -7,7 +7,8 @@ see different keys. A column of a product does not depend on the others, so tile
 
 Tiles of few rows are cut anywhere between units. Who has the first unit of a run folds it, and collects what is beyond
 the end of its share; who has the first run of a tile does the same with runs, and finishes it. What is left for others
-has a place of its own, and is counted when it is there. Waiting is for programs later on the line, which start earlier.
+has a place of its own, and tells by itself that it is there, as in `parts.py`. A 0 becomes -0 there, which changes no
+sum that is not 0, and results are never -0. Waiting is for programs later on the line, which start earlier.
 Tiles of a prefill are not cut (c.whole), and nothing is left of them.
 
 No product is fused with a sum but where `fma` says so (the kernel is compiled like that): which product of a sum of two
@@ -23,21 +24,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.line import first_request, next_tile, piece_at, request_at
-from quire.kernels.hopper.parts import MOST, keep, kept
+from quire.kernels.hopper.parts import MOST, clear, keep, leave, neighbours, spread, take
 from quire.kernels.hopper.results import write
 from quire.kernels.hopper.tile import attend_keys, load_queries, no_values, rows_of, upright
 
 
 class UnitParts(NamedTuple):
-    """Where states go that others fold: float32 [slots, c.part_rows, head_dim], and (largest logit, sum of weights) in
-    [slots, c.part_rows, 2]. None is written beyond, whatever the tables say. Each program has c.run slots for the units
-    of a run; then come runs. arrivals: of units for each program, and then of runs, how many are there.
+    """Where states go that others fold, as in `Parts`, but in `slots` places; none is beyond, whatever the tables say.
+    Each program has c.run - 1 places for the units of a run; then come runs.
     """
 
-    acc: tl.tensor
+    rows: tl.tensor
     sums: tl.tensor
     slots: tl.tensor
-    arrivals: tl.tensor
 
 
 class Reach(NamedTuple):
@@ -83,9 +82,10 @@ def fold(acc, m, l, acc_2, m_2, l_2, c: gl.constexpr):
 
 @gluon.jit
 def fold_rows(acc, m, l, acc_2, m_2, l_2):
-    """The same, [rows, head_dim]."""
+    """The same, [rows, head_dim], with m and l as in `spread`."""
     m, l, weight, weight_2 = weigh(m, l, m_2, l_2)
-    return add(acc, acc_2, weight[:, None], weight_2[:, None]), m, l
+    weight_2 = neighbours(weight_2, weight_2, weight_2, weight_2, acc)
+    return add(acc, acc_2, neighbours(weight, weight, weight, weight, acc), weight_2), m, l
 
 
 @gluon.jit
@@ -134,25 +134,22 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
             for i in range(u, end):
                 begin, stop = gl.maximum(reach.begin, i * c.unit), gl.minimum(reach.stop, (i + 1) * c.unit)
                 one, m_one, l_one, n = attend_keys(queries, rows, request, ring, begin, stop, n, tables, masks, c)
-                if not c.whole:
-                    left = gl.where(origin < span.program, count, 0)
-                    save(one, m_one, l_one, parts, origin * c.run + i % c.run, left, c)
+                if not c.whole:  # noqa: SIM102, with "and" there would be code for what is left of whole tiles
+                    if origin < span.program:
+                        leave_at(unit_slot(i, origin, c), upright(one, c), m_one, l_one, parts, 0, count, c)
                 run, m_run, l_run = fold(run, m_run, l_run, one, m_one, l_one, c)
             if c.whole:
                 acc, m, l = fold(acc, m, l, run, m_run, l_run, c)
-            elif origin < span.program:
-                arrive(parts.arrivals + origin, end - u)
-            elif (end % c.run == 0) | (end == high):
+            elif (origin == span.program) & ((end % c.run == 0) | (end == high)):
                 if piece.first > 0:
-                    owner = (zero + low) // span.share
-                    save(run, m_run, l_run, parts, run_slot(u // c.run, zero, low, owner, c), count, c)
-                    arrive(parts.arrivals + gl.num_programs(0) + owner, 1)
+                    slot = run_slot(u // c.run, zero, low, (zero + low) // span.share, c)
+                    leave_at(slot, upright(run, c), m_run, l_run, parts, 0, count, c)
                 acc, m, l = fold(acc, m, l, run, m_run, l_run, c)
             u = end
         if c.whole:
-            write(upright(acc, c), m, l, results, request.q_begin, reach.h, reach.row, count, c)
+            finish(upright(acc, c), m, l, results, request.q_begin, reach.h, reach.row, count, c)
         elif (piece.first == 0) & (last == high):
-            write(upright(acc, c), m, l, results, request.q_begin, reach.h, 0, count, c)
+            finish(upright(acc, c), m, l, results, request.q_begin, reach.h, 0, count, c)
         else:
             # The last run goes on in the next share, and begins here.
             goes_on = (last < high) & (last % c.run > 0) & (origin == span.program)
@@ -165,6 +162,12 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
 
 
 @gluon.jit
+def finish(acc, m, l, results, q_begin, h, r0, rows, c: gl.constexpr):
+    """Write rows of a tile; the sign of a 0 would tell whether it was left for others on its way."""
+    write(acc + 0.0, m, l, results, q_begin, h, r0, rows, c)
+
+
+@gluon.jit
 def nothing(L: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
     """The state of no keys."""
     m, l = gl.full([c.rows], -float("inf"), gl.float32, flat), gl.full([c.rows], 0.0, gl.float32, flat)
@@ -172,11 +175,24 @@ def nothing(L: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
+def unit_slot(unit, origin, c: gl.constexpr):
+    """The slot of a unit, not the first of its run, for who folds the run."""
+    return origin * (c.run - 1) + unit % c.run - 1
+
+
+@gluon.jit
 def run_slot(run, zero, low, owner, c: gl.constexpr):
     """The slot of a run that its tile's owner collects. A tile of n units, however they lie, has no more than n / c.run
     + 1 runs after its first; an owner has only one tile that others have a part of.
     """
-    return gl.num_programs(0) * c.run + (zero + low) // c.run + owner + run - low // c.run - 1
+    return gl.num_programs(0) * (c.run - 1) + (zero + low) // c.run + owner + run - low // c.run - 1
+
+
+@gluon.jit
+def leave_at(slot, acc, m, l, parts, r0, count, c: gl.constexpr):
+    """A state's rows r0 and on, of `count`, to a slot."""
+    if slot < parts.slots:
+        leave(acc, m, l, parts, slot, r0, count, c)
 
 
 @gluon.jit
@@ -185,106 +201,39 @@ def hand_over(queries, ring, parts, results, span, request, piece, zero, goes_on
     tile's beginning or, where that is here, collect the runs that follow and finish the tile.
     """
     R: gl.constexpr = min(c.part_rows, MOST)
-    plane: gl.constexpr = gl.BlockedLayout([1, c.dim // 32], [1, 32], [4, 1], [1, 0])
     low, rows = request.low // c.unit, request.q_len * c.group
     high, last = low + request.cost, low + piece.last
     next_run = gl.cdiv(last, c.run)
     owner = (zero + low) // span.share
-    units, runs = gl.minimum(next_run * c.run, high) - last, gl.cdiv(high, c.run) - next_run
-    units, runs = gl.where(goes_on, units, 0), gl.where(piece.first == 0, runs, 0)
-    wait(parts.arrivals + span.program, units)
-    wait(parts.arrivals + gl.num_programs(0) + span.program, runs)
+    gl.thread_barrier()  # all that is kept is there
     for r0 in range(0, gl.minimum(rows, c.part_rows), R):
-        acc, m, l = kept(ring.k, queries.weights, 0, 2, r0 // R, plane, c)
+        acc, m, l = spread(ring.k, queries.weights, 0, 2, r0 // R, c)
         if goes_on:
-            run, m_run, l_run = kept(ring.v, queries.weights, 1, 2, r0 // R, plane, c)
-            slot = span.program * c.run + last % c.run
-            run, m_run, l_run = collect(run, m_run, l_run, parts, slot, units, r0, rows, c)
+            run, m_run, l_run = spread(ring.v, queries.weights, 1, 2, r0 // R, c)
+            number = gl.minimum(next_run * c.run, high) - last
+            run, m_run, l_run = collect(run, m_run, l_run, parts, unit_slot(last, span.program, c), number, r0, c)
             if piece.first > 0:
                 slot = run_slot(next_run - 1, zero, low, owner, c)
-                save_rows(run, m_run, l_run, parts, slot, r0, rows, c)
+                leave_at(slot, run, gl.max(m_run, 1), gl.max(l_run, 1), parts, r0, rows, c)
             acc, m, l = fold_rows(acc, m, l, run, m_run, l_run)
         if piece.first == 0:
-            slot = run_slot(next_run, zero, low, owner, c)
-            acc, m, l = collect(acc, m, l, parts, slot, runs, r0, rows, c)
-            write(acc, m, l, results, request.q_begin, piece.h, r0, rows, c)
-    if piece.first > 0:
-        arrive(parts.arrivals + gl.num_programs(0) + owner, 1)
+            slot, number = run_slot(next_run, zero, low, owner, c), gl.cdiv(high, c.run) - next_run
+            acc, m, l = collect(acc, m, l, parts, slot, number, r0, c)
+            finish(acc, gl.max(m, 1), gl.max(l, 1), results, request.q_begin, piece.h, r0, rows, c)
 
 
 @gluon.jit
-def save(acc, m, l, parts, slot, count, c: gl.constexpr):
-    """A state of `count` rows, if any, to its slot."""
-    if count > 0:
-        save_rows(upright(acc, c), m, l, parts, slot, 0, count, c)
-
-
-@gluon.jit
-def places(like, parts, slot, r0, rows, c: gl.constexpr):
-    """Where a slot has the numbers of rows r0 and on, and their sums, and which rows are there."""
-    layout: gl.constexpr = like.type.layout
-    r = r0 + gl.arange(0, like.shape[0], gl.SliceLayout(1, layout))
-    d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
-    at = slot.to(gl.int64) * c.part_rows + r
-    real = (r < gl.minimum(rows, c.part_rows)) & (slot < parts.slots)
-    return parts.acc + (at[:, None] * c.dim + d[None, :]), parts.sums + at * 2, real
-
-
-@gluon.jit
-def save_rows(acc, m, l, parts, slot, r0, rows, c: gl.constexpr):
-    """Rows r0 and on of a state, of `rows`, to its slot."""
-    layout: gl.constexpr = acc.type.layout
-    at, sums, real = places(acc, parts, slot, r0, rows, c)
-    gl.store(at, acc, real[:, None])
-    gl.store(sums, gl.convert_layout(m, gl.SliceLayout(1, layout)), real)
-    gl.store(sums + 1, gl.convert_layout(l, gl.SliceLayout(1, layout)), real)
-
-
-@gluon.jit
-def saved_rows(like, parts, slot, r0, rows, c: gl.constexpr):
-    """The same from a slot; of no keys where there are no rows."""
-    at, sums, real = places(like, parts, slot, r0, rows, c)
-    m, l = gl.load(sums, real, -float("inf")), gl.load(sums + 1, real, 0.0)
-    return gl.load(at, real[:, None], 0.0), m, l
-
-
-@gluon.jit
-def arrive(arrivals, number):
-    """So many states are there, after all that this program has written."""
-    gl.thread_barrier()
-    gl.atomic_add(arrivals, number, sem="release", scope="gpu")
-
-
-_ARRIVED = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
-
-
-@gluon.jit
-def arrived(arrivals):
-    return gl.inline_asm_elementwise(_ARRIVED, "=r,l", [arrivals], gl.int32, False, 1)
-
-
-@gluon.jit
-def wait(arrivals, number):
-    """Until so many states are there, if any; then none is counted any more."""
-    if number > 0:
-        there = arrived(arrivals)
-        while there < number:
-            there = arrived(arrivals)
-        gl.thread_barrier()
-        gl.store(arrivals, 0)
-
-
-@gluon.jit
-def collect(acc, m, l, parts, slot, number, r0, rows, c: gl.constexpr):
-    """Fold what others left in so many slots, in order, into rows r0 and on of a state. Some are loaded together, as
-    registers have room for.
+def collect(acc, m, l, parts, first, number, r0, c: gl.constexpr):
+    """Fold what others leave in so many slots, as soon as it is there, in order, into rows r0 and on of a state. Some
+    are taken together, as registers have room for.
     """
-    some: gl.constexpr = max(32 * 128 // (c.dim * acc.shape[0]), 1)
-    for i in range(0, number, some):
-        states = ()
-        for j in gl.static_range(some):
-            count = gl.where(i + j < number, rows, 0)
-            states += (saved_rows(acc, parts, slot + i + j, r0, count, c),)  # type: ignore[assignment]
-        for j in gl.static_range(some):
-            acc, m, l = fold_rows(acc, m, l, *states[j])
+    some: gl.constexpr = max(min(32 * 128 // (c.dim * acc.shape[0]), 8), 1)
+    end = gl.minimum(first + number, parts.slots) - 1
+    while first <= end:
+        x, places = take(m, parts, first, end, some, r0, c)
+        for i in gl.static_range(some):
+            one = neighbours(x[6 * i], x[6 * i + 1], x[6 * i + 2], x[6 * i + 3], acc)
+            acc, m, l = fold_rows(acc, m, l, one, x[6 * i + 4], x[6 * i + 5])
+        clear(places, some, c)
+        first += some
     return acc, m, l
