@@ -16,7 +16,7 @@ from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_
 
 _ROWS = 64  # of a tile
 _LANES = 12  # tiles at most that are read for together: there are 132 multiprocessors
-_STAGES = {512: 2, 256: 4, 128: 8}  # with the queries they fill 227 KiB of shared memory
+_STAGES = {512: 2, 256: 4, 128: 7}  # with the queries they fill 227 KiB of shared memory
 _COUNTERS = 6  # for each program
 
 
@@ -59,7 +59,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         lanes=lanes,
         tile_rows=_ROWS * lanes,
         stages=_STAGES[spec.head_dim_vo],
-        scan=max(128, min(1024, triton.next_power_of_2(batch))),
+        scan=max(32, min(1024, triton.next_power_of_2(batch))),
         merge_rows=8,
         fan=8,
         causal=spec.causal and max_q_len != 1,

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 FEW = gl.constexpr(6)  # blocks per program
+ALONE = gl.constexpr(128)  # requests that each warp looks at alone
 
 
 class Tables(NamedTuple):
@@ -107,7 +108,8 @@ def _ends(tables, b0, passed, c: gl.constexpr):
     """Where tiles of c.scan requests from b0 on end, if those before end at `passed`; the requests' numbers, and how
     long their longest tile is.
     """
-    b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([max(c.scan // 128, 1)], [32], [4], [0]))
+    # If they are few, each warp has all of them, and waits for no other's sums.
+    b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([c.scan // (32 if c.scan <= ALONE else 128)], [32], [4], [0]))
     request = extent(tables, b, 0, c)
     return passed + gl.associative_scan(length(request, c), 0, _sum), b, gl.max(request.cost, 0)
 
@@ -156,8 +158,9 @@ def my_span(tables, program, programs, c: gl.constexpr):
         ends, requests, _ = _ends(tables, b0, passed, c)
         more, further = _before(ends, requests, unit, tables)
         b, start, passed = b + more, gl.maximum(start, further), gl.max(ends, 0)
-    # The compiler passes all this to the other warps through the memory that the sums used, without a barrier between.
-    gl.thread_barrier()
+    if c.scan > ALONE:
+        # The compiler passes all this to other warps through the memory that the sums used, without a barrier between.
+        gl.thread_barrier()
     return Span(program, unit, gl.minimum(unit + share, total), share, b, start)
 
 
