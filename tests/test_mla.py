@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import quire
-from quire.attention import AttentionSpec, oracle
+from quire.attention import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.mla import MLAPlanMetadata
 
@@ -103,6 +103,25 @@ def test_nobody_has_keys(device, rng):
     out, lse = wrapper.run(*inputs(batch, device)[:2], ckv, kpe, return_lse=True)
     assert not out.any()
     assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("where", ["cpu", "the device"])
+def test_plans_of_one_layer_after_another(where, device, rng):
+    """As an engine's steps are: other pages, other lengths, last pages that are not full, some with pages to spare."""
+    first = latent_batch(rng, [1, 1, 1], [300, 200, 100], F16, heads=16, dims=(512, 64))
+    wrapper, given, size = wrapper_on(device), inputs(first, device), first.kv.page_size
+    qo, indptr, indices, _ = tables(first)
+    for _ in range(4):
+        lengths = torch.tensor([rng.randint(1, n) for n in (300, 200, 100)], dtype=torch.int32)
+        wrapper.plan(
+            *(x.to(device if where != "cpu" else where) for x in (qo, indptr, indices, lengths)), *layer(first)
+        )
+        used = -(-lengths // size)
+        pages = torch.cat([indices[a : a + n] for a, n in zip(indptr.tolist(), used.tolist(), strict=False)])
+        table = PageTable(RaggedLayout.from_lengths(used).indptr, pages, lengths - (used - 1) * size, size)
+        for _ in range(2):
+            check(replace(first, kv=table), *wrapper.run(*given, return_lse=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
