@@ -17,7 +17,7 @@ from quire.attention.items import Items
 from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout, table
 from quire.attention.spec import AttentionSpec, as_dtype, check
-from quire.attention.tensors import check_layout, check_qkv, check_tensor, outputs
+from quire.attention.tensors import as_scale, check_layout, check_lse, check_qkv, check_tensor, outputs
 from quire.kernels import registry
 from quire.kernels.attend import attend, made
 from quire.kernels.ops import asked, traced
@@ -482,7 +482,7 @@ class AttentionWrapper:
         plain = lse_base == "log2" and lse_layout == "NH"
         if wanted and not plain:
             sums = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device)
-            _check_lse(lse, sums.shape, lse_base, lse_layout, self.device)
+            check_lse(lse, sums.shape, lse_base, lse_layout, self.device)
             result, _ = outputs(len(q), spec, self.device, out, None, False)
         else:
             result, sums = outputs(len(q), spec, self.device, out, lse, wanted)  # type: ignore[assignment]
@@ -508,20 +508,3 @@ class AttentionWrapper:
 
 def _kind(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device
-
-
-def as_scale(scale: Scale | None, name: str, heads: int) -> Scale:
-    """A scale that is a number, or a tensor with one number or one for each head."""
-    if scale is None:
-        return 1.0
-    if isinstance(scale, Tensor):
-        check(scale.numel() in (1, heads), name, list(scale.shape), f"a number, or one for each of {heads} heads")
-    return scale
-
-
-def _check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, device: torch.device) -> None:
-    check(base in ("log2", "ln"), "lse_base", base, "log2 or ln")
-    check(layout in ("NH", "HN"), "lse_layout", layout, "NH or HN")
-    if lse is not None:
-        check_tensor(lse, "lse", tuple(shape) if layout == "NH" else (shape[1], shape[0]), torch.float32, device)
-        check(lse.is_contiguous(), "lse.stride()", lse.stride(), "contiguous")

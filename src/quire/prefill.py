@@ -15,10 +15,10 @@ from torch import Tensor
 from quire._buffers import check_buffers
 from quire._prefill import PrefillWrapper
 from quire._ragged import BatchPrefillWithRaggedKVCacheWrapper
-from quire._wrapper import DType, Scale, as_scale, asked, product, refuse
+from quire._wrapper import DType, Scale, asked, product, refuse
 from quire.attention.pages import PageTable, table
 from quire.attention.spec import check
-from quire.attention.tensors import as_nhd, check_layout, split_cache
+from quire.attention.tensors import as_nhd, as_scale, check_layout, split_cache
 from quire.kernels.attend import attend_one
 from quire.kernels.registry import canonical
 

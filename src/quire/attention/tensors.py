@@ -72,6 +72,24 @@ def check_tensor(x: Tensor, name: str, shape: tuple[int | None, ...], dtype: tor
         raise ValueError(f"{name} has strides {list(x.stride())}: the last one must be 1")
 
 
+def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Tensor:
+    """A scale that is a number, or a tensor with one number or one for each head."""
+    if scale is None:
+        return 1.0
+    if isinstance(scale, Tensor):
+        check(scale.numel() in (1, heads), name, list(scale.shape), f"a number, or one for each of {heads} heads")
+    return scale
+
+
+def check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, device: torch.device) -> None:
+    """Refuse an lse of the caller's that is not [tokens, heads] ("NH"), or turned ("HN"), float32 and contiguous."""
+    check(base in ("log2", "ln"), "lse_base", base, "log2 or ln")
+    check(layout in ("NH", "HN"), "lse_layout", layout, "NH or HN")
+    if lse is not None:
+        check_tensor(lse, "lse", tuple(shape) if layout == "NH" else (shape[1], shape[0]), torch.float32, device)
+        check(lse.is_contiguous(), "lse.stride()", lse.stride(), "contiguous")
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, device: torch.device) -> None:
     """Q [tokens, heads, dim], and k and v [..., heads, dim] with the same leading sizes, against a spec."""
     check_tensor(q, "q", (None, spec.num_qo_heads, spec.head_dim_qk), spec.q_dtype, device)
