@@ -96,7 +96,7 @@ class Queries(NamedTuple):
 
 class Ring(NamedTuple):
     """Shared memory. Blocks of keys: left and right half of their first part, their second part and, later, weights;
-    of each row with a block's weights the factor of what was before, the largest logit, the sum of weights (see `put`).
+    of each row with a block's weights the factor of what was before, the largest logit, the sum of weights (`hand`).
     Once, the same of a tile's queries. What waits for what: the left half of a block, and the rest of it, are full and
     empty; a block is weighed; queries are there, and no longer needed.
     """
@@ -249,26 +249,26 @@ def factors(queries, tile, flat: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _spread(columns):
+def _words(columns):
     """Rows as products have them, four threads of a warp each row: their columns, if there are several."""
     own = [[0, 1], [0, 2]] if columns > 1 else [[0, 0]] * 2
     return gl.DistributedLinearLayout([[8, 0]], [*own, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns])
 
 
 @gluon.jit
-def put(x, to):
+def hand(x, to):
     """A number of each row to shared memory, [64, 4]. Four threads have it, and each writes a word of its own: words
     that several write at a time are what racecheck cannot follow.
     """
-    each: gl.constexpr = _spread(4)
+    each: gl.constexpr = _words(4)
     x = gl.convert_layout(x, gl.SliceLayout(1, each), assert_trivial=True)
     to.store(x[:, None] + gl.full([64, 4], 0.0, gl.float32, each))
 
 
 @gluon.jit
-def taken(at, layout: gl.constexpr):
+def handed(at, layout: gl.constexpr):
     """The numbers there, as the first of the four wrote them."""
-    x = at.slice(0, 1, 1).load(_spread(1))
+    x = at.slice(0, 1, 1).load(_words(1))
     return gl.convert_layout(gl.max(x, 1), layout, assert_trivial=True)
 
 
@@ -285,9 +285,9 @@ def weigh(s, m, l, rows, ring, i, at, c: gl.constexpr):
     base = gl.where(top == -float("inf"), 0.0, top)
     p, shrink = gl.exp2(s - base[:, None]), gl.exp2(m - base)
     ring.rest.index(stage).store(p.to(ring.rest.dtype))
-    put(shrink, ring.shrink.index(stage))
-    put(top, ring.top.index(stage))
-    put(l * shrink + gl.sum(p, 1), ring.total.index(stage))
+    hand(shrink, ring.shrink.index(stage))
+    hand(top, ring.top.index(stage))
+    hand(l * shrink + gl.sum(p, 1), ring.total.index(stage))
     fence_async_shared()
     gl.thread_barrier()  # all weights are there before they count as such
     mbarrier.arrive(ring.weighed.index(stage), count=1)
@@ -301,8 +301,8 @@ def add_values(acc, ring, at, turn: gl.constexpr, flat: gl.constexpr, c: gl.cons
     mbarrier.wait(ring.full.index(2 * stage + turn), phase)
     mbarrier.wait(ring.weighed.index(stage), phase)
     fence_async_shared()
-    shrink = taken(ring.shrink.index(stage), gl.SliceLayout(1, acc.type.layout))
-    m, l = taken(ring.top.index(stage), flat), taken(ring.total.index(stage), flat)
+    shrink = handed(ring.shrink.index(stage), gl.SliceLayout(1, acc.type.layout))
+    m, l = handed(ring.top.index(stage), flat), handed(ring.total.index(stage), flat)
     acc = warpgroup_mma(ring.rest.index(stage), values.index(stage), acc * shrink[:, None], is_async=True)
     return acc, m, l
 
