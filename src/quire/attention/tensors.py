@@ -73,7 +73,7 @@ def check_tensor(x: Tensor, name: str, shape: tuple[int | None, ...], dtype: tor
 
 
 def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Tensor:
-    """A scale that is a number, or a tensor with one number or one for each head."""
+    """A scale that is a number, 1 for None, or a tensor with one number or one for each head; ValueError for others."""
     if scale is None:
         return 1.0
     if isinstance(scale, Tensor):
@@ -82,7 +82,9 @@ def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Ten
 
 
 def check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, device: torch.device) -> None:
-    """Refuse an lse of the caller's that is not [tokens, heads] ("NH"), or turned ("HN"), float32 and contiguous."""
+    """ValueError for another base or layout, and for an lse of the caller's that is not contiguous float32 of this
+    shape, [tokens, heads] ("NH"), or of the shape turned ("HN").
+    """
     check(base in ("log2", "ln"), "lse_base", base, "log2 or ln")
     check(layout in ("NH", "HN"), "lse_layout", layout, "NH or HN")
     if lse is not None:
