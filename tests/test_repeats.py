@@ -8,6 +8,7 @@ import torch
 import quire
 from quire._buffers import same
 from quire.attention import PageTable
+from quire.attention.pages import LengthTable
 from quire.kernels import registry
 
 launch = pytest.importorskip("quire.kernels.triton.launch")
@@ -51,6 +52,22 @@ def test_a_launch_that_read_no_pages_is_not_moved():
     first = table_of(8)
     others = (torch.zeros(4), first.indptr, first.indices, first.last_page_len)
     assert launch.Repeat(Compiled(), 1, others, (0, 0.5), entries=4).moved(first, table_of(20)) is None
+
+
+def test_a_launch_that_read_lengths():
+    """It goes on with lengths, which last_page_len is only made of for launches that read that."""
+    lengths = [torch.tensor(x, dtype=torch.int32) for x in ([5, 64], [17, 3])]
+    tables = zip((table_of(8), table_of(20)), lengths, strict=True)
+    first, second = (LengthTable.of(t.indptr, t.indices, x, 16, "kv_lens") for t, x in tables)
+    assert first.last_page_len.tolist() == [5 - 48, 16]
+    for name in ("kv_lens", "last_page_len"):
+        compiled, others = Compiled(), (torch.zeros(4), first.indptr, first.indices, getattr(first, name))
+        repeat = launch.Repeat(compiled, 1, others, (8, 0.5), entries=4)
+        assert repeat.moved(first, second)(0, None, 0, 0, None, 0, None, None, 0)
+        assert compiled.launched[0][1:4] == tuple(
+            x.data_ptr() for x in (second.indptr, second.indices, getattr(second, name))
+        )
+        assert (repeat.moved(first, table_of(20)) is None) == (name == "kv_lens")
 
 
 class Repeat:

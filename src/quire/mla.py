@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire._buffers import fitting, fixed_batch, same
 from quire._wrapper import AttentionWrapper, DType, refuse
-from quire.attention.pages import PageTable, RaggedLayout, table
+from quire.attention.pages import LengthTable, PageTable, RaggedLayout, table
 from quire.attention.spec import FLOATS8, AttentionSpec, as_dtype, check
 from quire.attention.tensors import check_tensor
 from quire.kernels.latent import GROUP, widen
@@ -119,7 +119,6 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         super().__init__(float_workspace_buffer, "NHD", use_cuda_graph, backend, check, batch_invariant)
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
         self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
-        self._kv_last_page_len_buf: Tensor | None = None
         self._lse_mode: str | None = None
         self._use_sinks = False
 
@@ -175,7 +174,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
                 cache's scale_mode, which it has anyway.
             max_q_len, query_layout, kv_cache_layout, enable_pdl: accepted: it makes no difference.
 
-        The tables may lie on the host or on the device, which nobody waits for.
+        The tables may lie on the host or on the device, which nobody waits for. There every run reads them, kv_len_arr
+        too, as it finds them.
 
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
@@ -243,10 +243,12 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         if not self._same_layer(layer) or given.form() is not _CSR:
             return False
         qo, indptr, indices, lengths = (getattr(given, name) for name in _CSR)
-        assert isinstance(self._kv, PageTable)
-        if not same(qo, self._qo.indptr) or self._kv.like(indptr, indices, lengths) is None:
+        pages = None
+        if same(qo, self._qo.indptr) and isinstance(self._kv, LengthTable):
+            pages = self._kv.like(indptr, indices, lengths)
+        if pages is None:
             return False
-        self._plan_pages(PageTable.from_lengths(indptr, indices, lengths, self._kv.page_size))
+        self._plan_pages(pages)
         self._kv_indptr_buf, self._kv_indices_buf, self._kv_len_arr_buf = indptr, indices, lengths
         return True
 
@@ -269,12 +271,11 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             fixed_batch(self._kv_indptr_buf, "kv_indptr", batch, extra=1)
             fixed_batch(self._kv_len_arr_buf, "kv_len_arr", batch)
             fitting(self._kv_indices_buf, pages.indices, "kv_indices")
-            if self._kv_last_page_len_buf is None:
-                self._kv_last_page_len_buf = torch.empty(batch, dtype=torch.int32, device=self.device)
         tables = {"kv_indptr_buf": pages.indptr, "kv_indices_buf": pages.indices}
-        tables |= {"kv_last_page_len_buf": pages.last_page_len, "kv_len_arr_buf": lengths, "qo_indptr_buf": qo}
-        indptr, indices, last_page_len, _lengths, rows = self._hold(tables, True)
-        return RaggedLayout(rows), PageTable(indptr, indices, last_page_len, page_size)
+        indptr, indices, held, rows = self._hold(tables | {"kv_len_arr_buf": lengths, "qo_indptr_buf": qo}, True)
+        if held.is_cpu:
+            return RaggedLayout(rows), PageTable(indptr, indices, pages.last_page_len, page_size)
+        return RaggedLayout(rows), LengthTable.of(indptr, indices, held, page_size, form[-1])
 
     begin_forward = plan
 

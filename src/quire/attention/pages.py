@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,14 @@ def refuse_first(bad: Tensor, name: str, values: Tensor, bound: str) -> None:
 def _check_page_size(page_size: int) -> None:
     if not isinstance(page_size, int) or page_size < 1:
         raise ValueError(f"page_size = {page_size!r}: it must be a positive integer")
+
+
+def _refuse_devices(**tables: Tensor) -> None:
+    """Refuse tables that do not lie on one device."""
+    devices = sorted({str(x.device) for x in tables.values()})
+    if len(devices) > 1:
+        *names, last = tables
+        raise ValueError(f"{', '.join(names)} and {last} lie on different devices: {devices}")
 
 
 def _page_count(lengths: Tensor, page_size: int) -> Tensor:
@@ -115,11 +124,8 @@ class PageTable:
         table(self.indptr, "kv_indptr")
         table(self.indices, "kv_indices")
         table(self.last_page_len, "kv_last_page_len", self.indptr.shape[0] - 1)
-        device = self.indptr.device
-        if device != self.indices.device or device != self.last_page_len.device:
-            devices = sorted({str(t.device) for t in (self.indptr, self.indices, self.last_page_len)})
-            raise ValueError(f"kv_indptr, kv_indices and kv_last_page_len lie on different devices: {devices}")
-        if device.type == "cpu":
+        _refuse_devices(kv_indptr=self.indptr, kv_indices=self.indices, kv_last_page_len=self.last_page_len)
+        if self.indptr.is_cpu:
             self._check_values()
 
     def _check_values(self) -> None:
@@ -144,17 +150,23 @@ class PageTable:
             page = int(self.indices[bad])
             raise ValueError(f"kv_indices[{bad}] = {page} of request {request} is out of range: 0 to {num_pages - 1}")
 
-    def like(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> PageTable | None:
-        """These tables, if this table's checks hold for them too; else None. Those on the host have values to check."""
+    _per_request: ClassVar[str] = "last_page_len"
+
+    def like(self, indptr: Tensor, indices: Tensor, per_request: Tensor) -> PageTable | None:
+        """These tables, if this table's checks hold for them too; else None. Those on the host have values to check.
+        per_request: last_page_len or, for a `LengthTable`, its lengths.
+        """
         if self.indptr.is_cpu:
             return None
-        for x, own in ((indptr, self.indptr), (indices, self.indices), (last_page_len, self.last_page_len)):
-            if type(x) is not Tensor or x.dtype != torch.int32 or x.device != own.device or not x.is_contiguous():
+        own = self.__dict__[self._per_request]
+        for x, mine in ((indptr, self.indptr), (indices, self.indices), (per_request, own)):
+            if type(x) is not Tensor or x.dtype != torch.int32 or x.device != mine.device or not x.is_contiguous():
                 return None
-        if indptr.shape != self.indptr.shape or last_page_len.shape != self.last_page_len.shape or indices.ndim != 1:
+        if indptr.shape != self.indptr.shape or per_request.shape != own.shape or indices.ndim != 1:
             return None
-        other = object.__new__(PageTable)  # without its checks
-        other.__dict__.update(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=self.page_size)
+        other = object.__new__(type(self))  # without its checks
+        other.__dict__.update(indptr=indptr, indices=indices, page_size=self.page_size)
+        other.__dict__[self._per_request] = per_request
         return other
 
     def to(self, device: torch.device | str) -> PageTable:
@@ -163,7 +175,7 @@ class PageTable:
 
     @property
     def batch_size(self) -> int:
-        return self.last_page_len.shape[0]
+        return self.indptr.shape[0] - 1
 
     def lengths(self) -> Tensor:
         """int32 [batch_size]: tokens of each request."""
@@ -214,10 +226,10 @@ class PageTable:
         """
         _check_page_size(page_size)
         table(indptr, "kv_indptr", len(table(lengths, name)) + 1)
-        owned = indptr[1:] - indptr[:-1]
-        if lengths.device.type != "cpu":  # where leaving pages out takes a dozen launches
-            return cls(indptr, indices, _last_page_len(lengths, owned, page_size), page_size)
+        if not lengths.is_cpu:  # where leaving pages out takes a dozen launches
+            return LengthTable.of(indptr, table(indices, "kv_indices"), lengths, page_size, name)
         check_indptr(indptr, "kv_indptr", len(table(indices, "kv_indices")), "the number of kv_indices")
+        owned = indptr[1:] - indptr[:-1]
         long = (lengths < 0) | (lengths > owned * page_size)
         refuse_first(long, name, lengths, "0 to what the request's pages hold")
         pages = _page_count(lengths, page_size)
@@ -274,3 +286,27 @@ class PageTable:
             column += starts[owner].int()
         slots = req_to_token[req_pool_indices[owner].long(), column.clamp(0, width - 1)]
         return cls(indptr, (slots // page_size).int(), last_page_len, page_size)
+
+
+class LengthTable(PageTable):
+    """A page table on a device that has the requests' lengths in tokens, int32 [batch_size] `kv_lens`. Not all kernels
+    need more; last_page_len takes a few launches, which are made where it is first asked for.
+    """
+
+    kv_lens: Tensor
+    _per_request = "kv_lens"
+
+    @classmethod
+    def of(cls, indptr: Tensor, indices: Tensor, kv_lens: Tensor, page_size: int, name: str) -> LengthTable:
+        """From int32 vectors; `name` is what messages call the lengths."""
+        _refuse_devices(kv_indptr=indptr, kv_indices=indices, **{name: kv_lens})
+        made = object.__new__(cls)
+        made.__dict__.update(indptr=indptr, indices=indices, kv_lens=kv_lens, page_size=page_size)
+        return made
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name != "last_page_len":
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        made = _last_page_len(self.kv_lens, self.indptr.diff(), self.page_size)
+        object.__setattr__(self, name, made)  # a cached_property is what torch.compile cannot trace
+        return made

@@ -55,6 +55,7 @@ class Config:
     causal: bool
     sinks: bool
     far: bool
+    by_length: bool
     lse: bool
     q_scale: bool
     k_scale: bool

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.attention.pages import PageTable
+from quire.attention.pages import LengthTable, PageTable
 from quire.attention.spec import LOG2E, AttentionSpec
 from quire.kernels.hopper.latent import REGISTERS, Config, decode_latent
 from quire.kernels.registry import Call
@@ -49,8 +49,10 @@ def scratch(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
 
 @lru_cache(maxsize=1024)
 def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
-    """What the kernel is compiled for. flags: scales of q, k, v that are tensors, lse, a far cache."""
-    q_scale, k_scale, v_scale, lse, far = flags
+    """What the kernel is compiled for. flags: scales of q, k, v that are tensors, lse, a far cache, lengths in place of
+    those of last pages.
+    """
+    q_scale, k_scale, v_scale, lse, far, by_length = flags
     lanes = lanes_of(spec, max_q_len)
     return Config(
         group=spec.num_qo_heads,
@@ -65,6 +67,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         causal=spec.causal and max_q_len != 1,
         sinks=spec.sinks,
         far=far,
+        by_length=by_length,
         lse=lse,
         q_scale=q_scale,
         k_scale=k_scale,
@@ -93,21 +96,24 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
     spec, kv, k, q, q_pe, k_pe = call.spec, call.kv, call.k, call.q, call.q_pe, call.k_pe
     assert q_pe is not None  # of a latent layer
     assert k_pe is not None
-    page_size, indices, last_page_len, entries = call.table()
+    assert isinstance(kv, PageTable)  # or it is refused
+    entries = kv.indices.shape[0] if k.shape[0] else 0
+    by_length = isinstance(kv, LengthTable)
+    per_request = kv.kv_lens if isinstance(kv, LengthTable) else kv.last_page_len
     if not (aligned(q, 2) and aligned(q_pe, 2)):
         q, q_pe = (x.clone(memory_format=torch.contiguous_format) for x in (q, q_pe))
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
     far = max(reach(k), reach(k_pe)) >= 1 << 31
-    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
-    c = config(spec, page_size, batch, call.max_q_len, flags)
+    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far, by_length)
+    c = config(spec, kv.page_size, batch, call.max_q_len, flags)
     programs, rows = processors // c.lanes * c.lanes, _part_rows(spec, call.max_q_len)
     part = call.scratch_for(2 * programs * rows * (spec.head_dim_vo + 4))
     arrivals = call.zeros_for(_COUNTERS * programs)
     repeat = _launcher(c)(
         programs,
         (q, q_pe, k, call.v, k_pe, out, lse, call.sinks),
-        (part, arrivals, call.qo.indptr, kv.indptr, last_page_len, indices, q_scale, k_scale, v_scale),
+        (part, arrivals, call.qo.indptr, kv.indptr, per_request, kv.indices, q_scale, k_scale, v_scale),
         (rows, batch, tokens, entries, k.shape[0], spec.sm_scale * LOG2E * q_gain * k_gain, v_gain),
         (*q.stride()[:2], *q_pe.stride()[:2], *k.stride()[:2], *k_pe.stride()[:2], *out.stride()[:2]),
     )

@@ -19,8 +19,9 @@ ALONE = gl.constexpr(128)  # requests that each warp looks at alone
 
 
 class Tables(NamedTuple):
-    """Whose rows and keys; `tokens`, `entries` and `pages` bound what the tables may say. Where page_size is 0, keys
-    lie one after another, and kv_indptr counts them.
+    """Whose rows and keys; `tokens`, `entries` and `pages` bound what the tables may say. With c.by_length
+    last_page_len has all tokens of a request. Where page_size is 0, keys lie one after another, and kv_indptr counts
+    them.
     """
 
     qo_indptr: tl.tensor
@@ -81,8 +82,10 @@ def extent(tables, b, start, c: gl.constexpr):
     end = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b + 1, inside, 0), begin), tables.entries)
     q_len, kv_len = q_end - q_begin, end - begin
     if c.page_size > 0:
-        last = gl.minimum(gl.load(tables.last_page_len + b, inside, 0), c.page_size)
-        kv_len = gl.where(kv_len > 0, gl.maximum((kv_len - 1) * c.page_size + last, 0), 0)
+        last = gl.load(tables.last_page_len + b, inside, 0)
+        if not c.by_length:
+            last = (kv_len - 1) * c.page_size + gl.minimum(last, c.page_size)
+        kv_len = gl.maximum(gl.minimum(last, kv_len * c.page_size), 0)
     low = kv_len * 0
     if c.window:
         low = gl.maximum(kv_len - q_len - tables.window, 0) // c.unit * c.unit

@@ -64,16 +64,20 @@ class Repeat:
         return True
 
     def moved(self, table: PageTable, other: PageTable) -> Repeat | None:
-        """The same over another page table of as many requests; None if it did not read the first one's ids."""
+        """The same over another page table of as many requests; None if it did not read the first one's ids, or read
+        what the other has not.
+        """
         if self._rest[self._entries] != table.indices.shape[0]:
             return None
         kept, rest = list(self._kept), list(self._rest)
         rest[self._entries] = other.indices.shape[0]
         for i, x in enumerate(kept):
-            for name in ("indptr", "indices", "last_page_len"):
-                if x is not None and x is getattr(table, name):
-                    kept[i] = getattr(other, name)
-                    rest[i] = kept[i].data_ptr()  # type: ignore[union-attr]
+            for name in ("indptr", "indices", "last_page_len", "kv_lens"):
+                if x is not None and x is table.__dict__.get(name):
+                    moved = getattr(other, name, None)
+                    if moved is None:
+                        return None
+                    kept[i], rest[i] = moved, moved.data_ptr()
         repeat = object.__new__(Repeat)  # copy() takes longer than all this
         repeat.__dict__.update(self.__dict__, _kept=tuple(kept), _rest=tuple(rest))
         return repeat
