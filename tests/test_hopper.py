@@ -119,6 +119,36 @@ def test_every_part_is_collected_once(monkeypatch, rng):
         assert all(0 <= place < 264 for place in left)
 
 
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_shares_hold_the_whole_line(off, monkeypatch, rng):
+    """However divisions of floats are rounded, nothing of the line is left over, and quotients are right."""
+    from quire.kernels.hopper import line
+
+    def about(a, b):
+        error = torch.randint(0, 2, a.shape) * off
+        return (a // b + error * (a // (b << 20) + 1)).clamp(min=0)
+
+    gl = SimpleNamespace(int32=torch.int32, where=torch.where)
+    gl.maximum = lambda a, b: torch.maximum(a, torch.as_tensor(b))
+    stubs = {"gl": gl, "_about": about, "quotient": line.quotient.fn, "_least_share": lambda longest, c: least}
+    for name, stub in stubs.items():
+        monkeypatch.setattr(line, name, stub)
+    bits, programs = torch.randint(0, 26, (100_000,)), torch.randint(1, 265, (100_000,))
+    total = (2.0**bits * (1 + torch.rand(100_000))).long()
+    longest = (total * torch.rand(100_000) ** 3).long().clamp(min=1)
+    longest[::7] = total[::7] // programs[::7].clamp(max=9).clamp(min=1)  # tiles that shares fit, or nearly
+    longest, least = longest.clamp(min=1), torch.randint(1, 9, (100_000,))
+    share = line._share.fn(total, longest, programs, None)
+    fair = torch.maximum(-(-total // programs), least)
+    assert (share >= fair).all()
+    assert (share * 16 <= (fair + 2 * (fair >> 20) + 2) * 17).all()
+    whole = -(-fair // longest) * longest
+    if off == 0:
+        assert torch.equal(share[usual := fair < 1 << 20], torch.where(whole * 16 <= fair * 17, whole, fair)[usual])
+    a, b = torch.randint(0, 1 << 30, (100_000,)), torch.randint(1 << 10, 1 << 24, (100_000,))
+    assert torch.equal(line.quotient(a, b), a // b)
+
+
 @gpu
 def test_parts_come_together_in_two_steps(rng):
     """Tiles that many programs have, which begin and end anywhere in their shares."""

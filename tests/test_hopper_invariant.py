@@ -281,9 +281,8 @@ class Simulated:
         monkeypatch.setattr(units, "MOST", 16)
         for name in ("piece_at", "next_tile", "unit_slot", "run_slot", "hand_over"):
             monkeypatch.setattr(units, name, getattr(units, name).fn)
-        monkeypatch.setattr(
-            units, "first_request", lambda tables, span, c: self.request_at(None, None, span.unit, 0, c)
-        )
+        for module in (line, units):
+            monkeypatch.setattr(module, "quotient", lambda a, b: a // b)
         monkeypatch.setattr(units, "nothing", lambda *given: ((), 0, 0))
         monkeypatch.setattr(units, "fold", lambda acc, m, l, x, m2, l2, c: ((*acc, x) if x else acc, 0, 0))
         monkeypatch.setattr(units, "fold_rows", lambda acc, m, l, x, m2, l2: ((*acc, x) if x else acc, 0, 0))
@@ -336,7 +335,8 @@ class Simulated:
         share += share // 16 if longer else 0  # as shares of whole tiles may be
         for program in reversed(range(self.programs)):
             unit = min(program * share, self.total)
-            span = self.line.Span(program, unit, min(unit + share, self.total), share, 0, 0)
+            request = self.request_at(None, None, unit, 0, c)
+            span = self.line.Span(program, unit, min(unit + share, self.total), share, request)
             tables = SimpleNamespace(window=self.window, qo_indptr=0, batch=0, tokens=0)
             parts = self.units.UnitParts(0, 0, 0)
             ring, queries = SimpleNamespace(k=None, v=None), SimpleNamespace(weights=None)

@@ -8,6 +8,7 @@ beginning and end.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.line import Tables, first_request, my_span, next_tile, piece_at, request_at
+from quire.kernels.hopper.line import Tables, my_span, next_tile, piece_at, quotient, request_at
 from quire.kernels.hopper.parts import Parts, collect, collects, leave, place_of
 from quire.kernels.hopper.results import Results, clear_padding, write
 from quire.kernels.hopper.tile import Masks, Queries, attend_keys, load_queries, rows_of, upright
@@ -100,20 +101,42 @@ def pages_of(tables, request, j, c: gl.constexpr):
     return page.to(gl.int64) if c.far else page
 
 
+@gluon.constexpr_function
+def _common(a, b):
+    return math.gcd(a, b)
+
+
+@gluon.jit
+def rows_at(page, head, j, further, page_step, token_step, head_step, layout: gl.constexpr, c: gl.constexpr):
+    """Where rows lie: of keys j, that have these pages, and of those that follow each."""
+    at = page * page_step + head * head_step
+    if c.page_size > 1:
+        at += j % c.page_size * token_step
+    step = token_step if c.page_size > 0 else page_step
+    rows = (at[:, None] + (further * step)[None, :]).reshape([c.block])
+    return gl.multiple_of(gl.convert_layout(rows, layout, assert_trivial=True), 8)
+
+
 @gluon.jit
 def fetch(tables, cache, ring, results, span, c: gl.constexpr):
     """Fill the ring with the span's blocks. Each thread copies 16 bytes at a time; rows without a key become zeros. And
     clear the padding, while blocks are on their way.
     """
     width: gl.constexpr = c.words * c.pair
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
-    t = gl.arange(0, c.block, gl.SliceLayout(1, layout))
+    each: gl.constexpr = min(c.block * width // 1024, 8)  # neighbouring rows of a thread
+    same: gl.constexpr = _common(c.page_size, each)  # that are in one page
+    layout: gl.constexpr = gl.BlockedLayout([each, 8], [256 // width, width // 8], [4, 1], [1, 0])
+    rows: gl.constexpr = gl.BlockedLayout([each // same, same, 8], [256 // width, 1, width // 8], [4, 1, 1], [2, 1, 0])
+    flat: gl.constexpr = gl.SliceLayout(1, layout)
+    t = gl.arange(0, c.block, flat)
+    first = gl.arange(0, c.block // same, gl.SliceLayout(1, gl.SliceLayout(2, rows))) * same
+    further = gl.arange(0, same, gl.SliceLayout(0, gl.SliceLayout(2, rows)))
     d = gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
     k_at, v_at = cache.k + d, cache.v + d
     if c.pair > 1:
         k_at = cache.k + (d % c.words + d // c.words * cache.k_head)
         v_at = cache.v + (d % c.words + d // c.words * cache.v_head)
-    unit, request = span.unit, first_request(tables, span, c)
+    unit, request = span.unit, span.request
     if c.whole:
         unit, request = next_tile(tables, request, unit, span.end, c)
     n = unit * 0
@@ -122,14 +145,12 @@ def fetch(tables, cache, ring, results, span, c: gl.constexpr):
         unit += piece.last - piece.first
         reach = reach_of(request, piece, tables.window, c)
         head = (reach.h.to(gl.int64) if c.far else reach.h) * c.pair
-        page = pages_of(tables, request, reach.begin + t, c)
+        page = pages_of(tables, request, reach.begin + first, c)
         for t0 in range(reach.begin, reach.stop, c.block):
+            k_row = rows_at(page, head, t0 + first, further, cache.k_page, cache.k_token, cache.k_head, flat, c)
+            v_row = rows_at(page, head, t0 + first, further, cache.v_page, cache.v_token, cache.v_head, flat, c)
+            page = pages_of(tables, request, t0 + c.block + first, c)  # asked for one block ahead
             j = t0 + t
-            k_row, v_row = page * cache.k_page + head * cache.k_head, page * cache.v_page + head * cache.v_head
-            if c.page_size > 1:
-                within = j % c.page_size
-                k_row, v_row = k_row + within * cache.k_token, v_row + within * cache.v_token
-            page = pages_of(tables, request, j + c.block, c)  # asked for one block ahead
             here = j < request.kv_len
             if c.window:
                 here = here & (j >= request.kv_len - request.q_len - tables.window)
@@ -148,7 +169,7 @@ def consume(tables, queries, masks, ring, parts, results, span, c: gl.constexpr)
     """Attend to the ring's blocks, tile by tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.rows, 16])
     flat: gl.constexpr = gl.SliceLayout(0, L)
-    unit, request = span.unit, first_request(tables, span, c)
+    unit, request = span.unit, span.request
     n = span.unit * 0
     while unit < span.end:
         piece = piece_at(request, unit, span.end, c)
@@ -157,7 +178,7 @@ def consume(tables, queries, masks, ring, parts, results, span, c: gl.constexpr)
         acc, m, total, n = attend_keys(queries, rows, request, ring, begin, piece.stop, n, tables, masks, c)
         state, count = upright(acc, c), request.q_len * c.group
         tile = unit - piece.first
-        origin, final = tile // span.share, (tile + request.cost - 1) // span.share
+        origin, final = quotient(tile, span.share), quotient(tile + request.cost - 1, span.share)
         if origin == final:
             write(state, m, total, results, request.q_begin, piece.h, 0, count, c)
         elif collects(span.program, origin, final):

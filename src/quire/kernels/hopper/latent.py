@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.decode import pages_of
 from quire.kernels.hopper.latent_parts import arrive, parts_of, save
-from quire.kernels.hopper.line import Tables, first_request, my_span, piece_at, request_at
+from quire.kernels.hopper.line import Tables, my_span, piece_at, quotient, request_at
 from quire.kernels.hopper.results import Results, clear_padding, write
 
 REGISTERS = 168  # of a thread at the start; who fetches gives some away
@@ -186,7 +186,7 @@ def fetch(tables, cache, queries, ring, span, c: gl.constexpr):
     first = r
     if one_page:  # a block has one page, known by its first key
         first = span.unit * 0
-    unit, request = span.unit, first_request(tables, span, c)
+    unit, request = span.unit, span.request
     n = span.unit * 0
     tiles = n
     while unit < span.end:
@@ -325,7 +325,7 @@ def attend(tables, queries, ring, parts, results, span, turn: gl.constexpr, c: g
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
-    unit, request = span.unit, first_request(tables, span, c)
+    unit, request = span.unit, span.request
     n = span.unit * 0
     tiles = n
     while unit < span.end:
@@ -368,8 +368,8 @@ def attend(tables, queries, ring, parts, results, span, turn: gl.constexpr, c: g
                 slot = 2 * span.program + (piece.first == 0).to(gl.int32)
                 save(acc, m, l, parts, slot, 0, tile.count, c)
                 begin = unit - piece.first
-                final = (begin + request.cost - 1) // span.share
-                arrive(parts, results, request, tile, span.program, begin // span.share, final, c)
+                origin, final = quotient(begin, span.share), quotient(begin + request.cost - 1, span.share)
+                arrive(parts, results, request, tile, span.program, origin, final, c)
         unit += piece.last - piece.first
         request = request_at(tables, request, unit, span.end, c)
     clear_padding(tables, results, c)

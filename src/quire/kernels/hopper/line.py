@@ -51,16 +51,15 @@ class Request(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Units `unit` to `end` of the line, the share of `share` units that is the `program`-th; request b, whose tiles
-    begin at `start`, has the first of them.
+    """Units `unit` to `end` of the line, the share of `share` units that is the `program`-th; the request that has the
+    first of them, if there are any.
     """
 
     program: tl.tensor
     unit: tl.tensor
     end: tl.tensor
     share: tl.tensor
-    b: tl.tensor
-    start: tl.tensor
+    request: Request
 
 
 class Piece(NamedTuple):
@@ -70,6 +69,23 @@ class Piece(NamedTuple):
     first: tl.tensor
     last: tl.tensor
     stop: tl.tensor
+
+
+@gluon.jit
+def _about(a, b):
+    """The whole part of a / b, or one off where that is below 2**20, for a >= 0 and b > 0. A program waits for all that
+    it executes before it reads its first keys, and a division takes four times as many instructions.
+    """
+    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b.to(gl.float32)], gl.float32, True, 1)
+    return (a.to(gl.float32) * inverse).to(gl.int32)
+
+
+@gluon.jit
+def quotient(a, b):
+    """The same exactly, if it is below 2**20."""
+    q = _about(a, b)
+    rest = a - q * b
+    return q + (rest >= b).to(gl.int32) - (rest < 0).to(gl.int32)
 
 
 @gluon.jit
@@ -86,11 +102,17 @@ def extent(tables, b, start, c: gl.constexpr):
         if not c.by_length:
             last = (kv_len - 1) * c.page_size + gl.minimum(last, c.page_size)
         kv_len = gl.maximum(gl.minimum(last, kv_len * c.page_size), 0)
+    return measured(b, start, q_begin, q_len, begin, kv_len, tables, c)
+
+
+@gluon.jit
+def measured(b, start, q_begin, q_len, entry, kv_len, tables, c: gl.constexpr):
+    """A request, and what it costs."""
     low = kv_len * 0
     if c.window:
         low = gl.maximum(kv_len - q_len - tables.window, 0) // c.unit * c.unit
     cost = gl.where(q_len > 0, gl.maximum((kv_len - low + c.unit - 1) // c.unit, 1), 0)
-    return Request(b, start, q_begin, q_len, begin, kv_len, low, cost)
+    return Request(b, start, q_begin, q_len, entry, kv_len, low, cost)
 
 
 @gluon.jit
@@ -107,21 +129,26 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _ends(tables, b0, passed, c: gl.constexpr):
-    """Where tiles of c.scan requests from b0 on end, if those before end at `passed`; the requests' numbers, and how
-    long their longest tile is.
-    """
+def _requests(tables, b0, passed, c: gl.constexpr):
+    """c.scan requests from b0 on, whose tiles begin where those before end, at `passed`; and where theirs end."""
     # If they are few, each warp has all of them, and waits for no other's sums.
     b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([c.scan // (32 if c.scan <= ALONE else 128)], [32], [4], [0]))
     request = extent(tables, b, 0, c)
-    return passed + gl.associative_scan(length(request, c), 0, _sum), b, gl.max(request.cost, 0)
+    return request, passed + gl.associative_scan(length(request, c), 0, _sum)
 
 
 @gluon.jit
-def _before(ends, b, unit, tables):
-    """How many of these requests end before a unit, and where the last of them does."""
-    before = (ends <= unit) & (b < tables.batch)
-    return gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0)
+def _holder(request, requests, ends, unit, tables, c: gl.constexpr):
+    """The one of these requests that has a unit; `request` if none has it, which is 0 throughout if it is of others."""
+    start = ends - length(requests, c)
+    here = (start <= unit) & (unit < ends)
+    b = request.b + gl.sum(gl.where(here, requests.b, 0), 0)
+    start = request.start + gl.sum(gl.where(here, start, 0), 0)
+    q_begin = request.q_begin + gl.sum(gl.where(here, requests.q_begin, 0), 0)
+    q_len = request.q_len + gl.sum(gl.where(here, requests.q_len, 0), 0)
+    entry = request.entry + gl.sum(gl.where(here, requests.entry, 0), 0)
+    kv_len = request.kv_len + gl.sum(gl.where(here, requests.kv_len, 0), 0)
+    return measured(b, start, q_begin, q_len, entry, kv_len, tables, c)
 
 
 @gluon.jit
@@ -131,10 +158,21 @@ def _least_share(longest, c: gl.constexpr):
     is as many units as the tile has, times what a part costs. Where that makes many parts, they come together in two
     steps, and smaller shares pay.
     """
-    least = longest * 0 + 1
-    for i in gl.static_range(8):
-        least += gl.where(longest * c.part_cost > 32 << 2 * i, 1 << i, 0)
-    return gl.where(least < 8, least, least // 4)
+    squared = gl.maximum(longest * c.part_cost - 1, 0) >> 5
+    zeros = gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [squared], gl.int32, True, 1)
+    steps = gl.minimum((33 - zeros) >> 1, 8)
+    return gl.where(steps < 3, 1 << steps, 1 << steps >> 2)
+
+
+@gluon.jit
+def _share(total, longest, programs, c: gl.constexpr):
+    """Units for each program, so that all are somebody's."""
+    share = quotient(total + programs - 1, programs)
+    share = gl.maximum(share + (share >> 20), _least_share(longest, c))
+    # Parts cost more than shares that are a little longer, of whole tiles.
+    whole = _about(share, gl.maximum(longest, 1)) * longest
+    whole += gl.where(whole < share, longest, 0)
+    return gl.where((whole >= share) & (whole * 16 <= share * 17), whole, share)
 
 
 @gluon.jit
@@ -142,35 +180,28 @@ def my_span(tables, program, programs, c: gl.constexpr):
     """The share of one of as many programs as share the line, from its end on: who waits for programs after it on the
     line waits for such as started before it.
     """
-    ends, requests, longest = _ends(tables, 0, 0, c)
-    passed = gl.max(ends, 0)
+    requests, ends = _requests(tables, 0, 0, c)
+    passed, longest = gl.max(ends, 0), gl.max(requests.cost, 0)
     total = passed
     for b0 in range(c.scan, tables.batch, c.scan):
-        more, _, long = _ends(tables, b0, total, c)
-        total, longest = gl.max(more, 0), gl.maximum(longest, long)
+        more, ends_more = _requests(tables, b0, total, c)
+        total, longest = gl.max(ends_more, 0), gl.maximum(longest, gl.max(more.cost, 0))
     if c.programs > 1:  # where there is little to read, one program per multiprocessor is faster
         programs = gl.where(total * (c.unit // c.block) <= programs * FEW, programs // c.programs, programs)
-    share = gl.maximum((total + programs - 1) // programs, _least_share(longest, c))
-    # Parts cost more than shares that are a little longer, of whole tiles.
-    whole = (share + longest - 1) // gl.maximum(longest, 1) * longest
-    share = gl.where(whole * 16 <= share * 17, whole, share)
+    share = _share(total, longest, programs, c)
     program = programs - 1 - program
     unit = gl.where(program < 0, total, program * share)
-    b, start = _before(ends, requests, unit, tables)
+    zero = unit * 0
+    request = Request(zero, zero, zero, zero, zero, zero, zero, zero)
+    request = _holder(request, requests, ends, unit, tables, c)
     for b0 in range(c.scan, tables.batch, c.scan):
-        ends, requests, _ = _ends(tables, b0, passed, c)
-        more, further = _before(ends, requests, unit, tables)
-        b, start, passed = b + more, gl.maximum(start, further), gl.max(ends, 0)
+        requests, ends = _requests(tables, b0, passed, c)
+        passed = gl.max(ends, 0)
+        request = _holder(request, requests, ends, unit, tables, c)
     if c.scan > ALONE:
         # The compiler passes all this to other warps through the memory that the sums used, without a barrier between.
         gl.thread_barrier()
-    return Span(program, unit, gl.minimum(unit + share, total), share, b, start)
-
-
-@gluon.jit
-def first_request(tables, span, c: gl.constexpr):
-    """The request that has the first unit of a share."""
-    return request_at(tables, extent(tables, span.b, span.start, c), span.unit, span.end, c)
+    return Span(program, unit, gl.minimum(unit + share, total), share, request)
 
 
 @gluon.jit
@@ -194,7 +225,7 @@ def next_tile(tables, request, unit, end, c: gl.constexpr):
 @gluon.jit
 def piece_at(request, unit, end, c: gl.constexpr):
     """What of a request lies at `unit`, up to `end`."""
-    h = (unit - request.start) // request.cost
+    h = (unit - request.start) // request.cost if c.whole else quotient(unit - request.start, request.cost)
     first = unit - request.start - h * request.cost
     last = gl.minimum(first + end - unit, request.cost)
     if c.whole:

@@ -23,7 +23,7 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.line import first_request, next_tile, piece_at, request_at
+from quire.kernels.hopper.line import next_tile, piece_at, quotient, request_at
 from quire.kernels.hopper.parts import MOST, clear, keep, leave, neighbours, spread, take
 from quire.kernels.hopper.results import write
 from quire.kernels.hopper.tile import attend_keys, load_queries, no_values, rows_of, upright
@@ -107,7 +107,7 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
     """Attend to the ring's blocks, tile by tile, run by run, unit by unit."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.rows, 16])
     flat: gl.constexpr = gl.SliceLayout(0, L)
-    position, request = span.unit, first_request(tables, span, c)
+    position, request = span.unit, span.request
     if c.whole:
         position, request = next_tile(tables, request, position, span.end, c)
     n = span.unit * 0
@@ -129,7 +129,7 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
         while u < last:
             end = gl.minimum((u // c.run + 1) * c.run, last)
             if not c.whole:
-                origin = (zero + gl.maximum(u // c.run * c.run, low)) // span.share  # who folds this run
+                origin = quotient(zero + gl.maximum(u // c.run * c.run, low), span.share)  # who folds this run
             run, m_run, l_run = nothing(L, flat, c)
             for i in range(u, end):
                 begin, stop = gl.maximum(reach.begin, i * c.unit), gl.minimum(reach.stop, (i + 1) * c.unit)
@@ -142,7 +142,7 @@ def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.cons
                 acc, m, l = fold(acc, m, l, run, m_run, l_run, c)
             elif (origin == span.program) & ((end % c.run == 0) | (end == high)):
                 if piece.first > 0:
-                    slot = run_slot(u // c.run, zero, low, (zero + low) // span.share, c)
+                    slot = run_slot(u // c.run, zero, low, quotient(zero + low, span.share), c)
                     leave_at(slot, upright(run, c), m_run, l_run, parts, 0, count, c)
                 acc, m, l = fold(acc, m, l, run, m_run, l_run, c)
             u = end
@@ -204,7 +204,7 @@ def hand_over(queries, ring, parts, results, span, request, piece, zero, goes_on
     low, rows = request.low // c.unit, request.q_len * c.group
     high, last = low + request.cost, low + piece.last
     next_run = gl.cdiv(last, c.run)
-    owner = (zero + low) // span.share
+    owner = quotient(zero + low, span.share)
     gl.thread_barrier()  # all that is kept is there
     for r0 in range(0, gl.minimum(rows, c.part_rows), R):
         acc, m, l = spread(ring.k, queries.weights, 0, 2, r0 // R, c)
