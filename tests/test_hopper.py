@@ -338,7 +338,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rn
         assert hopper.decode_call.refuses(call) is None
         hopper.decode_call.launch(call, batch.q, None, 132)
         given = Recorded.last
-        assert given["programs"] == 264
+        assert (given["programs"], given["processors"]) == (132, 132)
         assert (given["c"].page_size, given["entries"], given["pages"]) == (page_size, entries, len(keys["k"]))
         for x in "kv":
             assert tuple(given[f"{x}_{axis}"] for axis in ("page", "token", "head")) == strides
@@ -346,6 +346,22 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rn
         call.k = shifted(keys["k"].view(torch.uint8)).view(kv_dtype) if kv_dtype.itemsize == 1 else shifted(keys["k"])
         assert "aligned to 16 bytes" in hopper.decode_call.refuses(call)
     hopper.decode_call._launcher.cache_clear()
+
+
+def test_one_program_for_each_multiprocessor_where_little_is_read(rng):
+    """Only where no table of so many entries can say that there is more."""
+    calls, few = hopper.decode_call, 0
+    for _ in range(300):
+        group, heads, dim = rng.choice((1, 2, 4, 8)), rng.choice((1, 2, 8)), rng.choice((64, 128))
+        spec = AttentionSpec(num_qo_heads=heads * group, num_kv_heads=heads, head_dim_qk=dim, q_dtype=torch.bfloat16)
+        page_size, counts = rng.choice((1, 16, 64)), [rng.choice((0, 1, rng.randint(1, 200))) for _ in range(9)]
+        c = calls.config(spec, page_size, len(counts), 1, (False,) * 5)
+        blocks = c.heads * sum(max(-(-n * page_size // c.block), 1) for n in counts)
+        if sum(counts) <= calls._few(c, 132, len(counts)):
+            assert blocks <= 6 * c.programs * 132
+            few += 1
+    assert 0 < few < 300
+    assert calls._few(replace(c, whole=True), 132, 1) < 0
 
 
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")

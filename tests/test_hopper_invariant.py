@@ -236,7 +236,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     )
     hopper.decode_call.launch(call, batch.q, None, 132)
     given = Recorded.last
-    assert given["programs"] == 264
+    assert given["programs"] == 132
     assert given["part"] is zeros
     assert size == given["slots"] * 4 * 130
     assert (given["c"].unit, given["c"].run, given["c"].whole, given["c"].causal) == (128, 8, False, False)

@@ -54,6 +54,16 @@ def test_a_launch_that_read_no_pages_is_not_moved():
     assert launch.Repeat(Compiled(), 1, others, (0, 0.5), entries=4).moved(first, table_of(20)) is None
 
 
+def test_a_launch_with_programs_for_few():
+    first, second = table_of(8), table_of(20)
+    others = (first.indptr, first.indices, first.last_page_len)
+    repeat = launch.Repeat(Compiled(), 1, others, (8,), entries=3)
+    repeat.most = 19
+    assert repeat.moved(first, second) is None
+    repeat.most = 20
+    assert repeat.moved(first, second).most == 20
+
+
 def test_a_launch_that_read_lengths():
     """It goes on with lengths, which last_page_len is only made of for launches that read that."""
     lengths = [torch.tensor(x, dtype=torch.int32) for x in ([5, 64], [17, 3])]

@@ -193,14 +193,14 @@ _POINTERS = (
     "lse", "sinks", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
     "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
-_NUMBERS = ("slots", "mask_size", "batch", "tokens", "entries", "pages", "window")
+_NUMBERS = ("processors", "slots", "mask_size", "batch", "tokens", "entries", "pages", "window")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def decode(
     q, q_pe, k, v, k_pe, out, lse, sinks,
     part, qo_indptr, kv_indptr, last_page_len, indices, mask_bits, mask_indptr, q_scale, k_scale, v_scale,
-    slots, mask_size, batch, tokens, entries, pages, window, scale, v_gain, cap,
+    processors, slots, mask_size, batch, tokens, entries, pages, window, scale, v_gain, cap,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, o_token, o_head,
     c: gl.constexpr,
 ):  # fmt: skip
@@ -245,7 +245,7 @@ def decode(
     masks = Masks(mask_bits, mask_indptr, mask_size)
     gdc_launch_dependents()
     gdc_wait()
-    span = my_span(tables, gl.program_id(0), gl.num_programs(0), c)
+    span = my_span(tables, gl.program_id(0), gl.num_programs(0), processors, c)
     gl.warp_specialize(
         [
             (consume_units if c.run > 0 else consume, (tables, queries, masks, ring, parts, results, span, c)),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.attention.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.hopper.decode import Config, decode
+from quire.kernels.hopper.line import FEW, SCAN
 from quire.kernels.registry import Call
 from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_scales, steps
 
@@ -101,7 +102,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         tile_rows=tuning.rows if whole else 0,
         stages=tuning.stages,
         programs=tuning.programs,
-        scan=max(32, min(1024, triton.next_power_of_2(batch))),
+        scan=max(32, min(SCAN.value, triton.next_power_of_2(batch))),
         rows=tuning.columns,
         part_rows=_part_rows(tuning),
         part_cost=0 if spec.batch_invariant else _part_rows(tuning) * spec.head_dim_vo // 128,
@@ -159,6 +160,12 @@ def _width(x: Tensor) -> int:
     return 2 // x.element_size()
 
 
+def _few(c: Config, processors: int, batch: int) -> int:
+    """Entries of a table that one program on each multiprocessor is enough for, whatever it says."""
+    blocks = processors * c.programs * FEW.value // c.heads - batch  # of a head
+    return -1 if c.whole else blocks * c.block // max(c.page_size, 1)
+
+
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
     """Compute a call, with programs for as many as run at a time, if there is room for their parts of tiles."""
     spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
@@ -176,6 +183,9 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
     elif not c.whole:
         part = call.zeros_for(programs * each)
         programs = min(programs, part.numel() // each)
+    few = _few(c, processors, batch)
+    if entries <= few:
+        programs = min(programs, processors)  # others would find that nothing is left for them
     repeat = _launcher(c, tuning.registers)(
         programs,
         (q, None, k, v, None, out, lse, call.sinks),
@@ -192,6 +202,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
             v_scale,
         ),
         (
+            processors,
             slots,
             mask.bits.shape[0] if mask is not None else 0,
             batch,
@@ -205,5 +216,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
         ),
         (*q.stride()[:2], *(n // _width(x) for x in (k, v) for n in steps(x)), *out.stride()[:2]),
     )
+    if repeat is not None and entries <= few:
+        repeat.most = few
     # What is to be repeated must read the caller's own tensors.
     return repeat if (part is None or part is call.zeros) and q_scale is k_scale is v_scale is None else None

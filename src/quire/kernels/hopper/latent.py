@@ -440,7 +440,8 @@ def decode_latent(
     right = Results(out + c.dim, lse, o_token, o_head, sinks, v_scale, v_gain)
     gdc_launch_dependents()
     gdc_wait()
-    span = my_span(tables, gl.program_id(0) // c.lanes, gl.num_programs(0) // c.lanes, c)
+    programs = gl.num_programs(0) // c.lanes
+    span = my_span(tables, gl.program_id(0) // c.lanes, programs, programs, c)
     gl.warp_specialize(
         [
             (fetch, (tables, cache, queries, ring, span, c)),

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.attention.pages import LengthTable, PageTable
 from quire.attention.spec import LOG2E, AttentionSpec
 from quire.kernels.hopper.latent import REGISTERS, Config, decode_latent
+from quire.kernels.hopper.line import SCAN
 from quire.kernels.registry import Call
 from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_scales
 
@@ -61,7 +62,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         lanes=lanes,
         tile_rows=_ROWS * lanes,
         stages=_STAGES[spec.head_dim_vo],
-        scan=max(32, min(1024, triton.next_power_of_2(batch))),
+        scan=max(32, min(SCAN.value, triton.next_power_of_2(batch))),
         merge_rows=8,
         fan=8,
         causal=spec.causal and max_q_len != 1,

@@ -14,8 +14,9 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-FEW = gl.constexpr(6)  # blocks per program
+FEW = gl.constexpr(6)  # blocks per program: up to so many, one program on a multiprocessor is faster than more
 ALONE = gl.constexpr(128)  # requests that each warp looks at alone
+SCAN = gl.constexpr(1024)  # requests that are looked at together, at most; fewer are looked at once
 
 
 class Tables(NamedTuple):
@@ -130,7 +131,9 @@ def _sum(a, b):
 
 @gluon.jit
 def _requests(tables, b0, passed, c: gl.constexpr):
-    """c.scan requests from b0 on, whose tiles begin where those before end, at `passed`; and where theirs end."""
+    """As many requests from b0 on as are looked at together, whose tiles begin where those before end, at `passed`; and
+    where theirs end.
+    """
     # If they are few, each warp has all of them, and waits for no other's sums.
     b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([c.scan // (32 if c.scan <= ALONE else 128)], [32], [4], [0]))
     request = extent(tables, b, 0, c)
@@ -176,28 +179,31 @@ def _share(total, longest, programs, c: gl.constexpr):
 
 
 @gluon.jit
-def my_span(tables, program, programs, c: gl.constexpr):
+def my_span(tables, program, programs, enough, c: gl.constexpr):
     """The share of one of as many programs as share the line, from its end on: who waits for programs after it on the
-    line waits for such as started before it.
+    line waits for such as started before it. enough: programs, where there is little to read.
     """
     requests, ends = _requests(tables, 0, 0, c)
     passed, longest = gl.max(ends, 0), gl.max(requests.cost, 0)
     total = passed
-    for b0 in range(c.scan, tables.batch, c.scan):
-        more, ends_more = _requests(tables, b0, total, c)
-        total, longest = gl.max(ends_more, 0), gl.maximum(longest, gl.max(more.cost, 0))
-    if c.programs > 1:  # where there is little to read, one program per multiprocessor is faster
-        programs = gl.where(total * (c.unit // c.block) <= programs * FEW, programs // c.programs, programs)
+    if c.scan == SCAN:
+        for b0 in range(SCAN, tables.batch, SCAN):
+            more, ends_more = _requests(tables, b0, total, c)
+            total, longest = gl.max(ends_more, 0), gl.maximum(longest, gl.max(more.cost, 0))
+    if c.programs > 1:
+        little = enough * (c.programs * FEW)
+        programs = gl.where(total * (c.unit // c.block) <= little, gl.minimum(programs, enough), programs)
     share = _share(total, longest, programs, c)
     program = programs - 1 - program
     unit = gl.where(program < 0, total, program * share)
     zero = unit * 0
     request = Request(zero, zero, zero, zero, zero, zero, zero, zero)
     request = _holder(request, requests, ends, unit, tables, c)
-    for b0 in range(c.scan, tables.batch, c.scan):
-        requests, ends = _requests(tables, b0, passed, c)
-        passed = gl.max(ends, 0)
-        request = _holder(request, requests, ends, unit, tables, c)
+    if c.scan == SCAN:
+        for b0 in range(SCAN, tables.batch, SCAN):
+            requests, ends = _requests(tables, b0, passed, c)
+            passed = gl.max(ends, 0)
+            request = _holder(request, requests, ends, unit, tables, c)
     if c.scan > ALONE:
         # The compiler passes all this to other warps through the memory that the sums used, without a barrier between.
         gl.thread_barrier()

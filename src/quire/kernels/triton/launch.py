@@ -28,7 +28,13 @@ INTERPRETED = isinstance(_nothing, InterpretedFunction)  # TRITON_INTERPRET=1: o
 
 
 class Repeat:
-    """A launch that is to be repeated with other tensors of the same kinds, for a fraction of what the first took."""
+    """A launch that is to be repeated with other tensors of the same kinds, for a fraction of what the first took.
+
+    Attributes:
+        most: page ids of a table that it has programs enough for, if that is not any number.
+    """
+
+    most: int | None = None
 
     def __init__(
         self, compiled: Any, programs: int, others: tuple[Tensor | None, ...], rest: tuple[Any, ...], entries: int
@@ -65,12 +71,13 @@ class Repeat:
 
     def moved(self, table: PageTable, other: PageTable) -> Repeat | None:
         """The same over another page table of as many requests; None if it did not read the first one's ids, or read
-        what the other has not.
+        what the other has not, or if that has more than it is for.
         """
-        if self._rest[self._entries] != table.indices.shape[0]:
+        entries = other.indices.shape[0]
+        if self._rest[self._entries] != table.indices.shape[0] or (self.most is not None and entries > self.most):
             return None
         kept, rest = list(self._kept), list(self._rest)
-        rest[self._entries] = other.indices.shape[0]
+        rest[self._entries] = entries
         for i, x in enumerate(kept):
             for name in ("indptr", "indices", "last_page_len", "kv_lens"):
                 if x is not None and x is table.__dict__.get(name):
