@@ -173,6 +173,31 @@ def visible(rows, request, t0, window, masks, L: gl.constexpr, c: gl.constexpr):
     return seen
 
 
+@gluon.constexpr_function
+def _everywhere(rows):
+    """Numbers of four warps, [4, rows], all of them in threads that have a row's of a product."""
+    further = [[0, 8 << i] for i in range((rows // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [0, 1], *further], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, rows]
+    )
+
+
+@gluon.jit
+def over_keys(x, largest: gl.constexpr):
+    """Of each row's numbers, [keys, rows], the largest or the sum, in all threads. With one barrier."""
+    blocks: gl.constexpr = x.shape[0] // 64
+    rows: gl.constexpr = x.shape[1]
+    flat: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+    x = x.reshape([blocks, 4, 16, rows])
+    if largest:
+        x = gl.max(gl.max(x, 2), 0)
+        x = gl.max(gl.convert_layout(x, _everywhere(rows)), 0)
+    else:
+        x = gl.sum(gl.sum(x, 2), 0)
+        x = gl.sum(gl.convert_layout(x, _everywhere(rows)), 0)
+    return gl.convert_layout(x, flat, assert_trivial=True)
+
+
 @gluon.jit
 def attend_block(acc, m, l, queries, rows, request, t0, k, v, window, masks, c: gl.constexpr):
     """A block of keys into the state of all rows, which are columns here: acc, weighted values; m, the largest logits
@@ -187,7 +212,7 @@ def attend_block(acc, m, l, queries, rows, request, t0, k, v, window, masks, c: 
     if c.cap:
         s = queries.cap - 2.0 * queries.cap / (1.0 + gl.exp2(s * (2.0 * LOG2E / queries.cap)))
     s = gl.where(visible(rows, request, t0, window, masks, L, c), s, -float("inf"))
-    top = gl.maximum(m, gl.max(s, 0))
+    top = gl.maximum(m, over_keys(s, True))
     base = gl.where(top == -float("inf"), 0.0, top)
     p = gl.exp2(s - base[None, :])
     shrink = gl.exp2(m - base)
@@ -227,4 +252,4 @@ def attend_keys(queries, rows, request, ring, begin, stop, n, tables, masks, c: 
         acc, m, l = attend_block(acc, m, l, queries, rows, request, t0, k, v, tables.window, masks, c)
         mbarrier.arrive(ring.empty.index(stage), count=1)
         n += 1
-    return acc, m, gl.sum(l, 0), n
+    return acc, m, over_keys(l, False), n
