@@ -74,6 +74,20 @@ def test_several_tiles_of_a_request(rng):
 
 
 @gpu
+@pytest.mark.parametrize("dim", [512, 256, 128])
+def test_one_request_of_several_tiles(dim, rng):
+    """Where nobody knows how many query tokens a request has: nearly all have one."""
+    zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
+    for heads, causal in ((16, True), (3, True), (128, False), (40, True)):
+        kv_lens = [rng.choice((3, 70, rng.randint(1, 3000))) for _ in range(12)]
+        q_lens = [rng.choice((0, 1, 1)) for _ in range(11)] + [rng.randint(2, 50)]
+        layer = {"causal": causal, "dim": dim, "padding": 3}
+        batch = latent_batch(heads, torch.bfloat16, q_lens, kv_lens, rng.choice((1, 4, 16, 64)), **layer)
+        check(batch, *run(batch, zeros=zeros), "hopper")
+        assert not zeros.any()
+
+
+@gpu
 def test_tables_that_change_after_their_check_never_lead_outside():
     batch = latent_batch(16, torch.bfloat16, [1, 1], [640, 64], 16)
     batch.kv.indices[1], batch.kv.indices[2] = 1 << 30, -(1 << 30)

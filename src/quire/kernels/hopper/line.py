@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 @gluon.jit
 def _about(a, b):
     """The whole part of a / b, or one off where that is below 2**20, for a >= 0 and b > 0. A program waits for all that
-    it executes before it reads its first keys, and a division takes four times as many instructions.
+    it executes before it reads its first keys, and a division takes three times as many instructions.
     """
     inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b.to(gl.float32)], gl.float32, True, 1)
     return (a.to(gl.float32) * inverse).to(gl.int32)
