@@ -124,6 +124,31 @@ def test_plans_of_one_layer_after_another(where, device, rng):
             check(replace(first, kv=table), *wrapper.run(*given, return_lse=True))
 
 
+def test_what_a_plan_like_the_last_one_keeps(monkeypatch):
+    """All but tables that lie on the device; nothing is launched for those."""
+    monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: "reference")
+    wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(16, device="meta"))
+    planned = (16, 512, 64, 16, True, 0.1, F16, F16)
+
+    def made():
+        return [torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 9, 2)]
+
+    qo, first, second = torch.empty(3, dtype=torch.int32, device="meta"), made(), made()
+    for given, like_the_last in ((first, False), (second, True), ([*first[:2], second[2]], True)):
+        spec = wrapper._spec
+        wrapper.plan(qo, *given, *planned)
+        assert (wrapper._spec is spec) == like_the_last
+        assert wrapper._kv.indices is given[1]
+        assert wrapper._kv.kv_lens is given[2]
+        assert "last_page_len" not in vars(wrapper._kv)
+    with pytest.raises(ValueError, match="kv_len_arr is needed"):
+        wrapper.plan(qo, *first[:2], None, *planned)
+    wrapper.plan(qo, *first, *planned)
+    pages = torch.empty(2, 5, dtype=torch.int32, device="meta")
+    wrapper.plan(*[None] * 4, *planned, cum_seq_lens_q=qo, block_tables=pages, seq_lens=first[2])
+    assert wrapper._kv.indices is not first[1]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_all_heads_of_a_model(heads, device, rng):

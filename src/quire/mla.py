@@ -181,16 +181,17 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             ValueError: an argument that does not fit, named with its value and what is allowed.
             TypeError: one that is missing.
         """
-        given = MLAPlanMetadata(
-            qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
-        )
         layer = (
             num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type, use_profiler,
             lse_mode, output_dtype, output_scale, scale_mode, skip_softmax, use_sinks,
         )  # fmt: skip
         self._begin_plan()
-        if metadata is None and self._plan_again(given, layer):
+        flat_alone = metadata is cum_seq_lens_q is block_tables is seq_lens is None
+        if flat_alone and self._plan_again(qo_indptr, kv_indptr, kv_indices, kv_len_arr, layer):
             return
+        given = MLAPlanMetadata(
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
+        )
         self._layer = None
         needed: dict[str, Any] = {"num_heads": num_heads, "head_dim_ckv": head_dim_ckv, "head_dim_kpe": head_dim_kpe}
         needed |= {"page_size": page_size, "causal": causal, "sm_scale": sm_scale}
@@ -238,13 +239,10 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         self._use_sinks = use_sinks
         self._layer = layer
 
-    def _plan_again(self, given: MLAPlanMetadata, layer: Any) -> bool:
+    def _plan_again(self, qo: Any, indptr: Any, indices: Any, lengths: Any, layer: Any) -> bool:
         """Plan what differs from the last plan in its pages and their lengths alone: True if that was so."""
-        if not self._same_layer(layer) or given.form() is not _CSR:
-            return False
-        qo, indptr, indices, lengths = (getattr(given, name) for name in _CSR)
         pages = None
-        if same(qo, self._qo.indptr) and isinstance(self._kv, LengthTable):
+        if self._same_layer(layer) and same(qo, self._qo.indptr) and isinstance(self._kv, LengthTable):
             pages = self._kv.like(indptr, indices, lengths)
         if pages is None:
             return False

@@ -65,7 +65,7 @@ class Config:
     run: int = 0  # units that are folded together to be batch-invariant; 0: it is not
     whole: bool = False  # tiles are not cut, and are of tile_rows rows
     tile_rows: int = 0  # all
-    by_length: bool = False
+    by_length: bool = False  # whether tables have lengths in place of those of last pages
 
 
 class Cache(NamedTuple):
