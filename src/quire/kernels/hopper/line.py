@@ -141,17 +141,26 @@ def _requests(tables, b0, passed, c: gl.constexpr):
 
 
 @gluon.jit
+def _one(x, here):
+    """The number of x that is here, if there is one, or 0."""
+    return gl.sum(gl.where(here, x, 0), 0)
+
+
+@gluon.jit
 def _holder(request, requests, ends, unit, tables, c: gl.constexpr):
     """The one of these requests that has a unit; `request` if none has it, which is 0 throughout if it is of others."""
     start = ends - length(requests, c)
     here = (start <= unit) & (unit < ends)
-    b = request.b + gl.sum(gl.where(here, requests.b, 0), 0)
-    start = request.start + gl.sum(gl.where(here, start, 0), 0)
-    q_begin = request.q_begin + gl.sum(gl.where(here, requests.q_begin, 0), 0)
-    q_len = request.q_len + gl.sum(gl.where(here, requests.q_len, 0), 0)
-    entry = request.entry + gl.sum(gl.where(here, requests.entry, 0), 0)
-    kv_len = request.kv_len + gl.sum(gl.where(here, requests.kv_len, 0), 0)
-    return measured(b, start, q_begin, q_len, entry, kv_len, tables, c)
+    return measured(
+        request.b + _one(requests.b, here),
+        request.start + _one(start, here),
+        request.q_begin + _one(requests.q_begin, here),
+        request.q_len + _one(requests.q_len, here),
+        request.entry + _one(requests.entry, here),
+        request.kv_len + _one(requests.kv_len, here),
+        tables,
+        c,
+    )
 
 
 @gluon.jit
