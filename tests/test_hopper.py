@@ -362,6 +362,7 @@ def test_one_program_for_each_multiprocessor_where_little_is_read(rng):
             few += 1
     assert 0 < few < 300
     assert calls._few(replace(c, whole=True), 132, 1) < 0
+    assert calls._few(replace(c, programs=1), 132, 1) < 0
 
 
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")

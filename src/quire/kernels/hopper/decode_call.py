@@ -161,9 +161,11 @@ def _width(x: Tensor) -> int:
 
 
 def _few(c: Config, processors: int, batch: int) -> int:
-    """Entries of a table that one program on each multiprocessor is enough for, whatever it says."""
+    """Entries of a table that one program on each multiprocessor is enough for, whatever it says; -1 where there are
+    no more, or where it is not known how many tiles a request has.
+    """
     blocks = processors * c.programs * FEW.value // c.heads - batch  # of a head
-    return -1 if c.whole else blocks * c.block // max(c.page_size, 1)
+    return -1 if c.whole or c.programs == 1 else blocks * c.block // max(c.page_size, 1)
 
 
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
