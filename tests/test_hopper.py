@@ -355,7 +355,7 @@ def test_one_program_for_each_multiprocessor_where_little_is_read(rng):
         group, heads, dim = rng.choice((1, 2, 4, 8)), rng.choice((1, 2, 8)), rng.choice((64, 128))
         spec = AttentionSpec(num_qo_heads=heads * group, num_kv_heads=heads, head_dim_qk=dim, q_dtype=torch.bfloat16)
         page_size, counts = rng.choice((1, 16, 64)), [rng.choice((0, 1, rng.randint(1, 200))) for _ in range(9)]
-        c = calls.config(spec, page_size, len(counts), 1, (False,) * 5)
+        c = calls.config(spec, page_size, len(counts), 1, (False,) * 6)
         blocks = c.heads * sum(max(-(-n * page_size // c.block), 1) for n in counts)
         if sum(counts) <= calls._few(c, 132, len(counts)):
             assert blocks <= 6 * c.programs * 132

@@ -13,6 +13,7 @@ import torch
 
 from quire.attention import AttentionSpec, PageTable, RaggedLayout
 from quire.attention.items import Items
+from quire.attention.pages import LengthTable
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.kernels import registry
 
@@ -79,6 +80,8 @@ def move(x, device):
     """A tensor, or a dataclass with tensors, on a device."""
     if device == "cpu":
         return x
+    if isinstance(x, LengthTable):
+        return LengthTable.of(*(y.to(device) for y in (x.indptr, x.indices, x.kv_lens)), x.page_size, "kv_lens")
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if is_dataclass(x) and not isinstance(x, AttentionSpec):
@@ -185,6 +188,20 @@ def test_ragged_keys_are_pages_of_one(family, rng):
     batch = random_batch(spec, [1, 70, 5], [30, 70, 0], 16)
     k, v, indptr = batch.rows()
     check(batch, *compute(batch, family, k=k, v=v, kv=RaggedLayout(indptr)), family)
+
+
+def test_tables_by_length(family, rng):
+    """Lengths in place of those of last pages, with pages to spare, and too long for what pages there are."""
+    spec = layer(rng, torch.bfloat16, torch.bfloat16)
+    batch = random_batch(spec, [1, 40, 3, 1, 1], [30, 90, 70, 0, 20], rng.choice((3, 16)))
+    kv = batch.kv
+    shorter = torch.tensor([rng.randint(1, n) if n else 0 for n in kv.lengths().tolist()], dtype=torch.int32)
+    given = LengthTable.of(kv.indptr, kv.indices, shorter, kv.page_size, "kv_lens")
+    trimmed = PageTable.from_lengths(kv.indptr, kv.indices, shorter, kv.page_size)
+    check(replace(batch, kv=trimmed), *compute(batch, family, kv=given), family)
+    batch = random_batch(spec, [1, 3], [32, 96], 16)
+    given = LengthTable.of(batch.kv.indptr, batch.kv.indices, torch.tensor([1 << 30, 97]).int(), 16, "kv_lens")
+    check(batch, *compute(batch, family, kv=given), family)
 
 
 def test_queries_and_outputs_may_be_strided(family, rng):

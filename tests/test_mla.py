@@ -12,6 +12,7 @@ import torch
 import quire
 from quire.attention import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.kernels.registry import Call
 from quire.mla import MLAPlanMetadata
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -40,7 +41,7 @@ def exact(batch: Batch, ckv_scale=1.0, kpe_scale=1.0):
 
 def wrapper_on(device, *graph, **options):
     workspace = torch.empty(1 << 27 if device == "cuda" else 0, dtype=torch.int8, device=device)
-    return quire.BatchMLAPagedAttentionWrapper(workspace, *graph, backend=BACKEND, **options)
+    return quire.BatchMLAPagedAttentionWrapper(workspace, *graph, **{"backend": BACKEND} | options)
 
 
 def tables(batch: Batch, device="cpu"):
@@ -140,13 +141,27 @@ def test_what_a_plan_like_the_last_one_keeps(monkeypatch):
         assert (wrapper._spec is spec) == like_the_last
         assert wrapper._kv.indices is given[1]
         assert wrapper._kv.kv_lens is given[2]
-        assert "last_page_len" not in vars(wrapper._kv)
     with pytest.raises(ValueError, match="kv_len_arr is needed"):
         wrapper.plan(qo, *first[:2], None, *planned)
     wrapper.plan(qo, *first, *planned)
     pages = torch.empty(2, 5, dtype=torch.int32, device="meta")
     wrapper.plan(*[None] * 4, *planned, cum_seq_lens_q=qo, block_tables=pages, seq_lens=first[2])
     assert wrapper._kv.indices is not first[1]
+
+
+def test_what_graphs_of_latent_layers_read(monkeypatch):
+    """Buffers that the next plan fills, and nothing that was made of them in between."""
+    monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: "reference")
+    buffers = graph_buffers("meta", 2)
+    wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(16, device="meta"), True, *buffers)
+    for _ in range(2):
+        made = [torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 3, 9, 2)]
+        wrapper.plan(*made, 16, 512, 64, 16, True, 0.1, F16, F16)
+        assert wrapper._kv.last_page_len is not wrapper._kv.last_page_len
+        page_size, indices, lengths, by_length, _ = Call(*buffers[:3], wrapper._qo, wrapper._kv, wrapper._spec).table()
+        assert (page_size, by_length) == (16, True)
+        assert indices is buffers[2]
+        assert lengths is buffers[3]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -241,12 +256,15 @@ def graph_buffers(device, batch_size):
     return [torch.full((n,), 1 << 30, dtype=torch.int32, device=device) for n in sizes]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_plans_of_a_graph_keep_to_their_buffers(device, rng):
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", BACKEND), *(pytest.param("cuda", x, marks=pytest.mark.gpu) for x in ("auto", "triton"))],
+)
+def test_plans_of_a_graph_keep_to_their_buffers(device, backend, rng):
     """On a GPU the graph is captured before the second plan, and replayed after it."""
     first = latent_batch(rng, [2, 2], [0, 60], F16, heads=16, dims=(512, 64), causal=True)
     buffers = graph_buffers(device, 2)
-    wrapper = wrapper_on(device, True, *buffers)
+    wrapper = wrapper_on(device, True, *buffers, backend=backend)
     wrapper.plan(*tables(first, device), *layer(first))
     given = inputs(first, device, apart=True)
     check(first, *wrapper.run(*given, return_lse=True))

@@ -65,19 +65,17 @@ def test_a_launch_with_programs_for_few():
 
 
 def test_a_launch_that_read_lengths():
-    """It goes on with lengths, which last_page_len is only made of for launches that read that."""
-    lengths = [torch.tensor(x, dtype=torch.int32) for x in ([5, 64], [17, 3])]
-    tables = zip((table_of(8), table_of(20)), lengths, strict=True)
+    """It goes on with lengths, and only with those."""
+    plain, lengths = table_of(20), [torch.tensor(x, dtype=torch.int32) for x in ([5, 64], [17, 3])]
+    tables = zip((table_of(8), plain), lengths, strict=True)
     first, second = (LengthTable.of(t.indptr, t.indices, x, 16, "kv_lens") for t, x in tables)
-    assert first.last_page_len.tolist() == [5 - 48, 16]
-    for name in ("kv_lens", "last_page_len"):
-        compiled, others = Compiled(), (torch.zeros(4), first.indptr, first.indices, getattr(first, name))
-        repeat = launch.Repeat(compiled, 1, others, (8, 0.5), entries=4)
-        assert repeat.moved(first, second)(0, None, 0, 0, None, 0, None, None, 0)
-        assert compiled.launched[0][1:4] == tuple(
-            x.data_ptr() for x in (second.indptr, second.indices, getattr(second, name))
-        )
-        assert (repeat.moved(first, table_of(20)) is None) == (name == "kv_lens")
+    compiled, others = Compiled(), (torch.zeros(4), first.indptr, first.indices, first.kv_lens)
+    repeat = launch.Repeat(compiled, 1, others, (8, 0.5), entries=4)
+    assert repeat.moved(first, second)(0, None, 0, 0, None, 0, None, None, 0)
+    assert compiled.launched[0][1:4] == tuple(x.data_ptr() for x in (second.indptr, second.indices, second.kv_lens))
+    assert repeat.moved(first, plain) is None
+    others = (torch.zeros(4), plain.indptr, plain.indices, plain.last_page_len)
+    assert launch.Repeat(compiled, 1, others, (20, 0.5), entries=4).moved(plain, first) is None
 
 
 class Repeat:

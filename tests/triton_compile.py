@@ -54,7 +54,9 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
         processors=132, shared_memory=limit, fp8=native, hip=target.backend == "hip", wgmma=name == "sm_90"
     )
     tuning = tune(spec, family._block_m(spec, rows, machine), page_size > 0, limit)
-    c = family._config(spec, page_size, tuning, split, 64, (False, False, False, True, False, False), machine)
+    c = family._config(
+        spec, page_size, tuning, split, 64, (False, False, False, True, False, False, spec.latent), machine
+    )
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype] if native or spec.kv_dtype.itemsize > 1 else "u8"
     pointers = {
         "q": q, "k": kv, "v": kv, "out": q, "part": "fp32", "lse": "fp32", "arrivals": "i32", "qo_indptr": "i32",
@@ -72,7 +74,7 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
 
 def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16) -> Usage:
     """The decode kernel for Hopper, as wide as it gets: with lse and a far cache."""
-    c = decode_call.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, True))
+    c = decode_call.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, True, False))
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype]
     pointers = {
         "q": q, "k": kv, "v": kv, "out": q, "lse": "fp32", "sinks": "fp32" if c.sinks else None,

@@ -118,6 +118,13 @@ class PageTable:
     indices: Tensor
     last_page_len: Tensor
     page_size: int
+    _per_request: ClassVar[str] = "last_page_len"
+
+    @property
+    def per_request(self) -> Tensor:
+        """int32 [batch_size]: last_page_len or, of a `LengthTable`, kv_lens."""
+        numbers: Tensor = self.__dict__[self._per_request]
+        return numbers
 
     def __post_init__(self) -> None:
         _check_page_size(self.page_size)
@@ -150,15 +157,11 @@ class PageTable:
             page = int(self.indices[bad])
             raise ValueError(f"kv_indices[{bad}] = {page} of request {request} is out of range: 0 to {num_pages - 1}")
 
-    _per_request: ClassVar[str] = "last_page_len"
-
     def like(self, indptr: Tensor, indices: Tensor, per_request: Tensor) -> PageTable | None:
-        """These tables, if this table's checks hold for them too; else None. Those on the host have values to check.
-        per_request: last_page_len or, for a `LengthTable`, its lengths.
-        """
+        """These tables, if this table's checks hold for them too; else None. Those on the host have values to check."""
         if self.indptr.is_cpu:
             return None
-        own = self.__dict__[self._per_request]
+        own = self.per_request
         for x, mine in ((indptr, self.indptr), (indices, self.indices), (per_request, own)):
             if type(x) is not Tensor or x.dtype != torch.int32 or x.device != mine.device or not x.is_contiguous():
                 return None
@@ -289,8 +292,8 @@ class PageTable:
 
 
 class LengthTable(PageTable):
-    """A page table on a device that has the requests' lengths in tokens, int32 [batch_size] `kv_lens`. Not all kernels
-    need more; last_page_len takes a few launches, which are made where it is first asked for.
+    """A page table on a device that has the requests' lengths in tokens, int32 [batch_size] `kv_lens`, as kernels for
+    GPUs read them, too. last_page_len takes a few launches each time, and is what lengths are then.
     """
 
     kv_lens: Tensor
@@ -298,15 +301,12 @@ class LengthTable(PageTable):
 
     @classmethod
     def of(cls, indptr: Tensor, indices: Tensor, kv_lens: Tensor, page_size: int, name: str) -> LengthTable:
-        """From int32 vectors; `name` is what messages call the lengths."""
+        """From int32 vectors; `name` is what messages call the lengths. ValueError if their devices differ."""
         _refuse_devices(kv_indptr=indptr, kv_indices=indices, **{name: kv_lens})
         made = object.__new__(cls)
         made.__dict__.update(indptr=indptr, indices=indices, kv_lens=kv_lens, page_size=page_size)
         return made
 
-    def __getattr__(self, name: str) -> Tensor:
-        if name != "last_page_len":
-            raise AttributeError(f"{type(self).__name__} has no {name}")
-        made = _last_page_len(self.kv_lens, self.indptr.diff(), self.page_size)
-        object.__setattr__(self, name, made)  # a cached_property is what torch.compile cannot trace
-        return made
+    @property
+    def last_page_len(self) -> Tensor:
+        return _last_page_len(self.kv_lens, self.indptr.diff(), self.page_size)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quire.attention.items import Items
 from quire.attention.masks import PackedMask
-from quire.attention.pages import PageTable, RaggedLayout
+from quire.attention.pages import LengthTable, PageTable, RaggedLayout
 from quire.attention.spec import AttentionSpec
 
 FAMILIES = {
@@ -93,14 +93,15 @@ class Call:
             return torch.zeros(size, dtype=torch.int32, device=self.q.device)
         return self.zeros
 
-    def table(self) -> tuple[int, Tensor, Tensor, int]:
-        """The page size, int32 page ids and lengths of last pages, and how many ids kernels may read. Of ragged rows
-        the page size is 0, nothing is to be read but kv.indptr, and it counts rows.
+    def table(self) -> tuple[int, Tensor, Tensor, bool, int]:
+        """The page size, int32 page ids, lengths of last pages or, if the bool says so, of whole requests, and how many
+        ids kernels may read. Of ragged rows the page size is 0, nothing is to be read but kv.indptr: it counts rows.
         """
         kv, pool = self.kv, self.k.shape[0]
         if isinstance(kv, PageTable):
-            return kv.page_size, kv.indices, kv.last_page_len, kv.indices.shape[0] if pool else 0
-        return 0, kv.indptr, kv.indptr, pool
+            by_length, entries = isinstance(kv, LengthTable), kv.indices.shape[0] if pool else 0
+            return kv.page_size, kv.indices, kv.per_request, by_length, entries
+        return 0, kv.indptr, kv.indptr, False, pool
 
     def paged(self) -> tuple[Tensor, Tensor, PageTable]:
         """k, v and their table, ragged rows as pages of size 1."""

@@ -55,6 +55,7 @@ class Config:
     mask: bool
     sinks: bool
     far: bool
+    by_length: bool
     lse: bool
     q_scale: bool
     k_scale: bool
@@ -65,7 +66,6 @@ class Config:
     run: int = 0  # units that are folded together to be batch-invariant; 0: it is not
     whole: bool = False  # tiles are not cut, and are of tile_rows rows
     tile_rows: int = 0  # all
-    by_length: bool = False  # whether tables have lengths in place of those of last pages
 
 
 class Cache(NamedTuple):

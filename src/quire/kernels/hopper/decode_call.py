@@ -85,9 +85,11 @@ def _launcher(c: Config, registers: int) -> Launcher:
 
 @lru_cache(maxsize=1024)
 def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
-    """What the kernel is compiled for. flags: scales of q, k, v that are tensors, lse, a far cache."""
+    """What the kernel is compiled for. flags: scales of q, k, v that are tensors, lse, a far cache, lengths in place of
+    those of last pages.
+    """
     tuning, whole = tune(spec, max_q_len), _whole(spec, max_q_len)
-    q_scale, k_scale, v_scale, lse, far = flags
+    q_scale, k_scale, v_scale, lse, far, by_length = flags
     return Config(
         heads=spec.num_kv_heads // tuning.pair,
         group=spec.group_size * tuning.pair,
@@ -113,6 +115,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         mask=spec.custom_mask,
         sinks=spec.sinks,
         far=far,
+        by_length=by_length,
         lse=lse,
         q_scale=q_scale,
         k_scale=k_scale,
@@ -171,11 +174,11 @@ def _few(c: Config, processors: int, batch: int) -> int:
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
     """Compute a call, with programs for as many as run at a time, if there is room for their parts of tiles."""
     spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
-    page_size, indices, last_page_len, entries = call.table()
+    page_size, indices, lengths, by_length, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
     far = max(reach(k), reach(v)) >= 1 << 31
-    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far)
+    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far, by_length)
     c, tuning = config(spec, page_size, batch, call.max_q_len, flags), tune(spec, call.max_q_len)
     each, programs = c.part_rows * (spec.head_dim_vo + 2), processors * tuning.programs
     slots, part = 0, None
@@ -195,7 +198,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
             part,
             call.qo.indptr,
             kv.indptr,
-            last_page_len,
+            lengths,
             indices,
             mask.bits if mask is not None else None,
             mask.indptr if mask is not None else None,

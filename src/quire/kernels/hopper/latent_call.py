@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.attention.pages import LengthTable, PageTable
+from quire.attention.pages import PageTable
 from quire.attention.spec import LOG2E, AttentionSpec
 from quire.kernels.hopper.latent import REGISTERS, Config, decode_latent
 from quire.kernels.hopper.line import SCAN
@@ -97,24 +97,21 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
     spec, kv, k, q, q_pe, k_pe = call.spec, call.kv, call.k, call.q, call.q_pe, call.k_pe
     assert q_pe is not None  # of a latent layer
     assert k_pe is not None
-    assert isinstance(kv, PageTable)  # or it is refused
-    entries = kv.indices.shape[0] if k.shape[0] else 0
-    by_length = isinstance(kv, LengthTable)
-    per_request = kv.kv_lens if isinstance(kv, LengthTable) else kv.last_page_len
+    page_size, indices, lengths, by_length, entries = call.table()
     if not (aligned(q, 2) and aligned(q_pe, 2)):
         q, q_pe = (x.clone(memory_format=torch.contiguous_format) for x in (q, q_pe))
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
     far = max(reach(k), reach(k_pe)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far, by_length)
-    c = config(spec, kv.page_size, batch, call.max_q_len, flags)
+    c = config(spec, page_size, batch, call.max_q_len, flags)
     programs, rows = processors // c.lanes * c.lanes, _part_rows(spec, call.max_q_len)
     part = call.scratch_for(2 * programs * rows * (spec.head_dim_vo + 4))
     arrivals = call.zeros_for(_COUNTERS * programs)
     repeat = _launcher(c)(
         programs,
         (q, q_pe, k, call.v, k_pe, out, lse, call.sinks),
-        (part, arrivals, call.qo.indptr, kv.indptr, per_request, kv.indices, q_scale, k_scale, v_scale),
+        (part, arrivals, call.qo.indptr, kv.indptr, lengths, indices, q_scale, k_scale, v_scale),
         (rows, batch, tokens, entries, k.shape[0], spec.sm_scale * LOG2E * q_gain * k_gain, v_gain),
         (*q.stride()[:2], *q_pe.stride()[:2], *k.stride()[:2], *k_pe.stride()[:2], *out.stride()[:2]),
     )

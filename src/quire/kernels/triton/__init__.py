@@ -135,7 +135,7 @@ def _cut(
 def _config(
     spec: AttentionSpec, page_size: int, tuning: Tuning, split: bool, scan: int, flags: tuple[bool, ...], on: Machine
 ) -> Config:
-    q_scale, k_scale, v_scale, lse, reversing, far = flags
+    q_scale, k_scale, v_scale, lse, reversing, far, by_length = flags
     d1, d2 = parts(spec.head_dim_qk)
     qk_type, pv_type, precision = product_types(spec, INTERPRETED, on.hip)
     normed = qk_type == tl.float16 and spec.q_dtype == torch.bfloat16
@@ -171,6 +171,7 @@ def _config(
         keys_first=spec.latent and tuning.block_m < 64 and spec.kv_dtype.itemsize > 1,
         reload=spec.latent and spec.kv_dtype.itemsize == 1,
         far=far,
+        by_length=by_length,
         sinks=spec.sinks,
         q_scale=q_scale,
         k_scale=k_scale,
@@ -201,11 +202,12 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
     q, k, v, kv = call.q, call.k, call.v, call.kv
     if k.element_size() == 1:
         q, k, v = q if q.element_size() > 1 else q.half(), _bytes(k, on), _bytes(v, on)
-    page_size, indices, last_page_len, entries = call.table()
+    page_size, indices, lengths, by_length, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     scale = spec.sm_scale * LOG2E * q_gain * k_gain
     far = max(reach(k), reach(v), 0 if call.k_pe is None else reach(call.k_pe)) >= 1 << 31
-    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, scale <= 0, far)
+    scaled = (x is not None for x in (q_scale, k_scale, v_scale))
+    flags = (*scaled, lse is not None, scale <= 0, far, by_length)
     tokens, batch = q.shape[0], call.qo.indptr.shape[0] - 1
     cut = _cut(spec, device, page_size, tokens, batch, call.max_q_len, flags)
     slots, part, arrivals = 0, None, None
@@ -224,7 +226,7 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
             arrivals,
             call.qo.indptr,
             kv.indptr,
-            last_page_len,
+            lengths,
             indices,
             mask.bits if mask is not None else None,
             mask.indptr if mask is not None else None,

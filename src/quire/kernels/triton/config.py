@@ -35,6 +35,7 @@ class Config:
         keys_first: latent keys are the left side of their product with queries.
         reload: they are loaded again as values.
         far: the cache reaches 2**31 elements or further.
+        by_length: tables have requests' lengths in place of those of their last pages.
         normed: rows of queries are brought near 1 by a power of two, so that halves hold them; implies shaped.
         pad_heads: query heads, padded to a power of two.
     """
@@ -69,6 +70,7 @@ class Config:
     keys_first: bool
     reload: bool
     far: bool
+    by_length: bool
     sinks: bool
     q_scale: bool
     k_scale: bool

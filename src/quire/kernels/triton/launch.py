@@ -81,7 +81,7 @@ class Repeat:
         for i, x in enumerate(kept):
             for name in ("indptr", "indices", "last_page_len", "kv_lens"):
                 if x is not None and x is table.__dict__.get(name):
-                    moved = getattr(other, name, None)
+                    moved = other.__dict__.get(name)
                     if moved is None:
                         return None
                     kept[i], rest[i] = moved, moved.data_ptr()

@@ -13,7 +13,9 @@ from triton import language as tl
 
 
 class Tables(NamedTuple):
-    """Whose rows and keys; `tokens` and `entries` bound what the tables may say."""
+    """Whose rows and keys; `tokens` and `entries` bound what the tables may say. With c.by_length last_page_len has all
+    tokens of a request.
+    """
 
     qo_indptr: tl.tensor
     kv_indptr: tl.tensor
@@ -50,8 +52,10 @@ def extent(tables, b, c: tl.constexpr):
     kv_begin, kv_end = bounds(tables.kv_indptr, b, tables.entries, inside)
     kv_len = kv_end - kv_begin
     if c.page_size > 0:
-        last = tl.minimum(tl.load(tables.last_page_len + b, inside, 0), c.page_size)
-        kv_len = tl.where(kv_len > 0, tl.maximum((kv_len - 1) * c.page_size + last, 0), 0)
+        last = tl.load(tables.last_page_len + b, inside, 0)
+        if not c.by_length:
+            last = (kv_len - 1) * c.page_size + tl.minimum(last, c.page_size)
+        kv_len = tl.maximum(tl.minimum(last, kv_len * c.page_size), 0)
     return Request(b, q_begin, q_end - q_begin, kv_begin, kv_len)
 
 
