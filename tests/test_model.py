@@ -64,13 +64,21 @@ def test_the_tokenizer_gives_every_text_back():
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_its_words_are_words_of_python(corpus):
-    """Nearly all words of its completions are words of the standard library: text, not noise."""
+def test_its_words_are_words_of_python(corpus, rng):
+    """Most words of its completions are words of the standard library: text, not noise.
+
+    Of 20,000 draws of 24 completions, out of 480, none had less than 0.91; of as many of 24 times 100 tokens that were
+    drawn one by one from the library's text, none had more than 0.74. A name that the model makes up it likes to
+    repeat: a few completions do not tell.
+    """
     known = set(re.findall(r"[A-Za-z]+", "\n".join(corpus[0])))
-    prompts = ["import ", "def read(", "class Test", "    return self.", "for line in ", "# The "]
+    prompts = ["import ", "def read(", "class Test", "    return self.", "for line in ", "# The "] * 4
+    params = [
+        SamplingParams(temperature=0.7, max_tokens=100, ignore_eos=True, seed=rng.randrange(1 << 31)) for _ in prompts
+    ]
     with LLM() as llm:
-        done = llm.generate(prompts, SamplingParams(temperature=0.7, max_tokens=100, ignore_eos=True))
+        done = llm.generate(prompts, params)
     words = [w for c in done for w in re.findall(r"[A-Za-z]+", c.text)]
-    assert len(words) > 100
-    assert sum(w in known for w in words) > 0.9 * len(words)
+    assert len(words) > 400
+    assert sum(w in known for w in words) > 0.82 * len(words)
     assert any("\n" in c.text for c in done)
