@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 
@@ -139,6 +141,36 @@ def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
     wrapper.reset_workspace_buffer(torch.empty(0, device="meta"), torch.empty(16, dtype=torch.uint8, device="meta"))
     plan(18, window_left=5)
     assert runs() == ([18, 18], [18]), "and so is other memory"
+
+
+LAYER = {
+    "num_qo_heads": 8, "num_kv_heads": 1, "head_dim": 128, "page_size": 8, "pos_encoding_mode": "ALIBI",
+    "window_left": 5, "logits_soft_cap": 3.0, "q_data_type": "float16", "kv_data_type": "float8_e5m2",
+    "o_data_type": "float32", "data_type": "float8_e4m3fn", "sm_scale": 0.5, "rope_scale": 2.0, "rope_theta": 5e5,
+    "fixed_split_size": 512, "disable_split_kv": True, "q_len_per_req": 2, "head_dim_vo": 32, "window_right": 1,
+    "is_causal": False, "alibi_slopes": [0.5, 0.25, 0.125, 0.0625],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYER)
+def test_all_that_a_plan_says_of_its_layer_is_compared(name, computed):
+    others = {"indptr", "indices", "last_page_len", "block_tables", "seq_lens", "non_blocking", "shared_prefix", "self"}
+    assert set(LAYER) == set(signature(quire.BatchDecodeWithPagedKVCacheWrapper.plan).parameters) - others
+    wrapper, table = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta")), table_of(8, "meta")
+    given = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "q_data_type": "bfloat16"}
+    given |= {"pos_encoding_mode": "ALIBI"} if name == "alibi_slopes" else {}
+
+    def plan(**layer):
+        wrapper.plan(table.indptr, table.indices, table.last_page_len, **layer)
+        return wrapper._qo  # each full plan makes its own
+
+    rows = plan(**given)
+    assert plan(**given) is rows
+    if name == "window_right":
+        with pytest.raises(ValueError, match="window_right is not supported"):
+            plan(**given, window_right=1)
+    else:
+        assert plan(**{**given, name: LAYER[name]}) is not rows
 
 
 def test_plans_of_latent_caches_repeat_runs(computed):

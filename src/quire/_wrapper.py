@@ -341,7 +341,9 @@ class AttentionWrapper:
     def _plan_pages(self, pages: PageTable) -> None:
         """All that such a plan has to do, with tables for which the last one's checks hold."""
         self._kv = pages
-        self._repeats, self._earlier = {}, {**self._earlier, **self._repeats}
+        if self._repeats:
+            self._earlier.update(self._repeats)
+            self._repeats = {}
 
     def _repeat(
         self,

@@ -156,6 +156,15 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             ValueError: an argument that does not fit, named with its value and what is allowed. With shared_prefix also
                 a window, a position encoding, use_cuda_graph, and whatever asks for batch-invariant results.
         """
+        self._begin_plan()
+        slopes = tuple(alibi_slopes or ())
+        same = (
+            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
+            q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, fixed_split_size,
+            disable_split_kv, q_len_per_req, head_dim_vo, window_right, is_causal, slopes,
+        )  # fmt: skip
+        if not shared_prefix and self._plan_again(indptr, indices, last_page_len, same):
+            return
         if window_right != 0:
             refuse(window_right=window_right)
         if data_type is not None:
@@ -166,7 +175,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         invariant = self._invariant or disable_split_kv or (fixed_split_size or 0) > 0
         if shared_prefix:
             check_shared_prefix(self, pos_encoding_mode, window_left, invariant)
-        self._begin_plan()
         if self._use_cuda_graph:
             batch_size = len(table(last_page_len, "last_page_len"))
             fixed_batch(self._paged_kv_last_page_len_buf, "paged_kv_last_page_len_buffer", batch_size)
@@ -190,29 +198,26 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             "sm_scale": sm_scale,
             "rope_scale": rope_scale,
             "rope_theta": rope_theta,
-            "slopes": tuple(alibi_slopes or ()),
+            "slopes": slopes,
             "batch_invariant": invariant,
         }
-        self._shared = None
-        whole = {**layer, "page_size": page_size, "q_len_per_req": q_len_per_req}
-        if shared_prefix or not self._plan_again(given, whole):
-            self._layer = None
-            self._plan_decode(self._hold_pages(given, page_size, non_blocking), q_len_per_req, **layer)
-            self._layer = whole
+        self._shared, self._layer = None, None
+        self._plan_decode(self._hold_pages(given, page_size, non_blocking), q_len_per_req, **layer)
+        self._layer = same
         if shared_prefix:
             self._shared = find_shared_prefix(self, given.values(), page_size, q_len_per_req, layer)
 
-    def _plan_again(self, given: dict[str, Tensor], layer: dict[str, Any]) -> bool:
+    def _plan_again(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, layer: Any) -> bool:
         """Plan what differs from the last plan in its tables alone: True if that was so."""
         if not self._same_layer(layer):
             return False
         assert isinstance(self._kv, PageTable)
-        pages = self._kv.like(*given.values())
+        pages = self._kv.like(indptr, indices, last_page_len)
         if pages is None:
             return False
         self._plan_pages(pages)
-        self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages.indptr, pages.indices
-        self._paged_kv_last_page_len_buf = pages.last_page_len
+        self._paged_kv_indptr_buf, self._paged_kv_indices_buf = indptr, indices
+        self._paged_kv_last_page_len_buf, self._shared = last_page_len, None
         return True
 
     def _check_q_len(self, q_len_per_req: int) -> None:

@@ -256,7 +256,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         qo, *given = (getattr(metadata, name) for name in form)
         lengths, batch = given[-1], len(table(given[-1], form[-1]))
         check(len(table(qo, form[0])) > batch, f"len({form[0]})", len(qo), f"batch size + 1 = {batch + 1}")
-        qo = qo[: batch + 1]
+        qo = qo if len(qo) == batch + 1 else qo[: batch + 1]  # the same object, for `same`
         RaggedLayout(qo.cpu() if self._checking else qo)
         if form is _CSR:
             indptr, indices, here = self._together(given)

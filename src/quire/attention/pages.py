@@ -161,9 +161,9 @@ class PageTable:
         """These tables, if this table's checks hold for them too; else None. Those on the host have values to check."""
         if self.indptr.is_cpu:
             return None
-        own = self.per_request
-        for x, mine in ((indptr, self.indptr), (indices, self.indices), (per_request, own)):
-            if type(x) is not Tensor or x.dtype != torch.int32 or x.device != mine.device or not x.is_contiguous():
+        own, device, int32 = self.per_request, self.indptr.device, torch.int32
+        for x in (indptr, indices, per_request):
+            if type(x) is not Tensor or x.dtype is not int32 or x.device != device or not x.is_contiguous():
                 return None
         if indptr.shape != self.indptr.shape or per_request.shape != own.shape or indices.ndim != 1:
             return None
