@@ -65,11 +65,11 @@ def test_the_tokenizer_gives_every_text_back():
 
 
 def test_its_words_are_words_of_python(corpus, rng):
-    """Most words of its completions are words of the standard library: text, not noise.
+    """Nearly all words of its completions are words of the standard library: text, not noise.
 
-    Of 20,000 draws of 24 completions, out of 480, none had less than 0.91; of as many of 24 times 100 tokens that were
-    drawn one by one from the library's text, none had more than 0.74. A name that the model makes up it likes to
-    repeat: a few completions do not tell.
+    Of 100 times 24 completions, the worst had 0.926, and of 200,000 draws of 24 out of them none had less than 0.9; of
+    20,000 times 2,400 tokens that were drawn one by one from the library's text, none had more than 0.74. A name that
+    the model makes up it likes to repeat: six completions do not tell.
     """
     known = set(re.findall(r"[A-Za-z]+", "\n".join(corpus[0])))
     prompts = ["import ", "def read(", "class Test", "    return self.", "for line in ", "# The "] * 4
@@ -80,5 +80,5 @@ def test_its_words_are_words_of_python(corpus, rng):
         done = llm.generate(prompts, params)
     words = [w for c in done for w in re.findall(r"[A-Za-z]+", c.text)]
     assert len(words) > 400
-    assert sum(w in known for w in words) > 0.82 * len(words)
+    assert sum(w in known for w in words) > 0.9 * len(words)
     assert any("\n" in c.text for c in done)
