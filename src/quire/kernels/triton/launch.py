@@ -70,21 +70,25 @@ class Repeat:
         return True
 
     def moved(self, table: PageTable, other: PageTable) -> Repeat | None:
-        """The same over another page table of as many requests; None if it did not read the first one's ids, or read
-        what the other has not, or if that has more than it is for.
+        """The same over another page table of as many requests; None if it did not read the first one's ids, or if the
+        other is of another kind or has more than it is for.
         """
         entries = other.indices.shape[0]
         if self._rest[self._entries] != table.indices.shape[0] or (self.most is not None and entries > self.most):
             return None
+        if type(other) is not type(table):
+            return None
         kept, rest = list(self._kept), list(self._rest)
         rest[self._entries] = entries
-        for i, x in enumerate(kept):
-            for name in ("indptr", "indices", "last_page_len", "kv_lens"):
-                if x is not None and x is table.__dict__.get(name):
-                    moved = other.__dict__.get(name)
-                    if moved is None:
-                        return None
-                    kept[i], rest[i] = moved, moved.data_ptr()
+        theirs = {
+            id(table.indptr): other.indptr,
+            id(table.indices): other.indices,
+            id(table.per_request): other.per_request,
+        }
+        for i, x in enumerate(self._kept):
+            if id(x) in theirs:
+                kept[i] = theirs[id(x)]
+                rest[i] = theirs[id(x)].data_ptr()
         repeat = object.__new__(Repeat)  # copy() takes longer than all this
         repeat.__dict__.update(self.__dict__, _kept=tuple(kept), _rest=tuple(rest))
         return repeat
