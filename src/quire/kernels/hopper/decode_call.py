@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.attention.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.hopper.decode import Config, decode
-from quire.kernels.hopper.line import FEW, SCAN
+from quire.kernels.hopper.line import FEW, scanned
 from quire.kernels.registry import Call
 from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_scales, steps
 
@@ -104,7 +104,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         tile_rows=tuning.rows if whole else 0,
         stages=tuning.stages,
         programs=tuning.programs,
-        scan=max(32, min(SCAN.value, triton.next_power_of_2(batch))),
+        scan=scanned(batch),
         rows=tuning.columns,
         part_rows=_part_rows(tuning),
         part_cost=0 if spec.batch_invariant else _part_rows(tuning) * spec.head_dim_vo // 128,

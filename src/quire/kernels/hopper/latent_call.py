@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.attention.pages import PageTable
 from quire.attention.spec import LOG2E, AttentionSpec
 from quire.kernels.hopper.latent import REGISTERS, Config, decode_latent
-from quire.kernels.hopper.line import SCAN
+from quire.kernels.hopper.line import scanned
 from quire.kernels.registry import Call
 from quire.kernels.triton.launch import Launcher, Repeat, aligned, reach, split_scales
 
@@ -62,7 +61,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         lanes=lanes,
         tile_rows=_ROWS * lanes,
         stages=_STAGES[spec.head_dim_vo],
-        scan=max(32, min(SCAN.value, triton.next_power_of_2(batch))),
+        scan=scanned(batch),
         merge_rows=8,
         fan=8,
         causal=spec.causal and max_q_len != 1,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
 from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,6 +18,11 @@ from triton.experimental.gluon import language as gl
 FEW = gl.constexpr(6)  # blocks per program: up to so many, one program on a multiprocessor is faster than more
 ALONE = gl.constexpr(128)  # requests that each warp looks at alone
 SCAN = gl.constexpr(1024)  # requests that are looked at together, at most; fewer are looked at once
+
+
+def scanned(batch: int) -> int:
+    """How many requests of such a batch are looked at together: a power of two, for whole warps."""
+    return max(32, min(SCAN.value, triton.next_power_of_2(batch)))
 
 
 class Tables(NamedTuple):
