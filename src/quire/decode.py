@@ -158,12 +158,12 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         """
         self._begin_plan()
         slopes = tuple(alibi_slopes or ())
-        same = (
+        as_given = (
             num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
             q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, fixed_split_size,
             disable_split_kv, q_len_per_req, head_dim_vo, window_right, is_causal, slopes,
         )  # fmt: skip
-        if not shared_prefix and self._plan_again(indptr, indices, last_page_len, same):
+        if not shared_prefix and self._plan_again(indptr, indices, last_page_len, as_given):
             return
         if window_right != 0:
             refuse(window_right=window_right)
@@ -203,7 +203,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         }
         self._shared, self._layer = None, None
         self._plan_decode(self._hold_pages(given, page_size, non_blocking), q_len_per_req, **layer)
-        self._layer = same
+        self._layer = as_given
         if shared_prefix:
             self._shared = find_shared_prefix(self, given.values(), page_size, q_len_per_req, layer)
 
