@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import subprocess
@@ -10,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -170,7 +172,7 @@ def test_env_says_what_is_there(capsys):
 )
 def test_bench_times_beside_torch(operation, cell, capsys, tmp_path):
     file, picture = tmp_path / "out.json", tmp_path / "out.png"
-    given = ["--cell", cell, "--rounds", "1", "--json", str(file), "--plot", str(picture)]
+    given = ["--device", "cpu", "--cell", cell, "--rounds", "1", "--json", str(file), "--plot", str(picture)]
     assert main(["bench", operation, *given]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
@@ -182,6 +184,30 @@ def test_bench_times_beside_torch(operation, cell, capsys, tmp_path):
     assert row["torch_ms"] > 0
     assert row["error"] < 3e-3
     assert f"| {operation} {cell} |" in out
+
+
+@pytest.mark.parametrize(("there_is", "timed"), [(False, "cpu"), (True, "gpu")])
+def test_bench_times_a_gpu_if_there_is_one(there_is, timed, monkeypatch, capsys):
+    pytest.importorskip("triton")
+    module = importlib.import_module(f"quire.bench.{timed}")
+    asked = []
+
+    def bench(names, backend, rounds):
+        asked.extend(names)
+        yield {"cells": [{"cell": name} for name in names]}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there_is)
+    monkeypatch.setattr(module, "bench", bench)
+    monkeypatch.setattr(module, "table", lambda result: "a table")
+    assert main(["bench", "decode"]) == 0
+    assert asked == list(module.DECODE)
+    assert capsys.readouterr().out == "a table\n"
+
+
+def test_bench_wants_the_gpu_that_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "decode", "--device", "cuda"]) == 2
+    assert "--device cuda: there is no GPU" in capsys.readouterr().err
 
 
 def test_bench_keeps_what_it_has_timed(monkeypatch, capsys, tmp_path):
@@ -196,6 +222,6 @@ def test_bench_keeps_what_it_has_timed(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(cpu, "measure", interrupted)
     cells = ["--cell", "4:2 d64 3x40", "--cell", "4:2 d64 2x30"]
-    assert main(["bench", "decode", *cells, "--rounds", "1", "--json", str(file)]) == 130
+    assert main(["bench", "decode", "--device", "cpu", *cells, "--rounds", "1", "--json", str(file)]) == 130
     assert [row["cell"] for row in json.loads(file.read_text())["cells"]] == ["decode 4:2 d64 3x40"]
     assert "1 of 2: decode 4:2 d64 3x40" in capsys.readouterr().err

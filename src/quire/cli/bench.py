@@ -12,7 +12,7 @@ from typing import Any
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="time attention", description=__doc__)
     parser.add_argument("operation", choices=("decode", "prefill"))
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU unless said otherwise, if there is one")
     parser.add_argument("--backend", default="auto", help="kernel family (see quire env)")
     parser.add_argument("--cell", action="append", help='what to time, like "gqa4 p16 8x2k" (may be given again)')
     parser.add_argument("--rounds", type=int, default=11, help="of which the median counts")
@@ -27,14 +27,14 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _module(device: str) -> Any:
-    """Who times on a device."""
-    if device == "cpu":
+def _module(device: str | None) -> Any:
+    """Who times on a device; None: on a GPU, if there is one."""
+    import torch
+
+    if device == "cpu" or (device is None and not torch.cuda.is_available()):
         from quire.bench import cpu
 
         return cpu
-    import torch
-
     if not torch.cuda.is_available():
         raise ValueError(f"--device {device}: there is no GPU")
     from quire.bench import gpu
