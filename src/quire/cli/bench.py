@@ -31,7 +31,8 @@ def _module(device: str | None) -> Any:
     """Who times on a device; None: on a GPU, if there is one."""
     import torch
 
-    if device == "cpu" or (device is None and not torch.cuda.is_available()):
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
         from quire.bench import cpu
 
         return cpu
