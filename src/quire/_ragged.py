@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire._arguments import Scale, by_position, refuse
 from quire._buffers import check_buffers
 from quire._prefill import PrefillWrapper
-from quire._wrapper import DType, Scale, refuse
+from quire._wrapper import DType
 from quire.attention.pages import table
 from quire.attention.spec import FLOATS8, as_dtype
 from quire.attention.tensors import as_nhd
@@ -158,8 +159,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         The other arguments, results and errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if args or self._sink_by_position:
-            q_scale, k_scale, v_scale, sm_scale, sinks = self._by_position(
-                args, q_scale, k_scale, v_scale, sm_scale, sinks
+            q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
+                args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
         own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale)
         done = self._repeat(q, (k, v), out, lse, sinks, return_lse, (own, kv_cache_sf))

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from quire._arguments import Scale, takes_sink, typed
+from quire._arguments import refuse as refuse
 from quire._buffers import check_workspace, fitting
 from quire.attention.items import Items
 from quire.attention.masks import PackedMask
@@ -23,31 +25,9 @@ from quire.kernels.attend import attend, made
 from quire.kernels.ops import asked, traced
 
 DType = str | torch.dtype
-Scale = float | Tensor
 # What repeats a run; whether its output is like q; where v begins in a cache of both; over which tables.
 Repeated = tuple[registry.Repeat, bool, int, PageTable | RaggedLayout]
 INT_WORKSPACE = 8 << 20  # bytes on a GPU, as in FlashInfer: parts of tiles, or counters
-
-
-def refuse(**given: Any) -> None:
-    """Refuse options of FlashInfer's that Quire does not have, where they are used."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise ValueError(f"{name} is not supported")
-
-
-def takes_sink(jit_args: Any) -> bool:
-    """Whether a kernel of the program's own is the one that Quire has: attention with a sink. Refuses any other."""
-    if jit_args is None:
-        return False
-    variant = jit_args[11] if len(jit_args) > 11 else None
-    check(variant == "AttentionSink", "jit_args", variant, "the variant AttentionSink, or none")
-    return True
-
-
-def product(a: Scale | None, b: Scale | None) -> Scale | None:
-    """Two factors in one, either of which may be missing."""
-    return b if a is None else a if b is None else a * b
 
 
 def _page_table(tables: list[Tensor], page_size: int) -> PageTable:
@@ -418,26 +398,6 @@ class AttentionWrapper:
             return None
         self._repeats[key] = moved, alike, v_offset, self._kv
         return self._repeats[key]
-
-    def _by_position(
-        self,
-        args: tuple[Any, ...],
-        q_scale: Scale | None,
-        k_scale: Scale | None,
-        v_scale: Scale | None,
-        sm_scale: float | None,
-        sinks: Tensor | None,
-    ) -> tuple[Scale | None, Scale | None, Scale | None, float | None, Tensor | None]:
-        """The arguments of a run that may come by position: see the class."""
-        most = 2 if self._sink_by_position else 4
-        check(len(args) <= most, "arguments by position", len(args), f"at most {most} after the tensors")
-        if self._sink_by_position:
-            sinks = args[0] if args else sinks
-            sm_scale = args[1] if len(args) > 1 else sm_scale
-        elif args:
-            q_more, k_more, v_more = (*args, None, None)[:3]
-            q_scale, k_scale, v_scale = product(q_scale, q_more), product(k_scale, k_more), product(v_scale, v_more)
-        return q_scale, k_scale, v_scale, sm_scale, sinks
 
     def _attend(
         self,

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._wrapper import DType, Scale, refuse
+from quire._arguments import Scale, refuse
+from quire._wrapper import DType
 from quire.attention.pages import PageTable
 from quire.attention.spec import check
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper

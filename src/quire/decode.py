@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire._arguments import Scale, by_position, refuse, typed
 from quire._buffers import check_buffers, fitting, fixed_batch
 from quire._shared_prefix import SharedPrefix, check_shared_prefix, find_shared_prefix
-from quire._wrapper import AttentionWrapper, DType, Scale, refuse
+from quire._wrapper import AttentionWrapper, DType
 from quire.attention.pages import PageTable, RaggedLayout, table
 from quire.attention.spec import FLOATS8, as_dtype, check
 from quire.attention.tensors import as_nhd, check_layout, split_cache
@@ -285,8 +286,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         """
         if args or self._sink_by_position:
             return_lse = bool(args[3]) if len(args) == 4 else return_lse
-            q_scale, k_scale, v_scale, sm_scale, sinks = self._by_position(
-                args, q_scale, k_scale, v_scale, sm_scale, sinks
+            q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
+                args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
         options = (
             q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req, kv_cache_sf,

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire._arguments import refuse, typed
 from quire._buffers import fitting, fixed_batch, same
-from quire._wrapper import AttentionWrapper, DType, refuse
+from quire._wrapper import AttentionWrapper, DType
 from quire.attention.pages import LengthTable, PageTable, RaggedLayout, table
 from quire.attention.spec import FLOATS8, AttentionSpec, as_dtype, check
 from quire.attention.tensors import check_tensor

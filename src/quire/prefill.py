@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire._arguments import Scale, by_position, product, refuse
 from quire._buffers import check_buffers
 from quire._prefill import PrefillWrapper
 from quire._ragged import BatchPrefillWithRaggedKVCacheWrapper
-from quire._wrapper import DType, Scale, asked, product, refuse
+from quire._wrapper import DType, asked
 from quire.attention.pages import PageTable, table
 from quire.attention.spec import check
 from quire.attention.tensors import as_nhd, as_scale, check_layout, split_cache
@@ -217,8 +218,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         """
         if args or self._sink_by_position:
             return_lse = bool(args[3]) if len(args) == 4 else return_lse
-            q_scale, k_scale, v_scale, sm_scale, sinks = self._by_position(
-                args, q_scale, k_scale, v_scale, sm_scale, sinks
+            q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
+                args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
         own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout)
         beyond = (kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress)
