@@ -298,19 +298,16 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         self._planned()
-        if q_len_per_req is not None:
-            check(
-                q_len_per_req == self._q_len_per_req, "q_len_per_req", q_len_per_req, f"{self._q_len_per_req}, planned"
-            )
+        each = self._q_len_per_req
+        check(q_len_per_req in (None, each), "q_len_per_req", q_len_per_req, lambda: f"{each}, planned")
         assert self._qo_indptr_buf is not None
         assert isinstance(self._kv, PageTable)
-        rows = (self._qo_indptr_buf.shape[0] - 1) * self._q_len_per_req
-        fits = f"{rows} tokens, batch size * q_len_per_req"
-        check(q.ndim == 3 and len(q) == rows, "q.shape", list(q.shape), fits)
+        rows = (self._qo_indptr_buf.shape[0] - 1) * each
+        fits = q.ndim == 3 and q.shape[0] == rows
+        check(fits, "q.shape", list(q.shape), lambda: f"{rows} tokens, batch size * q_len_per_req")
         k, v = split_cache(paged_kv_cache, self._kv_layout)
-        check(
-            k.shape[1] == self._kv.page_size, "page size of the cache", k.shape[1], f"{self._kv.page_size}, as planned"
-        )
+        size = self._kv.page_size
+        check(k.shape[1] == size, "page size of the cache", k.shape[1], lambda: f"{size}, as planned")
         layer: dict[str, Any] = {
             "q_scale": q_scale,
             "k_scale": k_scale,

@@ -231,9 +231,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         self._planned()
         k, v = split_cache(paged_kv_cache, self._kv_layout)
         assert isinstance(self._kv, PageTable)
-        check(
-            k.shape[1] == self._kv.page_size, "page size of the cache", k.shape[1], f"{self._kv.page_size}, as planned"
-        )
+        size = self._kv.page_size
+        check(k.shape[1] == size, "page size of the cache", k.shape[1], lambda: f"{size}, as planned")
         return self._attend(
             q,
             k,

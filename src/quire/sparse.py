@@ -204,7 +204,8 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
         """
         self._planned()
         for name, x, length in (("q", q, self.M), ("k", k, self.N), ("v", v, self.N)):
-            check(x.ndim == 3 and len(x) == length, f"{name}.shape", list(x.shape), f"[{length}, heads, head_dim]")
+            fits = x.ndim == 3 and len(x) == length
+            check(fits, f"{name}.shape", list(x.shape), partial("[{}, heads, head_dim]".format, length))
         pages = (self.N // self.C, self.C)
         cache = (k.unflatten(0, pages), v.unflatten(0, pages))
         return self._prefill.run(q, cache, scale_q, scale_k, scale_v, return_lse=return_lse, out=out, lse=lse)
@@ -343,7 +344,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
         queries, keys = (num_qo_heads, self._rows), (num_kv_heads, self._keys)
         for name, x, shape in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
             fits = x.ndim == 3 and x.shape[:2] == shape
-            check(fits, f"{name}.shape", list(x.shape), f"[{shape[0]}, {shape[1]}, head_dim]")
+            check(fits, f"{name}.shape", list(x.shape), partial("[{}, {}, head_dim]".format, *shape))
         rows = q.unflatten(0, (num_kv_heads, num_qo_heads // num_kv_heads)).transpose(1, 2).flatten(0, 1)
         cache = (k.flatten(0, 1)[:, None, None], v.flatten(0, 1)[:, None, None])
         found = self._prefill.run(rows, cache, return_lse=return_lse, out=out, lse=lse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from ast import literal_eval
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -16,10 +17,24 @@ POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 LOG2E = math.log2(math.e)
 
 
-def check(ok: bool, name: str, value: object, allowed: str) -> None:
-    """Refuse an argument with a ValueError that names it, its value and what is allowed."""
+def check(ok: bool, name: str, value: object, allowed: str | Callable[[], str]) -> None:
+    """Refuse an argument with a ValueError that names it, its value and what is allowed.
+
+    Checks that torch.compile traces give a function for `allowed` where the text has numbers in it: they may be symbols
+    there, which cannot be formatted, and the text of a check that passes is not needed.
+    """
     if not ok:
-        raise ValueError(f"{name} = {value!r} is not supported: {allowed}")
+        raise ValueError(f"{name} = {value!r} is not supported: {allowed if isinstance(allowed, str) else allowed()}")
+
+
+def is_int(value: object) -> bool:
+    """Whether an argument is an int. True and NumPy's integers, though equal to one, are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> bool:
+    """Whether an argument is a finite number, of Python's or NumPy's. A tensor is none: its value may change later."""
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def as_dtype(dtype: str | torch.dtype, name: str = "dtype") -> torch.dtype:

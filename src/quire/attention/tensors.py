@@ -77,7 +77,8 @@ def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Ten
     if scale is None:
         return 1.0
     if isinstance(scale, Tensor):
-        check(scale.numel() in (1, heads), name, list(scale.shape), f"a number, or one for each of {heads} heads")
+        fits = scale.numel() in (1, heads)
+        check(fits, name, list(scale.shape), lambda: f"a number, or one for each of {heads} heads")
     return scale
 
 
