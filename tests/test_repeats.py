@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from inspect import signature
 
+import numpy as np
 import pytest
 import torch
 
@@ -141,6 +142,38 @@ def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
     wrapper.reset_workspace_buffer(torch.empty(0, device="meta"), torch.empty(16, dtype=torch.uint8, device="meta"))
     plan(18, window_left=5)
     assert runs() == ([18, 18], [18]), "and so is other memory"
+
+
+@pytest.mark.parametrize("kind", [float, np.int64, bool])
+def test_what_equals_an_argument_has_not_been_checked(kind, computed):
+    """Neither as a plan's, nor as a run's."""
+    wrapper, table = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta")), table_of(8, "meta")
+    wrapper._repeatable = True
+    q, cache = torch.empty(2, 1, 64, device="meta"), torch.empty(9, 2, 16, 1, 64, device="meta")
+    given = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 64, "page_size": 16, "window_left": 1}
+    given |= {"q_len_per_req": 1, "q_data_type": torch.float32}
+    tables = (table.indptr, table.indices, table.last_page_len)
+    for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "window_left", "q_len_per_req"):
+        if kind is bool and name in ("head_dim", "page_size"):
+            continue  # True is neither
+        wrapper.plan(*tables, **given)
+        with pytest.raises(ValueError, match=name):
+            wrapper.plan(*tables, **{**given, name: kind(given[name])})
+    wrapper.plan(*tables, **given)
+    first, again = computed
+    for _ in range(2):
+        for window in (1, kind(1)):
+            wrapper.run(q, cache, window_left=window)
+    assert (len(first), len(again)) == (2, 2), "kernels' own layers are checked below, once for each"
+    latent = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(0, device="meta"))
+    numbers = {"num_heads": 1, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": 1}
+    options = {"causal": True, "sm_scale": 0.1, "q_data_type": torch.float32, "kv_data_type": torch.float32}
+    rows = torch.empty(3, dtype=torch.int32, device="meta")
+    for name in numbers:
+        latent.plan(rows, rows, rows, rows[1:], **numbers, **options)
+        if kind is not bool or numbers[name] == 1:
+            with pytest.raises(ValueError, match=f"{name} = |num_qo_heads = |head_dim_.. = "):
+                latent.plan(rows, rows, rows, rows[1:], **{**numbers, name: kind(numbers[name])}, **options)
 
 
 LAYER = {

@@ -162,8 +162,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
                 args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
-        own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale)
-        done = self._repeat(q, (k, v), out, lse, sinks, return_lse, (own, kv_cache_sf))
+        options = (
+            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale,
+            kv_cache_sf,
+        )  # fmt: skip
+        done = self._repeat(q, (k, v), out, lse, sinks, return_lse, options)
         if done is not None:
             return done
         refuse(kv_cache_sf=kv_cache_sf)

@@ -18,7 +18,7 @@ from quire._buffers import check_workspace, fitting
 from quire.attention.items import Items
 from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout, table
-from quire.attention.spec import AttentionSpec, as_dtype, check
+from quire.attention.spec import AttentionSpec, as_dtype, check, is_int
 from quire.attention.tensors import as_scale, check_layout, check_lse, check_qkv, check_tensor, outputs
 from quire.kernels import registry
 from quire.kernels.attend import attend, made
@@ -92,7 +92,7 @@ class AttentionWrapper:
         self._repeatable, self._index = self._device_is_gpu and not self._checking, self.device.index
         self._forget()
         self._key: Any = None
-        self._layer: Any = None  # the last plan's arguments but for its tables, where a plan compares them
+        self._layer: Any = None  # the last plan's arguments but for its tables, `typed`, where a plan compares them
         self._use_cuda_graph = use_cuda_graph
         self._captured = False
         self._spec: AttentionSpec | None = None
@@ -268,7 +268,7 @@ class AttentionWrapper:
         free = self._device_is_gpu and qo_indptr.is_cpu and qo_indptr.shape[0] > 1 and not self._use_cuda_graph
         known = int(qo_indptr.diff().max()) if free else 0
         if given is not None:
-            fits = isinstance(given, int) and given >= known
+            fits = is_int(given) and given >= known
             check(fits, "max_token_per_sequence", given, f"an integer, no less than {known}")
         return given or known
 
@@ -356,7 +356,7 @@ class AttentionWrapper:
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             None if v is k else (v.shape, v.stride(), v.dtype, v.device), None if out is None else _kind(out),
-            None if lse is None else _kind(lse), None if sinks is None else _kind(sinks), return_lse, options,
+            None if lse is None else _kind(lse), None if sinks is None else _kind(sinks), return_lse, typed(options),
             None if q_pe is None else _kind(q_pe), None if k_pe is None else _kind(k_pe),
         )  # fmt: skip
         found = self._repeats.get(key) or self._moved(key)

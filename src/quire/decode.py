@@ -16,7 +16,7 @@ from quire._buffers import check_buffers, fitting, fixed_batch
 from quire._shared_prefix import SharedPrefix, check_shared_prefix, find_shared_prefix
 from quire._wrapper import AttentionWrapper, DType
 from quire.attention.pages import PageTable, RaggedLayout, table
-from quire.attention.spec import FLOATS8, as_dtype, check
+from quire.attention.spec import FLOATS8, as_dtype, check, is_int
 from quire.attention.tensors import as_nhd, check_layout, split_cache
 
 __all__ = [
@@ -159,11 +159,11 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         """
         self._begin_plan()
         slopes = tuple(alibi_slopes or ())
-        as_given = (
+        as_given = typed((
             num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
             q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, fixed_split_size,
             disable_split_kv, q_len_per_req, head_dim_vo, window_right, is_causal, slopes,
-        )  # fmt: skip
+        ))  # fmt: skip
         if not shared_prefix and self._plan_again(indptr, indices, last_page_len, as_given):
             return
         if window_right != 0:
@@ -222,8 +222,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         return True
 
     def _check_q_len(self, q_len_per_req: int) -> None:
-        if not isinstance(q_len_per_req, int) or q_len_per_req < 1:
-            raise ValueError(f"q_len_per_req must be >= 1, and is {q_len_per_req!r}")
+        if not is_int(q_len_per_req) or q_len_per_req < 1:
+            raise ValueError(f"q_len_per_req must be >= 1, an int, and is {q_len_per_req!r}")
         planned = self._q_len_per_req or q_len_per_req
         if self._use_cuda_graph and q_len_per_req != planned:
             raise ValueError(

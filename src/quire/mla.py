@@ -17,7 +17,7 @@ from quire._arguments import refuse, typed
 from quire._buffers import fitting, fixed_batch, same
 from quire._wrapper import AttentionWrapper, DType
 from quire.attention.pages import LengthTable, PageTable, RaggedLayout, table
-from quire.attention.spec import FLOATS8, AttentionSpec, as_dtype, check
+from quire.attention.spec import FLOATS8, AttentionSpec, as_dtype, check, is_int
 from quire.attention.tensors import check_tensor
 from quire.kernels.latent import GROUP, widen
 
@@ -182,10 +182,10 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             ValueError: an argument that does not fit, named with its value and what is allowed.
             TypeError: one that is missing.
         """
-        layer = (
+        layer = typed((
             num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type, use_profiler,
             lse_mode, output_dtype, output_scale, scale_mode, skip_softmax, use_sinks,
-        )  # fmt: skip
+        ))  # fmt: skip
         self._begin_plan()
         flat_alone = metadata is cum_seq_lens_q is block_tables is seq_lens is None
         if flat_alone and self._plan_again(qo_indptr, kv_indptr, kv_indices, kv_len_arr, layer):
@@ -207,8 +207,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             raise ValueError("metadata and tables are given: one of the two is allowed")
         refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)
         q_dtype, kv_dtype = as_dtype(q_data_type, "q_data_type"), as_dtype(kv_data_type, "kv_data_type")  # type: ignore[arg-type]
-        fp8, whole = kv_dtype in FLOATS8, isinstance(page_size, int) and page_size > 0
-        check(whole, "page_size", page_size, "a positive integer")
+        fp8, whole = kv_dtype in FLOATS8, is_int(page_size) and page_size > 0  # type: ignore[operator]
+        check(whole, "page_size", page_size, "a positive int")
         check(not fp8 or q_dtype == torch.bfloat16, "q_data_type", q_dtype, _FP8_QUERIES)
         check(head_dim_ckv in (128, 256, 512), "head_dim_ckv", head_dim_ckv, "128, 256 or 512")
         check(head_dim_kpe in (0, 64), "head_dim_kpe", head_dim_kpe, "64, or 0 for none")

@@ -221,9 +221,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
                 args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
-        own = (q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout)
-        beyond = (kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress)
-        done = self._repeat(q, paged_kv_cache, out, lse, sinks, return_lse, (own, beyond))
+        options = (
+            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, kv_cache_sf,
+            skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress,
+        )  # fmt: skip
+        done = self._repeat(q, paged_kv_cache, out, lse, sinks, return_lse, options)
         if done is not None:
             return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)

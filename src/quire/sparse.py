@@ -15,7 +15,7 @@ from torch import Tensor
 from quire._wrapper import DType, Scale, refuse
 from quire.attention.blocks import VariableBlocks, fixed_blocks, mask_by_rows
 from quire.attention.pages import PageTable, RaggedLayout
-from quire.attention.spec import check
+from quire.attention.spec import check, is_int
 from quire.kernels.pack import pack_blocks
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -280,7 +280,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
         for name, heads in (("num_kv_heads", num_kv_heads), ("num_qo_heads", num_qo_heads)):
-            check(isinstance(heads, int) and heads > 0, name, heads, "a positive integer")
+            check(is_int(heads) and heads > 0, name, heads, "a positive int")
         fits = num_qo_heads % num_kv_heads == 0
         check(fits, "num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
         given = len(block_mask_map)

@@ -7,6 +7,7 @@ from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -117,6 +118,8 @@ class AttentionSpec:
             default(self, "sm_scale", 1.0 / math.sqrt(self.head_dim_qk))
         self._check_types()
         self._check_logits()
+        for name, kind in _KINDS.items():  # equal layers are the same also in their text, and for compilers
+            default(self, name, kind(getattr(self, name)))
         values = tuple(getattr(self, f.name) for f in fields(self) if f.init)
         default(
             self,
@@ -140,15 +143,15 @@ class AttentionSpec:
     def _check_shape(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads"):
             value = getattr(self, name)
-            check(isinstance(value, int) and value > 0, name, value, "a positive integer")
+            check(is_int(value) and value > 0, name, value, "a positive int")
         fits = self.num_qo_heads % self.num_kv_heads == 0
         check(fits, "num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads = {self.num_kv_heads}")
         mla = (self.head_dim_qk, self.head_dim_vo) == (576, 512)
         for name in ("head_dim_qk", "head_dim_vo"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and value > 0 and value % 8 == 0
-            fits = whole and (value <= 256 or (value <= 512 and value % 64 == 0))
-            check(fits or mla, name, value, "a multiple of 8 up to 256, or of 64 up to 512 (MLA: 576 with 512 for v)")
+            whole = is_int(value) and value > 0 and value % 8 == 0
+            fits = whole and (mla or value <= 256 or (value <= 512 and value % 64 == 0))
+            check(fits, name, value, "a multiple of 8 up to 256, or of 64 up to 512 (MLA: 576 with 512 for v)")
         dims = (self.head_dim_qk - self.head_dim_vo, self.head_dim_vo, self.num_kv_heads)
         allowed = "head_dim_vo 128, 256 or 512, head_dim_qk 64 more, one KV head"
         check(not self.latent or dims in ((64, n, 1) for n in (128, 256, 512)), "latent", dims, allowed)
@@ -161,16 +164,17 @@ class AttentionSpec:
         check(same, "kv_dtype", self.kv_dtype, f"q_dtype = {self.q_dtype}, or fp8")
 
     def _check_logits(self) -> None:
-        whole = isinstance(self.window_left, int) and self.window_left >= -1
-        check(whole, "window_left", self.window_left, "-1 for no window, or the keys to the left that stay visible")
+        whole = is_int(self.window_left) and self.window_left >= -1
+        allowed = "-1 or None for no window, or an int, the keys to the left that stay visible"
+        check(whole, "window_left", self.window_left, allowed)
         cap = self.logits_soft_cap
-        check(math.isfinite(cap) and cap >= 0, "logits_soft_cap", cap, "0 for none, or a positive number")
-        check(math.isfinite(self.sm_scale), "sm_scale", self.sm_scale, "a finite number")
+        check(is_finite(cap) and cap >= 0, "logits_soft_cap", cap, "0 for none, or a positive number")
+        check(is_finite(self.sm_scale), "sm_scale", self.sm_scale, "a finite number")
         check(self.pos_encoding in POS_ENCODINGS, "pos_encoding_mode", self.pos_encoding, " or ".join(POS_ENCODINGS))
         for name in ("rope_scale", "rope_theta"):
             value = getattr(self, name)
-            check(math.isfinite(value) and value > 0, name, value, "a positive number")
-        fits = len(self.slopes) == self.num_qo_heads and all(math.isfinite(x) for x in self.slopes)
+            check(is_finite(value) and value > 0, name, value, "a positive number")
+        fits = len(self.slopes) == self.num_qo_heads and all(is_finite(x) for x in self.slopes)
         check(fits or not self.slopes, "alibi_slopes", self.slopes, f"{self.num_qo_heads} finite numbers, one per head")
 
     @property
@@ -192,3 +196,11 @@ class AttentionSpec:
         heads = torch.arange(self.num_qo_heads, dtype=torch.float64)
         exponent = torch.where(heads < n, -8.0 * (heads + 1) / n, -4.0 * (2 * (heads - n) + 1) / n)
         return torch.exp2(exponent).float()
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "window_left"), int),
+    **dict.fromkeys(("logits_soft_cap", "sm_scale", "rope_scale", "rope_theta"), float),
+    **dict.fromkeys(("causal", "custom_mask", "items", "sinks", "latent", "batch_invariant"), bool),
+    "slopes": lambda slopes: tuple(map(float, slopes)),
+}

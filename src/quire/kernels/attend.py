@@ -18,7 +18,15 @@ from quire.kernels.ops import operation, traced
 from quire.kernels.pack import pack
 
 Scale = float | Tensor
-made = lru_cache(maxsize=1024)(AttentionSpec)  # layers, of which a program has few
+_kept = lru_cache(maxsize=1024, typed=True)(AttentionSpec)  # layers, of which a program has few
+
+
+def made(**layer: Any) -> AttentionSpec:
+    """A layer, checked once. Values that are equal and of other types, 8 and 8.0, are checked on their own."""
+    try:
+        return _kept(**layer)
+    except TypeError:  # a value that cannot be hashed
+        return AttentionSpec(**layer)
 
 
 def attend(

@@ -221,7 +221,7 @@ def zeros(spec: AttentionSpec, device: torch.device, backend: str, max_q_len: in
     return module.zeros(spec, device, max_q_len, batch_size, keys) if hasattr(module, "zeros") else 0
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)
 def layer(
     spec: AttentionSpec, window_left: int | None, logits_soft_cap: float | None, sm_scale: float | None, sinks: bool
 ) -> AttentionSpec:
