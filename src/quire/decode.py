@@ -100,7 +100,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         head_dim: int,
         page_size: int,
         pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
+        window_left: int | None = -1,
         logits_soft_cap: float | None = None,
         q_data_type: DType | None = "float16",
         kv_data_type: DType | None = None,
@@ -132,7 +132,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
                 num_kv_heads. head_dim_vo, if it differs, is the size of a value head.
             page_size: tokens in a page.
             pos_encoding_mode: NONE, ROPE_LLAMA or ALIBI (see `quire.attention.AttentionSpec`).
-            window_left: keys to the left of the query that it still sees; -1: all.
+            window_left: keys to the left of the query that it still sees; -1 or None: all.
             logits_soft_cap: c > 0 turns logits x into c * tanh(x / c); None or 0: none.
             q_data_type, kv_data_type: dtypes or names; the cache's follows q's. `data_type` is the old name for both,
                 where they are not given; an fp8 type is the cache's alone.
@@ -166,6 +166,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         ))  # fmt: skip
         if not shared_prefix and self._plan_again(indptr, indices, last_page_len, as_given):
             return
+        window_left = -1 if window_left is None else window_left
         if window_right != 0:
             refuse(window_right=window_right)
         if data_type is not None:
@@ -331,7 +332,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         q_scale: Scale | None = None,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
-        window_left: int = -1,
+        window_left: int | None = -1,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
         rope_scale: float | None = None,
@@ -395,7 +396,7 @@ def fast_decode_plan(
     head_dim: int,
     page_size: int,
     pos_encoding_mode: str = "NONE",
-    window_left: int = -1,
+    window_left: int | None = -1,
     logits_soft_cap: float | None = None,
     q_data_type: DType | None = None,
     kv_data_type: DType | None = None,
@@ -460,7 +461,7 @@ def single_decode_with_kv_cache(
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
-    window_left: int = -1,
+    window_left: int | None = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
     rope_scale: float | None = None,

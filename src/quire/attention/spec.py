@@ -69,7 +69,8 @@ class AttentionSpec:
             512 (MLA).
         head_dim_vo: size of a value or output head; the same as head_dim_qk where not given.
         q_dtype, kv_dtype, o_dtype: dtypes of queries, cache and output; kv and output follow q where not given.
-        causal, window_left, logits_soft_cap, sm_scale: see above; `sm_scale` defaults to 1/sqrt(head_dim_qk).
+        causal, window_left, logits_soft_cap, sm_scale: see above; None is no window, and `sm_scale` defaults to
+            1/sqrt(head_dim_qk).
         pos_encoding: NONE, ROPE_LLAMA (q and k are rotated, halves paired, at positions i + kv_len - q_len and j by
             ``pos / rope_scale * rope_theta**(-2k/head_dim)``) or ALIBI.
         slopes: those of ALIBI, one per query head; the usual ones where not given, see `alibi_slopes`.
@@ -113,6 +114,8 @@ class AttentionSpec:
             default(self, "kv_dtype", self.q_dtype)
         if self.o_dtype is None:
             default(self, "o_dtype", self.q_dtype)
+        if self.window_left is None:
+            default(self, "window_left", -1)
         self._check_shape()
         if self.sm_scale is None:
             default(self, "sm_scale", 1.0 / math.sqrt(self.head_dim_qk))

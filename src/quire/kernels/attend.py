@@ -232,7 +232,7 @@ def _attend_one(
     scales: list[float],
     causal: bool,
     pos_encoding: str,
-    window_left: int,
+    window_left: int | None,
     logits_soft_cap: float,
     sm_scale: float | None,
     rope_scale: float,

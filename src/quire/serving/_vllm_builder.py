@@ -205,7 +205,7 @@ class FlashInferMetadataBuilder:
         """
         if self.sliding_window is None or any(self.context_lens[: self.num_prefills]):
             return
-        if not 0 <= metadata.window_left < self.sliding_window:
+        if metadata.window_left is None or not 0 <= metadata.window_left < self.sliding_window:
             return  # some layer sees further
         begin = 0
         for count in self.query_lens[: self.num_prefills]:

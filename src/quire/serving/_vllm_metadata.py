@@ -130,7 +130,7 @@ class FlashInferMetadata:
     q_data_type: torch.dtype | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     is_profile_run: bool = False
-    window_left: int = -1
+    window_left: int | None = -1
     logits_soft_cap: float | None = None
     sm_scale: float | None = None
     prefill_over_rows: bool = False
