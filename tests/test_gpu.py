@@ -180,8 +180,18 @@ def test_a_captured_plan_is_not_replaced(batch):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         wrapper.run(q, kv)
-    with pytest.raises(RuntimeError, match=r"captured in a CUDA graph.*use_cuda_graph=True"):
-        wrapper.plan(*tables(batch), 8, 2, 64, 16, q_data_type=BF16)
+    again = (*tables(batch), 8, 2, 64, 16)
+    with pytest.raises(RuntimeError, match=r"captured in a CUDA graph.*use_cuda_graph=True.*forget_cuda_graph"):
+        wrapper.plan(*again, q_data_type=BF16)
+    del graph
+    wrapper.forget_cuda_graph()
+    wrapper.plan(*again, q_data_type=BF16)
+    assert relative_error(wrapper.run(q, kv).cpu(), batch.exact()[0]) < 3e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(q, kv)
+    with pytest.raises(RuntimeError, match="forget_cuda_graph"):
+        wrapper.plan(*again, q_data_type=BF16)
 
 
 def test_runs_wait_for_nothing(batch):

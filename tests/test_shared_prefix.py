@@ -437,6 +437,9 @@ def test_runs_are_captured(rng, eager):
     assert relative_error(out, batch.exact()[0]) < BOUNDS[BF16]
     with pytest.raises(RuntimeError, match="captured in a CUDA graph"):
         plan(batch, wrapper)
+    wrapper.forget_cuda_graph()
+    check(batch, *run(wrapper, batch))  # not captured, so that plans are allowed afterwards
+    check(batch, *run(plan(batch, wrapper), batch))
 
 
 @pytest.mark.gpu

@@ -171,14 +171,26 @@ class AttentionWrapper:
             raise RuntimeError(f"{type(self).__name__}: plan() must be called before this")
         return self._spec
 
+    def forget_cuda_graph(self) -> None:
+        """Allow plans again after runs were captured in a CUDA graph without `use_cuda_graph`. The graph must not be
+        replayed any more: it reads the tables of the plan that it was captured with, which the next plan may free.
+        """
+        self._captured = False
+
     def _begin_plan(self) -> None:
         """Refuse a plan that a captured graph would not see."""
         if self._captured and not torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self).__name__}: a run of the plan before this one was captured in a CUDA graph, which reads "
-                "that plan's tables. Make the wrapper with use_cuda_graph=True to plan again, or another wrapper"
+                "that plan's tables. Make the wrapper with use_cuda_graph=True, whose graphs see later plans, or call "
+                "forget_cuda_graph() if no such graph will be replayed any more"
             )
         self._captured = False
+
+    def _note_capture(self, q: Tensor) -> None:
+        """Remember that a graph will read this plan's tables, and not buffers that the wrapper keeps."""
+        if self._device_is_gpu and not (self._use_cuda_graph or self._captured or traced(q)):
+            self._captured = torch.cuda.is_current_stream_capturing()
 
     def _together(self, tables: Sequence[Tensor]) -> list[Tensor]:
         """Tables on one device: on the host, to be checked, if all lie there or checks are asked for."""
@@ -448,9 +460,7 @@ class AttentionWrapper:
             result, _ = outputs(len(q), spec, self.device, out, None, False)
         else:
             result, sums = outputs(len(q), spec, self.device, out, lse, wanted)  # type: ignore[assignment]
-        if self._device_is_gpu and not (self._use_cuda_graph or self._captured or traced(q)):
-            # A graph will read this plan's tables, not buffers that the wrapper keeps.
-            self._captured = torch.cuda.is_current_stream_capturing()
+        self._note_capture(q)
         call = registry.Call(
             q, k, v, self._qo, self._kv, spec, self._mask, sinks, *scales, self._items, q_pe, k_pe, pe_gain,
             max_q_len=self._max_q_len, scratch=self._scratch, zeros=self._zeros,

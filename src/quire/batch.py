@@ -85,6 +85,12 @@ class BatchAttention:
         )
         self._logits_soft_cap = logits_soft_cap or 0.0
 
+    def forget_cuda_graph(self) -> None:
+        """Allow plans again after a run was captured in a CUDA graph, which must not be replayed any more: see
+        `BatchPrefillWithPagedKVCacheWrapper.forget_cuda_graph`.
+        """
+        self._wrapper.forget_cuda_graph()
+
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Accepted: k and v may differ in strides without any preparation."""
         check(variant == "independent", "variant", variant, "independent")

@@ -318,7 +318,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         }
         if self._shared is not None and (window_left is None or window_left < 0):
             result = self._shared.run(q, paged_kv_cache, self._planned(), out, lse, sinks, return_lse, **layer)
-            self._captured = self._captured or self._shared.parts[0]._captured
+            self._note_capture(q)
             return result
         return self._attend(
             q, k, v, window_left=window_left, sinks=sinks, out=out, lse=lse, return_lse=return_lse, **layer

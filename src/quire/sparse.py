@@ -57,6 +57,12 @@ class _BlockSparseWrapper:
         """Replace the workspace buffers; both must lie on the wrapper's device."""
         self._prefill.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
+    def forget_cuda_graph(self) -> None:
+        """Allow plans again after a run was captured in a CUDA graph, which must not be replayed any more: see
+        `BatchPrefillWithPagedKVCacheWrapper.forget_cuda_graph`.
+        """
+        self._prefill.forget_cuda_graph()
+
     def end_forward(self) -> None:
         """Kept for code that calls it; there is nothing to end."""
 
