@@ -65,6 +65,11 @@ def test_layers_that_cannot_be_computed(caplog, rng):
         vllm.FlashInferImpl(3, 16, 0.25, 2, None, None, "auto")
     with pytest.raises(ValueError, match="sliding_window = 0"):
         vllm.FlashInferImpl(4, 16, 0.25, 2, None, 0, "auto")
+    for unknown in ("int8", "uint8", "float64", "bool", "fp8_e3m4", "fp4", None):
+        with pytest.raises(ValueError, match=f"{unknown!r}"):
+            vllm.FlashInferImpl(4, 16, 0.25, 2, None, None, unknown)
+    for known in ("float16", "half", "bfloat16", "float8_e5m2", "fp8_e5m2", torch.float16):
+        vllm.FlashInferImpl(4, 16, 0.25, 2, None, None, known)
     impl = vllm.FlashInferImpl(4, 16, 0.25, 2, None, 8, "auto", use_irope=True)
     assert "use_irope" in caplog.text
     assert impl.sliding_window == (7, 0)

@@ -155,6 +155,7 @@ class AttentionWrapper:
             ValueError: a buffer that is not such a one.
         """
         for name, buffer in (("float", float_workspace_buffer), ("int", int_workspace_buffer)):
+            check(buffer is not None, f"{name}_workspace_buffer", None, "a tensor is needed")
             check_workspace(buffer, f"{name}_workspace_buffer")
             check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))
         size = int_workspace_buffer.nbytes

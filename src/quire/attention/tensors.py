@@ -65,7 +65,7 @@ def check_tensor(x: Tensor, name: str, shape: tuple[int | None, ...], dtype: tor
         wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be {wanted}")
     if x.dtype != dtype:
-        raise ValueError(f"{name} is {x.dtype}: it must be {dtype}, as planned")
+        raise ValueError(f"{name} is {x.dtype}: it must be {dtype}")
     if x.device != device:
         raise ValueError(f"{name} lies on {x.device}: it must lie on {device}")
     if x.stride(-1) != 1 and x.shape[-1] > 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.pages import PageTable
-from quire.attention.spec import as_dtype
+from quire.attention.spec import FLOATS, FLOATS8, as_dtype, check
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.serving._vllm_protocols import LayerImpl, ModelInput, VllmConfig
@@ -70,10 +70,15 @@ def shared_or_neutral(per_layer_params: dict[str, PerLayerParameters], head_dim:
 
 
 def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a cache from vLLM's name for it."""
+    """The dtype of a cache from vLLM's name for it; ValueError for one that attention cannot read."""
     if kv_cache_dtype == "auto":
         return model_dtype
-    return fp8_dtype(kv_cache_dtype) if kv_cache_dtype.startswith("fp8") else as_dtype(kv_cache_dtype, "kv_cache_dtype")
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype.startswith("fp8"):
+        return fp8_dtype(kv_cache_dtype)
+    dtype = as_dtype(kv_cache_dtype, "kv_cache_dtype")
+    allowed = "auto, float32, bfloat16, float16, fp8, fp8_e4m3 or fp8_e5m2"
+    check(dtype in FLOATS + FLOATS8, "kv_cache_dtype", kv_cache_dtype, allowed)
+    return dtype
 
 
 @dataclass
