@@ -266,13 +266,10 @@ class AttentionWrapper:
         self._scratch, self._scratch_size = self._take_scratch(size), size
         if planned.batch_invariant:
             self._take_zeros(registry.zeros(planned, self.device, self._family, max_q_len, kv.batch_size, keys))
-        self._spec, self._qo, self._kv, self._mask, self._items = planned, qo, kv, mask, items
-        self._forget()
+        self._qo, self._kv, self._mask, self._items = qo, kv, mask, items
         self._max_q_len = max_q_len
         self._plan_info = planned
-        self._causal, self._pos_encoding_mode = planned.causal, planned.pos_encoding
-        self._window_left, self._logits_soft_cap = planned.window_left, planned.logits_soft_cap
-        self._sm_scale, self._rope_scale, self._rope_theta = planned.sm_scale, rope_scale, rope_theta
+        self._set_layer(planned)
 
     def _longest(self, qo_indptr: Tensor, given: int | None = None) -> int:
         """The most query tokens of a request, as given or where that is known for free and for later plans of a graph
@@ -311,12 +308,21 @@ class AttentionWrapper:
             self._int_workspace_buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
             self._zeros = self._int_workspace_buffer.view(torch.int32)
 
+    def _set_layer(self, spec: AttentionSpec) -> None:
+        """Runs are of this layer from now on. Engines read the attributes that FlashInfer keeps it in."""
+        self._spec = spec
+        self._causal, self._pos_encoding_mode, self._window_left = spec.causal, spec.pos_encoding, spec.window_left
+        self._logits_soft_cap, self._sm_scale = spec.logits_soft_cap, spec.sm_scale
+        self._rope_scale, self._rope_theta = spec.rope_scale, spec.rope_theta
+        self._forget()
+
     def _replan(self, **changes: Any) -> None:
         """What the deprecated forward() does: change the plan's layer by the arguments that it repeats."""
         spec = self._planned()
         defaults = {"sm_scale": 1 / math.sqrt(spec.head_dim_qk), "rope_scale": 1.0, "rope_theta": 1e4}
-        self._spec = spec.but(**{k: defaults.get(k) if x is None else x for k, x in changes.items()})
-        self._forget()
+        changed = spec.but(**{k: defaults.get(k) if x is None else x for k, x in changes.items()})
+        if changed != spec:
+            self._set_layer(changed)
 
     def _forget(self) -> None:
         """Runs so far are not to be repeated: those of this plan, and of earlier ones with other tables."""
