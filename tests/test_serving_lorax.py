@@ -9,7 +9,7 @@ from array import array
 import pytest
 import torch
 
-from quire.attention import AttentionSpec, RaggedLayout, oracle
+from quire.attention import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.serving import lorax
 from quire.serving.base import StepTables, store
@@ -127,7 +127,7 @@ class Engine:
         rows = tables.qo_indptr
         if k is not None:
             with lorax.use_prefill_state(state=self.ragged, cu_seqlens=rows, query_dtype=self.spec.q_dtype, **given):
-                return lorax.prefill_state.get().forward(q, k, v, causal=True)
+                return lorax.prefill_state.get().forward(q, k, v)
         with lorax.use_prefill_with_paged_kv_state(state=self.paged, cu_seqlens=rows, **cached):
             return lorax.prefill_with_paged_kv_state.get().run(q, tuple(self.cache))
 
@@ -299,7 +299,10 @@ def test_one_state_is_not_for_two_at_a_time(rng):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_lengths": torch.tensor([20, 3])}, "lengths is torch.int64"),
+        ({"input_lengths": torch.tensor([20.0, 3.0])}, "input_lengths is torch.float32"),
+        ({"input_lengths": torch.tensor([20, 3 + 2**32])}, r"input_lengths\[1\] = 4294967299 is out of range"),
+        ({"block_tables": torch.tensor([0, 2**32 + 1, 1])}, r"block_tables\[1\] = 4294967297 is out of range"),
+        ({"query_dtype": "float17"}, "query_dtype = 'float17'"),
         ({"input_lengths": torch.tensor([20, 40]).int()}, "kv_indptr.* is beyond the number of kv_indices"),
         ({"block_tables": torch.tensor([0, 1, -1]).int()}, r"kv_indices\[2\] = -1 is out of range"),
         ({"num_kv_heads": 3}, "num_qo_heads"),
@@ -312,3 +315,122 @@ def test_arguments_that_do_not_fit_are_refused(change, message, rng):
     _batch, state, given = one(rng)
     with pytest.raises(ValueError, match=message), lorax.use_decode_state(state=state, **{**given, **change}):
         pass
+
+
+def test_states_of_another_kind_are_refused():
+    states = (lorax.create_prefill_state(device="cpu"), lorax.create_decode_state(device="cpu", **heads_of(2, 1)), None)
+    rows = torch.tensor([0, 20, 23]).int()
+    common = {"cu_seqlens": rows, "window_left": -1, "head_size": 32, **heads_of(2, 1)}
+    pages = {"block_tables": rows, "input_lengths": rows[1:], "page_size": 16, "dtype": torch.float32}
+    for state in states:
+        with pytest.raises(ValueError, match=r"state = .* BatchPrefillWithPagedKVCacheWrapper is needed"):
+            lorax.use_prefill_with_paged_kv_state(state=state, **common, **pages)
+    for state in states[1:]:
+        with pytest.raises(ValueError, match=r"state = .* BatchPrefillWithRaggedKVCacheWrapper is needed"):
+            lorax.use_prefill_state(state=state, **common)
+    del common["cu_seqlens"]
+    with pytest.raises(ValueError, match=r"state = '_RaggedState' .* BatchDecodeWithPagedKVCacheWrapper is needed"):
+        lorax.use_decode_state(state=states[0], **common, **pages)
+
+
+def heads_of(num_heads, num_kv_heads):
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+
+
+class Prompts:
+    """Two prompts in pages and as rows, and the contexts of their two states."""
+
+    def __init__(self, rng):
+        self.spec = AttentionSpec(
+            num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, window_left=rng.choice((3, 7))
+        )
+        self.lengths = [rng.randint(9, 40), rng.randint(9, 40)]
+        self.batch = random_batch(self.spec, self.lengths, self.lengths, 16)
+        self.rows = RaggedLayout(self.batch.qo.indptr)
+        self.k, self.v = torch.randn(2, sum(self.lengths), 2, 32)
+        common = {**layer_arguments(self.spec, self.spec.window_left), "cu_seqlens": self.batch.qo.indptr}
+        self.paged, self.ragged = (
+            lorax.create_prefill_with_paged_kv_state(device="cpu"),
+            lorax.create_prefill_state(device="cpu"),
+        )
+        paged = {**paged_arguments(self.batch, self.spec.window_left), "cu_seqlens": self.batch.qo.indptr}
+        self.uses = {
+            "paged": lambda: lorax.use_prefill_with_paged_kv_state(state=self.paged, **paged),
+            "ragged": lambda: lorax.use_prefill_state(state=self.ragged, query_dtype=torch.float32, **common),
+        }
+
+    def tensors(self, kind):
+        q, (k, v) = self.batch.q, (self.batch.k, self.batch.v)
+        return (q, (k, v)) if kind == "paged" else (q, self.k, self.v)
+
+    def check(self, kind, out, **layer):
+        spec = self.spec.but(**layer)
+        if kind == "paged":
+            exact, _ = oracle.attend_batch(self.batch.q, self.batch.k, self.batch.v, self.rows, self.batch.kv, spec)
+        else:
+            table, rows = PageTable.from_ragged(self.rows, len(self.k)), (self.k[:, None], self.v[:, None])
+            exact, _ = oracle.attend_batch(self.batch.q, *rows, self.rows, table, spec)
+        assert relative_error(out, exact) < BOUND[torch.float32]
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_forward_keeps_what_was_planned(kind, rng):
+    """Of all that it is not given, and afterwards of that too."""
+    prompts = Prompts(rng)
+    tensors = prompts.tensors(kind)
+    calls = [
+        ({}, {}),
+        ({"causal": False}, {"causal": False}),
+        ({"causal": None, "window_left": None, "logits_soft_cap": None, "sm_scale": None}, {}),
+        ({"causal": True, "window_left": -1, "sm_scale": 0.3}, {"window_left": -1, "sm_scale": 0.3}),
+        ({"causal": False, "logits_soft_cap": 2.0}, {"causal": False, "logits_soft_cap": 2.0}),
+        ({"pos_encoding_mode": "ALIBI"}, {"pos_encoding": "ALIBI"}),
+        ({"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 99.0}, {"pos_encoding": "ROPE_LLAMA", "rope_theta": 99.0}),
+    ]
+    rng.shuffle(calls)
+    with prompts.uses[kind]():
+        state = getattr(prompts, kind)
+        for given, layer in calls:
+            prompts.check(kind, state.forward(*tensors, **given), **layer)
+            prompts.check(kind, state.forward_return_lse(*tensors, **given)[0], **layer)
+            prompts.check(kind, state.run(*tensors))
+            assert (state._causal, state._window_left) == (True, prompts.spec.window_left)
+        prompts.check(kind, state.forward(*tensors, False, "NONE", False), causal=False)
+        with pytest.raises(TypeError, match="windows"):
+            state.forward(*tensors, windows=4)
+
+
+def test_forward_of_decode_takes_all_by_position(rng):
+    """FlashInfer's order: the position encoding, three scales, the window, soft cap and scale."""
+    batch, state, given = one(rng)
+    spec = batch.spec.but(window_left=2, logits_soft_cap=4.0, sm_scale=0.2)
+    with lorax.use_decode_state(state=state, **given):
+        out = state.forward(batch.q, (batch.k, batch.v), "NONE", None, None, 2.0, 2, 4.0, 0.2)
+        exact, _ = oracle.attend_batch(batch.q, batch.k, batch.v, batch.qo, batch.kv, spec)
+        assert relative_error(out, exact * 2) < BOUND[torch.float32]
+        check(state.forward(batch.q, (batch.k, batch.v)), batch)
+
+
+@pytest.mark.parametrize(("phase", "query_dtype"), [("decode", None), ("prefill", torch.bfloat16)])
+def test_queries_over_an_fp8_cache(phase, query_dtype, device, rng):
+    """With its scales, and float16 queries where nothing is said."""
+    q_dtype, fp8 = query_dtype or torch.float16, torch.float8_e4m3fn
+    spec, window = random_layer(rng, q_dtype)
+    counts = [1, 1] if phase == "decode" else [5, 3]
+    batch = random_batch(spec.but(kv_dtype=fp8), counts, [20, 3], 16, device=device)
+    given = {**paged_arguments(batch, window), "dtype": fp8}
+    given |= {} if query_dtype is None else {"query_dtype": query_dtype}
+    given["input_lengths"] = given["input_lengths"].long()
+    if phase == "decode":
+        state = lorax.create_decode_state(device=device, **heads_of(spec.num_qo_heads, spec.num_kv_heads))
+        use = lorax.use_decode_state(state=state, **given)
+    else:
+        state = lorax.create_prefill_with_paged_kv_state(device=device)
+        use = lorax.use_prefill_with_paged_kv_state(state=state, cu_seqlens=batch.qo.indptr.long(), **given)
+    with use:
+        out = state.forward(batch.q, (batch.k, batch.v), k_scale=0.5, v_scale=2.0)
+    assert out.dtype == q_dtype
+    scaled = batch.spec.but(sm_scale=batch.spec.sm_scale * 0.5)
+    tensors = (batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), RaggedLayout(batch.qo.indptr.cpu()), batch.kv.to("cpu"))
+    exact, _ = oracle.attend_batch(*tensors, scaled)
+    assert relative_error(out.cpu(), exact * 2) < BOUND[q_dtype]

@@ -8,7 +8,9 @@ enters the manager of its phase, and attention layers, which are not handed a st
         ...  # in a layer:
         out = decode_state.get().run(query, (k_cache, v_cache))
 
-Within a manager's body, `run` and `forward` keep its window where they are given none.
+Managers plan layers that are causal. Within a manager's body, `run` and `forward` keep what was planned where they are
+given nothing, or None; what `forward` is given holds for that call alone, so that layers may differ. (The `forward` of
+FlashInfer's wrappers changes the plan, and is not causal unless told so.)
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -25,8 +28,8 @@ from torch import Tensor
 
 from quire import decode, prefill
 from quire._wrapper import AttentionWrapper
-from quire.attention.pages import PageTable, table
-from quire.attention.spec import as_dtype
+from quire.attention.pages import PageTable, refuse_first, table
+from quire.attention.spec import FLOATS8, as_dtype, check
 from quire.serving.base import Heads, plan, workspace
 
 __all__ = [
@@ -46,24 +49,47 @@ __all__ = [
 WORKSPACE_SIZE = 128 << 20  # bytes
 
 
+# What `run` has no arguments for, and the attributes of `AttentionSpec` that they are.
+_PLANNED = {
+    "causal": "causal",
+    "pos_encoding_mode": "pos_encoding",
+    "rope_scale": "rope_scale",
+    "rope_theta": "rope_theta",
+}
+
+
 class _State(AttentionWrapper):
-    """A wrapper whose deprecated `forward`, too, keeps the planned window where it is given none."""
+    """A wrapper whose `forward` is `run` with other values for this call: the plan stays."""
 
-    def forward(self, *args: Any, window_left: int | None = None, **options: Any) -> Any:
-        window_left = self._planned().window_left if window_left is None else window_left
-        return super().forward(*args, window_left=window_left, **options)
+    _of_forward: Signature  # FlashInfer's
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """`run` by the arguments of FlashInfer's deprecated `forward`; those left out, or None, are as planned."""
+        given = self._of_forward.bind(self, *args, **options).arguments
+        del given["self"]
+        given.pop("use_fp16_qk_reduction", None)
+        spec = self._planned()
+        layer = {to: given.pop(name, None) for name, to in _PLANNED.items()}
+        changes = {name: x for name, x in layer.items() if x is not None and x != getattr(spec, name)}
+        if not changes:
+            return self.run(**given)
+        self._replan(**changes)
+        try:
+            return self.run(**given)
+        finally:
+            self._set_layer(spec)
 
 
-class _Ragged(_State, prefill.BatchPrefillWithRaggedKVCacheWrapper):
-    pass
+class _RaggedState(_State, prefill.BatchPrefillWithRaggedKVCacheWrapper):
+    _of_forward = signature(prefill.BatchPrefillWithRaggedKVCacheWrapper.forward)
 
 
-class _Paged(_State, prefill.BatchPrefillWithPagedKVCacheWrapper):
-    pass
+class _PagedState(_State, prefill.BatchPrefillWithPagedKVCacheWrapper):
+    _of_forward = signature(prefill.BatchPrefillWithPagedKVCacheWrapper.forward)
 
 
-class _Decode(_State, decode.BatchDecodeWithPagedKVCacheWrapper):
-    pass
+class _DecodeState(_State, decode.BatchDecodeWithPagedKVCacheWrapper):
+    _of_forward = signature(decode.BatchDecodeWithPagedKVCacheWrapper.forward)
 
 
 prefill_state: ContextVar[prefill.BatchPrefillWithRaggedKVCacheWrapper] = ContextVar("prefill_state")
@@ -83,19 +109,19 @@ def get_workspace(device: torch.device | str) -> Tensor:
 
 def create_prefill_with_paged_kv_state(*, device: torch.device | str) -> prefill.BatchPrefillWithPagedKVCacheWrapper:
     """A state for prefills that read the cache."""
-    return _Paged(get_workspace(device), "NHD")
+    return _PagedState(get_workspace(device), "NHD")
 
 
 def create_prefill_state(*, device: torch.device | str) -> prefill.BatchPrefillWithRaggedKVCacheWrapper:
     """A state for prefills whose keys and values are rows beside the queries."""
-    return _Ragged(get_workspace(device), "NHD")
+    return _RaggedState(get_workspace(device), "NHD")
 
 
 def create_decode_state(
     *, device: torch.device | str, num_heads: int, num_kv_heads: int
 ) -> decode.BatchDecodeWithPagedKVCacheWrapper:
     """A state for decode; with tensor cores where more than 4 query heads share a KV head."""
-    return _Decode(get_workspace(device), "NHD", use_tensor_cores=num_heads // num_kv_heads > 4)
+    return _DecodeState(get_workspace(device), "NHD", use_tensor_cores=num_heads // num_kv_heads > 4)
 
 
 def create_decode_state_cuda_graphs(
@@ -117,7 +143,7 @@ def create_decode_state_cuda_graphs(
     Raises:
         ValueError: a buffer that does not fit.
     """
-    return _Decode(
+    return _DecodeState(
         get_workspace(device),
         "NHD",
         use_cuda_graph=True,
@@ -140,25 +166,31 @@ def use_prefill_with_paged_kv_state(
     page_size: int,
     dtype: torch.dtype | str,
     window_left: int | None,
+    query_dtype: torch.dtype | str | None = None,
 ) -> AbstractContextManager[None]:
     """A context manager: within it, `prefill_with_paged_kv_state` is this state, planned for a batch, causal.
 
     Args:
-        block_tables: int32, the requests' pages one after another, as many as input_lengths fill.
-        cu_seqlens: int32 [batch_size + 1], the requests' begins among the queries.
-        input_lengths: int32 [batch_size], the requests' tokens in the cache, the new ones counted.
-        head_size, page_size, dtype: of the cache; queries have the same dtype.
+        state: from `create_prefill_with_paged_kv_state`.
+        block_tables: the requests' pages one after another, as many as input_lengths fill.
+        cu_seqlens: [batch_size + 1], the requests' begins among the queries.
+        input_lengths: [batch_size], the requests' tokens in the cache, the new ones counted. These tables are int32 or
+            int64 vectors.
+        head_size, page_size, dtype: of the cache.
         window_left: how many keys before its own a query sees; 0, -1 or None: all.
+        query_dtype: of the queries, by default the cache's, or float16 where that is fp8. An fp8 cache is read with the
+            k_scale and v_scale of `run` or `forward`.
 
     Raises:
         ValueError: an argument that does not fit.
         RuntimeError: the state is in use by another thread or task.
     """
-    pages = PageTable.from_pages(block_tables, table(input_lengths, "input_lengths"), page_size)
-    heads, of = Heads(num_heads, num_kv_heads, head_size, head_size), as_dtype(dtype)
-    table(cu_seqlens, "cu_seqlens", len(input_lengths) + 1)
+    _check_state(state, prefill.BatchPrefillWithPagedKVCacheWrapper)
+    pages = _pages(block_tables, input_lengths, page_size)
+    rows = table(_int32(cu_seqlens, "cu_seqlens"), "cu_seqlens", pages.batch_size + 1)
+    layer = (Heads(num_heads, num_kv_heads, head_size, head_size), *_dtypes(dtype, query_dtype))
     options: Any = {"causal": True, "window_left": window_left or -1}
-    return _use(prefill_with_paged_kv_state, state, lambda: plan(state, pages, heads, of, of, cu_seqlens, **options))
+    return _use(prefill_with_paged_kv_state, state, lambda: plan(state, pages, *layer, rows, **options))
 
 
 def use_prefill_state(
@@ -174,16 +206,19 @@ def use_prefill_state(
     """A context manager: within it, `prefill_state` is this state, planned for a batch, causal.
 
     Args:
-        cu_seqlens: int32 [batch_size + 1], the requests' begins among the queries and among the keys.
+        state: from `create_prefill_state`.
+        cu_seqlens: [batch_size + 1], the requests' begins among the queries and among the keys.
         query_dtype: of queries, keys and values, or its name.
 
     The other arguments and errors are those of `use_prefill_with_paged_kv_state`.
     """
+    _check_state(state, prefill.BatchPrefillWithRaggedKVCacheWrapper)
+    rows = _int32(cu_seqlens, "cu_seqlens")
 
     def begin() -> None:
         state.plan(
-            cu_seqlens,
-            cu_seqlens,
+            rows,
+            rows,
             num_heads,
             num_kv_heads,
             head_size,
@@ -206,15 +241,45 @@ def use_decode_state(
     page_size: int,
     dtype: torch.dtype | str,
     window_left: int | None,
+    query_dtype: torch.dtype | str | None = None,
 ) -> AbstractContextManager[None]:
     """A context manager: within it, `decode_state` is this state, planned for a batch of one new token per request.
 
-    The arguments and errors are those of `use_prefill_with_paged_kv_state`. A state for CUDA graphs copies the tables
-    into its buffers, so that what was captured reads this batch.
+    The state is from `create_decode_state` or `create_decode_state_cuda_graphs`; the other arguments and the errors are
+    those of `use_prefill_with_paged_kv_state`. A state for CUDA graphs copies the tables into its buffers, so that what
+    was captured reads this batch.
     """
-    pages = PageTable.from_pages(block_tables, table(input_lengths, "input_lengths"), page_size)
-    heads, of = Heads(num_heads, num_kv_heads, head_size, head_size), as_dtype(dtype)
-    return _use(decode_state, state, lambda: plan(state, pages, heads, of, of, window_left=window_left or -1))
+    _check_state(state, decode.BatchDecodeWithPagedKVCacheWrapper)
+    pages = _pages(block_tables, input_lengths, page_size)
+    layer = (Heads(num_heads, num_kv_heads, head_size, head_size), *_dtypes(dtype, query_dtype))
+    return _use(decode_state, state, lambda: plan(state, pages, *layer, window_left=window_left or -1))
+
+
+def _check_state(state: object, kind: type[AttentionWrapper]) -> None:
+    check(isinstance(state, kind), "state", type(state).__name__, f"a {kind.__name__} is needed here")
+
+
+def _int32(x: Tensor, name: str) -> Tensor:
+    """A table, int32 where it is int64, as LoRAX's sums of lengths may be. Never waits for the device."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int64:
+        return table(x, name)
+    short = x.int()
+    if x.is_cpu:
+        refuse_first(short != x, name, x, "less than 2**31")
+    return table(short, name)
+
+
+def _pages(block_tables: Tensor, input_lengths: Tensor, page_size: int) -> PageTable:
+    pages, lengths = _int32(block_tables, "block_tables"), _int32(input_lengths, "input_lengths")
+    return PageTable.from_pages(pages, lengths, page_size)
+
+
+def _dtypes(dtype: torch.dtype | str, query_dtype: torch.dtype | str | None) -> tuple[torch.dtype, torch.dtype]:
+    """Of queries, and of the cache."""
+    of_cache = as_dtype(dtype)
+    if query_dtype is not None:
+        return as_dtype(query_dtype, "query_dtype"), of_cache
+    return torch.float16 if of_cache in FLOATS8 else of_cache, of_cache
 
 
 _users: dict[int, tuple[int, int]] = {}  # states in use, by id, and the thread and task that use them
