@@ -29,9 +29,9 @@ def _append(
     request, position = tl.load(requests + i), tl.load(positions + i)
     known = (request >= 0) & (request < batch) & (position >= 0)
     begin, end = tl.load(indptr + request, known, 0), tl.load(indptr + request + 1, known, 0)
-    entry = begin + position // page_size
-    known = known & (begin >= 0) & (entry < end) & (entry < entries)
-    page = tl.load(indices + entry, known, -1).to(tl.int64)
+    place = position // page_size  # compared before the sum, which could be beyond int32
+    known = known & (begin >= 0) & (place < end - begin) & (place < entries - begin)
+    page = tl.load(indices + begin + place, known, -1).to(tl.int64)
     if (page >= 0) & (page < num_pages):
         within = position % page_size
         _copy(k_cache, key, page, within, i, kc_page, kc_token, kc_head, k_token, k_head, heads, dim_k, block)

@@ -183,9 +183,9 @@ def slot_of(i, table):
         request, place = tl.load(requests + i), tl.load(places + i)
         known = (request >= 0) & (request < batch) & (place >= 0)
         begin, end = tl.load(indptr + request, known, 0), tl.load(indptr + request + 1, known, 0)
-        entry = begin + place // page_size
-        known = known & (begin >= 0) & (entry < end) & (entry < entries)
-        page, slot = tl.load(indices + entry, known, -1).to(tl.int64), (place % page_size).to(tl.int64)
+        entry = place // page_size  # compared before the sum, which could be beyond int32
+        known = known & (begin >= 0) & (entry < end - begin) & (entry < entries - begin)
+        page, slot = tl.load(indices + begin + entry, known, -1).to(tl.int64), (place % page_size).to(tl.int64)
         page = tl.where(page < pages, page, -1)
     return page, slot
 
