@@ -322,7 +322,7 @@ def test_the_operation_is_torchs(rng):
         ({"kv_len_arr": None}, "kv_len_arr is needed, besides qo_indptr"),
         ({"kv_len_arr": torch.tensor([41, 4]).int()}, r"kv_len_arr\[0\] = 41 is out of range"),
         ({"kv_len_arr": torch.tensor([40, -1]).int()}, r"kv_len_arr\[1\] = -1 is out of range"),
-        ({"kv_len_arr": torch.tensor([40, 4])}, "kv_len_arr is torch.int64"),
+        ({"kv_len_arr": torch.tensor([40.0, 4])}, "kv_len_arr is torch.float32"),
         ({"kv_indptr": torch.tensor([0, 5]).int()}, "kv_indptr has 2 entries: 3 are needed"),
         ({"kv_indices": torch.arange(5).int()}, r"kv_indptr\[-1\] = 6 is beyond"),
         ({"qo_indptr": torch.tensor([0, 5]).int()}, r"len\(qo_indptr\) = 2"),

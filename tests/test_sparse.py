@@ -235,7 +235,7 @@ def ints(*values):
         ({"indptr": ints(0, 2, 1)}, "indptr falls at request 1"),
         ({"indices": ints(0, 3, 1)}, r"indices\[1\] = 3 is out of range: 0 to N / C - 1 = 2"),
         ({"indices": ints(0, 1, -1)}, r"indices\[2\] = -1"),
-        ({"indices": ints(0, 1, 2).long()}, "indices is torch.int64"),
+        ({"indices": ints(0, 1, 2).short()}, "indices is torch.int16"),
         ({"N": 13}, "N = 13 .* a multiple of C = 4"),
         ({"M": -1}, "M = -1"),
         ({"R": 0}, "R = 0"),

@@ -49,6 +49,10 @@ def test_interpreted_tokens_are_appended():
     interpret("test_page.py", "documented or minus_one or tokens_are_appended or looks and HND and float32")
 
 
+def test_interpreted_tokens_of_int64_tables():
+    interpret("test_int64_tables.py", "tokens_are_appended or far_beyond")
+
+
 def test_interpreted_tokens_go_to_their_slots():
     interpret("test_serving_base.py", "nowhere_else and cpu and HND")
 

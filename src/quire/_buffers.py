@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.attention.pages import table
@@ -29,6 +30,7 @@ def check_buffers(mode: str, batch_from: str, **buffers: Tensor | None) -> None:
     for name, x in buffers.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} should be a torch.Tensor in {mode} mode")
+        check(x.dtype == torch.int32, f"{name}.dtype", x.dtype, "torch.int32, which kernels read")
         check(table(x, name).is_contiguous(), f"{name}.stride()", x.stride(), "contiguous")
     sizes = {name: len(x) - ("indptr" in name) for name, x in buffers.items() if x is not None}
     for name, size in sizes.items():
@@ -39,9 +41,10 @@ def check_buffers(mode: str, batch_from: str, **buffers: Tensor | None) -> None:
 
 
 def fitting(buffer: Tensor | None, values: Tensor, name: str) -> Tensor:
-    """The buffer that a CUDA-graph wrapper was given for a table; it must hold the table."""
+    """The buffer that a CUDA-graph wrapper was given for a table; it must hold the table, and be of its dtype."""
     if buffer is None:
         raise ValueError(f"{name} is needed with use_cuda_graph=True")
+    check(buffer.dtype == values.dtype, f"{name}.dtype", buffer.dtype, f"{values.dtype}, which kernels read")
     if len(values) > len(buffer):
         raise ValueError(f"{name} holds {len(buffer)} entries: this plan needs {len(values)}")
     return buffer

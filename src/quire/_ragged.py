@@ -91,13 +91,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """Record which rows of q, and of k and v, belong to which request, and the layer that runs share.
 
         Args:
-            qo_indptr, kv_indptr: int32 [batch_size + 1], the requests' begins in q, and in k and v.
+            qo_indptr, kv_indptr: int32 or int64 [batch_size + 1], the requests' begins in q, and in k and v.
             o_data_type: dtype of the output: q's by default, or bfloat16 where that is fp8.
 
         The other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         refuse(v_indptr=v_indptr, o_indptr=o_indptr)
-        table(kv_indptr, "kv_indptr", table(qo_indptr, "qo_indptr").shape[0])
+        qo_indptr = table(qo_indptr, "qo_indptr")
+        kv_indptr = table(kv_indptr, "kv_indptr", qo_indptr.shape[0])
         qo = self._plan_queries(qo_indptr, non_blocking)
         kv = self._hold_rows("kv_indptr_buf", kv_indptr, non_blocking)
         if o_data_type is None and as_dtype(q_data_type, "q_data_type") in FLOATS8:

@@ -17,7 +17,7 @@ from quire._arguments import refuse as refuse
 from quire._buffers import check_workspace, fitting
 from quire.attention.items import Items
 from quire.attention.masks import PackedMask
-from quire.attention.pages import PageTable, RaggedLayout, table
+from quire.attention.pages import PageTable, RaggedLayout, as_int32, table
 from quire.attention.spec import AttentionSpec, as_dtype, check, is_int
 from quire.attention.tensors import as_scale, check_layout, check_lse, check_qkv, check_tensor, outputs
 from quire.kernels import registry
@@ -202,6 +202,7 @@ class AttentionWrapper:
         """Tables on the wrapper's device, in the buffers that it was given (their attributes are `_<name>`), or as
         they are, and then kept under those names.
         """
+        given = {name: as_int32(x) for name, x in given.items()}
         if not self._use_cuda_graph:
             held = []
             for name, values in given.items():
@@ -218,7 +219,7 @@ class AttentionWrapper:
 
     def _hold_pages(self, given: dict[str, Tensor], page_size: int, non_blocking: bool) -> PageTable:
         """A page table (indptr, indices, last_page_len), checked where that is free or asked for, then held."""
-        pages = None
+        given, pages = {name: as_int32(x) for name, x in given.items()}, None
         if self._checking or all(isinstance(x, Tensor) and x.is_cpu for x in given.values()):
             pages = _page_table([x.cpu() for x in given.values()], page_size)
         held = self._hold(given, non_blocking)

@@ -124,7 +124,8 @@ class BatchPrefillWithRaggedKVCache:
 
         Args:
             query: [tokens, num_heads, head_dim]; key, value: [kv_tokens, kv_heads, head_dim].
-            qo_indptr, kv_indptr: int32 [batch + 1], the requests' begins; the keys' are the queries' by default.
+            qo_indptr, kv_indptr: int32 or int64 [batch + 1], the requests' begins; the keys' are the queries' by
+                default.
 
         Returns:
             [tokens, num_heads, head_dim].

@@ -125,9 +125,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         """Record which pages belong to which request, and the layer that runs share.
 
         Args:
-            indptr: int32 [batch_size + 1], the requests' begins in `indices`; it may be a slice of a longer one.
-            indices: int32 [at least indptr[-1]], page ids.
-            last_page_len: int32 [batch_size], tokens in each request's last page, 1 to page_size.
+            indptr: int32 or int64 [batch_size + 1], the requests' begins in `indices`; it may be a slice of a longer
+                one. Tables of int64 are copied as int32, without waiting for a device.
+            indices: int32 or int64 [at least indptr[-1]], page ids.
+            last_page_len: int32 or int64 [batch_size], tokens in each request's last page, 1 to page_size.
             num_qo_heads, num_kv_heads, head_dim: shapes of q and of the cache; num_qo_heads is a multiple of
                 num_kv_heads. head_dim_vo, if it differs, is the size of a value head.
             page_size: tokens in a page.
@@ -218,8 +219,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         if pages is None:
             return False
         self._plan_pages(pages)
-        self._paged_kv_indptr_buf, self._paged_kv_indices_buf = indptr, indices
-        self._paged_kv_last_page_len_buf, self._shared = last_page_len, None
+        self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages.indptr, pages.indices
+        self._paged_kv_last_page_len_buf, self._shared = pages.last_page_len, None
         return True
 
     def _check_q_len(self, q_len_per_req: int) -> None:
@@ -423,7 +424,7 @@ def fast_decode_plan(
     if self.is_cuda_graph_enabled:
         held = (self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf)
         fixed_batch(held[2], "paged_kv_last_page_len_buffer", len(table(last_page_len, "last_page_len")))
-        fitting(held[1], indices, "paged_kv_indices_buffer")
+        fitting(held[1], table(indices, "indices"), "paged_kv_indices_buffer")
         indptr, indices, last_page_len = (x for x in held if x is not None)
     type(self).plan(
         self,

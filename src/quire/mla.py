@@ -16,7 +16,7 @@ from torch import Tensor
 from quire._arguments import refuse, typed
 from quire._buffers import fitting, fixed_batch, same
 from quire._wrapper import AttentionWrapper, DType
-from quire.attention.pages import LengthTable, PageTable, RaggedLayout, table
+from quire.attention.pages import LengthTable, PageTable, RaggedLayout, as_int32, table
 from quire.attention.spec import FLOATS8, AttentionSpec, as_dtype, check, is_int
 from quire.attention.tensors import check_tensor
 from quire.kernels.latent import GROUP, widen
@@ -248,13 +248,13 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         if pages is None:
             return False
         self._plan_pages(pages)
-        self._kv_indptr_buf, self._kv_indices_buf, self._kv_len_arr_buf = indptr, indices, lengths
+        self._kv_indptr_buf, self._kv_indices_buf, self._kv_len_arr_buf = pages.indptr, pages.indices, pages.per_request
         return True
 
     def _plan_tables(self, metadata: MLAPlanMetadata, page_size: int) -> tuple[RaggedLayout, PageTable]:
         """The requests' rows, and their pages, in the wrapper's buffers or as given. Bad ones change no buffer."""
         form = metadata.form()
-        qo, *given = (getattr(metadata, name) for name in form)
+        qo, *given = (as_int32(getattr(metadata, name)) for name in form)
         lengths, batch = given[-1], len(table(given[-1], form[-1]))
         check(len(table(qo, form[0])) > batch, f"len({form[0]})", len(qo), f"batch size + 1 = {batch + 1}")
         qo = qo if len(qo) == batch + 1 else qo[: batch + 1]  # the same object, for `same`

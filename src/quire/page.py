@@ -30,8 +30,8 @@ def append_paged_kv_cache(
 
     Args:
         append_key, append_value: [tokens, num_kv_heads, head_dim], of the cache's dtype.
-        batch_indices: int32 [tokens], each token's request; tokens of request -1 are skipped.
-        positions: int32 [tokens], each token's position in its request.
+        batch_indices: int32 or int64 [tokens], each token's request; tokens of request -1 are skipped.
+        positions: int32 or int64 [tokens], each token's position in its request.
         paged_kv_cache: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
         kv_indices, kv_indptr, kv_last_page_len: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
         kv_layout: NHD or HND.
@@ -44,8 +44,8 @@ def append_paged_kv_cache(
     check_tensor(v, "paged_kv_cache's values", (*k.shape[:3], None), k.dtype, device)
     check_tensor(append_key, "append_key", (None, *k.shape[2:]), k.dtype, device)
     check_tensor(append_value, "append_value", (tokens, *v.shape[2:]), v.dtype, device)
-    _check_places(batch_indices, positions, tokens, device)
-    append(k, v, append_key, append_value, batch_indices, positions, kv_indptr, kv_indices, kv_last_page_len)
+    places = _places(batch_indices, positions, tokens, device)
+    append(k, v, append_key, append_value, *places, kv_indptr, kv_indices, kv_last_page_len)
 
 
 def append_paged_mla_kv_cache(
@@ -78,14 +78,17 @@ def append_paged_mla_kv_cache(
     check_tensor(kpe_cache, "kpe_cache", (*ckv_cache.shape[:2], None), ckv_cache.dtype, device)
     check_tensor(append_ckv, "append_ckv", (None, ckv_cache.shape[2]), ckv_cache.dtype, device)
     check_tensor(append_kpe, "append_kpe", (tokens, kpe_cache.shape[2]), kpe_cache.dtype, device)
-    _check_places(batch_indices, positions, tokens, device)
+    places = _places(batch_indices, positions, tokens, device)
     caches, rows = (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), (append_ckv.unsqueeze(1), append_kpe.unsqueeze(1))
-    append(*caches, *rows, batch_indices, positions, kv_indptr, kv_indices, kv_last_page_len)
+    append(*caches, *rows, *places, kv_indptr, kv_indices, kv_last_page_len)
 
 
-def _check_places(batch_indices: Tensor, positions: Tensor, tokens: int, device: torch.device) -> None:
-    check_tensor(table(batch_indices, "batch_indices"), "batch_indices", (tokens,), torch.int32, device)
-    check_tensor(table(positions, "positions"), "positions", (tokens,), torch.int32, device)
+def _places(batch_indices: Tensor, positions: Tensor, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Each token's request and position, int32."""
+    batch_indices, positions = table(batch_indices, "batch_indices"), table(positions, "positions")
+    check_tensor(batch_indices, "batch_indices", (tokens,), torch.int32, device)
+    check_tensor(positions, "positions", (tokens,), torch.int32, device)
+    return batch_indices, positions
 
 
 def get_batch_indices_positions(
@@ -98,15 +101,15 @@ def get_batch_indices_positions(
     """The request and the position of each appended token: the last tokens of each request, in order.
 
     Args:
-        append_indptr: int32 [batch_size + 1], the requests' begins among the appended tokens.
-        seq_lens: [batch_size], the requests' lengths with the appended tokens.
+        append_indptr: int32 or int64 [batch_size + 1], the requests' begins among the appended tokens.
+        seq_lens: int32 or int64 [batch_size], the requests' lengths with the appended tokens.
         nnz: the number of entries to return, at least append_indptr[-1]; those beyond it have request -1, position 0.
         batch_indices, positions: int32 [nnz], where to write.
 
     Returns:
         (batch_indices, positions), int32 [nnz]. Never waits for a device.
     """
-    table(append_indptr, "append_indptr")
+    append_indptr, seq_lens = table(append_indptr, "append_indptr"), table(seq_lens, "seq_lens")
     if len(seq_lens) != len(append_indptr) - 1:
         raise ValueError(f"seq_lens has {len(seq_lens)} entries: append_indptr has {len(append_indptr) - 1} requests")
     token = torch.arange(nnz, dtype=torch.int32, device=append_indptr.device)
@@ -114,7 +117,7 @@ def get_batch_indices_positions(
     inside = (token >= append_indptr[0]) & (token < append_indptr[-1])
     owner = request.clamp(0, max(len(seq_lens) - 1, 0)).long()
     if len(seq_lens):
-        place = token - append_indptr[owner + 1] + seq_lens.to(token)[owner]
+        place = token - append_indptr[owner + 1] + seq_lens.to(token.device)[owner]
     else:
         place = token
     request, place = torch.where(inside, request, -1), torch.where(inside, place, 0)
@@ -128,7 +131,17 @@ def get_batch_indices_positions(
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """The requests' lengths, int32 [batch_size], from their page tables (a request without pages has length 0)."""
-    table(kv_last_page_len, "kv_last_page_len", len(table(kv_indptr, "kv_indptr")) - 1)
+    """The requests' lengths, int32 [batch_size], from their page tables (a request without pages has length 0).
+
+    Args:
+        kv_indptr: int32 or int64 [batch_size + 1], and kv_last_page_len: int32 or int64 [batch_size], as in
+            `BatchDecodeWithPagedKVCacheWrapper.plan`.
+        page_size: tokens in a page.
+
+    Raises:
+        ValueError: a table that does not fit.
+    """
+    kv_indptr = table(kv_indptr, "kv_indptr")
+    kv_last_page_len = table(kv_last_page_len, "kv_last_page_len", len(kv_indptr) - 1)
     pages = kv_indptr.diff()
     return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0).int()

@@ -130,7 +130,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         """Record which query rows and pages belong to which request, and the layer that runs share.
 
         Args:
-            qo_indptr: int32 [batch_size + 1], the requests' begins in q.
+            qo_indptr: int32 or int64 [batch_size + 1], the requests' begins in q.
             paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, page_size: as in
                 `BatchDecodeWithPagedKVCacheWrapper.plan`; the new tokens' keys are among the pages.
             head_dim_qk, head_dim_vo: size of a query and key head, and of a value head (by default the same).
@@ -151,7 +151,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        table(qo_indptr, "qo_indptr", table(paged_kv_last_page_len, "paged_kv_last_page_len").shape[0] + 1)
+        paged_kv_last_page_len = table(paged_kv_last_page_len, "paged_kv_last_page_len")
+        qo_indptr = table(qo_indptr, "qo_indptr", paged_kv_last_page_len.shape[0] + 1)
         qo = self._plan_queries(qo_indptr, non_blocking)
         given = {
             "paged_kv_indptr_buf": paged_kv_indptr,

@@ -123,8 +123,8 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
         """Record the matrix, and the layer that runs share. Never waits for a device.
 
         Args:
-            indptr: int32 [ceil(M / R) + 1], where each row's blocks begin in `indices`.
-            indices: int32 [blocks], the blocks' columns, 0 to N / C - 1.
+            indptr: int32 or int64 [ceil(M / R) + 1], where each row's blocks begin in `indices`.
+            indices: int32 or int64 [blocks], the blocks' columns, 0 to N / C - 1.
             M, N: rows and columns of the matrix: queries and keys. N is a multiple of C; if M is none of R, the last
                 row of blocks has fewer rows.
             R, C: rows and columns of a block.
@@ -154,7 +154,7 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
             shape = (len(indices), R, C)
             fits = mask.shape == shape and mask.dtype == torch.bool
             check(fits, "mask", f"{mask.dtype} {list(mask.shape)}", f"bool {list(shape)}, blocks and R and C")
-            packed_mask = pack_blocks(mask, indptr)
+            packed_mask = pack_blocks(mask, kv.indptr)
         if packed_mask is not None:
             packed_mask = packed_mask.to(self.device, non_blocking=non_blocking)
         self._begin(

@@ -16,8 +16,9 @@ def fixed_blocks(indptr: Tensor, indices: Tensor, M: int, N: int, R: int, C: int
     """Rows and pages of an [M, N] matrix of blocks [R, C], in SciPy's BSR form; blocks are pages of C keys.
 
     Args:
-        indptr: int32 [ceil(M / R) + 1], where each row's blocks begin in `indices`; the last row may be lower than R.
-        indices: int32 [blocks], the blocks' columns, 0 to N / C - 1.
+        indptr: int32 or int64 [ceil(M / R) + 1], where each row's blocks begin in `indices`; the last row may be lower
+            than R.
+        indices: int32 or int64 [blocks], the blocks' columns, 0 to N / C - 1.
 
     Raises:
         ValueError: sizes that do not fit; on the host also columns that are out of range.
@@ -28,8 +29,8 @@ def fixed_blocks(indptr: Tensor, indices: Tensor, M: int, N: int, R: int, C: int
         check(isinstance(value, int) and value > 0, name, value, "a positive integer")
     check(N % C == 0, "N", N, f"a multiple of C = {C}")
     rows = -(-M // R)
-    table(indptr, "indptr", rows + 1)
-    check_indptr(indptr, "indptr", len(table(indices, "indices")), "the number of indices")
+    indptr, indices = table(indptr, "indptr", rows + 1), table(indices, "indices")
+    check_indptr(indptr, "indptr", len(indices), "the number of indices")
     if indices.device.type == "cpu":
         refuse_first((indices < 0) | (indices >= N // C), "indices", indices, f"0 to N / C - 1 = {N // C - 1}")
     begins = (torch.arange(rows + 1, device=indptr.device) * R).clamp(max=M)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.masks import PackedMask
+from quire.attention.pages import as_int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,8 @@ class Items:
         prefix_lens: uint32 or int32 [batch_size], tokens in each prefix.
         positions: uint16 or int32 [batch_size * length], each request's numbers, padded to `length`.
         length: numbers per request.
+
+    Tensors of int64 are converted to int32.
     """
 
     prefix_lens: Tensor
@@ -30,9 +33,12 @@ class Items:
     length: int
 
     def __post_init__(self) -> None:
+        self.__dict__.update(prefix_lens=as_int32(self.prefix_lens), positions=as_int32(self.positions))
         for name, x in (("prefix_len_ptr", self.prefix_lens), ("token_pos_in_items_ptr", self.positions)):
             if x.ndim != 1 or x.dtype not in (torch.uint16, torch.uint32, torch.int32):
-                raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: a uint16, uint32 or int32 vector")
+                raise ValueError(
+                    f"{name} is {x.dtype} of shape {list(x.shape)}: a uint16, uint32, int32 or int64 vector"
+                )
         if len(self.positions) < len(self.prefix_lens) * self.length:
             raise ValueError(
                 f"token_pos_in_items_ptr has {len(self.positions)} entries: batch size * token_pos_in_items_len = "

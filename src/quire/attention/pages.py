@@ -14,12 +14,23 @@ import torch
 from torch import Tensor
 
 
+def as_int32(x: Tensor) -> Tensor:
+    """An int64 tensor as int32, any other one as it is. A number that int32 does not hold becomes the largest or the
+    smallest that it holds, which no table may have, where wrapping might give a valid one. Never waits for a device.
+    """
+    if not isinstance(x, Tensor) or x.dtype != torch.int64:
+        return x
+    limits = torch.iinfo(torch.int32)
+    return x.clamp(limits.min, limits.max).int()
+
+
 def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
-    """Refuse anything but an int32 vector (of `length`, where given)."""
+    """An int32 vector, x itself or what it is as int64; refuses anything else (and another length than the given)."""
+    x = as_int32(x)
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} is a {type(x).__name__}: it must be an int32 tensor")
+        raise ValueError(f"{name} is a {type(x).__name__}: it must be an int32 or int64 tensor")
     if x.dtype != torch.int32 or x.ndim != 1:
-        raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: it must be an int32 vector")
+        raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: it must be an int32 or int64 vector")
     if length is not None and x.shape[0] != length:
         raise ValueError(f"{name} has {len(x)} entries: {length} are needed")
     return x
@@ -75,19 +86,19 @@ class RaggedLayout:
     """Requests of different lengths stored one after another: request b owns rows indptr[b] to indptr[b + 1].
 
     Attributes:
-        indptr: int32 [batch_size + 1].
+        indptr: int32 [batch_size + 1]; int64 is converted.
     """
 
     indptr: Tensor
 
     def __post_init__(self) -> None:
-        table(self.indptr, "indptr")
+        self.__dict__.update(indptr=table(self.indptr, "indptr"))
         check_indptr(self.indptr, "indptr")
 
     @classmethod
     def from_lengths(cls, lengths: Tensor) -> RaggedLayout:
-        """From int32 [batch_size] lengths."""
-        table(lengths, "lengths")
+        """From int32 or int64 [batch_size] lengths."""
+        lengths = table(lengths, "lengths")
         indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
         torch.cumsum(lengths, 0, out=indptr[1:])
         return cls(indptr)
@@ -104,6 +115,8 @@ class RaggedLayout:
 @dataclass(frozen=True, eq=False)
 class PageTable:
     """The pages of each request, in order: request b owns ``indices[indptr[b]:indptr[b + 1]]``.
+
+    Tables of int64 are converted (see `as_int32`).
 
     Attributes:
         indptr: int32 [batch_size + 1]; a slice of a longer indptr is fine, so it need not start at 0.
@@ -128,9 +141,9 @@ class PageTable:
 
     def __post_init__(self) -> None:
         _check_page_size(self.page_size)
-        table(self.indptr, "kv_indptr")
-        table(self.indices, "kv_indices")
-        table(self.last_page_len, "kv_last_page_len", self.indptr.shape[0] - 1)
+        indptr, indices = table(self.indptr, "kv_indptr"), table(self.indices, "kv_indices")
+        last = table(self.last_page_len, "kv_last_page_len", indptr.shape[0] - 1)
+        self.__dict__.update(indptr=indptr, indices=indices, last_page_len=last)
         _refuse_devices(kv_indptr=self.indptr, kv_indices=self.indices, kv_last_page_len=self.last_page_len)
         if self.indptr.is_cpu:
             self._check_values()
@@ -162,6 +175,7 @@ class PageTable:
         if self.indptr.is_cpu:
             return None
         own, device, int32 = self.per_request, self.indptr.device, torch.int32
+        indptr, indices, per_request = as_int32(indptr), as_int32(indices), as_int32(per_request)
         for x in (indptr, indices, per_request):
             if type(x) is not Tensor or x.dtype is not int32 or x.device != device or not x.is_contiguous():
                 return None
@@ -187,14 +201,16 @@ class PageTable:
 
     @classmethod
     def from_block_tables(cls, block_tables: Tensor, lengths: Tensor, page_size: int) -> PageTable:
-        """From padded block tables, int32 [batch_size, max_pages], and int32 [batch_size] lengths in tokens.
+        """From padded block tables [batch_size, max_pages] and [batch_size] lengths in tokens, int32 or int64.
 
         Never waits for a device: `indices` has batch_size * max_pages entries, of which indptr[-1] are used.
         """
-        table(lengths, "lengths", len(block_tables))
+        lengths, block_tables = table(lengths, "lengths", len(block_tables)), as_int32(block_tables)
         if block_tables.ndim != 2 or block_tables.dtype != torch.int32:
             shape = list(block_tables.shape)
-            raise ValueError(f"block_tables is {block_tables.dtype} of shape {shape}: it must be an int32 matrix")
+            raise ValueError(
+                f"block_tables is {block_tables.dtype} of shape {shape}: it must be an int32 or int64 matrix"
+            )
         width = block_tables.shape[1]
         if lengths.device.type == "cpu":
             long = (lengths < 0) | (lengths > width * page_size)
@@ -210,11 +226,12 @@ class PageTable:
 
     @classmethod
     def from_pages(cls, indices: Tensor, lengths: Tensor, page_size: int) -> PageTable:
-        """From the requests' pages one after another, int32, as many as int32 [batch_size] lengths in tokens fill.
+        """From the requests' pages one after another, as many as [batch_size] lengths in tokens fill, int32 or int64.
 
         Never waits for a device; entries beyond the last request's are left alone.
         """
-        pages = _page_count(table(lengths, "lengths"), page_size)
+        lengths = table(lengths, "lengths")
+        pages = _page_count(lengths, page_size)
         packed = RaggedLayout.from_lengths(pages).indptr
         return cls(packed, indices, _last_page_len(lengths, pages, page_size), page_size)
 
@@ -222,16 +239,17 @@ class PageTable:
     def from_lengths(
         cls, indptr: Tensor, indices: Tensor, lengths: Tensor, page_size: int, name: str = "lengths"
     ) -> PageTable:
-        """From int32 [batch_size] lengths in tokens; a request may own more pages than they fill, which are left out
-        or, on a device, stay empty.
+        """From [batch_size] lengths in tokens, int32 or int64; a request may own more pages than they fill, which are
+        left out or, on a device, stay empty.
 
         indptr and indices are those of a PageTable, and not changed. Never waits for a device.
         """
         _check_page_size(page_size)
-        table(indptr, "kv_indptr", len(table(lengths, name)) + 1)
+        lengths, indices = table(lengths, name), table(indices, "kv_indices")
+        indptr = table(indptr, "kv_indptr", len(lengths) + 1)
         if not lengths.is_cpu:  # where leaving pages out takes a dozen launches
-            return LengthTable.of(indptr, table(indices, "kv_indices"), lengths, page_size, name)
-        check_indptr(indptr, "kv_indptr", len(table(indices, "kv_indices")), "the number of kv_indices")
+            return LengthTable.of(indptr, indices, lengths, page_size, name)
+        check_indptr(indptr, "kv_indptr", len(indices), "the number of kv_indices")
         owned = indptr[1:] - indptr[:-1]
         long = (lengths < 0) | (lengths > owned * page_size)
         refuse_first(long, name, lengths, "0 to what the request's pages hold")
@@ -242,7 +260,7 @@ class PageTable:
 
     @classmethod
     def from_slots(cls, slots: Tensor, indptr: Tensor) -> PageTable:
-        """From one cache slot per token: int32 [tokens] slots and int32 [batch_size + 1] indptr. Pages have size 1."""
+        """From one cache slot per token: [tokens] slots and [batch_size + 1] indptr. Pages have size 1."""
         return cls(indptr, slots, torch.ones_like(indptr[1:]), page_size=1)
 
     @classmethod
@@ -261,7 +279,7 @@ class PageTable:
         starts: Tensor | None = None,
         entries: int | None = None,
     ) -> PageTable:
-        """From a matrix of cache slots, int32 [max_requests, max_context]: row req_pool_indices[b] holds the slots of
+        """From a matrix of cache slots, int [max_requests, max_context]: row req_pool_indices[b] holds the slots of
         request b in order. With pages larger than 1, the slots of a page follow each other.
 
         Args:
@@ -269,7 +287,8 @@ class PageTable:
             entries: how many pages the requests have in all, or more. Without it `indices` has room for the longest
                 requests that there could be, since what they have is not read from a device.
         """
-        count, width = len(table(lengths, "lengths")), req_to_token.shape[1]
+        lengths = table(lengths, "lengths")
+        count, width = len(lengths), req_to_token.shape[1]
         if lengths.device.type == "cpu":
             first = lengths * 0 if starts is None else starts
             refuse_first((lengths < 0) | (first + lengths > width), "lengths", lengths, f"0 to max_context = {width}")
@@ -288,7 +307,7 @@ class PageTable:
         if starts is not None:
             column += starts[owner].int()
         slots = req_to_token[req_pool_indices[owner].long(), column.clamp(0, width - 1)]
-        return cls(indptr, (slots // page_size).int(), last_page_len, page_size)
+        return cls(indptr, as_int32(slots // page_size), last_page_len, page_size)
 
 
 class LengthTable(PageTable):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.pages import table
 from quire.page import get_batch_indices_positions
 
 _NAMES = (
@@ -78,7 +77,6 @@ def get_page_module() -> SimpleNamespace:
 def _get_batch_indices_positions(
     append_indptr: Tensor, seq_lens: Tensor, batch_indices: Tensor, positions: Tensor
 ) -> None:
-    table(seq_lens, "seq_lens")
     get_batch_indices_positions(append_indptr, seq_lens, len(batch_indices), batch_indices, positions)
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quire.attention.pages import check_indptr, refuse_first
+from quire.attention.pages import as_int32, check_indptr, refuse_first
 from quire.kernels.append import append
 from quire.kernels.ops import on_triton, operation
 
@@ -130,7 +130,7 @@ def rotate_quantized(
         k_out.copy_(k)
         k_rest_out.copy_(k_rest)
     else:
-        requests, places, kv_indptr, kv_indices = (x.int() for x in table)
+        requests, places, kv_indptr, kv_indices = map(as_int32, table)
         pages = (kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]))
         append(k_out, k_rest_out, k, k_rest, requests, places, *pages)
         if v is not None and v_out is not None:
