@@ -14,6 +14,7 @@ import torch
 
 import quire
 from quire import compat
+from quire.attention import AttentionSpec, oracle
 from quire.compat.absent import NAMES
 
 
@@ -66,14 +67,14 @@ def test_a_module_is_there_where_quire_has_it(name, flashinfer):
 
 
 def test_what_quire_has_not_is_said(flashinfer):
-    for name in ("trtllm_fp4_block_scale_moe", "_private", "cache", "engine", "core", "moe_ep"):
+    for name in ("trtllm_fp4_block_scale_moe", "_private", "cache", "engine", "moe_ep"):
         with pytest.raises(AttributeError, match=f"'flashinfer' has no attribute '{name}': Quire"):
             getattr(flashinfer, name)
     with pytest.raises(AttributeError, match=r"'flashinfer\.decode' has no attribute 'refuse'"):
         flashinfer.decode.refuse  # noqa: B018
     with pytest.raises(ImportError, match="sm110_gqa_decode"):
         from flashinfer.decode import sm110_gqa_decode  # noqa: F401
-    for name in ("flashinfer.moe_ep", "flashinfer.core", "flashinfer.jit.env"):
+    for name in ("flashinfer.moe_ep", "flashinfer.engine", "flashinfer.jit.cubin_loader"):
         with pytest.raises(ImportError, match=name):
             import_module(name)
         assert find_spec(name) is None
@@ -121,6 +122,36 @@ def test_libraries_that_quire_does_not_use(flashinfer):
 
     assert not CUDNN_AVAILABLE
     assert not is_cuda_tile_available()
+
+
+def test_a_cache_that_owns_its_tables(flashinfer):
+    """The quickstart of FlashInfer's package page: a cache, decode over it, and the wrapper for prompts."""
+    from flashinfer import BatchDecodeWithPagedKVCache, BatchPrefillWithRaggedKVCache
+    from flashinfer.core import PagedKVCache
+
+    assert flashinfer.core.PagedKVCache is flashinfer.PagedKVCache is PagedKVCache is quire.PagedKVCache
+    heads = {"kv_heads": 2, "head_dim": 16}
+    cache = flashinfer.core.PagedKVCache(
+        num_layers=1, num_kv_heads=2, head_dim=16, page_size=16, max_num_pages=8, device="cpu", data_type=torch.float32
+    )
+    wrapper = BatchDecodeWithPagedKVCache(
+        kv_cache=cache, num_heads=4, **heads, sm_scale=1.0 / (16**0.5), dtype=torch.float32
+    )
+    sequence = cache.begin_forward(50)
+    key, value = torch.randn(2, 50, 2, 16)
+    cache.append(0, key, value, [sequence])
+    cache.end_forward(sequence, 50)
+    query = torch.randn(1, 1, 4, 16)
+    output = wrapper.decode(query)
+    assert output.shape == query.shape
+    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16)
+    exact, _ = oracle.attend(query[0], key, value, spec)
+    torch.testing.assert_close(output[0].double(), exact, rtol=1e-5, atol=1e-5)
+    prompt = torch.randn(50, 4, 16)
+    prefill = BatchPrefillWithRaggedKVCache(num_heads=4, **heads, dtype=torch.float32)
+    exact, _ = oracle.attend(prompt, key, value, spec)
+    outputs = prefill.prefill(prompt, key, value, torch.tensor([0, 50]))
+    torch.testing.assert_close(outputs.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_the_plan_of_engines_is_there(flashinfer):
