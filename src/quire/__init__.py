@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "decode": (
+        "BatchDecodeMlaWithPagedKVCacheWrapper",
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
         "fast_decode_plan",
@@ -53,7 +54,7 @@ _HOME = {
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_MODULES = (*_HOME, "attention", "cache", "engine", "serving")
+_MODULES = (*_HOME, "attention", "cache", "concat_ops", "engine", "serving")
 
 if TYPE_CHECKING:
     from quire.batch import BatchAttention, BatchAttentionWithAttentionSinkWrapper
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     )
     from quire.core import BatchDecodeWithPagedKVCache, BatchPrefillWithRaggedKVCache, PagedKVCache
     from quire.decode import (
+        BatchDecodeMlaWithPagedKVCacheWrapper,
         BatchDecodeWithPagedKVCacheWrapper,
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
         fast_decode_plan,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire._arguments import Scale, by_position, refuse, typed
 from quire._buffers import check_buffers, fitting, fixed_batch
+from quire._mla_decode import BatchDecodeMlaWithPagedKVCacheWrapper
 from quire._shared_prefix import SharedPrefix, check_shared_prefix, find_shared_prefix
 from quire._wrapper import AttentionWrapper, DType
 from quire.attention.pages import PageTable, RaggedLayout, table
@@ -20,6 +21,7 @@ from quire.attention.spec import FLOATS8, as_dtype, check, is_int
 from quire.attention.tensors import as_nhd, check_layout, split_cache
 
 __all__ = [
+    "BatchDecodeMlaWithPagedKVCacheWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "fast_decode_plan",

@@ -15,13 +15,32 @@ from torch import Tensor
 
 from quire._arguments import refuse, typed
 from quire._buffers import fitting, fixed_batch, same
+from quire._mla_dimensions import (
+    MLAHeadDimensions,
+    MLALayerDimensions,
+    deepseek_mla_dimensions,
+    nope_mla_dimensions,
+    smaller_mla_dimensions,
+    supported_mla_head_dimensions,
+    supported_mla_layer_dimensions,
+)
 from quire._wrapper import AttentionWrapper, DType
 from quire.attention.pages import LengthTable, PageTable, RaggedLayout, as_int32, table
 from quire.attention.spec import FLOATS8, AttentionSpec, as_dtype, check, is_int
 from quire.attention.tensors import check_tensor
 from quire.kernels.latent import GROUP, widen
 
-__all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
+__all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "MLAHeadDimensions",
+    "MLALayerDimensions",
+    "MLAPlanMetadata",
+    "deepseek_mla_dimensions",
+    "nope_mla_dimensions",
+    "smaller_mla_dimensions",
+    "supported_mla_head_dimensions",
+    "supported_mla_layer_dimensions",
+]
 
 _CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 _DENSE = ("cum_seq_lens_q", "block_tables", "seq_lens")
