@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import quire as flashinfer
+from quire import cascade
 from quire.attention import AttentionSpec, RaggedLayout
 from quire.attention.oracle import attend
 from quire.bench.batches import random_table, relative_error
@@ -269,3 +270,69 @@ def test_levels_that_do_not_fit_are_refused(rng):
         wrapper.prewarm_paged_kv_stride_variant("shared")
     with pytest.raises(ValueError, match=r"len\(int_workspace_buffers\) = 1"):
         wrapper.reset_workspace_buffer(torch.empty(0), [torch.empty(0)])
+
+
+@devices
+@dtypes
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_rows_of_any_number_of_states_are_their_union(device, dtype, index, rng):
+    counts = [rng.choice((0, 1, 2, 17)) for _ in range(rng.randrange(1, 30))]
+    v, s = random_states(1, sum(counts) + 5, 3, rng.choice((8, 64, 80)), dtype, device)  # 5 before and after the rows
+    v, s = v[0], s[0]
+    s[rng.randrange(len(s)) :] = 0.5
+    v[s == 0.5] = 0.25
+    ends = torch.tensor([2, *counts]).cumsum(0).to(device)
+    result = cascade.variable_length_merge_states(v, s, ends.to(index))
+    assert result[0].shape == (len(counts), *v.shape[1:])
+    for i, (begin, end) in enumerate(pairwise(ends.tolist())):
+        one = union(v[None, begin:end].nan_to_num(), s[None, begin:end])
+        assert_is([x[i : i + 1] for x in result], one, dtype)
+
+
+@devices
+def test_no_rows_and_no_states(device):
+    v, s = torch.zeros(0, 2, 8, device=device), torch.zeros(0, 2, device=device)
+    for rows in (0, 3):
+        out, lse = cascade.variable_length_merge_states(v, s, torch.zeros(rows + 1, dtype=torch.int32, device=device))
+        assert (out.shape, lse.shape) == ((rows, 2, 8), (rows, 2))
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("indptr", "message"),
+    [
+        ([0, 3, 2], "falls at request 1"),
+        ([0, 5], r"indptr\[-1\] = 5 is beyond the number of sets = 4"),
+        ([-1, 2], r"indptr\[0\] = -1"),
+        ([], r"len\(indptr\) = 0"),
+        ([0.0, 2.0], "indptr is torch.float32"),
+    ],
+)
+def test_rows_of_states_that_do_not_fit_are_refused(indptr, message):
+    with pytest.raises(ValueError, match=message):
+        cascade.variable_length_merge_states(
+            torch.zeros(4, 2, 8), torch.zeros(4, 2), torch.tensor(indptr, dtype=None if indptr else torch.int32)
+        )
+
+
+@pytest.mark.gpu
+def test_merging_rows_of_states_does_not_wait():
+    v, s = (x[0] for x in random_states(1, 40, 3, 64, torch.float16, "cuda"))
+    indptr = torch.tensor([0, 7, 7, 40], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cascade.variable_length_merge_states(v, s, indptr)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_older_programs_end_what_they_began():
+    for name in (
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "PODWithPagedKVCacheWrapper",
+        "BatchPODWithPagedKVCacheWrapper",
+    ):
+        assert getattr(flashinfer, name)(torch.empty(0, dtype=torch.uint8)).end_forward() is None

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from quire._wrapper import DType
+from quire.attention.pages import check_indptr, table
 from quire.attention.spec import check
+from quire.attention.state import merge_ragged
 from quire.attention.tensors import check_tensor
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.kernels import merge
@@ -25,6 +27,7 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "variable_length_merge_states",
 ]
 
 
@@ -100,6 +103,30 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = v.new_empty(tokens, heads, dim), s.new_empty(tokens, heads)
     merge.merge_states(v, s, out, lse)
     return out, lse
+
+
+def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge states of which each row has a number of its own, as `flashinfer.triton.cascade` does.
+
+    Args:
+        v: outputs, [sets, heads, head_dim], those of a row one after another.
+        s: their lse (base 2), [sets, heads]; other dtypes than float32 are converted.
+        indptr: int32 or int64 [rows + 1]: row i has the sets indptr[i] to indptr[i + 1], which may be none.
+
+    Returns:
+        v [rows, heads, head_dim] and s float32 [rows, heads] of each row's union. Never waits for a device.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit; on the host also an indptr that falls or ends
+            beyond the sets.
+    """
+    s = s.float()
+    _check_state(v, s, ("v", "s"))
+    indptr = table(indptr, "indptr")
+    check(len(indptr) > 0, "len(indptr)", 0, "one more than there are rows")
+    check(indptr.device == v.device, "indptr.device", str(indptr.device), f"{v.device}, where v lies")
+    check_indptr(indptr, "indptr", len(v), "the number of sets")
+    return merge_ragged(v, s, indptr)
 
 
 def _check_variant(variant: str) -> None:
@@ -269,6 +296,9 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         """Replace the workspace buffers; both must lie on the wrapper's device."""
         self._batch_decode_wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
+    def end_forward(self) -> None:
+        """Kept for code that calls it; there is nothing to end."""
+
     def begin_forward(
         self,
         unique_kv_indptr: Tensor,
@@ -327,6 +357,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Replace the workspace buffers; both must lie on the wrapper's device."""
         self._batch_prefill_wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def end_forward(self) -> None:
+        """Kept for code that calls it; there is nothing to end."""
 
     def begin_forward(
         self,

@@ -57,6 +57,9 @@ class PODWithPagedKVCacheWrapper:
         """Replace the workspace buffers; both must lie on the wrapper's device."""
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
+    def end_forward(self) -> None:
+        """Kept for code that calls it; there is nothing to end."""
+
     def plan(
         self,
         indptr: Tensor,
@@ -206,6 +209,9 @@ class BatchPODWithPagedKVCacheWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         """False: this wrapper takes no buffers for its plans."""
         return False
+
+    def end_forward(self) -> None:
+        """Kept for code that calls it; there is nothing to end."""
 
     def plan(
         self,

@@ -17,6 +17,28 @@ def merge(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, T
     return v.to(v_a.dtype), s
 
 
+def merge_ragged(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
+    """For each i the state of the union of sets indptr[i] to indptr[i + 1]. v: [sets, heads, head_dim], s: float32
+    [sets, heads].
+
+    A set without keys adds nothing, whatever its v holds. Never waits for a device.
+    """
+    s = s.to(torch.promote_types(s.dtype, torch.float32))
+    begins = indptr.long().clamp(0, len(s))
+
+    def reduce(x: Tensor, kind: str, nothing: float) -> Tensor:
+        return torch.segment_reduce(x, kind, offsets=begins, axis=0, initial=nothing)
+
+    top = reduce(s, "max", -torch.inf)
+    safe = torch.where(torch.isinf(top), 0.0, top)  # as in `merge_many`
+    owner = torch.searchsorted(begins, torch.arange(len(s), device=s.device), right=True) - 1
+    weight = torch.exp2(s - safe[owner.clamp(0, len(top) - 1)]) if len(top) else s
+    total = reduce(weight, "sum", 0.0)
+    parts = torch.where(weight[..., None] == 0, 0.0, v.to(weight.dtype) * weight[..., None])
+    out = reduce(parts, "sum", 0.0) / torch.where(total == 0, 1.0, total)[..., None]
+    return out.to(v.dtype), safe + torch.log2(total)
+
+
 def merge_many(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """The state of the union of n sets, 0 or more. v: [tokens, n, heads, head_dim], s: float32 [tokens, n, heads].
 
