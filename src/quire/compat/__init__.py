@@ -25,6 +25,7 @@ FLASHINFER_VERSION = "0.7.2"  # whose names and meanings Quire's are
 _JIT, _ABSENT = "quire.compat.jit", "quire.compat.absent"
 _OPERATIONS = (
     "cascade",
+    "concat_ops",
     "core",
     "decode",
     "mla",
