@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -152,6 +153,63 @@ def test_a_cache_that_owns_its_tables(flashinfer):
     exact, _ = oracle.attend(prompt, key, value, spec)
     outputs = prefill.prefill(prompt, key, value, torch.tensor([0, 50]))
     torch.testing.assert_close(outputs.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_around_operations_does_nothing(flashinfer, tmp_path):
+    from flashinfer.api_logging import flashinfer_api
+    from flashinfer.autotuner import autotune
+    from flashinfer.fi_trace import fi_trace
+    from flashinfer.trace import Const, Scalar, Tensor, TraceTemplate, Var
+
+    template = TraceTemplate(
+        op_type="x", axes={"n": Var(), "h": Const(abbrev="h")}, inputs={"x": Tensor(["n"]), "s": Scalar("float32")}
+    )
+    for decorate in (flashinfer_api, flashinfer_api(trace=template)):
+        assert decorate(len) is len
+    assert flashinfer.autotune is autotune
+    with flashinfer.autotune(True, cache="a file"):
+        assert fi_trace(flashinfer.merge_state, save_dir=tmp_path, v_a=torch.zeros(1)) == {}
+    assert flashinfer.fi_trace(flashinfer.merge_state, save_dir=tmp_path) == {}
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(NotImplementedError, match=r"flashinfer\.xqa\.xqa is not part of Quire"):
+        flashinfer.xqa(1)
+    with pytest.raises(AttributeError, match=r"'flashinfer\.decode' has no attribute 'decode'"):
+        flashinfer.decode(1)
+
+
+def test_folders_of_a_flashinfer_that_builds(flashinfer):
+    from flashinfer.jit import env
+
+    assert flashinfer.jit.env is env
+    assert env.has_flashinfer_cubin()
+    for name in ("FLASHINFER_WORKSPACE_DIR", "FLASHINFER_CUBIN_DIR", "FLASHINFER_CSRC_DIR", "FLASHINFER_GEN_SRC_DIR"):
+        assert isinstance(getattr(env, name), Path)
+    assert env.FLASHINFER_JIT_DIR.parent == env.FLASHINFER_WORKSPACE_DIR
+    assert not env.FLASHINFER_WORKSPACE_DIR.exists()
+
+
+def test_imports_of_engines(flashinfer):
+    """What modules of vLLM and SGLang that have to do with attention import when they are imported."""
+    from flashinfer import (
+        BatchDecodeMlaWithPagedKVCacheWrapper,
+        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+    )
+    from flashinfer.concat_ops import concat_mla_k
+    from flashinfer.mla import MLAHeadDimensions, MLALayerDimensions
+    from flashinfer.triton.cascade import variable_length_merge_states
+    from flashinfer.utils import FP4Tensor, get_trtllm_gen_multi_ctas_kv_counter_bytes
+
+    assert BatchDecodeMlaWithPagedKVCacheWrapper is quire.BatchDecodeMlaWithPagedKVCacheWrapper
+    assert flashinfer.decode.BatchDecodeMlaWithPagedKVCacheWrapper is BatchDecodeMlaWithPagedKVCacheWrapper
+    assert (concat_mla_k, MLAHeadDimensions) == (quire.concat_ops.concat_mla_k, quire.mla.MLAHeadDimensions)
+    assert (MLALayerDimensions, variable_length_merge_states) == (
+        quire.mla.MLALayerDimensions,
+        quire.cascade.variable_length_merge_states,
+    )
+    assert not isinstance(torch.zeros(1), FP4Tensor)
+    for call in (get_trtllm_gen_multi_ctas_kv_counter_bytes, nvfp4_quantize_append_paged_kv_cache_with_slot_mapping):
+        with pytest.raises(NotImplementedError, match="is not part of Quire"):
+            call()
 
 
 def test_the_plan_of_engines_is_there(flashinfer):

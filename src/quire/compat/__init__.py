@@ -22,7 +22,7 @@ __all__ = ["FLASHINFER_VERSION", "install", "path", "uninstall"]
 
 FLASHINFER_VERSION = "0.7.2"  # whose names and meanings Quire's are
 
-_JIT, _ABSENT = "quire.compat.jit", "quire.compat.absent"
+_JIT, _ABSENT, _INERT = "quire.compat.jit", "quire.compat.absent", "quire.compat.inert"
 _OPERATIONS = (
     "cascade",
     "concat_ops",
@@ -44,7 +44,8 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(NAMES, ()),
     # Programs look for FlashInfer's ready-made kernels, and without them for a compiler, which Quire does not need.
     **dict.fromkeys(("flashinfer_cubin", "flashinfer_jit_cache"), ()),
-    "flashinfer": ("quire",),
+    "flashinfer": ("quire", _INERT),
+    **dict.fromkeys(("flashinfer.api_logging", "flashinfer.autotuner", "flashinfer.fi_trace"), (_INERT,)),
     "flashinfer.attention": ("quire.batch", _JIT),
     **dict.fromkeys(("flashinfer.cudnn", "flashinfer.cudnn.decode", "flashinfer.cudnn.prefill"), (_ABSENT,)),
     **dict.fromkeys(("flashinfer.cutile", "flashinfer.cutile.cutile_common"), (_ABSENT,)),
@@ -53,7 +54,11 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "flashinfer.jit.attention.modules": (_JIT,),
     "flashinfer.jit.attention.variants": (_JIT,),
     "flashinfer.jit.core": (_JIT,),
+    "flashinfer.jit.env": ("quire.compat.env",),
     "flashinfer.jit.utils": (_JIT,),
+    "flashinfer.testing": ("quire.compat.testing",),
+    "flashinfer.testing.utils": ("quire.compat.testing",),
+    "flashinfer.trace": ("quire.compat.trace",),
     "flashinfer.triton": (),
     "flashinfer.triton.cascade": ("quire.cascade",),
     "flashinfer.utils": ("quire.compat.utils",),
@@ -93,6 +98,10 @@ class _StandIn(ModuleType):
             )
         setattr(self, name, value)
         return value
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """`flashinfer.xqa` and `flashinfer.fi_trace` are modules, and functions of the modules' names."""
+        return getattr(self, self.__name__.rpartition(".")[2])(*args, **options)
 
     def __dir__(self) -> list[str]:
         parts = (name.rpartition(".") for name in _SOURCES if _exists(name))

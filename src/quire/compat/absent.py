@@ -24,31 +24,62 @@ _SAMPLING = (
     "top_k_mask_logits top_k_renorm_probs top_k_sampling_from_probs top_k_top_p_sampling_from_logits "
     "top_k_top_p_sampling_from_probs top_p_renorm_probs top_p_sampling_from_probs"
 )
-_PAGE = "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_mla_kv_cache"
+_PAGE = (
+    "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping "
+    "nvfp4_quantize_append_paged_mla_kv_cache"
+)
+_RANGES, _SAGE = "BatchPrefillWithCausalBidirectionalRangesWrapper", "trtllm_sage_attention_quantize"
 _MLA = "trtllm_batch_decode_with_kv_cache_mla xqa_batch_decode_with_kv_cache_mla"
 
 NAMES: dict[str, tuple[str, ...]] = {
     f"flashinfer{module}": tuple(" ".join(names).split())
     for module, *names in (
-        ("", _ACTIVATION, _GEMM, _NORM, _SAMPLING, _PAGE, _FP4, _CUDNN_DECODE, _CUDNN_PREFILL),
+        (
+            "",
+            *(_ACTIVATION, _GEMM, _NORM, _SAMPLING, _PAGE, _FP4, _CUDNN_DECODE, _CUDNN_PREFILL, _RANGES, _SAGE),
+            "SfLayout mxfp8_quantize scaled_fp4_grouped_quantize",
+        ),
         (".activation", _ACTIVATION),
+        (".attention", _RANGES),
         (".cudnn", _CUDNN_DECODE, _CUDNN_PREFILL),
         (".cudnn.decode", _CUDNN_DECODE),
         (".cudnn.prefill", _CUDNN_PREFILL),
-        (".decode", _CUDNN_DECODE, _MLA, "trtllm_batch_decode_with_kv_cache xqa_batch_decode_with_kv_cache"),
+        (
+            ".decode",
+            *(_CUDNN_DECODE, _MLA),
+            "single_decode_with_kv_cache_with_jit_module trtllm_batch_decode_with_kv_cache",
+            "xqa_batch_decode_with_kv_cache",
+        ),
         (".fp4_quantization", _FP4),
-        (".gemm", _GEMM),
+        (".gemm", _GEMM, "gemm_fp8_nt_groupwise"),
         (".mla", _MLA),
+        (
+            ".msa_ops",
+            "MSASparseAttentionWorkspace msa_decode_nvfp4_specialized_stats msa_decode_nvfp4_specialized_warmup",
+            "msa_prefill_nvfp4_specialized_stats msa_prefill_nvfp4_specialized_warmup msa_proxy_score",
+            "msa_proxy_score_fp4 msa_sparse_attention msa_sparse_decode_attention msa_topk_select",
+            "prepare_msa_nvfp4_sparse_decode supports_packed_kv",
+        ),
         (".norm", _NORM),
         (".page", _PAGE),
         (
             ".prefill",
             "fmha_v2_prefill_deepseek trtllm_batch_context_with_kv_cache trtllm_fmha_v2_prefill",
-            "trtllm_ragged_attention_deepseek",
+            "trtllm_ragged_attention_deepseek trtllm_prefill_with_kv_cache_mla fmha_v2_prefill_sm120 fmha_varlen",
+            "fmha_varlen_plan single_prefill_with_kv_cache_with_jit_module",
+            *(_CUDNN_PREFILL, _SAGE),
         ),
         (".quantization", _FP4),
         (".quantization.fp4_quantization", _FP4),
+        (
+            ".quantization.nvfp4_quantization_utils",
+            "NVFP44Over6Config NVFP44Over6ErrMode current_nvfp4_4over6_config make_nvfp4_global_scale",
+            "nvfp4_4over6_cache_key nvfp4_4over6_code nvfp4_4over6_fp8_input_error nvfp4_4over6_from_code",
+            "nvfp4_4over6_mode_label nvfp4_e4m3_max nvfp4_per_token_scale_inv resolve_nvfp4_4over6",
+        ),
         (".sampling", _SAMPLING),
+        (".testing.utils", "bench_kineto dequantize_fp8 per_block_cast_to_fp8 per_token_cast_to_fp8 quantize_fp8"),
+        (".utils", "FP4Tensor get_trtllm_gen_multi_ctas_kv_counter_bytes"),
         (".xqa", "xqa xqa_mla"),
     )
 }
