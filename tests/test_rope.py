@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import quire
 from quire.bench.batches import relative_error
@@ -198,6 +199,30 @@ def test_torch_compiles_through(inplace, device):
     args = [x.to(device) for x in args]
     whole = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(whole(*args), step(*args), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_shapes_and_frequencies_may_change_in_a_graph(device):
+    """Of q and k that are views of one packed tensor: one graph for all shapes, and any base that a layer has."""
+
+    def step(qkv, positions, theta):
+        q, k, v = qkv.split([32, 16, 16], -1)
+        q, k = q.unflatten(-1, (-1, 16)), k.unflatten(-1, (-1, 16))
+        return *quire.apply_llama31_rope_pos_ids(q, k, positions, rope_theta=theta), v * 2
+
+    def agree(compiled, tokens, theta):
+        args = torch.randn(tokens, 64, device=device), torch.arange(tokens, device=device)
+        torch.testing.assert_close(compiled(*args, theta), step(*args, theta), rtol=1e-6, atol=1e-6)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+    whole = torch.compile(lambda x, i, _: step(x, i, 1e4), fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (6, 9, 40, 3):
+        agree(whole, tokens, 1e4)
+    assert counter.frame_count == 1
+    whole = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for theta in (1e4, 5e5, 77.0):
+        agree(whole, 6, theta)
 
 
 @pytest.mark.parametrize("device", DEVICES)

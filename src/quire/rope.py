@@ -1,6 +1,8 @@
-"""Rotary position embedding of queries and keys, in place or not.
+"""Rotary position embedding of queries and keys, as new tensors or in place.
 
-Names, parameters and meanings are those of `flashinfer.rope`.
+Names, parameters and meanings are those of `flashinfer.rope`. Under torch.compile use the functions that return new
+tensors where q and k are views of one packed tensor: Inductor's graphs for changing shapes have been seen to fail, or
+to leave a token of k wrong, with operations that write to two views of one tensor.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def _check_heads(q: Tensor, k: Tensor, rotary_dim: int, names: tuple[str, str] =
     check_tensor(q, names[0], (None, None, None), q.dtype, q.device)
     check_tensor(k, names[1], (len(q), None, q.shape[-1]), q.dtype, q.device)
     whole = isinstance(rotary_dim, int) and rotary_dim % 2 == 0 and 0 < rotary_dim <= q.shape[-1]
-    check(whole, "rotary_dim", rotary_dim, f"an even number, 2 to head_dim = {q.shape[-1]}")
+    if not whole:  # as torch.compile traces no message with a size that differs from call to call
+        check(False, "rotary_dim", rotary_dim, f"an even number, 2 to head_dim = {q.shape[-1]}")
 
 
 def _apply(
@@ -71,9 +74,10 @@ def _apply(
         _check_ints(positions, "offsets", len(positions), q.device)
     low, high, context = scaling
     for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
-        check(math.isfinite(value) and value > 0, name, value, "a positive number")
-    check(high > low, "high_freq_factor", high, f"more than low_freq_factor = {low}")
-    check(math.isfinite(context) and context >= 0, "old_context_len", context, "a positive number")
+        check(0 < value < math.inf, name, value, "a positive number")  # torch.compile traces no math.isfinite
+    if not high > low:  # nor messages with numbers that differ from call to call
+        check(False, "high_freq_factor", high, f"more than low_freq_factor = {low}")
+    check(0 <= context < math.inf, "old_context_len", context, "a positive number")
     q_out, k_out = (q, k) if inplace else (torch.empty_like(q), torch.empty_like(k))
     x, y = (None, None) if inplace else (q, k)
     scale, theta, low, high, context = (float(n) for n in (rope_scale, rope_theta, low, high, context))
@@ -124,7 +128,7 @@ def apply_rope_inplace(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> None:
-    """`apply_rope`, of which q and k themselves are the results."""
+    """`apply_rope` in place; not for views of one tensor under torch.compile: see `quire.rope`."""
     _apply(q, k, offsets, indptr, rotary_dim, interleave, rope_scale, rope_theta, inplace=True)
 
 
@@ -150,7 +154,7 @@ def apply_rope_pos_ids_inplace(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> None:
-    """`apply_rope_pos_ids`, of which q and k themselves are the results."""
+    """`apply_rope_pos_ids` in place; not for views of one tensor under torch.compile: see `quire.rope`."""
     _apply(q, k, pos_ids, None, rotary_dim, interleave, rope_scale, rope_theta, inplace=True)
 
 
@@ -193,7 +197,7 @@ def apply_llama31_rope_inplace(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:
-    """`apply_llama31_rope`, of which q and k themselves are the results."""
+    """`apply_llama31_rope` in place; not for views of one tensor under torch.compile: see `quire.rope`."""
     scaling = (low_freq_factor, high_freq_factor, old_context_len)
     _apply(q, k, offsets, indptr, rotary_dim, interleave, rope_scale, rope_theta, scaling, inplace=True)
 
@@ -227,7 +231,7 @@ def apply_llama31_rope_pos_ids_inplace(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:
-    """`apply_llama31_rope_pos_ids`, of which q and k themselves are the results."""
+    """`apply_llama31_rope_pos_ids` in place; not for views of one tensor under torch.compile: see `quire.rope`."""
     scaling = (low_freq_factor, high_freq_factor, old_context_len)
     _apply(q, k, pos_ids, None, rotary_dim, interleave, rope_scale, rope_theta, scaling, inplace=True)
 
@@ -289,7 +293,7 @@ def apply_rope_with_cos_sin_cache(
 def apply_rope_with_cos_sin_cache_inplace(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
 ) -> None:
-    """`apply_rope_with_cos_sin_cache`, of which query and key themselves are the results."""
+    """`apply_rope_with_cos_sin_cache` in place; not for views of one tensor under torch.compile: see `quire.rope`."""
     _apply_cache(positions, query, key, head_size, cos_sin_cache, is_neox, inplace=True)
 
 
