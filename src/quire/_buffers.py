@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quire.attention.pages import table
@@ -30,8 +29,8 @@ def check_buffers(mode: str, batch_from: str, **buffers: Tensor | None) -> None:
     for name, x in buffers.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} should be a torch.Tensor in {mode} mode")
-        check(x.dtype == torch.int32, f"{name}.dtype", x.dtype, "torch.int32, which kernels read")
-        check(table(x, name).is_contiguous(), f"{name}.stride()", x.stride(), "contiguous")
+        check(table(x, name) is x, f"{name}.dtype", x.dtype, "torch.int32, which kernels read")
+        check(x.is_contiguous(), f"{name}.stride()", x.stride(), "contiguous")
     sizes = {name: len(x) - ("indptr" in name) for name, x in buffers.items() if x is not None}
     for name, size in sizes.items():
         if size != sizes[batch_from] and "indices" not in name:
