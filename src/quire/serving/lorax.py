@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quire import decode, prefill
 from quire._wrapper import AttentionWrapper
-from quire.attention.pages import PageTable, refuse_first, table
+from quire.attention.pages import PageTable, as_int32, refuse_first, table
 from quire.attention.spec import FLOATS8, as_dtype, check
 from quire.serving.base import Heads, plan, workspace
 
@@ -263,7 +263,7 @@ def _int32(x: Tensor, name: str) -> Tensor:
     """A table, int32 where it is int64, as LoRAX's sums of lengths may be. Never waits for the device."""
     if not isinstance(x, Tensor) or x.dtype != torch.int64:
         return table(x, name)
-    short = x.int()
+    short = as_int32(x)
     if x.is_cpu:
         refuse_first(short != x, name, x, "less than 2**31")
     return table(short, name)
