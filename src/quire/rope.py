@@ -47,8 +47,7 @@ def _check_heads(q: Tensor, k: Tensor, rotary_dim: int, names: tuple[str, str] =
     check_tensor(q, names[0], (None, None, None), q.dtype, q.device)
     check_tensor(k, names[1], (len(q), None, q.shape[-1]), q.dtype, q.device)
     whole = isinstance(rotary_dim, int) and rotary_dim % 2 == 0 and 0 < rotary_dim <= q.shape[-1]
-    if not whole:  # as torch.compile traces no message with a size that differs from call to call
-        check(False, "rotary_dim", rotary_dim, f"an even number, 2 to head_dim = {q.shape[-1]}")
+    check(whole, "rotary_dim", rotary_dim, lambda: f"an even number, 2 to head_dim = {q.shape[-1]}")
 
 
 def _apply(
@@ -75,8 +74,7 @@ def _apply(
     low, high, context = scaling
     for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
         check(0 < value < math.inf, name, value, "a positive number")  # torch.compile traces no math.isfinite
-    if not high > low:  # nor messages with numbers that differ from call to call
-        check(False, "high_freq_factor", high, f"more than low_freq_factor = {low}")
+    check(high > low, "high_freq_factor", high, lambda: f"more than low_freq_factor = {low}")
     check(0 <= context < math.inf, "old_context_len", context, "a positive number")
     q_out, k_out = (q, k) if inplace else (torch.empty_like(q), torch.empty_like(k))
     x, y = (None, None) if inplace else (q, k)
