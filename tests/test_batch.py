@@ -76,7 +76,7 @@ def test_tables_are_checked_where_that_is_asked_for(device, batch, monkeypatch):
     wrapper.plan(*given, *rest)
     assert_is(wrapper.run(*inputs(batch, device)), batch.exact())
     given[3][0] = 1 << 20
-    with pytest.raises(ValueError, match=r"lengths\[0\] = 1048576 is out of range"):
+    with pytest.raises(ValueError, match=r"kv_len_arr\[0\] = 1048576 is out of range"):
         wrapper.plan(*given, *rest)
 
 
@@ -115,7 +115,7 @@ def test_what_does_not_fit_a_mixed_batch_is_refused(batch):
     with pytest.raises(ValueError, match="use_profiler is not supported"):
         wrapper.plan(*given, *SHAPE, size, use_profiler=True)
     long = given[3] + 1000 * torch.tensor([0, 0, 1, 0, 0]).int()
-    with pytest.raises(ValueError, match=rf"lengths\[2\] = {int(long[2])} is out of range"):
+    with pytest.raises(ValueError, match=rf"kv_len_arr\[2\] = {int(long[2])} is out of range"):
         wrapper.plan(*given[:3], long, *SHAPE, size)
     with pytest.raises(ValueError, match="kv_indptr has 6 entries: 5 are needed"):
         wrapper.plan(*given[:3], given[3][:-1], *SHAPE, size)

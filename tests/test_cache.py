@@ -239,6 +239,8 @@ def test_fewer_tokens_may_end_than_were_begun():
         (lambda c: c.begin_forward(25), OutOfPages, "sequence 2: 7 pages are needed, 6 of 8 are free"),
         (lambda c: c.begin_forward(33, 0), OutOfPages, "sequence 0: 9 pages are needed"),
         (lambda c: c.begin_forward(-1), ValueError, "sequence 2: num_tokens = -1 is negative"),
+        (lambda c: c.begin_forward(1.5), ValueError, r"sequence 2: num_tokens = 1\.5 is not an integer"),
+        (lambda c: c.end_forward(1, 1.5), ValueError, r"sequence 1: num_tokens = 1\.5 is not an integer"),
         (lambda c: c.begin_forward(1, 1), ValueError, "sequence 1 has been begun with 3 tokens and not ended"),
         (lambda c: c.end_forward(1, 4), ValueError, "sequence 1: 4 tokens end, but 3 were begun"),
         (lambda c: c.end_forward(0, 1), ValueError, "sequence 0: 1 tokens end, but 0 were begun"),
@@ -248,7 +250,7 @@ def test_fewer_tokens_may_end_than_were_begun():
         (lambda c: c.length(5), ValueError, "sequence 5 is unknown"),
         (lambda c: c.append(0, torch.zeros(2, 2, 16), torch.zeros(2, 2, 16)), ValueError, "2 tokens: .* begun 3"),
         (lambda c: c.append(5, torch.zeros(3, 2, 16), torch.zeros(3, 2, 16)), ValueError, "layer = 5 is out of range"),
-        (lambda c: c.append(0, torch.zeros(3, 2, 8), torch.zeros(3, 2, 8)), ValueError, "append_key has shape"),
+        (lambda c: c.append(0, torch.zeros(3, 2, 8), torch.zeros(3, 2, 8)), ValueError, "key has shape"),
     ],
 )
 def test_mistakes_name_the_sequence_and_change_nothing(wrong, error, message):

@@ -338,7 +338,7 @@ def test_buffers_that_do_not_fit(wrapper, buffers, message):
         ({"custom_mask": torch.ones(3, 9, dtype=torch.bool)}, r"custom_mask.shape = \[3, 9\] .* = 30 entries"),
         ({"custom_mask": torch.ones(3, 10)}, r"custom_mask.dtype = torch.float32"),
         ({"packed_custom_mask": torch.ones(3, dtype=torch.uint8)}, r"uint8 of shape \[3\].* = 4 bytes"),
-        ({"scale_k": torch.ones(5)}, r"k_scale = \[5\] .* 2 heads"),
+        ({"scale_k": torch.ones(5)}, r"scale_k = \[5\] .* 2 heads"),
         ({"kv_cache_sf": 1}, "kv_cache_sf is not supported"),
         ({"backend": "nobody"}, "backend = 'nobody' is unknown"),
         ({"window_left": -2}, "window_left = -2"),
@@ -359,7 +359,7 @@ def test_single_requests_that_do_not_fit(options, message):
         ({"v": (9, 2, 64)}, r"v has shape \[9, 2, 64\]: it must be \[10, 2, 64\]"),
         ({"k": (10, 2, 32)}, r"k has shape \[10, 2, 32\]"),
         ({"q": (8, 64)}, r"q.shape = \[8, 64\]"),
-        ({"k": (10, 64)}, r"k and v must be 3-D"),
+        ({"k": (10, 64)}, r"k has shape \[10, 64\]: it must be 3-D"),
     ],
 )
 def test_tensors_of_single_requests_that_do_not_fit(change, message):

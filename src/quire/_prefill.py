@@ -12,6 +12,7 @@ from quire.attention.items import Items
 from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout, as_int32, table
 from quire.attention.spec import check
+from quire.attention.tensors import check_optional, check_tensors
 
 
 class PrefillWrapper(AttentionWrapper):
@@ -50,6 +51,7 @@ class PrefillWrapper(AttentionWrapper):
         kv: PageTable | RaggedLayout,
     ) -> PackedMask | None:
         """The requests' masks, packed; the packed form wins where both are given."""
+        check_optional(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
         if packed_custom_mask is not None:
             mask = PackedMask.from_packed(packed_custom_mask.to(self.device), qo.lengths(), kv.lengths())
         elif custom_mask is not None:
@@ -72,5 +74,6 @@ class PrefillWrapper(AttentionWrapper):
             return None
         if prefix_lens is None or positions is None:
             raise ValueError("prefix_len_ptr and token_pos_in_items_ptr belong together")
+        check_tensors(prefix_len_ptr=prefix_lens, token_pos_in_items_ptr=positions)
         check(mask is None, "custom_mask", "given", "none with token_pos_in_items_ptr")
         return Items(prefix_lens.reshape(-1).to(self.device), positions.to(self.device), length)

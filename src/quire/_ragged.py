@@ -14,7 +14,7 @@ from quire._prefill import PrefillWrapper
 from quire._wrapper import DType
 from quire.attention.pages import table
 from quire.attention.spec import FLOATS8, as_dtype
-from quire.attention.tensors import as_nhd
+from quire.attention.tensors import as_nhd, as_scale, as_slopes
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
@@ -86,7 +86,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         v_indptr: Tensor | None = None,
         o_indptr: Tensor | None = None,
         *,
-        alibi_slopes: Sequence[float] | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
     ) -> None:
         """Record which rows of q, and of k and v, belong to which request, and the layer that runs share.
 
@@ -124,7 +124,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
-            slopes=tuple(alibi_slopes or ()),
+            slopes=as_slopes(alibi_slopes),
             batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
         )
 
@@ -172,9 +172,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             return done
         refuse(kv_cache_sf=kv_cache_sf)
         self._planned()
-        k, v = as_nhd(k, self._kv_layout), as_nhd(v, self._kv_layout)
+        k, v = as_nhd(k, self._kv_layout, "k"), as_nhd(v, self._kv_layout, "v")
         if o_scale is not None:
-            v_scale = (1.0 if v_scale is None else v_scale) / o_scale
+            heads = self._planned().num_kv_heads
+            v_scale = as_scale(v_scale, "v_scale", heads) / as_scale(o_scale, "o_scale", heads)
         return self._attend(
             q,
             k,

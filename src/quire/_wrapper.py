@@ -373,13 +373,16 @@ class AttentionWrapper:
             return None
         if torch._C._cuda_getDevice() != self._index:  # launches need the device to be the current one
             return None
-        key = (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            None if v is k else (v.shape, v.stride(), v.dtype, v.device), None if out is None else _kind(out),
-            None if lse is None else _kind(lse), None if sinks is None else _kind(sinks), return_lse, typed(options),
-            None if q_pe is None else _kind(q_pe), None if k_pe is None else _kind(k_pe),
-        )  # fmt: skip
-        found = self._repeats.get(key) or self._moved(key)
+        try:
+            key = (
+                q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+                None if v is k else (v.shape, v.stride(), v.dtype, v.device), None if out is None else _kind(out),
+                None if lse is None else _kind(lse), None if sinks is None else _kind(sinks), return_lse,
+                typed(options), None if q_pe is None else _kind(q_pe), None if k_pe is None else _kind(k_pe),
+            )  # fmt: skip
+            found = self._repeats.get(key) or self._moved(key)
+        except (AttributeError, TypeError):  # no tensor, or nothing with a hash: the checks refuse it
+            return None
         if found is None:
             self._key = key
             return None
@@ -459,7 +462,7 @@ class AttentionWrapper:
             as_scale(v_scale, "v_scale", spec.num_kv_heads),
         )
         if sinks is not None:
-            check_tensor(sinks, "sinks", (spec.num_qo_heads,), sinks.dtype, self.device)
+            check_tensor(sinks, "sinks", (spec.num_qo_heads,), None, self.device)
         wanted = return_lse or lse is not None
         plain = lse_base == "log2" and lse_layout == "NH"
         if wanted and not plain:

@@ -15,6 +15,7 @@ from quire._arguments import Scale, refuse
 from quire._wrapper import DType
 from quire.attention.pages import PageTable
 from quire.attention.spec import check
+from quire.attention.tensors import check_cache, check_optional, check_tensors
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
@@ -66,8 +67,9 @@ class BatchAttention:
             ValueError: an argument that does not fit, named with its value and what is allowed; use_profiler.
         """
         refuse(use_profiler=use_profiler)
+        check_tensors(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
         kv_indptr, kv_indices, kv_len_arr = self._wrapper._together((kv_indptr, kv_indices, kv_len_arr))
-        pages = PageTable.from_lengths(kv_indptr, kv_indices, kv_len_arr, page_size)
+        pages = PageTable.from_lengths(kv_indptr, kv_indices, kv_len_arr, page_size, "kv_len_arr")
         self._wrapper.plan(
             qo_indptr,
             pages.indptr,
@@ -123,6 +125,7 @@ class BatchAttention:
             ValueError: a tensor that does not fit the plan, or a soft cap where none was planned.
         """
         refuse(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        check_cache(kv_cache, "kv_cache")
         capped = logits_soft_cap > 0
         if capped:
             fits = getattr(self, "_logits_soft_cap", logits_soft_cap) > 0
@@ -200,6 +203,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
         The other arguments, results and errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
+        check_optional(sink=sink)
         return super().run(q, paged_kv_cache, sinks=sink, sm_scale=sm_scale, **options)
 
     forward = run  # type: ignore[assignment]

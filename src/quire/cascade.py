@@ -15,7 +15,7 @@ from quire._wrapper import DType
 from quire.attention.pages import check_indptr, table
 from quire.attention.spec import check
 from quire.attention.state import merge_ragged
-from quire.attention.tensors import check_tensor
+from quire.attention.tensors import check_apart, check_cache, check_optional, check_tensor, check_tensors
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.kernels import merge
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
@@ -34,7 +34,7 @@ __all__ = [
 def _check_state(v: Tensor, s: Tensor, names: tuple[str, str]) -> None:
     if v.ndim != 3:
         raise ValueError(f"{names[0]} has shape {list(v.shape)}: it must be [tokens, heads, head_dim]")
-    check_tensor(v, names[0], tuple(v.shape), v.dtype, v.device)
+    check_tensor(v, names[0], tuple(v.shape), None, v.device)
     check_tensor(s, names[1], tuple(v.shape[:2]), torch.float32, v.device)
 
 
@@ -51,6 +51,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit.
     """
+    check_tensors(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     s_a, s_b = s_a.float(), s_b.float()
     _check_state(v_a, s_a, ("v_a", "s_a"))
     _check_state(v_b, s_b, ("v_b", "s_b"))
@@ -69,12 +70,16 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         mask: bool [tokens], any stride: the tokens to merge; the others keep their state.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit.
+        ValueError: as `merge_state`; a state to be written to whose elements overlap.
     """
+    check_tensors(v=v, s=s, v_other=v_other, s_other=s_other)
     s_other = s_other.float()
     _check_state(v, s, ("v", "s"))
     _check_state(v_other, s_other, ("v_other", "s_other"))
     check_tensor(v_other, "v_other", tuple(v.shape), v.dtype, v.device)
+    check_apart(v, "v")
+    check_apart(s, "s")
+    check_optional(mask=mask)
     if mask is not None and ((mask.shape, mask.dtype, mask.device) != (v.shape[:1], torch.bool, v.device)):
         given = f"{mask.dtype} of shape {list(mask.shape)} on {mask.device}"
         raise ValueError(f"mask is {given}: it must be torch.bool of shape [{len(v)}] on {v.device}")
@@ -92,12 +97,13 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         v [tokens, heads, head_dim] and s float32 [tokens, heads] of the union.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit.
+        ValueError: as `merge_state`.
     """
+    check_tensors(v=v, s=s)
     if v.ndim != 4:
         raise ValueError(f"v has shape {list(v.shape)}: it must be [tokens, sets, heads, head_dim]")
     s = s.float()
-    check_tensor(v, "v", tuple(v.shape), v.dtype, v.device)
+    check_tensor(v, "v", tuple(v.shape), None, v.device)
     check_tensor(s, "s", tuple(v.shape[:3]), torch.float32, v.device)
     tokens, _, heads, dim = v.shape
     out, lse = v.new_empty(tokens, heads, dim), s.new_empty(tokens, heads)
@@ -166,10 +172,10 @@ class MultiLevelCascadeAttentionWrapper:
         if use_cuda_graph:
             buffers = self._levels(
                 "_arr",
-                qo_indptr_buf=qo_indptr_buf_arr,
-                paged_kv_indptr_buf=paged_kv_indptr_buf_arr,
-                paged_kv_indices_buf=paged_kv_indices_buf_arr,
-                paged_kv_last_page_len_buf=paged_kv_last_page_len_buf_arr,
+                qo_indptr_buf_arr=qo_indptr_buf_arr,
+                paged_kv_indptr_buf_arr=paged_kv_indptr_buf_arr,
+                paged_kv_indices_buf_arr=paged_kv_indices_buf_arr,
+                paged_kv_last_page_len_buf_arr=paged_kv_last_page_len_buf_arr,
             )
         self._batch_prefill_wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, **of_level)
@@ -182,15 +188,17 @@ class MultiLevelCascadeAttentionWrapper:
         return self._use_cuda_graph
 
     def _levels(self, suffix: str, **arrays: Sequence[Tensor] | None) -> list[dict[str, Any]]:
-        """Lists with a tensor for each level, as one set of named tensors for each level."""
+        """Lists with a tensor for each level, as one set of tensors for each level, named without the suffix."""
         for name, array in arrays.items():
             have = None if array is None else len(array)
-            check(have == self._num_levels, f"len({name}{suffix})", have, f"num_levels = {self._num_levels}")
-        return [{name: array[i] for name, array in arrays.items() if array} for i in range(self._num_levels)]
+            check(have == self._num_levels, f"len({name})", have, f"num_levels = {self._num_levels}")
+            check_tensors(**{f"{name}[{i}]": x for i, x in enumerate(array or ())})
+        given = {name.removesuffix(suffix): array for name, array in arrays.items() if array}
+        return [{name: array[i] for name, array in given.items()} for i in range(self._num_levels)]
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: Sequence[Tensor]) -> None:
         """Replace the workspace buffers, of which each level has an own for integers."""
-        levels = self._levels("s", int_workspace_buffer=int_workspace_buffers)
+        levels = self._levels("s", int_workspace_buffers=int_workspace_buffers)
         for wrapper, level in zip(self._batch_prefill_wrappers, levels, strict=True):
             wrapper.reset_workspace_buffer(float_workspace_buffer, **level)
 
@@ -227,9 +235,9 @@ class MultiLevelCascadeAttentionWrapper:
         """
         levels = self._levels(
             "_arr",
-            qo_indptr=qo_indptr_arr,
-            paged_kv_indptr=paged_kv_indptr_arr,
-            paged_kv_indices=paged_kv_indices_arr,
+            qo_indptr_arr=qo_indptr_arr,
+            paged_kv_indptr_arr=paged_kv_indptr_arr,
+            paged_kv_indices_arr=paged_kv_indices_arr,
             paged_kv_last_page_len=paged_kv_last_page_len,
         )
         for i, (wrapper, tables) in enumerate(zip(self._batch_prefill_wrappers, levels, strict=True)):
@@ -312,9 +320,9 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     ) -> None:
         """Record the pages of what follows the prefix: the arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`."""
         self._batch_decode_wrapper.plan(
-            unique_kv_indptr,
-            unique_kv_indices,
-            unique_kv_last_page_len,
+            table(unique_kv_indptr, "unique_kv_indptr"),
+            table(unique_kv_indices, "unique_kv_indices"),
+            table(unique_kv_last_page_len, "unique_kv_last_page_len"),
             num_qo_heads,
             num_kv_heads,
             head_dim,
@@ -335,6 +343,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         Returns:
             [batch_size, num_qo_heads, head_dim].
         """
+        check_tensors(k_shared=k_shared, v_shared=v_shared)
+        check_cache(unique_kv_cache, "unique_kv_cache")
         out, lse = self._batch_decode_wrapper.run(q, unique_kv_cache, return_lse=True)
         shared = single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, return_lse=True)
         merge_state_in_place(out, lse, *shared)
@@ -419,6 +429,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         Returns:
             [qo_indptr[-1], num_qo_heads, head_dim].
         """
+        check_tensors(k_shared=k_shared, v_shared=v_shared)
+        check_cache(unique_kv_cache, "unique_kv_cache")
         wrapper, layout = self._batch_prefill_wrapper, self._kv_layout
         out, lse = wrapper.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale)
         shared = single_prefill_with_kv_cache(

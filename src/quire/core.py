@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.spec import as_dtype, check
+from quire.attention.tensors import check_tensors
 from quire.cache.pool import PagedKVCache
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.prefill import BatchPrefillWithRaggedKVCacheWrapper
@@ -67,6 +68,7 @@ class BatchDecodeWithPagedKVCache:
         """
         cache = self.kv_cache
         ids = cache.sequences if sequences is None else list(sequences)
+        check_tensors(query=query)
         q = query[:, 0] if query.ndim == 4 and query.shape[1] == 1 else query
         check(
             q.ndim == 3 and len(q) == len(ids), "query.shape", list(query.shape), f"{len(ids)} rows, one per sequence"
@@ -130,6 +132,7 @@ class BatchPrefillWithRaggedKVCache:
         Returns:
             [tokens, num_heads, head_dim].
         """
+        check_tensors(query=query, key=key, value=value)
         self._wrapper.plan(
             qo_indptr,
             qo_indptr if kv_indptr is None else kv_indptr,

@@ -18,7 +18,7 @@ from quire._shared_prefix import SharedPrefix, check_shared_prefix, find_shared_
 from quire._wrapper import AttentionWrapper, DType
 from quire.attention.pages import PageTable, RaggedLayout, table
 from quire.attention.spec import FLOATS8, as_dtype, check, is_int
-from quire.attention.tensors import as_nhd, check_layout, split_cache
+from quire.attention.tensors import as_nhd, as_slopes, check_layout, check_tensors, split_cache
 
 __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper",
@@ -121,7 +121,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         head_dim_vo: int | None = None,
         window_right: int = 0,
         is_causal: bool | None = None,
-        alibi_slopes: Sequence[float] | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
         shared_prefix: bool = False,
     ) -> None:
         """Record which pages belong to which request, and the layer that runs share.
@@ -147,7 +147,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             block_tables, seq_lens: accepted: the pages say the same.
             fixed_split_size, disable_split_kv: how FlashInfer is asked for batch-invariant results, and so is Quire;
                 how keys are split is the kernels' own affair.
-            alibi_slopes: those of ALIBI, one per query head, instead of the usual ones.
+            alibi_slopes: those of ALIBI, one per query head, instead of the usual ones; a tensor's are read, which
+                waits for its device.
             shared_prefix: find neighbouring requests whose first pages are the same, and have runs read these pages
                 once for all of them, then what parts of them share beyond, in up to four levels; the property
                 `shared_prefix` tells what was found. Only full pages before the query tokens are shared, where there
@@ -161,7 +162,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
                 a window, a position encoding, use_cuda_graph, and whatever asks for batch-invariant results.
         """
         self._begin_plan()
-        slopes = tuple(alibi_slopes or ())
+        slopes = as_slopes(alibi_slopes)
         as_given = typed((
             num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
             q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, fixed_split_size,
@@ -184,9 +185,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             batch_size = len(table(last_page_len, "last_page_len"))
             fixed_batch(self._paged_kv_last_page_len_buf, "paged_kv_last_page_len_buffer", batch_size)
         given = {
-            "paged_kv_indptr_buf": indptr,
-            "paged_kv_indices_buf": indices,
-            "paged_kv_last_page_len_buf": last_page_len,
+            "paged_kv_indptr_buf": table(indptr, "indptr"),
+            "paged_kv_indices_buf": table(indices, "indices"),
+            "paged_kv_last_page_len_buf": table(last_page_len, "last_page_len"),
         }
         layer: dict[str, Any] = {
             "num_qo_heads": num_qo_heads,
@@ -302,6 +303,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         self._planned()
+        check_tensors(q=q)
         each = self._q_len_per_req
         check(q_len_per_req in (None, each), "q_len_per_req", q_len_per_req, lambda: f"{each}, planned")
         assert self._qo_indptr_buf is not None
@@ -485,12 +487,13 @@ def single_decode_with_kv_cache(
     """
     from quire.prefill import single_prefill_with_kv_cache
 
+    check_tensors(q=q)
     check(q.ndim == 2, "q.shape", list(q.shape), "[num_qo_heads, head_dim]")
     check_layout(kv_layout)
     result = single_prefill_with_kv_cache(
         q[None],
-        as_nhd(k, kv_layout),
-        as_nhd(v, kv_layout),
+        as_nhd(k, kv_layout, "k"),
+        as_nhd(v, kv_layout, "v"),
         causal=True,
         pos_encoding_mode=pos_encoding_mode,
         window_left=window_left,

@@ -27,7 +27,7 @@ from quire._mla_dimensions import (
 from quire._wrapper import AttentionWrapper, DType
 from quire.attention.pages import LengthTable, PageTable, RaggedLayout, as_int32, table
 from quire.attention.spec import FLOATS8, AttentionSpec, as_dtype, check, is_int
-from quire.attention.tensors import check_tensor
+from quire.attention.tensors import check_tensor, check_tensors
 from quire.kernels.latent import GROUP, widen
 
 __all__ = [
@@ -274,6 +274,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         """The requests' rows, and their pages, in the wrapper's buffers or as given. Bad ones change no buffer."""
         form = metadata.form()
         qo, *given = (as_int32(getattr(metadata, name)) for name in form)
+        check_tensors(**dict(zip(form, (qo, *given), strict=True)))
         lengths, batch = given[-1], len(table(given[-1], form[-1]))
         check(len(table(qo, form[0])) > batch, f"len({form[0]})", len(qo), f"batch size + 1 = {batch + 1}")
         qo = qo if len(qo) == batch + 1 else qo[: batch + 1]  # the same object, for `same`
@@ -446,6 +447,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
                 number = isinstance(scale, Real) and math.isfinite(scale) and scale > 0
                 check(number, name, scale, "a positive number")
         if ckv_scale_arr is not None:
+            check_tensors(ckv_scale_arr=ckv_scale_arr)
             shape = (*ckv.shape[:2], spec.head_dim_vo // GROUP)
             if tuple(ckv_scale_arr.shape) != shape:
                 raise ValueError(f"Invalid shape of ckv_scale_arr: {list(ckv_scale_arr.shape)} is not {list(shape)}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.pages import table
-from quire.attention.tensors import check_layout, check_tensor, split_cache
+from quire.attention.tensors import check_apart, check_layout, check_tensor, check_tensors, split_cache
 from quire.kernels.append import append
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
@@ -40,10 +40,13 @@ def append_paged_kv_cache(
         ValueError: a tensor that does not fit; on the host also a token outside its request's pages.
     """
     k, v = split_cache(paged_kv_cache, check_layout(kv_layout))
+    check_tensors(append_key=append_key, append_value=append_value)
     tokens, device = len(append_key), k.device
     check_tensor(v, "paged_kv_cache's values", (*k.shape[:3], None), k.dtype, device)
     check_tensor(append_key, "append_key", (None, *k.shape[2:]), k.dtype, device)
     check_tensor(append_value, "append_value", (tokens, *v.shape[2:]), v.dtype, device)
+    check_apart(k, "paged_kv_cache's keys")
+    check_apart(v, "paged_kv_cache's values")
     places = _places(batch_indices, positions, tokens, device)
     append(k, v, append_key, append_value, *places, kv_indptr, kv_indices, kv_last_page_len)
 
@@ -74,10 +77,13 @@ def append_paged_mla_kv_cache(
             raise ValueError(f"{name} = {got} is not supported: a tensor [pages, page_size, head_dim]")
     assert ckv_cache is not None
     assert kpe_cache is not None
+    check_tensors(append_ckv=append_ckv, append_kpe=append_kpe)
     tokens, device = len(append_ckv), ckv_cache.device
     check_tensor(kpe_cache, "kpe_cache", (*ckv_cache.shape[:2], None), ckv_cache.dtype, device)
     check_tensor(append_ckv, "append_ckv", (None, ckv_cache.shape[2]), ckv_cache.dtype, device)
     check_tensor(append_kpe, "append_kpe", (tokens, kpe_cache.shape[2]), kpe_cache.dtype, device)
+    check_apart(ckv_cache, "ckv_cache")
+    check_apart(kpe_cache, "kpe_cache")
     places = _places(batch_indices, positions, tokens, device)
     caches, rows = (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), (append_ckv.unsqueeze(1), append_kpe.unsqueeze(1))
     append(*caches, *rows, *places, kv_indptr, kv_indices, kv_last_page_len)

@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from quire._wrapper import DType, Scale, refuse
+from quire.attention.pages import table
 from quire.attention.spec import check
+from quire.attention.tensors import check_cache, check_tensors
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
@@ -174,6 +176,8 @@ class PODWithPagedKVCacheWrapper:
         for name, value in given.items():
             planned = self._settings.get(name)
             check(value in (None, planned), name, value, f"it differs from the value planned, {planned!r}")
+        check_tensors(q_p=q_p, k_p=k_p, v_p=v_p, q_d=q_d)
+        check_cache(paged_kv_cache_d, "paged_kv_cache_d")
         out_d = self._decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale)
         out_p = single_prefill_with_kv_cache(
             q_p,
@@ -242,6 +246,10 @@ class BatchPODWithPagedKVCacheWrapper:
         Arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`; `data_type` is the old name for
         both dtypes. The query tokens of one decode all see all of its keys.
         """
+        qo_indptr_p, kv_indptr_p = table(qo_indptr_p, "qo_indptr_p"), table(kv_indptr_p, "kv_indptr_p")
+        kv_indices_p, last_page_len_p = table(kv_indices_p, "kv_indices_p"), table(last_page_len_p, "last_page_len_p")
+        qo_indptr_d, kv_indptr_d = table(qo_indptr_d, "qo_indptr_d"), table(kv_indptr_d, "kv_indptr_d")
+        kv_indices_d, last_page_len_d = table(kv_indices_d, "kv_indices_d"), table(last_page_len_d, "last_page_len_d")
         if data_type is not None:
             q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
@@ -300,6 +308,9 @@ class BatchPODWithPagedKVCacheWrapper:
             RuntimeError: nothing has been planned.
             ValueError: a tensor that does not fit the plan.
         """
+        check_tensors(q_p=q_p, q_d=q_d)
+        check_cache(paged_kv_cache_p, "paged_kv_cache_p")
+        check_cache(paged_kv_cache_d, "paged_kv_cache_d")
         out_d, lse_d = self._decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale, return_lse=True)
         masked = custom_mask_p is not None or packed_custom_mask_p is not None
         if masked or (causal_p, masked) != self._planned_as:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._arguments import Scale, by_position, product, refuse
+from quire._arguments import Scale, by_position, refuse
 from quire._buffers import check_buffers
 from quire._prefill import PrefillWrapper
 from quire._ragged import BatchPrefillWithRaggedKVCacheWrapper
 from quire._wrapper import DType, asked
 from quire.attention.pages import PageTable, table
 from quire.attention.spec import check
-from quire.attention.tensors import as_nhd, as_scale, check_layout, split_cache
+from quire.attention.tensors import as_nhd, as_scale, as_slopes, check_layout, check_tensors, split_cache
 from quire.kernels.attend import attend_one
 from quire.kernels.registry import canonical
 
@@ -125,7 +125,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         *,
-        alibi_slopes: Sequence[float] | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
     ) -> None:
         """Record which query rows and pages belong to which request, and the layer that runs share.
 
@@ -155,8 +155,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         qo_indptr = table(qo_indptr, "qo_indptr", paged_kv_last_page_len.shape[0] + 1)
         qo = self._plan_queries(qo_indptr, non_blocking)
         given = {
-            "paged_kv_indptr_buf": paged_kv_indptr,
-            "paged_kv_indices_buf": paged_kv_indices,
+            "paged_kv_indptr_buf": table(paged_kv_indptr, "paged_kv_indptr"),
+            "paged_kv_indices_buf": table(paged_kv_indices, "paged_kv_indices"),
             "paged_kv_last_page_len_buf": paged_kv_last_page_len,
         }
         pages = self._hold_pages(given, page_size, non_blocking)
@@ -182,7 +182,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
-            slopes=tuple(alibi_slopes or ()),
+            slopes=as_slopes(alibi_slopes),
             batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
         )
 
@@ -328,13 +328,13 @@ def single_prefill_with_kv_cache(
     """
     refuse(kv_cache_sf=kv_cache_sf)
     check_layout(kv_layout)
-    k, v = as_nhd(k, kv_layout), as_nhd(v, kv_layout)
+    check_tensors(q=q)
+    k, v = as_nhd(k, kv_layout, "k"), as_nhd(v, kv_layout, "v")
     check(q.ndim == 3, "q.shape", list(q.shape), "[q_len, num_qo_heads, head_dim]")
-    k_scale, v_scale = product(scale_k, k_scale), product(scale_v, v_scale)
     scales = (
         as_scale(scale_q, "scale_q", q.shape[1]),
-        as_scale(k_scale, "k_scale", k.shape[1]),
-        as_scale(v_scale, "v_scale", k.shape[1]),
+        as_scale(scale_k, "scale_k", k.shape[1]) * as_scale(k_scale, "k_scale", k.shape[1]),
+        as_scale(scale_v, "scale_v", k.shape[1]) * as_scale(v_scale, "v_scale", k.shape[1]),
     )
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype if o_dtype is None else o_dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.attention.masks import byte_indptr
 from quire.attention.pages import check_indptr
 from quire.attention.spec import check
+from quire.attention.tensors import check_tensors
 from quire.kernels.pack import pack
 
 __all__ = ["packbits", "segment_packbits"]
@@ -57,6 +58,7 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
         ValueError: x, indptr or bitorder does not fit; on the host also an indptr that falls or leaves x.
     """
     _check(x, bitorder)
+    check_tensors(indptr=indptr)
     vector = indptr.ndim == 1 and len(indptr) > 0 and indptr.dtype in (torch.int32, torch.int64)
     check(vector, "indptr", f"{indptr.dtype} {list(indptr.shape)}", "an int32 or int64 vector, at least [0]")
     check(indptr.device == x.device, "indptr.device", str(indptr.device), f"{x.device}, where x lies")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.spec import FLOATS, FLOATS8, check
-from quire.attention.tensors import check_layout, check_tensor
+from quire.attention.tensors import check_apart, check_layout, check_tensor, check_tensors
 from quire.kernels.rope import rotate, rotate_quantized
 
 __all__ = [
@@ -64,11 +64,13 @@ def _apply(
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Turn q and k by computed angles: at positions or, with indptr, from the requests' offsets on."""
+    check_tensors(q=q, k=k)
     rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
     _check_heads(q, k, rotary_dim)
     if indptr is None:
         _check_ints(positions, "pos_ids", len(q), q.device)
     else:
+        check_tensors(offsets=positions)
         _check_ints(indptr, "indptr", len(positions) + 1, q.device)
         _check_ints(positions, "offsets", len(positions), q.device)
     low, high, context = scaling
@@ -78,6 +80,9 @@ def _apply(
     check(0 <= context < math.inf, "old_context_len", context, "a positive number")
     q_out, k_out = (q, k) if inplace else (torch.empty_like(q), torch.empty_like(k))
     x, y = (None, None) if inplace else (q, k)
+    if inplace:
+        check_apart(q, "q")
+        check_apart(k, "k")
     scale, theta, low, high, context = (float(n) for n in (rope_scale, rope_theta, low, high, context))
     rotate(q_out, k_out, x, y, positions, indptr, None, rotary_dim, interleave, scale, theta, low, high, context)
     return q_out, k_out
@@ -111,8 +116,10 @@ def apply_rope(
         q and k, turned, of their shapes and dtypes.
 
     Raises:
-        ValueError: an argument that does not fit; on the host also an indptr that falls or leaves the tensors.
+        ValueError: an argument that does not fit; on the host also an indptr
+            that falls or leaves the tensors.
     """
+    check_tensors(indptr=indptr)
     return _apply(q, k, offsets, indptr, rotary_dim, interleave, rope_scale, rope_theta)
 
 
@@ -127,6 +134,7 @@ def apply_rope_inplace(
     rope_theta: float = 1e4,
 ) -> None:
     """`apply_rope` in place; not for views of one tensor under torch.compile: see `quire.rope`."""
+    check_tensors(indptr=indptr)
     _apply(q, k, offsets, indptr, rotary_dim, interleave, rope_scale, rope_theta, inplace=True)
 
 
@@ -179,6 +187,7 @@ def apply_llama31_rope(
         q, k, indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta: as in `apply_rope`.
     """
     scaling = (low_freq_factor, high_freq_factor, old_context_len)
+    check_tensors(indptr=indptr)
     return _apply(q, k, offsets, indptr, rotary_dim, interleave, rope_scale, rope_theta, scaling)
 
 
@@ -197,6 +206,7 @@ def apply_llama31_rope_inplace(
 ) -> None:
     """`apply_llama31_rope` in place; not for views of one tensor under torch.compile: see `quire.rope`."""
     scaling = (low_freq_factor, high_freq_factor, old_context_len)
+    check_tensors(indptr=indptr)
     _apply(q, k, offsets, indptr, rotary_dim, interleave, rope_scale, rope_theta, scaling, inplace=True)
 
 
@@ -254,12 +264,16 @@ def _apply_cache(
 ) -> tuple[Tensor, Tensor]:
     """Turn query and key by the angles of a cache."""
     check(isinstance(head_size, int) and head_size > 0, "head_size", head_size, "a positive integer")
+    check_tensors(query=query, key=key)
     q, k = _split_heads(query, "query", head_size), _split_heads(key, "key", head_size)
     check_tensor(cache, "cos_sin_cache", (None, None), torch.float32, q.device)
     _check_heads(q, k, cache.shape[1], ("query", "key"))
     _check_ints(positions, "positions", len(q), q.device)
     q_out, k_out = (query, key) if inplace else (torch.empty_like(query), torch.empty_like(key))
     x, y = (None, None) if inplace else (q, k)
+    if inplace:
+        check_apart(query, "query")
+        check_apart(key, "key")
     q, k = _split_heads(q_out, "query", head_size), _split_heads(k_out, "key", head_size)
     rotate(q, k, x, y, positions, None, cache, cache.shape[1], not is_neox, 1.0, 1.0, *_PLAIN)
     return q_out, k_out
@@ -299,6 +313,7 @@ def _check_parts(
     q: Tensor, k: Tensor, q_nope: Tensor | None, k_nope: Tensor | None, cache: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Refuse parts of heads that do not fit each other, and return the other parts, of dimension 0 where None."""
+    check_tensors(q_rope=q, k_rope=k)
     check_tensor(cache, "cos_sin_cache", (None, None), torch.float32, q.device)
     one_head = isinstance(k, Tensor) and k.ndim == 2
     _check_heads(q, k.unsqueeze(1) if one_head else k, cache.shape[1], ("q_rope", "k_rope"))
@@ -322,6 +337,7 @@ def _fp8_outputs(
     for name, (x, out) in sources.items():
         if out is not None:
             check_tensor(out, name, tuple(x.shape), dtype, x.device)
+            check_apart(out, name)
     return [torch.empty_like(x, dtype=dtype) if out is None else out for x, out in sources.values()], dtype
 
 
@@ -413,7 +429,8 @@ def _cache_parts(
     kv_layout: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Where k, k_nope and v go, [pages, page_size, heads, dim]: in MLA's two caches, or in those of keys and values."""
-    if not isinstance(cache, (tuple, list)) or len(cache) != 2:
+    pair = isinstance(cache, (tuple, list)) and len(cache) == 2
+    if not pair or not all(isinstance(x, Tensor) for x in cache):
         raise ValueError("paged_kv_cache must be a pair of tensors")
     rope_dim, dim = k.shape[-1], k.shape[-1] + k_nope.shape[-1]
     if k.ndim == 2:
@@ -484,6 +501,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     for name, x in (("batch_indices", batch_indices), ("positions", positions)):
         _check_ints(x, name, len(q_rope), q_rope.device)
     for name, x in (("kv_indices", kv_indices), ("kv_indptr", kv_indptr)):
+        check_tensors(**{name: x})
         _check_ints(x, name, len(x), q_rope.device)
     k, k_rest = (x.unsqueeze(1) if x.ndim == 2 else x for x in (k_rope, k_nope))
     rotate_quantized(

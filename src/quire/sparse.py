@@ -16,6 +16,7 @@ from quire._wrapper import DType, Scale, refuse
 from quire.attention.blocks import VariableBlocks, fixed_blocks, mask_by_rows
 from quire.attention.pages import PageTable, RaggedLayout
 from quire.attention.spec import check, is_int
+from quire.attention.tensors import check_optional, check_tensors
 from quire.kernels.pack import pack_blocks
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -31,6 +32,7 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
 
     indptr: int [rows of blocks + 1], where each one's blocks begin.
     """
+    check_tensors(mask=mask, indptr=indptr)
     return mask_by_rows(mask, indptr.to(mask.device))
 
 
@@ -149,6 +151,7 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
         refuse(kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         if indptr is None or indices is None:
             raise ValueError("indptr and indices are needed")
+        check_optional(mask=mask, packed_mask=packed_mask)
         qo, kv = fixed_blocks(indptr, indices, M, N, R, C)
         if packed_mask is None and mask is not None:
             shape = (len(indices), R, C)
@@ -209,6 +212,7 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
             RuntimeError: there is no plan.
         """
         self._planned()
+        check_tensors(q=q, k=k, v=v)
         for name, x, length in (("q", q, self.M), ("k", k, self.N), ("v", v, self.N)):
             fits = x.ndim == 3 and len(x) == length
             check(fits, f"{name}.shape", list(x.shape), partial("[{}, heads, head_dim]".format, length))
@@ -285,6 +289,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
+        check_tensors(block_mask_map=block_mask_map, block_row_sz=block_row_sz, block_col_sz=block_col_sz)
         for name, heads in (("num_kv_heads", num_kv_heads), ("num_qo_heads", num_qo_heads)):
             check(is_int(heads) and heads > 0, name, heads, "a positive int")
         fits = num_qo_heads % num_kv_heads == 0
@@ -346,6 +351,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
             RuntimeError: there is no plan.
         """
         self._planned()
+        check_tensors(q=q, k=k, v=v)
         num_kv_heads, num_qo_heads = self._heads
         queries, keys = (num_qo_heads, self._rows), (num_kv_heads, self._keys)
         for name, x, shape in (("q", q, queries), ("k", k, keys), ("v", v, keys)):

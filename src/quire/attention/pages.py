@@ -25,7 +25,9 @@ def as_int32(x: Tensor) -> Tensor:
 
 
 def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
-    """An int32 vector, x itself or what it is as int64; refuses anything else (and another length than the given)."""
+    """An int32 vector, x itself or what it is as int64; refuses anything else, another length than the given, and, where
+    the name says indptr, an empty one.
+    """
     x = as_int32(x)
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}: it must be an int32 or int64 tensor")
@@ -33,6 +35,8 @@ def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
         raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: it must be an int32 or int64 vector")
     if length is not None and x.shape[0] != length:
         raise ValueError(f"{name} has {len(x)} entries: {length} are needed")
+    if x.shape[0] == 0 and "indptr" in name:
+        raise ValueError(f"{name} is empty: it must have batch size + 1 entries, at least 1")
     return x
 
 
@@ -71,8 +75,8 @@ def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name
     """A host indptr must not start below 0, must never fall, and must not end beyond `total`."""
     if indptr.device.type != "cpu":
         return
-    if len(indptr) == 0 or int(indptr[0]) < 0:
-        raise ValueError(f"{name}[0] = {int(indptr[0]) if len(indptr) else 'missing'}: an indptr starts at 0")
+    if int(indptr[0]) < 0:
+        raise ValueError(f"{name}[0] = {int(indptr[0])}: an indptr starts at 0")
     falls = indptr[1:] < indptr[:-1]
     if bool(falls.any()):
         i = int(falls.nonzero()[0])

@@ -6,6 +6,10 @@ head_dim]. Kernels see NHD views; strides carry the difference, and may be any a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +23,30 @@ def check_layout(kv_layout: str) -> str:
     return kv_layout
 
 
+def check_tensors(**given: Any) -> None:
+    """Refuse arguments, by name, that are no tensors."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}: it must be a tensor")
+
+
+def check_optional(**given: Any) -> None:
+    """Refuse arguments, by name, that are neither None nor tensors."""
+    check_tensors(**{name: x for name, x in given.items() if x is not None})
+
+
+def check_cache(cache: Any, name: str) -> None:
+    """Refuse a paged cache that is neither one tensor nor a pair of tensors."""
+    if isinstance(cache, Tensor):
+        return
+    given = f"a {type(cache).__name__}"
+    if isinstance(cache, (tuple, list)):
+        if len(cache) == 2 and isinstance(cache[0], Tensor) and isinstance(cache[1], Tensor):
+            return
+        given += f" of {', '.join(type(x).__name__ for x in cache) or 'nothing'}"
+    raise ValueError(f"{name} is {given}: it must be one 5-D tensor or a pair (k, v) of 4-D tensors")
+
+
 def split_cache(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[Tensor, Tensor]:
     """K and V pages as two views [pages, page_size, heads, head_dim].
 
@@ -27,6 +55,7 @@ def split_cache(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[
             left out: a pair of 3-D tensors, or one 4-D tensor.
         kv_layout: NHD: [pages, page_size, heads, head_dim]; HND: [pages, heads, page_size, head_dim].
     """
+    check_cache(cache, "paged_kv_cache")
     if isinstance(cache, Tensor):
         if cache.ndim not in (4, 5) or cache.shape[1] != 2:
             raise ValueError(
@@ -35,8 +64,6 @@ def split_cache(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[
             )
         k, v = cache.unbind(1)
     else:
-        if not isinstance(cache, (tuple, list)) or len(cache) != 2:
-            raise ValueError("paged_kv_cache must be one 5-D tensor or a pair (k, v) of 4-D tensors")
         k, v = cache
         if k.ndim not in (3, 4) or v.ndim != k.ndim:
             raise ValueError(
@@ -48,28 +75,44 @@ def split_cache(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[
     return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
 
 
-def as_nhd(x: Tensor, kv_layout: str) -> Tensor:
+def as_nhd(x: Tensor, kv_layout: str, name: str) -> Tensor:
     """[tokens, heads, head_dim] of a key or value tensor in either layout."""
+    check_tensors(**{name: x})
     if x.ndim != 3:
-        raise ValueError(f"k and v must be 3-D ({kv_layout}), got shape {list(x.shape)}")
+        raise ValueError(f"{name} has shape {list(x.shape)}: it must be 3-D ({kv_layout})")
     return x if kv_layout == "NHD" else x.transpose(0, 1)
 
 
-def check_tensor(x: Tensor, name: str, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a tensor whose shape (None: any), dtype, device or last stride does not fit."""
+def check_tensor(
+    x: Tensor, name: str, shape: tuple[int | None, ...], dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Refuse a tensor whose shape (None: any), dtype (None: any of floats), device or last stride does not fit."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} is a {type(x).__name__}: it must be a tensor")
+        check_tensors(**{name: x})
     if x.ndim != len(shape) or any(
         want is not None and have != want for have, want in zip(x.shape, shape, strict=True)
     ):
         wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be {wanted}")
-    if x.dtype != dtype:
+    if dtype is None:
+        check(x.is_floating_point(), f"{name}.dtype", x.dtype, "a floating-point type")
+    elif x.dtype != dtype:
         raise ValueError(f"{name} is {x.dtype}: it must be {dtype}")
     if x.device != device:
         raise ValueError(f"{name} lies on {x.device}: it must lie on {device}")
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(f"{name} has strides {list(x.stride())}: the last one must be 1")
+
+
+def check_apart(x: Tensor, name: str) -> None:
+    """Refuse a tensor to write to whose strides let two elements share a place in memory."""
+    if x.is_contiguous() or not x.numel():
+        return
+    dims = [(step, i, n) for i, (step, n) in enumerate(zip(x.stride(), x.shape, strict=True)) if n > 1]
+    for step, i, _ in dims:
+        reach = sum((n - 1) * smaller for smaller, j, n in dims if smaller < step or (smaller == step and j > i))
+        if step <= reach:
+            raise ValueError(f"{name} has strides {list(x.stride())}: elements overlap, and are to be written")
 
 
 def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Tensor:
@@ -79,7 +122,18 @@ def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Ten
     if isinstance(scale, Tensor):
         fits = scale.numel() in (1, heads)
         check(fits, name, list(scale.shape), lambda: f"a number, or one for each of {heads} heads")
+        check(scale.is_floating_point(), f"{name}.dtype", scale.dtype, "torch.float32")
+        return scale
+    allowed = "a number, or a tensor with one, or one for each of {} heads"
+    check(isinstance(scale, Real), name, scale, lambda: allowed.format(heads))
     return scale
+
+
+def as_slopes(slopes: Sequence[float] | Tensor | None) -> tuple[float, ...]:
+    """ALiBi's slopes as numbers, of which there are none for None; waits for the device that a tensor lies on."""
+    if isinstance(slopes, Tensor):
+        slopes = slopes.flatten().tolist()
+    return () if slopes is None else tuple(slopes)
 
 
 def check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, device: torch.device) -> None:
@@ -110,8 +164,10 @@ def outputs(
         out = torch.empty(shape, dtype=spec.o_dtype, device=device)
     else:
         check_tensor(out, "out", shape, spec.o_dtype, device)
+        check_apart(out, "out")
     if lse is not None:
         check_tensor(lse, "lse", shape[:2], torch.float32, device)
+        check_apart(lse, "lse")
     elif want_lse:
         lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
     return out, lse

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.attention.tensors import check_apart, check_tensors
+
 
 def _pairs(mapping: Tensor, name: str, sources: int, targets: int) -> tuple[Tensor, Tensor]:
     """The two columns of an integer [n, 2] mapping of pages, checked, on the host."""
+    check_tensors(**{name: mapping})
     if mapping.ndim != 2 or mapping.shape[1] != 2 or mapping.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} is {mapping.dtype} of shape {list(mapping.shape)}: it must be integers [n, 2]")
     source, target = mapping.long().cpu().unbind(1)
@@ -18,6 +21,9 @@ def _pairs(mapping: Tensor, name: str, sources: int, targets: int) -> tuple[Tens
         if bool(bad.any()):
             i = int(bad.nonzero()[0])
             raise ValueError(f"{name}[{i}] goes {column} page {int(pages[i])}: pages are 0 to {count - 1}")
+    found, times = target.unique(return_counts=True)
+    if bool((times > 1).any()):
+        raise ValueError(f"{name} goes to page {int(found[times > 1][0])} more than once: its contents would be chance")
     return source, target
 
 
@@ -28,6 +34,8 @@ def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) 
         src_kv_cache, dst_kv_cache: [pages, ...] with equal page shapes and dtypes.
         src_to_dst: integers [n, 2], (page in src, page in dst).
     """
+    check_tensors(src_kv_cache=src_kv_cache, dst_kv_cache=dst_kv_cache)
+    check_apart(dst_kv_cache, "dst_kv_cache")
     if src_kv_cache.shape[1:] != dst_kv_cache.shape[1:] or src_kv_cache.dtype != dst_kv_cache.dtype:
         raise ValueError(
             f"the caches differ: {list(src_kv_cache.shape)} {src_kv_cache.dtype} and {list(dst_kv_cache.shape)} "
@@ -45,6 +53,9 @@ def copy_blocks(kv_caches: Sequence[Tensor], src_to_dists: Tensor) -> None:
         kv_caches: tensors [pages, ...].
         src_to_dists: integers [n, 2], (page copied, page overwritten); sources are read before anything is written.
     """
+    for i, cache in enumerate(kv_caches):
+        check_tensors(**{f"kv_caches[{i}]": cache})
+        check_apart(cache, f"kv_caches[{i}]")
     for cache in kv_caches:
         source, target = _pairs(src_to_dists, "src_to_dists", len(cache), len(cache))
         _assign(cache, target, cache[source.to(cache.device)])

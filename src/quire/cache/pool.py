@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from quire.attention.pages import PageTable, RaggedLayout
 from quire.attention.spec import as_dtype
-from quire.attention.tensors import check_layout, split_cache
+from quire.attention.tensors import check_layout, check_tensor, split_cache
 from quire.cache.allocator import OutOfPages, PageAllocator
 from quire.cache.blocks import copy_blocks
 from quire.page import append_paged_kv_cache, get_batch_indices_positions
@@ -21,6 +22,11 @@ class _Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0  # committed tokens
     pending: int = 0  # tokens begun, not committed
+
+
+def _check_count(num_tokens: int, sequence: int) -> None:
+    if not isinstance(num_tokens, Integral):
+        raise ValueError(f"sequence {sequence}: num_tokens = {num_tokens!r} is not an integer")
 
 
 class PagedKVCache:
@@ -101,6 +107,7 @@ class PagedKVCache:
         """
         name = self._next if sequence is None else sequence
         found = _Sequence() if sequence is None else self._find(sequence)
+        _check_count(num_tokens, name)
         if num_tokens < 0:
             raise ValueError(f"sequence {name}: num_tokens = {num_tokens} is negative")
         if found.pending:
@@ -119,6 +126,7 @@ class PagedKVCache:
             ValueError: an unknown sequence, or more tokens than were begun.
         """
         found = self._find(sequence)
+        _check_count(num_tokens, sequence)
         if not 0 <= num_tokens <= found.pending:
             raise ValueError(f"sequence {sequence}: {num_tokens} tokens end, but {found.pending} were begun")
         found.length += num_tokens
@@ -132,11 +140,20 @@ class PagedKVCache:
 
         Args:
             key, value: [tokens, num_kv_heads, head_dim], the begun tokens of each sequence one after another.
-            sequences: whose; by default all sequences that have been begun.
+            sequences: whose, each once; by default all sequences that have been begun.
+
+        Raises:
+            ValueError: tensors that do not fit the cache or the tokens begun, an unknown sequence, or one named twice.
         """
         begun = [s for s, found in self._sequences.items() if found.pending]
         ids = begun if sequences is None else list(sequences)
+        twice = next((s for i, s in enumerate(ids) if s in ids[:i]), None)
+        if twice is not None:
+            raise ValueError(f"sequences = {ids} names sequence {twice} twice: its tokens are appended once")
         pending = torch.tensor([self._find(s).pending for s in ids], dtype=torch.int32)
+        rows = (None, self.num_kv_heads, self.head_dim)
+        check_tensor(key, "key", rows, self.data.dtype, self.device)
+        check_tensor(value, "value", rows, self.data.dtype, self.device)
         if len(key) != int(pending.sum()):
             raise ValueError(f"key has {len(key)} tokens: sequences {ids} have begun {int(pending.sum())}")
         table = self.page_table(ids)

@@ -11,8 +11,8 @@ from torch import Tensor
 from quire.attention.items import Items
 from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout
-from quire.attention.spec import AttentionSpec, check
-from quire.attention.tensors import check_qkv
+from quire.attention.spec import FLOATS, FLOATS8, AttentionSpec, check
+from quire.attention.tensors import check_optional, check_qkv
 from quire.kernels import registry
 from quire.kernels.ops import operation, traced
 from quire.kernels.pack import pack
@@ -214,6 +214,9 @@ def attend_one(
     Raises:
         ValueError: a tensor that does not fit, or a layer that nobody can compute.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check(x.dtype in FLOATS + FLOATS8, f"{name}.dtype", x.dtype, "float32, bfloat16, float16 or an fp8 type")
+    check_optional(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
     _attend_one(out, lse, q, k, v, custom_mask, packed_custom_mask, *_apart(*scales), **layer)
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from quire.attention.masks import byte_indptr, pack_segments
 from quire.attention.pages import PageTable
-from quire.attention.tensors import check_tensor
+from quire.attention.tensors import check_apart, check_cache, check_tensor, check_tensors
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.kernels.append import write
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -182,10 +182,14 @@ def store(
     Raises:
         ValueError: tensors that do not fit the cache, or, on the host, a slot beyond it.
     """
+    check_cache(cache, "cache")
+    check_tensors(key=key, value=value, slots=slots)
     k_cache, v_cache = cache
     dtype, device = k_cache.dtype, k_cache.device
     check_tensor(k_cache, "k_cache", (None,) * 4, dtype, device)
     check_tensor(v_cache, "v_cache", (*k_cache.shape[:3], None), dtype, device)
+    check_apart(k_cache, "k_cache")
+    check_apart(v_cache, "v_cache")
     check_tensor(slots, "slots", (None,), torch.int32 if slots.dtype == torch.int32 else torch.int64, device)
     key, value = quantize(key, dtype, k_scale), quantize(value, dtype, v_scale)
     check_tensor(key, "key", (len(slots), *k_cache.shape[2:]), dtype, device)
