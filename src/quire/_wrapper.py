@@ -374,6 +374,12 @@ class AttentionWrapper:
         if torch._C._cuda_getDevice() != self._index:  # launches need the device to be the current one
             return None
         try:
+            if torch.is_grad_enabled() and (
+                q.requires_grad or k.requires_grad or v.requires_grad
+                or (q_pe is not None and q_pe.requires_grad) or (k_pe is not None and k_pe.requires_grad)
+                or (out is not None and out.requires_grad) or (lse is not None and lse.requires_grad)
+            ):  # fmt: skip
+                return None  # the checks refuse it
             key = (
                 q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
                 None if v is k else (v.shape, v.stride(), v.dtype, v.device), None if out is None else _kind(out),

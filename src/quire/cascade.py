@@ -15,7 +15,7 @@ from quire._wrapper import DType
 from quire.attention.pages import check_indptr, table
 from quire.attention.spec import check
 from quire.attention.state import merge_ragged
-from quire.attention.tensors import check_apart, check_cache, check_optional, check_tensor, check_tensors
+from quire.attention.tensors import check_apart, check_cache, check_optional, check_tensor, check_tensors, refuse_grad
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.kernels import merge
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
@@ -49,9 +49,10 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
         (v, s) of the union; v has v_a's dtype, s is float32. Where neither saw a key, v is 0 and s is -inf.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit.
+        ValueError: shapes, dtypes, devices or strides that do not fit; in grad mode, a state that requires grad.
     """
     check_tensors(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
+    refuse_grad(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     s_a, s_b = s_a.float(), s_b.float()
     _check_state(v_a, s_a, ("v_a", "s_a"))
     _check_state(v_b, s_b, ("v_b", "s_b"))
@@ -73,6 +74,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         ValueError: as `merge_state`; a state to be written to whose elements overlap.
     """
     check_tensors(v=v, s=s, v_other=v_other, s_other=s_other)
+    refuse_grad(v=v, s=s, v_other=v_other, s_other=s_other)
     s_other = s_other.float()
     _check_state(v, s, ("v", "s"))
     _check_state(v_other, s_other, ("v_other", "s_other"))
@@ -100,6 +102,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: as `merge_state`.
     """
     check_tensors(v=v, s=s)
+    refuse_grad(v=v, s=s)
     if v.ndim != 4:
         raise ValueError(f"v has shape {list(v.shape)}: it must be [tokens, sets, heads, head_dim]")
     s = s.float()

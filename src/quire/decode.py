@@ -287,7 +287,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
         Raises:
             RuntimeError: nothing has been planned.
-            ValueError: a tensor that does not fit the plan.
+            ValueError: a tensor that does not fit the plan, or, in grad mode, one of q, k, v, out and lse that requires
+                grad; sinks and scales are detached.
         """
         if args or self._sink_by_position:
             return_lse = bool(args[3]) if len(args) == 4 else return_lse

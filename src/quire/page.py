@@ -38,6 +38,9 @@ def append_paged_kv_cache(
 
     Raises:
         ValueError: a tensor that does not fit; on the host also a token outside its request's pages.
+
+    What is stored is detached: keys, values and caches that require grad are taken, and the cache never becomes part of
+    an autograd graph.
     """
     k, v = split_cache(paged_kv_cache, check_layout(kv_layout))
     check_tensors(append_key=append_key, append_value=append_value)

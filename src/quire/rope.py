@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.spec import FLOATS, FLOATS8, check
-from quire.attention.tensors import check_apart, check_layout, check_tensor, check_tensors
+from quire.attention.tensors import check_apart, check_layout, check_tensor, check_tensors, refuse_grad
 from quire.kernels.rope import rotate, rotate_quantized
 
 __all__ = [
@@ -65,6 +65,7 @@ def _apply(
 ) -> tuple[Tensor, Tensor]:
     """Turn q and k by computed angles: at positions or, with indptr, from the requests' offsets on."""
     check_tensors(q=q, k=k)
+    refuse_grad(q=q, k=k)
     rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
     _check_heads(q, k, rotary_dim)
     if indptr is None:
@@ -116,7 +117,7 @@ def apply_rope(
         q and k, turned, of their shapes and dtypes.
 
     Raises:
-        ValueError: an argument that does not fit; on the host also an indptr
+        ValueError: an argument that does not fit; in grad mode, q or k that require grad; on the host also an indptr
             that falls or leaves the tensors.
     """
     check_tensors(indptr=indptr)
@@ -265,6 +266,7 @@ def _apply_cache(
     """Turn query and key by the angles of a cache."""
     check(isinstance(head_size, int) and head_size > 0, "head_size", head_size, "a positive integer")
     check_tensors(query=query, key=key)
+    refuse_grad(query=query, key=key)
     q, k = _split_heads(query, "query", head_size), _split_heads(key, "key", head_size)
     check_tensor(cache, "cos_sin_cache", (None, None), torch.float32, q.device)
     _check_heads(q, k, cache.shape[1], ("query", "key"))
@@ -380,6 +382,7 @@ def rope_quantize_fp8(
         ValueError: an argument that does not fit; on the host also a position that is not in the cache.
     """
     check(backend in ("cuda", "cutile"), "backend", backend, "cuda or cutile")
+    refuse_grad(q_rope=q_rope, k_rope=k_rope, q_nope=q_nope, k_nope=k_nope)
     q_nope, k_nope = _check_parts(q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids)
     sources = {"q_rope_out": (q_rope, q_rope_out), "k_rope_out": (k_rope, k_rope_out)}
     sources |= {"q_nope_out": (q_nope, q_nope_out), "k_nope_out": (k_nope, k_nope_out)}

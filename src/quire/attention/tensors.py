@@ -104,6 +104,22 @@ def check_tensor(
         raise ValueError(f"{name} has strides {list(x.stride())}: the last one must be 1")
 
 
+def refuse_grad(**tensors: Tensor | None) -> None:
+    """Refuse tensors, by name, whose gradients would be lost: those that require grad while grad mode is on.
+
+    Operations that only store what they are given, and those that take weights of a layer (sinks, scales), detach them
+    instead.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise ValueError(
+                f"{name} requires grad, but Quire computes no gradients: call it under torch.no_grad() or "
+                f"torch.inference_mode(), or pass {name}.detach()"
+            )
+
+
 def check_apart(x: Tensor, name: str) -> None:
     """Refuse a tensor to write to whose strides let two elements share a place in memory."""
     if x.is_contiguous() or not x.numel():
@@ -116,14 +132,16 @@ def check_apart(x: Tensor, name: str) -> None:
 
 
 def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Tensor:
-    """A scale that is a number, 1 for None, or a tensor with one number or one for each head; ValueError for others."""
+    """A scale that is a number, 1 for None, or a tensor with one number or one for each head, detached; ValueError for
+    others.
+    """
     if scale is None:
         return 1.0
     if isinstance(scale, Tensor):
         fits = scale.numel() in (1, heads)
         check(fits, name, list(scale.shape), lambda: f"a number, or one for each of {heads} heads")
         check(scale.is_floating_point(), f"{name}.dtype", scale.dtype, "torch.float32")
-        return scale
+        return scale.detach() if scale.requires_grad else scale
     allowed = "a number, or a tensor with one, or one for each of {} heads"
     check(isinstance(scale, Real), name, scale, lambda: allowed.format(heads))
     return scale
@@ -142,6 +160,7 @@ def check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, dev
     """
     check(base in ("log2", "ln"), "lse_base", base, "log2 or ln")
     check(layout in ("NH", "HN"), "lse_layout", layout, "NH or HN")
+    refuse_grad(lse=lse)
     if lse is not None:
         check_tensor(lse, "lse", tuple(shape) if layout == "NH" else (shape[1], shape[0]), torch.float32, device)
         check(lse.is_contiguous(), "lse.stride()", lse.stride(), "contiguous")
@@ -160,6 +179,7 @@ def outputs(
 ) -> tuple[Tensor, Tensor | None]:
     """`out` [tokens, heads, head_dim_vo] and, if wanted, `lse` float32 [tokens, heads]: the given ones, or new."""
     shape = (tokens, spec.num_qo_heads, spec.head_dim_vo)
+    refuse_grad(out=out, lse=lse)
     if out is None:
         out = torch.empty(shape, dtype=spec.o_dtype, device=device)
     else:

@@ -61,6 +61,7 @@ def copy_blocks(kv_caches: Sequence[Tensor], src_to_dists: Tensor) -> None:
         _assign(cache, target, cache[source.to(cache.device)])
 
 
+@torch.inference_mode()  # caches are never part of an autograd graph, and may be inference tensors
 def _assign(cache: Tensor, pages: Tensor, rows: Tensor) -> None:
     if cache.element_size() == 1:  # indexed assignment knows no fp8; bytes are bytes
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)

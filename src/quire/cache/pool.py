@@ -144,6 +144,8 @@ class PagedKVCache:
 
         Raises:
             ValueError: tensors that do not fit the cache or the tokens begun, an unknown sequence, or one named twice.
+
+        What is stored is detached: the cache never becomes part of an autograd graph.
         """
         begun = [s for s, found in self._sequences.items() if found.pending]
         ids = begun if sequences is None else list(sequences)

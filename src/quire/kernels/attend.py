@@ -12,7 +12,7 @@ from quire.attention.items import Items
 from quire.attention.masks import PackedMask
 from quire.attention.pages import PageTable, RaggedLayout
 from quire.attention.spec import FLOATS, FLOATS8, AttentionSpec, check
-from quire.attention.tensors import check_optional, check_qkv
+from quire.attention.tensors import check_optional, check_qkv, refuse_grad
 from quire.kernels import registry
 from quire.kernels.ops import operation, traced
 from quire.kernels.pack import pack
@@ -40,7 +40,14 @@ def attend(
 ) -> registry.Repeat | None:
     """Compute a call into out and, unless it is None, lse; its layer is the plan's but for what this run says. Returns
     what repeats it, as `quire.kernels.registry.attend`.
+
+    Raises:
+        ValueError: a query, key or value requires grad; or no family computes the call.
     """
+    if call.q_pe is None:
+        refuse_grad(q=call.q, k=call.k, v=call.v)
+    else:
+        refuse_grad(q_nope=call.q, q_pe=call.q_pe, ckv_cache=call.k, kpe_cache=call.k_pe)
     if not traced(call.q):
         return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
     kv, mask, items = call.kv, call.mask, call.items
@@ -97,6 +104,7 @@ def _together(
     )
 
 
+@torch.inference_mode()  # sinks and scales may be parameters, and what is written to may be an inference tensor
 def _compute(
     call: registry.Call,
     out: Tensor,
@@ -212,8 +220,9 @@ def attend_one(
         layer: what is left of `torch.ops.quire.attend_one`'s arguments.
 
     Raises:
-        ValueError: a tensor that does not fit, or a layer that nobody can compute.
+        ValueError: a tensor that does not fit or that requires grad, or a layer that nobody can compute.
     """
+    refuse_grad(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check(x.dtype in FLOATS + FLOATS8, f"{name}.dtype", x.dtype, "float32, bfloat16, float16 or an fp8 type")
     check_optional(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)

@@ -14,6 +14,6 @@ def widen(cache: Tensor, scales: Tensor | float, dtype: torch.dtype) -> Tensor:
     """
     wide = cache.to(dtype, copy=True)
     if isinstance(scales, Tensor):
-        wide.unflatten(-1, (-1, GROUP)).mul_(scales.unsqueeze(-1))
+        wide.unflatten(-1, (-1, GROUP)).mul_(scales.detach().unsqueeze(-1))
         return wide
     return wide.mul_(scales)

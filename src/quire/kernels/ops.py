@@ -32,8 +32,12 @@ def operation(name: str, *mutates: str) -> Callable[[Callable[P, None]], Callabl
     """Register a function as ``torch.ops.quire.<name>``.
 
     It returns nothing and writes only into the arguments that `mutates` names, so that its fake does nothing. Its
-    first argument is a tensor. Called on plain tensors outside of a trace it runs as it is: torch's dispatcher would
-    cost more than all the rest of a call.
+    first argument is a tensor, and its tensors are given by position. Called on plain tensors outside of a trace it
+    runs as it is: torch's dispatcher would cost more than all the rest of a call.
+
+    Autograd sees none of it: tensors that require grad are read, and written to, as if they were detached, and
+    inference tensors are written to outside of inference mode, too. Operations whose results would be expected to have
+    gradients refuse such tensors before (`quire.attention.tensors.refuse_grad`).
     """
 
     def register(compute: Callable[P, None]) -> Callable[P, None]:
@@ -42,10 +46,15 @@ def operation(name: str, *mutates: str) -> Callable[[Callable[P, None]], Callabl
 
         @wraps(compute)
         def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            if torch.is_grad_enabled():
+                args = tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in args)  # type: ignore[assignment]
             if traced(args[0]):
                 op(*args, **kwargs)
-            else:
+            elif torch.is_inference_mode_enabled():  # entering it again would take microseconds
                 compute(*args, **kwargs)
+            else:
+                with torch.inference_mode():
+                    compute(*args, **kwargs)
 
         return call
 
