@@ -10,6 +10,7 @@ import torch
 
 import quire
 from quire.cache import copy_blocks, swap_blocks
+from quire.cascade import variable_length_merge_states
 from quire.serving.base import store
 from quire.sparse import convert_bsr_mask_layout
 
@@ -180,7 +181,16 @@ def latent(device: str) -> dict[str, PublicCall]:
     given = {"q_nope": rows(5, HEADS, device, 128), "q_pe": rows(5, HEADS, device, 64)}
     given |= {"ckv_cache": rows(4, PAGE, device, 128), "kpe_cache": rows(4, PAGE, device, 64)}
     into = {"out": torch.empty(5, HEADS, 128, device=device), "lse": torch.empty(5, HEADS, device=device)}
+    of_decode = quire.BatchDecodeMlaWithPagedKVCacheWrapper(empty)
+    sizes = {"num_qo_heads": HEADS, "head_dim_compressed_kv": 128, "page_size": PAGE, "sm_scale": 0.1}
+    of_decode.plan(**tables(device), **sizes, data_type=F32)
+    one = {"q_nope": rows(2, HEADS, device, 128), "q_pe": rows(2, HEADS, device, 64)}
+    one |= {"paged_ckv_cache": given["ckv_cache"], "paged_kpe_cache": given["kpe_cache"]}
+    one |= {"out": torch.empty(2, HEADS, 128, device=device), "lse": torch.empty(2, HEADS, device=device)}
+    inner = {"paged_ckv_cache": "ckv_cache", "paged_kpe_cache": "kpe_cache"}
     return {
+        "mla_decode.plan": PublicCall(of_decode.plan, tables(device) | sizes | {"data_type": F32}),
+        "mla_decode.run": PublicCall(of_decode.run, one, OPTIONAL, inner=inner, differentiable=tuple(one)),
         "mla.plan": PublicCall(quire.BatchMLAPagedAttentionWrapper(empty).plan, flat | layer),
         "mla.plan, dense": PublicCall(quire.BatchMLAPagedAttentionWrapper(empty).plan, dense | layer),
         "mla.run": PublicCall(wrapper.run, given | into, optional=OPTIONAL, differentiable=(*given, *into)),
@@ -193,12 +203,16 @@ def merging(device: str) -> dict[str, PublicCall]:
     onto = {"v": v.clone(), "s": s.clone(), "v_other": v + 1, "s_other": s + 1}
     some = torch.tensor([True, False, True, True, False], device=device)
     many = {"v": torch.stack([v, v + 1], 1), "s": torch.stack([s, s + 1], 1)}
+    ragged = {"v": v, "s": s, "indptr": ints(0, 2, 2, 5).to(device)}
     return {
         "merge_state": PublicCall(quire.merge_state, two, any_dtype=("s_a", "s_b"), differentiable=tuple(two)),
         "merge_state_in_place": PublicCall(
             quire.merge_state_in_place, onto | {"mask": some}, ("mask",), ("s_other",), differentiable=tuple(onto)
         ),
         "merge_states": PublicCall(quire.merge_states, many, any_dtype=("s",), differentiable=("v", "s")),
+        "variable_length_merge_states": PublicCall(
+            variable_length_merge_states, ragged, any_dtype=("s",), differentiable=("v", "s")
+        ),
     }
 
 

@@ -305,7 +305,7 @@ def test_no_rows_and_no_states(device):
         ([0, 3, 2], "falls at request 1"),
         ([0, 5], r"indptr\[-1\] = 5 is beyond the number of sets = 4"),
         ([-1, 2], r"indptr\[0\] = -1"),
-        ([], r"len\(indptr\) = 0"),
+        ([], "indptr is empty"),
         ([0.0, 2.0], "indptr is torch.float32"),
     ],
 )

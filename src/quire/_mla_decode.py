@@ -11,6 +11,7 @@ from quire._buffers import check_buffers, fixed_batch
 from quire._wrapper import DType
 from quire.attention.pages import RaggedLayout, table
 from quire.attention.spec import FLOATS8, as_dtype, check
+from quire.attention.tensors import check_tensors
 from quire.mla import _FP8_QUERIES, BatchMLAPagedAttentionWrapper
 
 __all__ = ["BatchDecodeMlaWithPagedKVCacheWrapper"]
@@ -98,12 +99,13 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         self._begin_plan()
         dim = head_dim_compressed_kv
         check(dim in (128, 256, 512), "head_dim_compressed_kv", dim, "128, 256 or 512")
-        batch_size = len(table(last_page_len, "last_page_len"))
+        last_page_len = table(last_page_len, "last_page_len")
+        batch_size = len(last_page_len)
         if self._use_cuda_graph:
             fixed_batch(self._paged_kv_last_page_len_buf, "paged_kv_last_page_len_buffer", batch_size)
         given = {
-            "paged_kv_indptr_buf": indptr,
-            "paged_kv_indices_buf": indices,
+            "paged_kv_indptr_buf": table(indptr, "indptr"),
+            "paged_kv_indices_buf": table(indices, "indices"),
             "paged_kv_last_page_len_buf": last_page_len,
         }
         kv_dtype = as_dtype(data_type, "data_type")
@@ -175,6 +177,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         )
         if done is not None:
             return done
+        check_tensors(paged_ckv_cache=paged_ckv_cache, paged_kpe_cache=paged_kpe_cache)
         self._check_inputs(spec, q_nope, q_pe, paged_ckv_cache, paged_kpe_cache)
         rows = self._kv.batch_size
         check(len(q_nope) == rows, "q_nope.shape", list(q_nope.shape), f"{rows} rows, one per request")

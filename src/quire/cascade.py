@@ -126,13 +126,14 @@ def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[
         v [rows, heads, head_dim] and s float32 [rows, heads] of each row's union. Never waits for a device.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit; on the host also an indptr that falls or ends
-            beyond the sets.
+        ValueError: shapes, dtypes, devices or strides that do not fit; in grad mode, a state that requires grad; on the
+            host also an indptr that falls or ends beyond the sets.
     """
+    check_tensors(v=v, s=s)
+    refuse_grad(v=v, s=s)
     s = s.float()
     _check_state(v, s, ("v", "s"))
     indptr = table(indptr, "indptr")
-    check(len(indptr) > 0, "len(indptr)", 0, "one more than there are rows")
     check(indptr.device == v.device, "indptr.device", str(indptr.device), f"{v.device}, where v lies")
     check_indptr(indptr, "indptr", len(v), "the number of sets")
     return merge_ragged(v, s, indptr)

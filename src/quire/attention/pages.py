@@ -25,8 +25,8 @@ def as_int32(x: Tensor) -> Tensor:
 
 
 def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
-    """An int32 vector, x itself or what it is as int64; refuses anything else, another length than the given, and, where
-    the name says indptr, an empty one.
+    """An int32 vector, x itself or what it is as int64; refuses anything else (and another length than the given; and,
+    where the name says indptr, an empty one).
     """
     x = as_int32(x)
     if not isinstance(x, Tensor):
