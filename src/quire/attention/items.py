@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quire.attention.masks import PackedMask
 from quire.attention.pages import as_int32
@@ -22,10 +23,14 @@ class Items:
 
     Attributes:
         prefix_lens: uint32 or int32 [batch_size], tokens in each prefix.
-        positions: uint16 or int32 [batch_size * length], each request's numbers, padded to `length`.
-        length: numbers per request.
+        positions: uint16 or int32 [batch_size * length], each request's numbers, padded to `length`. The last request's
+            padding may be left out: zeros are put in its place.
+        length: numbers per request; 0 with a single request: all that there are.
 
     Tensors of int64 are converted to int32.
+
+    Raises:
+        ValueError: another dtype or shape, or fewer numbers than the requests but the last take.
     """
 
     prefix_lens: Tensor
@@ -39,11 +44,21 @@ class Items:
                 raise ValueError(
                     f"{name} is {x.dtype} of shape {list(x.shape)}: a uint16, uint32, int32 or int64 vector"
                 )
-        if len(self.positions) < len(self.prefix_lens) * self.length:
+        batch_size, count = len(self.prefix_lens), len(self.positions)
+        if batch_size == 1 and self.length == 0:
+            object.__setattr__(self, "length", count)
+        if self.length < min(batch_size, count, 1):
+            raise ValueError(f"token_pos_in_items_len = {self.length} is not supported: 1 or more for several requests")
+        if count < (batch_size - 1) * self.length:
             raise ValueError(
-                f"token_pos_in_items_ptr has {len(self.positions)} entries: batch size * token_pos_in_items_len = "
-                f"{len(self.prefix_lens) * self.length} are needed"
+                f"token_pos_in_items_ptr has {count} entries: at least (batch size - 1) * token_pos_in_items_len = "
+                f"{(batch_size - 1) * self.length} are needed"
             )
+        missing = batch_size * self.length - count
+        if missing > 0:
+            signed = torch.int16 if self.positions.itemsize == 2 else torch.int32  # torch computes little with uint16
+            padded = pad(self.positions.view(signed), (0, missing)).view(self.positions.dtype)
+            object.__setattr__(self, "positions", padded)
 
     def mask(self, b: int, q_len: int, kv_len: int) -> Tensor:
         """Bool [q_len, kv_len]: what the queries of request b see, besides being causal."""
