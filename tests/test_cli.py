@@ -133,11 +133,11 @@ def test_check_is_green_and_repeats(capsys):
     first = json.loads(capsys.readouterr().out)
     assert first["seed"] == 4
     assert {row["family"] for row in first["rows"]} == {"cpu"}
-    assert len(first["rows"]) == 45
+    assert len(first["rows"]) == 60
     assert all(row["ok"] for row in first["rows"])
     assert main(["check", "--backend", "cpu", "--batches", "1", "--seed", "4"]) == 0
     table = capsys.readouterr().out
-    assert "45 rows, 0 missed; --seed 4 repeats this run" in table
+    assert "60 rows, 0 missed; --seed 4 repeats this run" in table
 
 
 def test_check_sees_a_wrong_kernel(capsys, monkeypatch):

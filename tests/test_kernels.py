@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from quire.attention import AttentionSpec, PageTable, RaggedLayout
-from quire.attention.items import Items
 from quire.attention.pages import LengthTable
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.kernels import registry
@@ -43,7 +42,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     "no window but itself": {"window_left": 0},
     "soft cap": {"logits_soft_cap": 5.0},
     "alibi": {"pos_encoding": "ALIBI"},
+    "alibi and mask": {"pos_encoding": "ALIBI", "custom_mask": True, "causal": False},
     "rope": {"pos_encoding": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 1e4},
+    "rope not causal": {"pos_encoding": "ROPE_LLAMA", "causal": False},
     "mask": {"custom_mask": True, "causal": False},
     "mask and window": {"custom_mask": True, "window_left": 30},
     "sinks": {"sinks": True},
@@ -132,6 +133,21 @@ def test_mixed_batches(family, dtypes, name, rng):
             k_scale=scales[0],
             v_scale=scales[1],
         )
+        check(batch, *compute(batch, family), family)
+
+
+@pytest.mark.parametrize("masks", [{}, {"causal": False}, {"causal": False, "custom_mask": True}], ids=str)
+@pytest.mark.parametrize("pos_encoding", ["NONE", "ROPE_LLAMA", "ALIBI"])
+def test_more_queries_than_keys(family, pos_encoding, masks, rng):
+    """Positions of queries are negative before the first key, which queries that are not causal see all the same."""
+    most = 8 if INTERPRETED else 40
+    for window, invariant in ((-1, False), (rng.choice((0, 3, most)), False), (-1, True))[: 1 if INTERPRETED else 3]:
+        dtype = torch.bfloat16 if family == "hopper" else torch.float32
+        options = {"pos_encoding": pos_encoding, "window_left": window, "batch_invariant": invariant, **masks}
+        spec = layer(rng, dtype, dtype, **options)
+        kv_lens = [rng.choice((0, 1)), rng.randint(2, most), rng.randint(2, most)]
+        q_lens = [rng.randint(2, 5), kv_lens[1] + 1, kv_lens[2] + rng.randint(2, most)]
+        batch = random_batch(spec, q_lens, kv_lens, rng.choice((1, 16)))
         check(batch, *compute(batch, family), family)
 
 
@@ -273,43 +289,6 @@ def test_rope_far_from_the_start(family):
     length = 900 if INTERPRETED else 65_000
     batch = random_batch(spec, [1], [length], 64)
     check(batch, *compute(batch, family), family)
-
-
-def random_items(rng, kv_lens, stride):
-    """Prompts of a prefix and items of random lengths, each after a delimiter, with what is padding set to 9,999."""
-    positions, prefixes = torch.full((len(kv_lens), stride), 9_999, dtype=torch.int32), []
-    for b, kv_len in enumerate(kv_lens):
-        prefix, numbers = rng.randint(0, kv_len // 2), []
-        while len(numbers) < kv_len - prefix:
-            numbers += range(rng.randint(2, 12))
-        numbers = numbers[: kv_len - prefix]
-        positions[b, : len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
-        prefixes.append(prefix)
-    return Items(torch.tensor(prefixes, dtype=torch.int32), positions.flatten(), stride)
-
-
-def allowed(items, b, q_len, kv_len):
-    """What tokens of several-item prompts see, from the words of its definition."""
-    prefix, numbers = int(items.prefix_lens[b]), items.positions.view(-1, items.length)[b].tolist()
-    mask = torch.zeros(q_len, kv_len, dtype=torch.bool)
-    for i, p in enumerate(range(kv_len - q_len, kv_len)):
-        mask[i, : min(prefix, p + 1)] = True
-        if p < prefix:
-            continue
-        for j in range(p - numbers[p - prefix] + 1, p + 1):
-            mask[i, j] = True
-    return mask
-
-
-def test_prompts_of_several_items(family, rng):
-    spec = layer(rng, torch.float32, torch.float32, items=True, logits_soft_cap=rng.choice((0.0, 5.0)))
-    q_lens, kv_lens = [30, 1, 44], [30, 60, 90]
-    batch = random_batch(spec, q_lens, kv_lens, 16)
-    items = random_items(rng, kv_lens, 100)
-    out, lse = compute(batch, family, items=items)
-    flat = torch.cat([allowed(items, b, *n).flatten() for b, n in enumerate(zip(q_lens, kv_lens, strict=True))])
-    same = replace(batch, spec=spec.but(items=False, custom_mask=True), bool_mask=flat)
-    check(same, out, lse, family)
 
 
 def alone(batch: Batch, b: int, begin: int, end: int) -> Batch:

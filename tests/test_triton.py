@@ -16,7 +16,7 @@ from quire.attention import AttentionSpec
 
 CHOSEN = (
     "float32-float32 and (plain or window or alibi or mask or sinks) or ragged or strided or per_head or growing"
-    " or scratch_ends or may_be_empty or by_length"
+    " or scratch_ends or may_be_empty or by_length or more_queries and ROPE and causal"
 )
 
 

@@ -72,9 +72,11 @@ def _angles(positions: int, head_dim: int, rope_scale: float, rope_theta: float)
     return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32).reshape(-1)
 
 
-def _rope(spec: AttentionSpec, longest: int) -> np.ndarray:
+def _rope(spec: AttentionSpec, q_len: np.ndarray, kv_len: np.ndarray) -> np.ndarray:
     if spec.pos_encoding != "ROPE_LLAMA":
         return _NONE
+    # Positions go from kv_len - q_len, which is negative where there are more queries than keys, to kv_len.
+    longest = int(np.maximum(kv_len, q_len - kv_len).max(initial=0))
     positions = 1 << max(longest, 256).bit_length()  # few sizes, so that the cache serves growing requests
     return _angles(positions, spec.head_dim_qk, spec.rope_scale, spec.rope_theta)
 
@@ -117,7 +119,7 @@ def _problem(call: Call, out: Tensor, lse: Tensor) -> Problem:
         cap=float(spec.logits_soft_cap * LOG2E),
         causal=spec.causal,
         window=spec.window_left,
-        rope=_rope(spec, int(kv_len.max(initial=0))),
+        rope=_rope(spec, q_len, kv_len),
     )
 
 

@@ -81,9 +81,10 @@ def multiply(a, a_row, a_column, b, b0, c, c0, rows, depth, add):
 def rotate(p, x, x0, position):
     """A head in place by ROPE_LLAMA: element d with element d + half, by the position's angles."""
     half = p.dim_qk // 2
-    angles = max(position, 0) * p.dim_qk  # queries before the first key see nothing
+    angles = abs(position) * p.dim_qk
+    back = f32(-1 if position < 0 else 1)  # queries may lie before the first key: their angles are negative
     for d in range(half):
-        cos, sin = p.rope[angles + d], p.rope[angles + half + d]
+        cos, sin = p.rope[angles + d], back * p.rope[angles + half + d]
         a, b = x[x0 + d], x[x0 + d + half]
         x[x0 + d], x[x0 + d + half] = a * cos - b * sin, b * cos + a * sin
 
