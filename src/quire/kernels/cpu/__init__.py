@@ -156,6 +156,8 @@ def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
         direct.zero_()
         sums.fill_(-torch.inf)
     name = " x ".join(str(t).removeprefix("torch.") for t in (spec.q_dtype, spec.kv_dtype))
+    if direct.dtype != spec.q_dtype:
+        name += f" to {str(direct.dtype).removeprefix('torch.')}"
     # Keys that have to be rotated are, in tiles; otherwise few rows read them in place.
     tiled = p.q_len > (0 if len(p.rope) or spec.batch_invariant else STREAMED_ROWS // p.group)
     streamed = np.flatnonzero(~tiled & (p.q_len > 0))
