@@ -142,3 +142,45 @@ def test_batches_of_prefills_and_decodes(device, rng):
     out_p, out_d = wrapper.run(q_p, cache_p, q_d, cache_d, causal_p=True, q_scale=1.0, v_scale=3.0)
     assert relative_error(out_p.cpu(), plain.exact()[0]) < 2e-6
     assert relative_error(out_d.cpu(), 3 * decodes.exact()[0]) < 2e-6
+
+
+@devices
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mask_is_planned_once_for_all_layers(packed, inference, device, rng, monkeypatch):
+    """And again where it is another one, has been changed in place, or the batch is planned again."""
+    spec, page_size = SPEC.but(window_left=-1, custom_mask=True, causal=False), rng.choice((1, 4, 16))
+    batch = random_batch(spec, [3, 1, 8], [rng.randrange(8, 50) for _ in range(3)], page_size)
+    batches = [replace(batch, bool_mask=torch.rand(len(batch.bool_mask)) < 0.7) for _ in range(3)]
+    masks = [(x.mask.bits if packed else x.bool_mask).to(device) for x in batches]
+    (q, cache, tables), rows = on(device, batch), batch.qo.indptr.to(device)
+    name, planned = "packed_custom_mask_p" if packed else "custom_mask_p", []
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    pack = paged._plan_mask
+    monkeypatch.setattr(paged, "_plan_mask", lambda *args: planned.append(args[1:3] != (None, None)) or pack(*args))
+
+    def plan():
+        wrapper.plan(rows, *tables, rows, *tables, 4, 2, 32, page_size, data_type=torch.float32)
+
+    def check(mask, exact, **options):
+        """The layers of a step: how many masks were planned for them."""
+        planned.clear()
+        for _ in range(4):
+            out_p, _ = wrapper.run(q, cache, q, cache, **{name: mask}, **options)
+            assert relative_error(out_p.cpu(), exact.exact()[0]) < 2e-6
+        return sum(planned)
+
+    with torch.inference_mode(inference):
+        wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(torch.empty(0, device=device))
+        plan()
+        a, b, c = (x.clone() for x in masks)
+        assert [check(a, batches[0]), check(b, batches[1]), check(a, batches[0]), check(a, batches[0])] == [1, 1, 1, 0]
+        a.copy_(c)
+        if inference:  # where torch does not count changes
+            plan()
+        assert check(a, batches[2]) == 1
+        plan()
+        assert check(a, batches[2]) == 1
+        plain = replace(batch, spec=spec.but(custom_mask=False, causal=True), bool_mask=None)
+        assert check(None, plain, causal_p=True) == 0
+        assert check(a, batches[2], causal_p=True) == 1

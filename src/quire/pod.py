@@ -271,7 +271,8 @@ class BatchPODWithPagedKVCacheWrapper:
             self._prefill.plan, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, **layer
         )
         self._plan_prefill()
-        self._planned_as = (False, False)
+        self._masks: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._planned_as: tuple[Any, ...] = (False, None, None)
         self._decode.plan(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, **layer)
 
     begin_forward = plan
@@ -297,7 +298,9 @@ class BatchPODWithPagedKVCacheWrapper:
         Args:
             q_p, q_d: [qo_indptr_p[-1] or qo_indptr_d[-1], num_qo_heads, head_dim].
             paged_kv_cache_p, paged_kv_cache_d: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
-            custom_mask_p, packed_custom_mask_p, causal_p: of the prefills, as in its `plan`.
+            custom_mask_p, packed_custom_mask_p, causal_p: of the prefills, as in its `plan`. Runs of one plan that are
+                given the same tensor take it for the same mask, unless torch has counted a change in place, which it
+                does not in inference mode, nor where a kernel of the program's own writes: plan again after those.
             q_scale, k_scale, v_scale: of the decodes, as in its `run`.
             use_fp16_qk_reduction, enable_pdl: accepted: sums are float32, and kernels choose.
 
@@ -312,9 +315,15 @@ class BatchPODWithPagedKVCacheWrapper:
         check_cache(paged_kv_cache_p, "paged_kv_cache_p")
         check_cache(paged_kv_cache_d, "paged_kv_cache_d")
         out_d, lse_d = self._decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale, return_lse=True)
-        masked = custom_mask_p is not None or packed_custom_mask_p is not None
-        if masked or (causal_p, masked) != self._planned_as:
+        masks = custom_mask_p, packed_custom_mask_p
+        planned_as = (causal_p, *(_changes(x) for x in masks))
+        if planned_as != self._planned_as or any(x is not y for x, y in zip(masks, self._masks, strict=True)):
             self._plan_prefill(causal=causal_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p)
-            self._planned_as = (causal_p, masked)
+            self._masks, self._planned_as = masks, planned_as
         out_p, lse_p = self._prefill.run(q_p, paged_kv_cache_p, return_lse=True)
         return ((out_p, out_d), (lse_p, lse_d)) if return_lse else (out_p, out_d)
+
+
+def _changes(mask: Tensor | None) -> int | None:
+    """How often a mask was changed in place, where torch counts that."""
+    return None if mask is None or mask.is_inference() else mask._version
