@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire._wrapper import AttentionWrapper, Scale
 from quire.attention.pages import PageTable, RaggedLayout
-from quire.attention.spec import FLOATS, AttentionSpec, check
+from quire.attention.spec import AttentionSpec, check
 from quire.attention.tensors import outputs
 from quire.kernels import merge, registry
 from quire.plan.prefixes import shared_prefixes
@@ -52,15 +52,11 @@ class SharedPrefix:
         """One layer: each part's state, in float32, and their merge. The arguments are those of the decode's `run`."""
         result, sums = outputs(len(q), spec, q.device, out, lse, True)
         assert sums is not None
-        v = torch.empty((len(self.parts), *result.shape), dtype=torch.float32, device=q.device)
-        s = torch.empty(v.shape[:-1], dtype=torch.float32, device=q.device)
+        levels = []
         for i, part in enumerate(self.parts):
             own = sinks if i == 0 else None  # a sink counts once
-            part.run(q, cache, sinks=own, out=v[i], lse=s[i], **options)
-        merged = result if result.dtype in FLOATS else torch.empty_like(v[0])
-        merge.merge_states(v.transpose(0, 1), s.transpose(0, 1), merged, sums)
-        if merged is not result:
-            result.copy_(merged)
+            levels.append(part.run(q, cache, sinks=own, return_lse=True, **options))
+        merge.merge_levels(levels, result, sums)
         return (result, sums) if return_lse else result
 
 

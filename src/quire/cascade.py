@@ -18,7 +18,7 @@ from quire.attention.state import merge_ragged
 from quire.attention.tensors import check_apart, check_cache, check_optional, check_tensor, check_tensors, refuse_grad
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.kernels import merge
-from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache_return_lse
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -137,6 +137,14 @@ def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[
     check(indptr.device == v.device, "indptr.device", str(indptr.device), f"{v.device}, where v lies")
     check_indptr(indptr, "indptr", len(v), "the number of sets")
     return merge_ragged(v, s, indptr)
+
+
+def _merge_levels(levels: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """The output over all levels' keys. Each level's (v, s) is float32; they are rounded once, at the end."""
+    v, s = levels[0]
+    out = torch.empty_like(v, dtype=dtype)
+    merge.merge_levels(levels, out, torch.empty_like(s))
+    return out
 
 
 def _check_variant(variant: str) -> None:
@@ -260,6 +268,7 @@ class MultiLevelCascadeAttentionWrapper:
                 rope_theta=rope_theta,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
+                o_data_type=torch.float32,
             )
 
     begin_forward = plan
@@ -276,17 +285,13 @@ class MultiLevelCascadeAttentionWrapper:
             paged_kv_cache: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Returns:
-            [tokens, num_qo_heads, head_dim].
+            [tokens, num_qo_heads, head_dim], of q's dtype; levels are computed and merged in float32.
 
         Raises:
             RuntimeError: nothing has been planned.
             ValueError: a tensor that does not fit the plan.
         """
-        *shared, own = self._batch_prefill_wrappers
-        out, lse = own.run(q, paged_kv_cache, return_lse=True)
-        for wrapper in shared:
-            merge_state_in_place(out, lse, *wrapper.run(q, paged_kv_cache, return_lse=True))
-        return out
+        return _merge_levels([x.run_return_lse(q, paged_kv_cache) for x in self._batch_prefill_wrappers], q.dtype)
 
     forward = run
 
@@ -332,6 +337,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
             head_dim,
             page_size,
             data_type=data_type,
+            o_data_type=torch.float32,
         )
 
     def forward(
@@ -345,14 +351,15 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
             unique_kv_cache: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
 
         Returns:
-            [batch_size, num_qo_heads, head_dim].
+            [batch_size, num_qo_heads, head_dim], of q's dtype.
         """
         check_tensors(k_shared=k_shared, v_shared=v_shared)
         check_cache(unique_kv_cache, "unique_kv_cache")
-        out, lse = self._batch_decode_wrapper.run(q, unique_kv_cache, return_lse=True)
-        shared = single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, return_lse=True)
-        merge_state_in_place(out, lse, *shared)
-        return out
+        own = self._batch_decode_wrapper.run_return_lse(q, unique_kv_cache)
+        shared = single_prefill_with_kv_cache_return_lse(
+            q, k_shared, v_shared, o_dtype=torch.float32, kv_layout=self._kv_layout
+        )
+        return _merge_levels([own, shared], q.dtype)
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
@@ -402,6 +409,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
             head_dim,
             page_size,
             q_data_type=data_type,
+            o_data_type=torch.float32,
         )
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
@@ -431,14 +439,12 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
             use_fp16_qk_reduction, rope_scale, rope_theta: accepted: sums are float32, and nothing is rotated here.
 
         Returns:
-            [qo_indptr[-1], num_qo_heads, head_dim].
+            [qo_indptr[-1], num_qo_heads, head_dim], of q's dtype.
         """
         check_tensors(k_shared=k_shared, v_shared=v_shared)
         check_cache(unique_kv_cache, "unique_kv_cache")
-        wrapper, layout = self._batch_prefill_wrapper, self._kv_layout
-        out, lse = wrapper.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale)
-        shared = single_prefill_with_kv_cache(
-            q, k_shared, v_shared, kv_layout=layout, sm_scale=sm_scale, return_lse=True
+        own = self._batch_prefill_wrapper.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale)
+        shared = single_prefill_with_kv_cache_return_lse(
+            q, k_shared, v_shared, o_dtype=torch.float32, kv_layout=self._kv_layout, sm_scale=sm_scale
         )
-        merge_state_in_place(out, lse, *shared)
-        return out
+        return _merge_levels([own, shared], q.dtype)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from quire.attention import state
+from quire.attention.spec import FLOATS
 from quire.kernels.ops import on_triton, operation
 
 
@@ -53,3 +56,22 @@ def merge_states(v: Tensor, s: Tensor, out: Tensor, lse: Tensor) -> None:
     merged_v, merged_s = state.merge_many(v, s)
     out.copy_(merged_v)
     lse.copy_(merged_s)
+
+
+def merge_levels(levels: Iterable[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> None:
+    """The states of one or more levels of attention, in float32 all the way, into out, of any dtype, and lse.
+
+    The first state is overwritten. Levels have tensors of their own, and are merged two by two: parts of one tensor,
+    each written by an operation, can get wrong contents where Inductor compiles for changing shapes.
+    """
+    (v, s), *others = levels
+    for other in others[:-1]:
+        merge_state_in_place(v, s, *other, None)
+    if not others:
+        out.copy_(v)
+        lse.copy_(s)
+        return
+    merged = out if out.dtype in FLOATS else torch.empty_like(v)
+    merge_state(v, s, *others[-1], merged, lse)
+    if merged is not out:
+        out.copy_(merged)
