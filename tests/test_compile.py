@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
 import quire as flashinfer
 from quire.attention import AttentionSpec
-from quire.bench.batches import Batch, random_batch
+from quire.attention.oracle import attend
+from quire.bench.batches import Batch, random_batch, relative_error
 
 HEADS = (8, 2, 64)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -175,6 +178,46 @@ def test_the_operation_of_one_request_is_well_formed(device, monkeypatch):
     )
     assert len(calls) == 1
     torch.library.opcheck(torch.ops.quire.attend_one.default, *calls[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_levels_and_other_wrappers_over_one_workspace(backend, device):
+    """Of several sizes: a graph gets no tensors that are written and overlap, which Inductor cannot follow."""
+    workspace = torch.empty(32 << 20, dtype=torch.uint8, device=device)
+    cascade = flashinfer.MultiLevelCascadeAttentionWrapper(3, workspace)
+    plain = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    if os.environ.get("TRITON_INTERPRET"):  # then kernels that use the workspace run on the CPU
+        for wrapper in (*cascade._batch_prefill_wrappers, plain):
+            wrapper._family = "triton"
+    written = {x.name for x in torch.ops.quire.attend.default._schema.arguments if x.alias_info is not None}
+    assert written == {"out", "lse"}
+
+    def step(q, cache):
+        return cascade.run(q, cache), plain.run(q, cache)
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
+    for requests in (3, 5, 2):
+        batch = random_batch(spec, [1] * requests, [10 + 16 * i for i in range(requests)], 16, device=device)
+        indptr, indices, last = tables(batch)
+        # Levels: keys that nobody else has, then those of the first request for all, and for all once more.
+        alone = torch.arange(requests + 1, dtype=torch.int32, device=device)
+        together = [x.int() for x in (alone[[0, -1]], indptr[:2])]
+        qo, kv, lasts = [together[0]] * 2 + [alone], [together[1]] * 2 + [indptr], [last[:1]] * 2 + [last]
+        cascade.plan(qo, kv, [indices] * 3, lasts, *HEADS, 16, q_data_type=torch.float32)
+        plain.plan(indptr, indices, last, *HEADS, 16, q_data_type=torch.float32)
+        cache = torch.stack([batch.k, batch.v], 1)
+        k, v, ends = batch.rows()
+        shared, exact = slice(0, int(ends[1])), []
+        for i in range(requests):
+            own = slice(int(ends[i]), int(ends[i + 1]))
+            rows = [torch.cat([x[shared], x[shared], x[own]]) for x in (k, v)]
+            exact.append(attend(batch.q[i : i + 1], *rows, spec)[0])
+        levels, decoded = compiled(batch.q, cache)
+        assert relative_error(levels, torch.cat(exact)) < 2e-6
+        assert relative_error(decoded, batch.exact()[0]) < 2e-6
+        torch.testing.assert_close((levels, decoded), step(batch.q, cache), rtol=0, atol=0)
 
 
 def caught(monkeypatch, name, run):

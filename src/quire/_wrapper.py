@@ -46,7 +46,7 @@ class AttentionWrapper:
     an empty tensor that only names the device) the wrapper has its own. Others keep them in the int workspace, zeros
     before and after, which each wrapper makes: 8 MiB, or more to be batch-invariant. Runs that use the same memory
     follow each other on one stream, or wait for one another by events: at the same time they would take each other's
-    parts, and may never end.
+    parts, and may never end. Graphs of torch.compile do not use the float workspace: their runs allocate as much.
 
     All wrappers take, besides FlashInfer's arguments:
 

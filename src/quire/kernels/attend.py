@@ -55,7 +55,6 @@ def attend(
     _attend(
         out,
         lse,
-        call.scratch,
         call.zeros,
         call.q,
         call.k,
@@ -133,11 +132,10 @@ def _compute(
     return registry.attend(call, out, lse, backend)
 
 
-@operation("attend", "out", "lse", "scratch", "zeros")
+@operation("attend", "out", "lse")
 def _attend(
     out: Tensor,
     lse: Tensor | None,
-    scratch: Tensor | None,
     zeros: Tensor | None,
     q: Tensor,
     k: Tensor,
@@ -166,7 +164,12 @@ def _attend(
     logits_soft_cap: float | None,
     sm_scale: float | None,
 ) -> None:
-    """`torch.ops.quire.attend`: a `Call` in pieces; `layer` is the text of its `AttentionSpec`."""
+    """`torch.ops.quire.attend`: a `Call` in pieces; `layer` is the text of its `AttentionSpec`.
+
+    Scratch memory is allocated here. The caller's is a part of a workspace that other calls of a graph take other parts
+    of, and compilers of graphs cannot follow tensors that are written and overlap. Zeros are zeros again afterwards, so
+    that for a graph they are only read.
+    """
     kv: PageTable | RaggedLayout = RaggedLayout(kv_indptr)
     if kv_indices is not None and kv_last_page_len is not None:
         kv = PageTable(kv_indptr, kv_indices, kv_last_page_len, page_size)
@@ -192,7 +195,6 @@ def _attend(
         k_pe=k_pe,
         pe_gain=scales[3],
         max_q_len=max_q_len,
-        scratch=scratch,
         zeros=zeros,
     )
     _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
