@@ -46,6 +46,7 @@ def add_parser(commands: Any) -> None:
     engine.add_argument("--device", default="cpu")
     engine.add_argument("--dtype", default="auto", help="of weights and cache; auto is float32 on the CPU")
     engine.add_argument("--backend", default="auto", help="kernel family (see quire env)")
+    engine.add_argument("--max-model-len", type=int, help="tokens of a prompt and its output; default: the context")
     engine.add_argument("--page-size", type=int, default=16)
     engine.add_argument("--num-pages", type=int, help="pages in the cache")
     engine.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
@@ -61,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
     from quire.engine import LLM
 
-    names = ("device", "dtype", "backend", "page_size", "num_pages", "max_num_seqs", "max_batched_tokens")
-    with LLM(args.model, **{name: getattr(args, name) for name in names}) as llm:
+    names = ("device", "dtype", "backend", "max_model_len", "page_size", "num_pages", "max_num_seqs")
+    options = {name: getattr(args, name) for name in (*names, "max_batched_tokens")}
+    with LLM(args.model, **options) as llm:
         good = []
         for i, prompt in enumerate(prompts):
             try:

@@ -97,6 +97,7 @@ class LLM:
         device: "cpu", "cuda", ...
         dtype: of weights and cache, or its name; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
         page_size: tokens in a page.
+        max_model_len: tokens of a request, prompt and output together, at most; by default the model's context.
         num_pages: pages in the cache; by default what max_num_seqs full contexts need, if that fits in a quarter of the
             free memory.
         max_num_seqs: requests that run at once, at most.
@@ -115,6 +116,7 @@ class LLM:
         *,
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = "auto",
+        max_model_len: int | None = None,
         page_size: int = 16,
         num_pages: int | None = None,
         max_num_seqs: int = 64,
@@ -123,13 +125,12 @@ class LLM:
         runner: type[Runner] = Runner,
     ) -> None:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens}
-        if num_pages is not None:
-            sizes["num_pages"] = num_pages
+        sizes |= {k: v for k, v in {"num_pages": num_pages, "max_model_len": max_model_len}.items() if v is not None}
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
         chosen = None if dtype == "auto" else as_dtype(dtype)
-        self.model = Model(shipped_model() if folder is None else folder, _usable(device), chosen)
+        self.model = Model(shipped_model() if folder is None else folder, _usable(device), chosen, max_model_len)
         if num_pages is None:
             num_pages = _default_pages(self.model, page_size, max_num_seqs)
         chosen_runner = runner(self.model, num_pages, page_size, backend)

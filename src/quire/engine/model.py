@@ -8,6 +8,8 @@ with the call, and the step knows which tokens belong to which request.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +19,15 @@ from torch import Tensor
 from quire.serving.base import Heads, Layer
 
 NAME = "quire"
+_IGNORED = {
+    "dropout",
+    "is_causal",
+    "logits_to_keep",
+    "output_attentions",
+    "position_ids",
+    "use_cache",
+}  # nothing follows from them here
+_OTHER = "it does not use Transformers' attention interface"
 
 
 class Step(Protocol):
@@ -49,8 +60,12 @@ def attention(
         raise ValueError(f"{name} does not pass keyword arguments on to its attention function")
     if attention_mask is not None:
         raise ValueError(f"{name} computes an attention mask of its own")
-    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError(f"{name} is not causal")
+    unknown = [key for key, value in kwargs.items() if key not in _IGNORED and value is not None and value is not False]
+    if unknown:
+        raise ValueError(f"{name} asks its attention function for {', '.join(unknown)}, which is not known here")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = Layer(
         Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2]),
@@ -61,14 +76,23 @@ def attention(
     return quire_step.attend(module.layer_idx, layer, q, k, v, s_aux)[None], None
 
 
-class _Probe:
-    """A step that writes down what each layer asks for."""
+class _Record:
+    """A step that writes down what each layer asks for, and computes nothing.
+
+    Attributes:
+        layers: what each layer asks for.
+        rotated: each layer's queries and keys of all tokens but the last.
+    """
 
     def __init__(self) -> None:
         self.layers: dict[int, Layer] = {}
+        self.rotated: dict[int, Tensor] = {}
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        if index in self.layers:
+            raise ValueError(f"layer {index} computes attention more than once, and has one cache for it")
         self.layers[index] = layer
+        self.rotated[index] = torch.cat([q[:-1].flatten(), k[:-1].flatten()]).float()
         return q.new_zeros(len(q), layer.heads.num_qo_heads, layer.heads.head_dim_vo)
 
 
@@ -79,6 +103,7 @@ class Model:
         folder: a Hugging Face checkpoint: config.json, *.safetensors, and the tokenizer's files if text is wanted.
         device: where to compute.
         dtype: of weights and cache; None: float32 on the CPU, the checkpoint's own elsewhere.
+        max_model_len: the context to keep to, where that is less than the model's own; None: the model's own.
 
     Attributes:
         layers: what each layer asks of attention.
@@ -88,17 +113,19 @@ class Model:
 
     Raises:
         FileNotFoundError: the folder, its config.json or its weights are missing.
-        ValueError: the checkpoint is broken, or of a kind that can't be run.
+        ValueError: the checkpoint is broken, or of a kind that can't be run; or max_model_len is beyond its context.
     """
 
-    def __init__(self, folder: str | Path, device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, folder: str | Path, device: torch.device, dtype: torch.dtype | None, max_model_len: int | None = None
+    ) -> None:
         self.folder, self.device = Path(folder), device
         self._check_files()
         self.network = self._load(dtype)
         self.config = self.network.config.get_text_config()
         self.dtype: torch.dtype = self.network.dtype
         self.tokenizer = self._load_tokenizer()
-        self.context: int = getattr(self.config, "max_position_embeddings", None) or 1 << 20
+        self.context = self._find_context(max_model_len)
         self.vocab_size: int = self.config.vocab_size
         self.end_ids = self._find_end_ids()
         self.layers = self._probe()
@@ -109,7 +136,8 @@ class Model:
         result = self.network(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows, quire_step=step
         )
-        return result.logits[0]
+        logits: Tensor = result.logits[0]
+        return logits if len(logits) == len(rows) else logits[rows]  # some models know no logits_to_keep
 
     def _check_files(self) -> None:
         if not self.folder.is_dir():
@@ -140,6 +168,10 @@ class Model:
                 output_loading_info=True,
             )
         except Exception as error:  # Transformers, safetensors and json raise what they like
+            if isinstance(error, KeyError) and error.args == (NAME,):  # from a table of the model's own
+                raise ValueError(
+                    f"{self.folder} can't be run: it does not use Transformers' attention interface"
+                ) from error
             raise ValueError(f"{self.folder} could not be loaded: {type(error).__name__}: {error}") from error
         finally:
             if bars:
@@ -168,25 +200,98 @@ class Model:
         """The end tokens of generation_config.json, or else of the model's config."""
         path = self.folder / "generation_config.json"
         found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        found = self.config.eos_token_id if found is None else found
+        found = getattr(self.config, "eos_token_id", None) if found is None else found
         return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
+    def _find_context(self, max_model_len: int | None) -> int:
+        names = ("max_position_embeddings", "max_target_positions")  # the latter: decoders of Whisper's kind
+        own: int = next(filter(None, (getattr(self.config, name, None) for name in names)), 1 << 20)
+        if max_model_len is not None and max_model_len > own:
+            raise ValueError(f"max_model_len = {max_model_len}: the context of {self.folder} is {own} tokens")
+        return max_model_len or own
+
+    @torch.inference_mode()
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """What the model's own attention in Transformers gives: tokens int64 [n, len]; returns [n, len, vocabulary]."""
+        positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+        with self._refusing(list(range(tokens.shape[1]))):
+            try:
+                self.network.set_attn_implementation("eager")
+                logits: Tensor = self.network(input_ids=tokens, position_ids=positions, use_cache=False).logits
+            finally:
+                self.network.set_attn_implementation(NAME)
+        return logits
+
+    def check_positions(self) -> None:
+        """Refuse a model whose positions are encoded in another way when a step has longer requests.
+
+        A few tokens are computed twice, the second time with the last one at the end of the context: queries and keys
+        of the others, which do not see it, must stay.
+
+        Raises:
+            ValueError: they do not stay; the message says which max_model_len helps.
+        """
+        near = [min(5 * i, self.context - 1) for i in range(4)]
+        stay, moved = (self._record([*near[:-1], last]).rotated for last in (near[-1], self.context - 1))
+        for i in range(min(8, len(stay))):  # enough for all kinds of layers; rounding grows from layer to layer
+            if (moved[i] - stay[i]).norm() > 0.01 * stay[i].norm():
+                raise ValueError(self._step_dependent())
+
     def _probe(self) -> list[Layer]:
-        """Run one token, and see what each layer asks for."""
-        kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-        if kinds:
-            raise ValueError(f"{self.folder} has layers of kinds that can't be run over pages: {sorted(kinds)}")
-        probe, zero = _Probe(), torch.zeros(1, dtype=torch.int64, device=self.device)
+        """What each layer asks for, found by a token whose attention is not computed."""
+        other = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        if other:
+            raise ValueError(f"{self.folder} has layers of kinds that can't be run over pages: {sorted(other)}")
+        layers = self._record([0]).layers
+        self._check_layers(layers)
+        return [layers[i] for i in range(len(layers))]
+
+    def _record(self, positions: list[int]) -> _Record:
+        record, at = _Record(), torch.tensor(positions, device=self.device)
+        tokens = torch.full_like(at, self.vocab_size // 3)  # token 0 may be padding, whose keys are 0
+        with self._refusing(positions):
+            self.logits(tokens, at, at[:1] * 0, record)
+        return record
+
+    @contextmanager
+    def _refusing(self, positions: list[int]) -> Iterator[None]:
+        """Make what modelling code raises a refusal of the model."""
         try:
-            self.logits(zero, zero, zero, probe)
+            yield
+        except torch.OutOfMemoryError:
+            raise
         except ValueError as error:
             raise ValueError(f"{self.folder} can't be run: {error}") from error
-        count = self.config.num_hidden_layers
-        if sorted(probe.layers) != list(range(count)):
-            seen = len(probe.layers)
+        except Exception as error:
+            what = f"a forward pass of positions {positions} fails with {type(error).__name__}: {error}"
+            if not self.network.is_backend_compatible():
+                what = f"{_OTHER}, and {what}"
+            raise ValueError(f"{self.folder} can't be run: {what}") from error
+
+    def _check_layers(self, layers: dict[int, Layer]) -> None:
+        """Refuse models some of whose attention does not come to `attention`, or not all of what it is."""
+        count = getattr(self.config, "num_hidden_layers", len(layers))
+        if not layers or sorted(layers) != list(range(count)):
+            seen = len(layers)
             raise ValueError(f"{self.folder}: {seen} of {count} layers use Transformers' attention interface, all must")
-        layers = [probe.layers[i] for i in range(count)]
-        for i, kind in enumerate(getattr(self.config, "layer_types", None) or []):
-            if kind == "sliding_attention" and layers[i].window_left < 0:
+        kinds = getattr(self.config, "layer_types", None) or []
+        windows = [i for i, layer in layers.items() if layer.window_left >= 0]
+        for i, kind in enumerate(kinds):
+            if kind == "sliding_attention" and i not in windows:
                 raise ValueError(f"{self.folder}: layer {i} is a sliding window, but does not say which")
-        return layers
+        window = getattr(self.config, "sliding_window", None)
+        if window and not windows and not kinds:
+            raise ValueError(
+                f"{self.folder} has a sliding window of {window} tokens, which does not reach its attention function"
+            )
+
+    def _step_dependent(self) -> str:
+        """Why a model is refused whose tokens depend on the longest request of a step, and the way out."""
+        name, ropes = "original_max_position_embeddings", getattr(self.config, "rope_parameters", None) or {}
+        places = [self.config.to_dict(), ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
+        known = [place[name] for place in places if place.get(name)]
+        way = f"max_model_len={min(known)} runs it" if known else "a smaller max_model_len may run it"
+        return (
+            f"{self.folder} can't be run with a context of {self.context} tokens: its position encoding depends on the "
+            f"longest request of a step, so that requests would change each other; {way}"
+        )
