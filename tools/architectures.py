@@ -1,6 +1,6 @@
 """Which architectures run: all that Transformers has a causal language model for, with tiny random configurations.
 
-    python tools/architectures.py --out docs/models.md          # all of them, about 20 minutes on two cores
+    python tools/architectures.py --out docs/models.md          # all of them, about 15 minutes on two cores
     python tools/architectures.py --only llama phimoe           # some, printed
 
 Each is saved as a checkpoint and asked for greedy tokens twice: by Transformers' `generate`, prompt by prompt, and by
