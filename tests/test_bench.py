@@ -38,6 +38,54 @@ def test_names_that_are_not_understood(name):
         Cell.parse(name)
 
 
+NONSENSE = [
+    *("decode p0 2x16", "decode 0:0 2x16", "decode 4:0 2x9", "decode 0:4 2x9", "decode mla0 2x9", "decode 7:2 2x9"),
+    *("decode d0 2x9", "decode d7 2x9", "decode d1000 2x9", "decode 2x0", "decode 0x2", "prefill 0x0@5"),
+    *("prefill 2x0@5", "prefill 2x9@4", "decode 2x4@9", "decode 64 256k", "decode 8x2k mixed", "decode 64 mixed 63"),
+    *("decode mixed 5", "decode 5 mixed", "decode 3 mixed 9 9", "decode 3x3 4x4", "prefill 3 mixed 9"),
+    *(
+        "decode 9999999999999999x1",
+        "decode 2x9999999999999999k",
+        "decode p99999999999 2x9",
+        "decode 64k mixed 9999999k",
+    ),
+    *(
+        "decode fp8 bf16 2x9",
+        "decode mha gqa4 2x9",
+        "decode d64 d64 2x9",
+        "decode p1 p1 2x9",
+        "decode -1x5",
+        "decode p-1 2x9",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_cells_that_cannot_be_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"^cell {name!r}: "):
+        Cell.parse(name)
+
+
+def test_any_words_make_a_batch_or_are_refused(rng):
+    words = ["p0", "p1", "p16", "d8", "d12", "0:1", "2:1", "3:2", "mla2", "mla0", "fp32", "fp8", "ragged"]
+    sizes = ["2x3", "0x3", "2x0", "2x3@5", "2x5@3", "5 mixed 9", "5 mixed 3", "5 3", "mixed"]
+    made = 0
+    for _ in range(400):
+        name = " ".join([rng.choice(("decode", "prefill")), *rng.sample(words, rng.randint(0, 3)), rng.choice(sizes)])
+        try:
+            cell = Cell.parse(name)
+        except ValueError:
+            continue
+        batch = cell.make()
+        lengths = batch.kv.lengths()
+        assert (len(lengths), int(lengths.sum())) == (cell.batch, cell.tokens)
+        assert int(lengths.min()) >= cell.q_len
+        assert cell.kv_bytes(batch) > 0
+        assert cell.flops(batch) > 0
+        made += 1
+    assert made > 10
+
+
 def test_mixed_lengths_add_up():
     lengths = Cell.parse("decode 64 mixed 32k").kv_lens
     assert len(lengths) == 64

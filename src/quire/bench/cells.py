@@ -7,13 +7,14 @@
     prefill ragged 8x512            8 prompts of 512, keys and values stored one after another
     prefill p16 4x512@16k           4 chunks of 512 new tokens at the end of 16,384
 
-Defaults: gqa4, head_dim 128, pages of 16, bf16.
+Defaults: gqa4, head_dim 128, pages of 16, bf16. Each is said once at most.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -50,64 +51,69 @@ class Cell:
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """A cell from its name; ValueError says what is not understood."""
+        """A cell from its name; ValueError says what is not understood, or can't be."""
         words = text.split()
         if not words or words[0] not in ("decode", "prefill"):
             raise ValueError(f"cell {text!r}: it must begin with decode or prefill")
-        cell = cls(words[0], 0, 0)
+        given: dict[str, Any] = {}
+        shape = []
         for word in words[1:]:
-            cell = cell._with(word, text)
-        if cell.latent and (cell.ragged or cell.num_kv_heads != 1 or cell.head_dim != 576):
-            raise ValueError(f"cell {text!r}: a latent cache is in pages, and has one head of 512 + 64 elements")
-        if not cell.batch or not cell.kv_len:
+            found = _meaning(word, "batch" in given)
+            if found is None:
+                raise ValueError(f"cell {text!r}: {word!r} is not understood")
+            if given.keys() & found.keys():
+                raise ValueError(f"cell {text!r}: {word!r} says again, or otherwise, what was said before it")
+            given |= found
+            if found.keys() & {"batch", "q_len", "kv_len", "mixed"}:
+                shape.append(word)
+        chunk = given.pop("q_len", None)
+        if not given.get("batch") or not given.get("kv_len") or given.get("mixed", False) != (chunk is None):
             raise ValueError(f"cell {text!r}: how many requests, and how long? (8x2k, 64 mixed 256k)")
+        if words[0] == "prefill" and chunk is not None:
+            given["q_len"] = chunk
+        try:
+            cell = cls(words[0], shape=" ".join(shape), **given)
+            cell._check(chunk)
+            cell.spec  # noqa: B018 - the validator of heads and sizes
+        except ValueError as error:
+            raise ValueError(f"cell {text!r}: {error}") from None
         return cell
+
+    def _check(self, chunk: int | None) -> None:
+        """Refuse what can't be; `chunk` is the first length of 4x512@16k, and None for mixed lengths."""
+        if self.latent and self.ragged:
+            raise ValueError("a latent cache is in pages")
+        if self.operation == "prefill" and chunk is None:
+            raise ValueError("mixed lengths are those of requests that decode")
+        if self.operation == "decode" and chunk not in (None, self.kv_len):
+            raise ValueError("a chunk of new tokens @ all of them is a prefill")
+        if not 1 <= self.q_len <= self.kv_len:
+            raise ValueError(f"{self.q_len} new tokens of {self.kv_len}: there must be one, and no more than all")
+        if self.mixed and self.kv_len < self.batch:
+            raise ValueError(f"{self.kv_len} tokens are too few for {self.batch} requests")
+        for name, value in (("tokens", self.tokens), ("page_size", self.page_size)):
+            if not 1 <= value < 2**31:
+                raise ValueError(f"{name} = {value}: it must be positive, and below 2**31")
 
     @property
     def tokens(self) -> int:
         """Tokens of all requests together."""
         return self.kv_len if self.mixed else self.batch * self.kv_len
 
-    def _with(self, word: str, text: str) -> Cell:
-        """This cell with one more word of its name."""
-        if word in _HEADS:
-            return replace(self, num_qo_heads=_HEADS[word][0], num_kv_heads=_HEADS[word][1])
-        if word in DTYPES:
-            return replace(self, dtype=word)
-        if word == "ragged":
-            return replace(self, ragged=True)
-        if found := re.fullmatch(r"(\d+):(\d+)", word):
-            return replace(self, num_qo_heads=int(found[1]), num_kv_heads=int(found[2]))
-        if found := re.fullmatch(r"mla(\d+)", word):
-            return replace(self, num_qo_heads=int(found[1]), num_kv_heads=1, head_dim=576, latent=True)
-        if found := re.fullmatch(r"d(\d+)", word):
-            return replace(self, head_dim=int(found[1]))
-        if found := re.fullmatch(r"p(\d+)", word):
-            return replace(self, page_size=int(found[1]))
-        sized = replace(self, shape=f"{self.shape} {word}".strip())
-        if word == "mixed":
-            return replace(sized, mixed=True)
-        if found := re.fullmatch(r"(\d+)x(\d+k?)(?:@(\d+k?))?", word):
-            length = _tokens(found[2])
-            total = _tokens(found[3]) if found[3] else length
-            return replace(sized, batch=int(found[1]), q_len=length if self.operation == "prefill" else 1, kv_len=total)
-        if found := re.fullmatch(r"\d+k?", word):
-            return replace(sized, kv_len=_tokens(word)) if self.batch else replace(sized, batch=_tokens(word))
-        raise ValueError(f"cell {text!r}: {word!r} is not understood")
-
     @property
     def kv_lens(self) -> list[int]:
         if not self.mixed:
             return [self.kv_len] * self.batch
         shares = torch.distributions.LogNormal(0.0, 1.0).sample((self.batch,))
-        lengths = (shares / shares.sum() * self.kv_len).long().clamp(min=1)
+        lengths = (shares / shares.sum() * (self.kv_len - self.batch)).long() + 1
         lengths[lengths.argmax()] += self.kv_len - lengths.sum()
         return lengths.tolist()
 
-    def make(self, device: torch.device | str = "cpu") -> Batch:
-        """Random data for the cell."""
+    @property
+    def spec(self) -> AttentionSpec:
+        """The layer."""
         kv_dtype = DTYPES[self.dtype]
-        spec = AttentionSpec(
+        return AttentionSpec(
             num_qo_heads=self.num_qo_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim_qk=self.head_dim,
@@ -115,7 +121,10 @@ class Cell:
             q_dtype=kv_dtype if kv_dtype.itemsize > 1 else torch.bfloat16,
             kv_dtype=kv_dtype,
         )
-        batch = random_batch(spec, [self.q_len] * self.batch, self.kv_lens, self.page_size, device=device)
+
+    def make(self, device: torch.device | str = "cpu") -> Batch:
+        """Random data for the cell."""
+        batch = random_batch(self.spec, [self.q_len] * self.batch, self.kv_lens, self.page_size, device=device)
         return replace(batch, v=batch.k[..., :512]) if self.latent else batch
 
     def kv_bytes(self, batch: Batch) -> int:
@@ -130,6 +139,29 @@ class Cell:
         q_lens, kv_lens = batch.qo.lengths().long(), batch.kv.lengths().long()
         pairs = int((q_lens * (kv_lens - q_lens) + q_lens * (q_lens + 1) // 2).sum())
         return 2 * batch.spec.num_qo_heads * (batch.spec.head_dim_qk + batch.spec.head_dim_vo) * pairs
+
+
+def _meaning(word: str, has_batch: bool) -> dict[str, Any] | None:
+    """The fields of a cell that a word of its name gives; None if it is not understood. A lone number is that of
+    requests, and after it one of tokens.
+    """
+    if word in _HEADS:
+        return {"num_qo_heads": _HEADS[word][0], "num_kv_heads": _HEADS[word][1]}
+    if word in DTYPES:
+        return {"dtype": word}
+    if word in ("ragged", "mixed"):
+        return {word: True}
+    if found := re.fullmatch(r"(\d+):(\d+)", word):
+        return {"num_qo_heads": int(found[1]), "num_kv_heads": int(found[2])}
+    if found := re.fullmatch(r"mla(\d+)", word):
+        return {"num_qo_heads": int(found[1]), "num_kv_heads": 1, "head_dim": 576, "latent": True}
+    if found := re.fullmatch(r"([dp])(\d+)", word):
+        return {"head_dim" if found[1] == "d" else "page_size": int(found[2])}
+    if found := re.fullmatch(r"(\d+)x(\d+k?)(?:@(\d+k?))?", word):
+        return {"batch": int(found[1]), "q_len": _tokens(found[2]), "kv_len": _tokens(found[3] or found[2])}
+    if re.fullmatch(r"\d+k?", word):
+        return {"kv_len" if has_batch else "batch": _tokens(word)}
+    return None
 
 
 def _tokens(text: str) -> int:
