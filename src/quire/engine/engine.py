@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from operator import index
+
+import torch
+from torch import Tensor
 
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
-from quire.engine.sampler import sample
-from quire.engine.scheduler import Scheduler
+from quire.engine.sampler import Choice, sample, sample_each
+from quire.engine.scheduler import Chunk, Scheduler
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _warn(count: int, error: Exception) -> None:
+    """Say that a step has taken longer than it should, where no request's error does."""
+    told = f"a step of {count} requests raised, though none of them did alone, and they go on: {_told(error)}"
+    warnings.warn(told, RuntimeWarning, stacklevel=3)
 
 
 class Engine:
@@ -60,36 +74,91 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request now, wherever it is."""
         if request.finish_reason is None:
-            self.scheduler.remove(request)
-            request.sink(request.fail("cancelled"))
+            self._end(request, "cancelled")
 
     def step(self) -> None:
-        """One step; updates go to the requests' sinks. If computing fails, every request ends with the error."""
+        """One step; updates go to the requests' sinks. What raises for one request ends that request alone, with
+        "error" and what was raised; what cannot be traced to a request ends all.
+        """
+        try:
+            self._step()
+        except Exception as error:
+            for request in self.scheduler.reset():
+                request.sink(request.fail("error", _told(error)))
+
+    def _step(self) -> None:
         chunks = self.scheduler.schedule()
         if not chunks:
             return
         try:
             logits = self.runner.run(chunks)
-            sampling = [c.request for c in chunks if c.samples]
-            choices = sample(logits, sampling) if sampling else []
         except Exception as error:
-            for request in self.scheduler.reset():
-                request.sink(request.fail("error", f"{type(error).__name__}: {error}"))
-            return
+            chunks, logits = self._run_each(chunks, error)
         for chunk in chunks:
             chunk.request.computed = chunk.start + chunk.count
         self.scheduler.stats.steps += 1
+        sampling = [c.request for c in chunks if c.samples]
+        if not sampling:
+            return
+        try:
+            choices = sample(logits, sampling)
+        except Exception as error:
+            choices = sample_each(logits, sampling)
+            if not any(choice.error for choice in choices):
+                _warn(len(sampling), error)
         for request, choice in zip(sampling, choices, strict=True):
-            if choice.token is None:
-                update = request.fail("error", "the model's logits are not finite")
-            else:
-                self.scheduler.stats.generated_tokens += 1
-                if request.logprobs is not None and choice.logprobs is not None:
-                    request.logprobs.append(choice.logprobs)
-                update = request.push(choice.token, self.max_len)
-            if request.finish_reason is not None:
-                self.scheduler.remove(request)
-            request.sink(update)
+            self._push(request, choice)
+
+    def _run_each(self, chunks: list[Chunk], error: Exception) -> tuple[list[Chunk], Tensor]:
+        """After a step has raised: compute each chunk alone, and end the requests of those that raise again.
+
+        Returns:
+            the chunks that were computed, and their logits.
+        """
+        # Pages of the step are known as prefixes already, although nobody knows what they hold.
+        self.scheduler.tree.clear()
+        size, done, logits, again = self.runner.page_size, [], [], []
+        unknown: set[int] = set()  # pages that were not computed
+        for chunk in chunks:
+            request, first = chunk.request, chunk.start // size
+            written = request.pages[first : -(-(chunk.start + chunk.count) // size)]
+            if not unknown.isdisjoint(request.pages[:first]):  # a prefix that this very step should have computed
+                again.append(request)
+                unknown.update(written)
+                continue
+            try:
+                logits.append(self.runner.run([chunk]))
+                done.append(chunk)
+            except Exception as own:
+                unknown.update(written)
+                self._end(request, "error", _told(own))
+        for request in reversed(again):
+            self.scheduler.compute_again(request)
+        if len(done) == len(chunks):
+            _warn(len(chunks), error)
+        return done, torch.cat(logits) if logits else torch.empty(0)
+
+    def _push(self, request: Request, choice: Choice) -> None:
+        """Add the chosen token to a request, or end it with the choice's error."""
+        if choice.token is None:
+            self._end(request, "error", choice.error)
+            return
+        self.scheduler.stats.generated_tokens += 1
+        if request.logprobs is not None and choice.logprobs is not None:
+            request.logprobs.append(choice.logprobs)
+        try:
+            update = request.push(choice.token, self.max_len)
+        except Exception as error:  # the tokenizer's
+            self._end(request, "error", _told(error))
+            return
+        if request.finish_reason is not None:
+            self.scheduler.remove(request)
+        request.sink(update)
+
+    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+        """Forget a request, wherever it is, and tell its sink why."""
+        self.scheduler.remove(request)
+        request.sink(request.fail(reason, error))
 
     def _tokens(self, prompt: str | Sequence[int], name: str) -> list[int]:
         if isinstance(prompt, str):

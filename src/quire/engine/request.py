@@ -27,7 +27,7 @@ class Request:
 
     Args:
         prompt: token ids.
-        params: how to sample.
+        params: how to sample; complete (`SamplingParams.over`).
         tokenizer: for text and stop strings; None: tokens only.
         end_ids: the model's own end tokens.
         sink: called with each Update, in the engine's thread.
@@ -57,10 +57,11 @@ class Request:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
-        self.random = random.Random(params.seed)
+        self._random = random.Random(params.seed)
+        self._drawn: float | None = None
         own_ends = frozenset() if params.ignore_eos else end_ids
         self._ends = own_ends | frozenset(params.stop_token_ids)
-        self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, params.stop)
+        self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, params.stop or ())
 
     @property
     def output(self) -> list[int]:
@@ -70,13 +71,22 @@ class Request:
     def text(self) -> str:
         return "" if self._stream is None else self._stream.text
 
+    def draw(self) -> float:
+        """The random number, in [0, 1), that chooses the next token: the same until that is pushed, so that a step may
+        be sampled again.
+        """
+        if self._drawn is None:
+            self._drawn = self._random.random()
+        return self._drawn
+
     def push(self, token: int, max_len: int) -> Update:
         """Add a sampled token, and decide whether it was the last; no request grows beyond `max_len` tokens."""
         self.tokens.append(token)
+        self._drawn = None
         limit = self.params.max_tokens
         if token in self._ends or (self._stream is not None and self._stream.push(token)):
             self.finish_reason = "stop"
-        elif len(self.tokens) >= max_len or (limit is not None and len(self.tokens) - self.prompt_len >= limit):
+        elif len(self.tokens) >= max_len or (isinstance(limit, int) and len(self.tokens) - self.prompt_len >= limit):
             self.finish_reason = "length"
         return self._update([token])
 
@@ -88,7 +98,7 @@ class Request:
     def _update(self, token_ids: list[int]) -> Update:
         text = ""
         if self._stream is not None:
-            if self.finish_reason is not None:
+            if self.finish_reason not in (None, "error"):  # decoding may be what went wrong
                 self._stream.finish()
                 if self._stream.stopped and self.finish_reason == "length":
                     self.finish_reason = "stop"

@@ -1,7 +1,8 @@
 """Choosing the next token of every request of a batch.
 
 A row's result depends on that row alone: its logits, its parameters and its own random numbers, which are drawn on the
-host, one per token. So a seeded request repeats whatever else is in the batch, and on whatever device.
+host, one per token. So a seeded request repeats whatever else is in the batch, and on whatever device. Parameters are
+applied in float64, which holds each that `SamplingParams` admits.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from quire.engine.request import Request
 
 @dataclass(slots=True)
 class Choice:
-    """A request's next token; None if its logits were not numbers."""
+    """A request's next token; None, and the reason, if there is none."""
 
     token: int | None
     logprobs: dict[int, float] | None = None
+    error: str | None = None
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
@@ -35,7 +37,19 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
         tokens[rows] = _draw(logits[rows], [requests[i] for i in sampled])
     reports = _logprobs(raw, tokens, requests)
     chosen, bad = tokens.tolist(), broken.tolist()
-    return [Choice(None if bad[i] else chosen[i], reports[i]) for i in range(len(requests))]
+    unfit = Choice(None, error="the model's logits are not finite")
+    return [unfit if bad[i] else Choice(chosen[i], reports[i]) for i in range(len(requests))]
+
+
+def sample_each(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
+    """`sample` row by row: a row that raises has its error for a choice, and the others what `sample` gives them."""
+    choices = []
+    for i, request in enumerate(requests):
+        try:
+            choices += sample(logits[i : i + 1], [request])
+        except Exception as error:
+            choices.append(Choice(None, error=f"{type(error).__name__}: {error}"))
+    return choices
 
 
 def _penalise(logits: Tensor, requests: Sequence[Request]) -> Tensor:
@@ -43,15 +57,18 @@ def _penalise(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     penalised = [i for i, request in enumerate(requests) if request.params.penalised]
     if not penalised:
         return logits
-    logits = logits.clone()
+    logits, largest = logits.clone(), torch.finfo(logits.dtype).max
     for i in penalised:
-        params, row = requests[i].params, logits[i]
+        params, row = requests[i].params, logits[i].double()
         seen = torch.tensor(sorted(set(requests[i].tokens)), device=logits.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        values, penalty = row[seen], params.repetition_penalty
+        assert penalty is not None  # parameters are complete
+        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
         if requests[i].output:
             out, times = torch.tensor(requests[i].output, device=logits.device).unique(return_counts=True)
-            row[out] -= params.presence_penalty + params.frequency_penalty * times
+            row[out] -= (params.presence_penalty + params.frequency_penalty * times.double()).clamp(-largest, largest)
+        # What the model holds for impossible stays so, and nothing else becomes so.
+        logits[i] = row.clamp(-largest, largest).masked_fill(logits[i] == -torch.inf, -torch.inf)
     return logits
 
 
@@ -59,19 +76,20 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """One token per row by inverting its cumulative distribution, after temperature, top-k, top-p and min-p."""
 
     def column(name: str) -> Tensor:
-        return torch.tensor([getattr(r.params, name) for r in requests], device=logits.device)[:, None]
+        values = [getattr(r.params, name) for r in requests]
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
     values, order = torch.sort(logits, descending=True, stable=True, dim=-1)
-    values = (values - values[:, :1]) / column("temperature")
+    values = (values.double() - values[:, :1]) / column("temperature")
     rank = torch.arange(values.shape[1], device=values.device)
     top_k = column("top_k")
     values = values.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)
-    p = torch.softmax(values, -1, dtype=torch.float64)
+    p = torch.softmax(values, -1)
     before = p.cumsum(-1) - p
     kept = (before < column("top_p")) & (p >= column("min_p") * p[:, :1])
     kept[:, 0] = True
     total = torch.where(kept, p, 0.0).cumsum(-1)
-    u = torch.tensor([r.random.random() for r in requests], dtype=torch.float64, device=logits.device)[:, None]
+    u = torch.tensor([r.draw() for r in requests], dtype=torch.float64, device=logits.device)[:, None]
     picked = torch.searchsorted(total, u * total[:, -1:], right=True).clamp(max=values.shape[1] - 1)
     # Rounding must not lead beyond the last token that was kept.
     last = (kept * rank).amax(-1, keepdim=True)

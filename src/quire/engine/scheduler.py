@@ -81,7 +81,7 @@ class Scheduler:
         self._give_back(request)
 
     def reset(self) -> list[Request]:
-        """Forget all requests and all prefixes (a step has failed, so what the cache holds is not known)."""
+        """Forget all requests and all prefixes: what the cache holds is not known any more."""
         requests = [*self.running, *self.waiting]
         for request in requests:
             self._give_back(request)
@@ -89,6 +89,12 @@ class Scheduler:
         self.waiting.clear()
         self.tree.clear()
         return requests
+
+    def compute_again(self, request: Request) -> None:
+        """Release a running request's pages and let it wait, before all others, to be computed anew from its tokens."""
+        self.running.remove(request)
+        self._give_back(request)
+        self.waiting.appendleft(request)
 
     def _continue_running(self) -> tuple[list[Chunk], bool]:
         """Chunks of running requests, and whether any was preempted."""
@@ -103,7 +109,8 @@ class Scheduler:
             if count > 0:
                 while not self._reserve(request, request.computed + count):
                     victim = self.running[-1]  # never one of this step's: those stand before i
-                    self._preempt(victim)
+                    self.compute_again(victim)
+                    self.stats.preemptions += 1
                     preempted = True
                     if victim is request:
                         return chunks, preempted
@@ -154,12 +161,6 @@ class Scheduler:
             return False
         request.pages.extend(self.allocator.allocate(count))
         return True
-
-    def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self._give_back(request)
-        self.waiting.appendleft(request)
-        self.stats.preemptions += 1
 
     def _give_back(self, request: Request) -> None:
         self.allocator.release(request.pages)
