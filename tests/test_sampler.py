@@ -7,15 +7,16 @@ import math
 import pytest
 import torch
 
-from quire.engine.params import SamplingParams
+from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
 from quire.engine.request import Request
 from quire.engine.sampler import sample
 
 VOCAB = 50
 
 
-def request(prompt=(1, 2), output=(), **params):
-    made = Request(prompt, SamplingParams(**params), None, frozenset(), lambda update: None)
+def request(prompt=(1, 2), output=(), temperature=1.0, **params):
+    complete = SamplingParams(temperature=temperature, **params).over(LIBRARY_DEFAULTS)
+    made = Request(prompt, complete, None, frozenset(), lambda update: None)
     made.tokens += output
     return made
 
@@ -123,6 +124,7 @@ def test_logits_that_are_not_numbers_fail_their_row_only(logits, poison):
     rows[1, 3] = poison
     choices = sample(rows, [request(), request(temperature=0), request()])
     assert [c.token is None for c in choices] == [False, True, True]
+    assert [c.error for c in choices] == [None] + ["the model's logits are not finite"] * 2
 
 
 def test_some_tokens_may_be_impossible():
@@ -132,18 +134,19 @@ def test_some_tokens_may_be_impossible():
 
 
 BAD = {
-    "temperature": [-0.1, math.nan, math.inf, "hot", None],
-    "top_k": [-2, 1.5, True],
-    "top_p": [0, -0.1, 1.01, math.nan],
-    "min_p": [-0.1, 1.1, math.nan],
-    "seed": [1.5, "seven"],
-    "repetition_penalty": [0, -1, math.nan, math.inf],
-    "presence_penalty": [math.nan, "much"],
-    "frequency_penalty": [math.inf],
-    "max_tokens": [-1, 0, 2.5],
-    "stop": [[""], [3]],
-    "stop_token_ids": [["a"], [1.5]],
-    "logprobs": [-1, 0.5],
+    "temperature": [-0.1, math.nan, math.inf, "hot", True, 10**400],
+    "top_k": [-2, 1.5, True, 2**63, "all"],
+    "top_p": [0, -0.1, 1.01, math.nan, True, 10**400],
+    "min_p": [-0.1, 1.1, math.nan, False],
+    "seed": [1.5, "seven", True, 2**64, -(2**63) - 1],
+    "repetition_penalty": [0, -1, math.nan, math.inf, 10**400],
+    "presence_penalty": [math.nan, "much", None, -(10**400)],
+    "frequency_penalty": [math.inf, True],
+    "max_tokens": [-1, 0, 2.5, True, 2**63, "all"],
+    "stop": [[""], [3], 3, b"x", {"x": 1}, "\ud83d", ["x", "\udcff"]],
+    "stop_token_ids": [["a"], [1.5], 7, [-1], [True], [2**63], b"abc", {1: 2}],
+    "ignore_eos": [1, "no", None],
+    "logprobs": [-1, 0.5, True, 2**63],
 }
 
 
@@ -151,3 +154,66 @@ BAD = {
 def test_bad_parameters_are_named(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
+
+
+# The ends of what is allowed, and what lies just inside.
+ENDS = {
+    "temperature": [0, 5e-324, 1e-300, 1e-6, 1.0, 1e300, 10**300, 1.7e308],
+    "top_k": [-1, 0, 1, VOCAB, VOCAB + 1, 2**31, 2**63 - 1],
+    "top_p": [5e-324, 1e-9, 1 - 2**-53, 1],
+    "min_p": [0, 5e-324, 1 - 2**-53, 1],
+    "seed": [-(2**63), -1, 0, 2**64 - 1],
+    "repetition_penalty": [5e-324, 1e-300, 1, 10**300, 1.7e308],
+    "presence_penalty": [-1.7e308, -2, 0, 2, 10**300, 1.7e308],
+    "frequency_penalty": [-1.7e308, -2, 0, 2, 10**300, 1.7e308],
+    "max_tokens": [1, 2**63 - 1, None, "auto"],
+    "stop_token_ids": [[0], [2**63 - 1], range(9)],
+    "logprobs": [0, 1, 2**63 - 1],
+}
+
+
+def test_whatever_is_allowed_samples_a_possible_token(rng):
+    """Every end of every parameter beside any others, over logits with ties, large numbers and impossible tokens."""
+    for _ in range(60):
+        options = [{name: rng.choice(values) for name, values in ENDS.items() if rng.random() < 0.5} for _ in range(8)]
+        options += [{name: rng.choice(values)} for name, values in ENDS.items()]
+        requests = [
+            request(
+                output=rng.choices(range(VOCAB), k=rng.choice((0, 1, 30))), prompt=range(rng.choice((1, VOCAB))), **o
+            )
+            for o in options
+        ]
+        rows = torch.randn(len(options), VOCAB) * rng.choice((0, 1, 30, 1e38))
+        rows = rows.clamp(-3e38, 3e38)
+        rows[torch.rand(rows.shape) < 0.3] = -torch.inf
+        rows[:, rng.randrange(VOCAB)] = rng.choice((-5.0, 0.0, 5.0))
+        for row, choice, option in zip(rows, sample(rows, requests), options, strict=True):
+            assert choice.error is None
+            assert row[choice.token] > -torch.inf, option
+
+
+def test_small_temperatures_and_large_ones(logits):
+    assert set(draw(logits, 50, temperature=5e-324)) == {int(logits.argmax())}
+    assert len(set(draw(logits, 3000, temperature=1e300))) == VOCAB
+
+
+def test_sampling_again_gives_the_tokens_again(logits):
+    requests = [request(seed=i) for i in range(40)]
+    rows = logits.expand(40, -1)
+    first = [c.token for c in sample(rows, requests)]
+    assert [c.token for c in sample(rows, requests)] == first
+    for made, token in zip(requests, first, strict=True):
+        made.push(token, max_len=100)
+    assert [c.token for c in sample(rows, requests)] != first
+
+
+def test_what_one_says_goes_over_what_is_usual():
+    usual = SamplingParams(temperature=0.5, top_k=3, max_tokens=7, stop="a").over(LIBRARY_DEFAULTS)
+    assert usual == SamplingParams(
+        temperature=0.5, top_k=3, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=7, stop="a"
+    )
+    said = SamplingParams(temperature=0, max_tokens=None, stop=[], seed=1)
+    assert said.over(usual) == SamplingParams(
+        temperature=0, top_k=3, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=None, stop=(), seed=1
+    )
+    assert SamplingParams().over(usual) == usual

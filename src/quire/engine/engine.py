@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,11 +44,14 @@ class Engine:
     def request(
         self, prompt: str | Sequence[int], params: SamplingParams, sink: Callable[[Update], None], name: str = "prompt"
     ) -> Request:
-        """A request, checked.
+        """A request, checked; what its parameters do not say is the model's.
 
         Raises:
             ValueError: an empty prompt, one that leaves no room for a token, or unknown tokens; `name` says which.
         """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
+        params = params.over(self.model.default_params)
         tokens = self._tokens(prompt, name)
         if not tokens:
             raise ValueError(f"{name} is empty: there must be at least one token")
@@ -164,8 +168,23 @@ class Engine:
         if isinstance(prompt, str):
             if self.model.tokenizer is None:
                 raise ValueError(f"{name} is a string, but {self.model.folder} has no tokenizer: pass token ids")
+            half = next((c for c in prompt if "\ud800" <= c <= "\udfff"), None)
+            if half is not None:
+                at = prompt.index(half)
+                raise ValueError(
+                    f"{name} is not text: {half!r} at {at} is half a character or a byte that is not UTF-8"
+                )
             return self.model.tokenizer(prompt)["input_ids"] if prompt else []
         try:
-            return [index(t) for t in prompt]
+            if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)):
+                raise TypeError
+            return [_token(t) for t in prompt]
         except TypeError:
             raise ValueError(f"{name} must be a string or a sequence of token ids") from None
+
+
+def _token(value: Any) -> int:
+    """A token's number, which True and False are not."""
+    if isinstance(value, bool):
+        raise TypeError
+    return index(value)

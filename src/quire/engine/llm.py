@@ -7,7 +7,8 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
@@ -127,7 +128,7 @@ class LLM:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens}
         sizes |= {k: v for k, v in {"num_pages": num_pages, "max_model_len": max_model_len}.items() if v is not None}
         for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
         chosen = None if dtype == "auto" else as_dtype(dtype)
         self.model = Model(shipped_model() if folder is None else folder, _usable(device), chosen, max_model_len)
@@ -152,6 +153,13 @@ class LLM:
         """Pages in the cache."""
         return self._engine.scheduler.allocator.num_pages
 
+    @property
+    def default_params(self) -> SamplingParams:
+        """What requests take where they say nothing: the checkpoint's generation_config.json, as `generate` of
+        Transformers reads it, then Quire's own defaults.
+        """
+        return self.model.default_params
+
     def check(self, prompt: Prompt, params: SamplingParams | None = None, name: str = "prompt") -> None:
         """Raise the ValueError that `generate` would raise for this prompt."""
         self._engine.request(prompt, params or SamplingParams(), lambda update: None, name)
@@ -167,14 +175,14 @@ class LLM:
 
         Args:
             prompts: strings or lists of token ids; or a single one of either.
-            params: one for all, or one for each; the defaults of `SamplingParams` if not given.
+            params: one for all, or one for each; what they don't say is that of `default_params`.
             on_update: called, in this thread, with a prompt's index and what a step added to it.
 
         Returns:
             a completion per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: a prompt that can't be served, named by its index; then nothing has been started.
+            ValueError: a prompt or params that can't be served, named by its index; then nothing has been started.
         """
         listed = _as_list(prompts)
         each = _one_each(params, len(listed))
@@ -202,7 +210,7 @@ class LLM:
         updates: asyncio.Queue[Update] = asyncio.Queue()
 
         def sink(update: Update) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop has been closed: nobody listens any more
                 loop.call_soon_threadsafe(updates.put_nowait, update)
 
         request = self._engine.request(prompt, params or SamplingParams(), sink)
@@ -247,6 +255,9 @@ def _usable(device: str | torch.device) -> torch.device:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, (bytes, bytearray, memoryview, Mapping, Set)) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise ValueError(f"prompts is of type {kind}: it must be a string, a list of token ids, or a list of either")
     listed = list(prompts)
     if listed and all(isinstance(p, Integral) for p in listed):
         return [listed]  # type: ignore[list-item]
@@ -256,6 +267,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence):
+        raise ValueError(f"params = {params!r}: they must be SamplingParams, or a list of them")
     if len(params) != count:
         raise ValueError(f"there are {len(params)} params for {count} prompts: give one, or one each")
     return list(params)

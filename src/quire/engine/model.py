@@ -7,7 +7,6 @@ with the call, and the step knows which tokens belong to which request.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quire.engine.generation import read_generation_config
 from quire.serving.base import Heads, Layer
 
 NAME = "quire"
@@ -108,7 +108,8 @@ class Model:
     Attributes:
         layers: what each layer asks of attention.
         context: tokens that a request may have, at most.
-        end_ids: the tokens that end an output.
+        default_params: what requests take where they say nothing; generation_config.json's.
+        end_ids: the tokens that end an output: those of generation_config.json, or else of config.json.
         tokenizer: a Transformers tokenizer; None if the folder has none.
 
     Raises:
@@ -127,7 +128,9 @@ class Model:
         self.tokenizer = self._load_tokenizer()
         self.context = self._find_context(max_model_len)
         self.vocab_size: int = self.config.vocab_size
-        self.end_ids = self._find_end_ids()
+        self.default_params, ends = read_generation_config(self.folder, self.network)
+        ends = getattr(self.config, "eos_token_id", None) if ends is None else ends
+        self.end_ids = frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
         self.layers = self._probe()
 
     @torch.inference_mode()
@@ -195,13 +198,6 @@ class Model:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:
             raise ValueError(f"the tokenizer of {self.folder} could not be loaded: {error}") from error
-
-    def _find_end_ids(self) -> frozenset[int]:
-        """The end tokens of generation_config.json, or else of the model's config."""
-        path = self.folder / "generation_config.json"
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        found = getattr(self.config, "eos_token_id", None) if found is None else found
-        return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
     def _find_context(self, max_model_len: int | None) -> int:
         names = ("max_position_embeddings", "max_target_positions")  # the latter: decoders of Whisper's kind

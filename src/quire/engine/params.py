@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+_INT64 = 2**63 - 1
 
 
 def _check(ok: bool, name: str, value: Any, allowed: str) -> None:
@@ -14,28 +16,56 @@ def _check(ok: bool, name: str, value: Any, allowed: str) -> None:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value is a number that a float holds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _whole(value: Any, low: int, high: int = _INT64) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _text(value: Any) -> bool:
+    """Whether a value is a string, not empty, of whole characters; a byte that is not UTF-8 arrives as half of one."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _several(name: str, value: Any) -> tuple[Any, ...]:
+    """The elements of an attribute that is a list."""
+    if isinstance(value, (bytes, bytearray, Mapping)):
+        raise ValueError(f"{name} = {value!r}: it must be a list")
+    try:
+        return tuple(value)
+    except TypeError:
+        raise ValueError(f"{name} = {value!r}: it must be a list") from None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """One request's sampling, with the meanings that OpenAI's and vLLM's interfaces gave these names.
 
+    What is not said is the checkpoint's (`LLM.default_params`): `Model` takes it from generation_config.json. Where
+    that says nothing either, the default in parentheses holds.
+
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token (greedy).
-        top_k: sample from the k likeliest tokens only; 0 or -1: from all.
-        top_p: sample from the likeliest tokens that together have this probability; 1: from all.
-        min_p: sample from tokens at least this fraction as likely as the likeliest.
-        seed: makes the request's samples repeat, whatever else is in the batch; None: they differ each time.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
+        temperature: divides the logits; 0 takes the likeliest token (greedy). None: the checkpoint's (0, since
+            checkpoints are greedy unless they ask for sampling).
+        top_k: sample from the k likeliest tokens only; 0 or -1: from all. None: the checkpoint's (0).
+        top_p: sample from the likeliest tokens that together have this probability; 1: from all. None: the
+            checkpoint's (1).
+        min_p: sample from tokens at least this fraction as likely as the likeliest. None: the checkpoint's (0).
+        seed: makes the request's samples repeat, whatever else is in the batch; None: they differ each time. From
+            -2**63 to 2**64 - 1, as for torch.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output. None:
+            the checkpoint's (1).
         presence_penalty: subtracted from the logits of tokens in the output.
         frequency_penalty: subtracted from the logits of tokens in the output, once for each time they are there.
-        max_tokens: tokens to generate at most; None: up to the model's context.
-        stop: strings that end the text before themselves.
+        max_tokens: tokens to generate at most; None: up to the model's context. "auto": the checkpoint's (128).
+        stop: strings that end the text before themselves; a string, or several. None: the checkpoint's (none).
         stop_token_ids: tokens that end the output (as its last token), besides the model's own.
         ignore_eos: do not stop at the model's own end tokens.
         logprobs: report the logarithms of the probabilities of the chosen token and of that many likeliest tokens,
@@ -45,41 +75,55 @@ class SamplingParams:
         ValueError: naming the attribute, its value and what is allowed.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    max_tokens: int | None = 128
-    stop: str | Sequence[str] = ()
+    max_tokens: int | Literal["auto"] | None = "auto"
+    stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        t = self.temperature
-        _check(_number(t) and t >= 0, "temperature", t, "it must be a number, 0 or larger")
-        _check(
-            _whole(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "it must be a whole number; 0 or -1 for all"
-        )
-        _check(_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "it must be above 0, and 1 at most")
-        _check(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "it must be between 0 and 1")
-        _check(self.seed is None or _whole(self.seed), "seed", self.seed, "it must be a whole number or None")
-        r = self.repetition_penalty
-        _check(_number(r) and r > 0, "repetition_penalty", r, "it must be a positive number")
+        if self.stop is not None:
+            listed = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
+            object.__setattr__(self, "stop", listed)
+        ids = () if self.stop_token_ids is None else _several("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        t, p, m, r = self.temperature, self.top_p, self.min_p, self.repetition_penalty
+        _check(t is None or (_number(t) and t >= 0), "temperature", t, "it must be a number, 0 or larger")
+        k, whole = self.top_k, f"it must be a whole number, at most {_INT64}"
+        _check(k is None or _whole(k, -1), "top_k", k, f"{whole}; 0 or -1 for all")
+        _check(p is None or (_number(p) and 0 < p <= 1), "top_p", p, "it must be above 0, and 1 at most")
+        _check(m is None or (_number(m) and 0 <= m <= 1), "min_p", m, "it must be between 0 and 1")
+        allowed = "it must be a whole number from -2**63 to 2**64 - 1, or None"
+        _check(self.seed is None or _whole(self.seed, -(2**63), 2**64 - 1), "seed", self.seed, allowed)
+        _check(r is None or (_number(r) and r > 0), "repetition_penalty", r, "it must be a positive number")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(_number(getattr(self, name)), name, getattr(self, name), "it must be a number")
-        m = self.max_tokens
-        _check(m is None or (_whole(m) and m >= 1), "max_tokens", m, "it must be a whole number, 1 or larger, or None")
-        _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "they must be non-empty strings")
-        _check(all(_whole(i) for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "whole numbers")
-        n = self.logprobs
-        _check(n is None or (_whole(n) and n >= 0), "logprobs", n, "it must be a whole number, 0 or larger, or None")
+        most, n = self.max_tokens, self.logprobs
+        allowed = f'{whole}, and 1 or larger; None for no limit; or "auto"'
+        _check(most is None or most == "auto" or _whole(most, 1), "max_tokens", most, allowed)
+        stops = () if self.stop is None else self.stop
+        _check(all(_text(s) for s in stops), "stop", stops, "they must be non-empty strings")
+        allowed = f"they must be whole numbers from 0 to {_INT64}"
+        _check(all(_whole(i, 0) for i in ids), "stop_token_ids", ids, allowed)
+        _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "it must be True or False")
+        _check(n is None or _whole(n, 0), "logprobs", n, f"{whole}, and 0 or larger; or None")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if getattr(self, name) is not None:  # an integer may be larger than any of torch's
+                object.__setattr__(self, name, float(getattr(self, name)))
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """These parameters, with `defaults` where they say nothing."""
+        unsaid = {f.name: None for f in fields(self)} | {"max_tokens": "auto"}
+        fresh = {name: getattr(defaults, name) for name, none in unsaid.items() if getattr(self, name) == none}
+        return replace(self, **fresh)
 
     @property
     def greedy(self) -> bool:
@@ -88,3 +132,9 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+# Where neither a request nor its checkpoint says anything.
+LIBRARY_DEFAULTS = SamplingParams(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=128, stop=()
+)
