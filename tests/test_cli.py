@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -16,6 +18,7 @@ import torch
 pytest.importorskip("transformers")
 
 from quire.cli import main
+from quire.cli.loading import loading
 from quire.engine import LLM, SamplingParams
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -89,6 +92,114 @@ def test_a_bad_prompt_does_not_harm_the_others(capsys):
     assert "quire: error: prompt 1 has" in err
 
 
+def test_what_no_option_says_is_the_checkpoints(capsys, tmp_path):
+    from quire.engine import shipped_model
+
+    for file in shipped_model().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    settings = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 6, "eos_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    given = ["generate", "x = 1\n", "--model", str(tmp_path), "--json", "--seed", "1", "--ignore-eos"]
+
+    def tokens(*options):
+        assert main([*given, *options]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[0])["token_ids"]
+
+    assert len(tokens()) == 6
+    assert tokens() == tokens("--temperature", "1.5", "--top-k", "50", "--max-tokens", "6")
+    assert tokens() != tokens("--temperature", "0")
+    assert len(tokens("--max-tokens", "9")) == 9
+
+
+def test_what_is_not_text_is_refused(tmp_path, capsys):
+    assert main(["generate", "import os", os.fsdecode(b"abc\xff"), "--max-tokens", "3", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("quire: error: prompt 1 is not text: '\\udcff' at 3 is half a character or a byte")
+    assert len(err.splitlines()) == 1
+    assert [json.loads(line).get("prompt") for line in out.splitlines()] == ["import os", None]
+    assert main(["generate", "x", "--stop", os.fsdecode(b"\xff")]) == 2
+    assert "stop = ('\\udcff',)" in capsys.readouterr().err
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"import os\nabc\xff\n")
+    assert main(["generate", "--file", str(file)]) == 2
+    assert f"--file {file} is not text: 'utf-8' codec can't decode byte 0xff" in capsys.readouterr().err
+
+
+HEAVY = {"torch", "numpy", "numba", "transformers", "triton"}
+
+
+def test_help_and_mistakes_do_not_wait_for_torch():
+    code = f"""if True:
+        import sys
+        from quire.cli import main
+        commands = ["generate"], ["check"], ["env"], ["bench"], []
+        for arguments in [[*c, "--help"] for c in commands] + [["--version"], ["paint"], ["bench", "paint"]]:
+            try:
+                main(arguments)
+            except SystemExit:
+                pass
+        assert main(["generate", "x", "--temperature", "nan"]) == 2
+        assert main(["generate", "--file", "/nowhere.txt"]) == 2
+        found = {HEAVY} & set(sys.modules)
+        assert not found, found
+        """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "complete prompts" in done.stdout
+    assert "--max-batched-tokens" in done.stdout
+
+
+@pytest.mark.parametrize("moment", ["quire.cli.generate", "torch.nn", "transformers.modeling_utils"])
+def test_ctrl_c_ends_without_a_traceback(moment):
+    """The signal comes while a module is imported: the command, a part of torch, what a model is loaded with."""
+    code = f"""if True:
+        import os, signal, sys
+        class Finder:
+            def find_spec(self, name, path=None, target=None):
+                if name == {moment!r}:
+                    print(name, flush=True)
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Finder())
+        sys.argv = ["quire", "generate", "x = 1"]
+        from quire.cli import main
+        sys.exit(main())
+        """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert (done.stdout, done.stderr) == (f"{moment}\n", "")
+
+
+def test_ctrl_c_while_text_streams_ends_in_order(capsys, monkeypatch):
+    from quire.engine import llm
+
+    part, handler = llm._part, signal.getsignal(signal.SIGINT)
+    parts = []
+
+    def interrupted(update):
+        parts.append(part(update))
+        if len(parts) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return parts[-1]
+
+    monkeypatch.setattr(llm, "_part", interrupted)
+    assert main(["generate", "def add(a, b):\n    return", "--max-tokens", "1000", "--ignore-eos"]) == 130
+    out, err = capsys.readouterr()
+    assert out.endswith("\n")
+    assert err == ""
+    assert len(parts) == 3
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_that_is_ignored_stays_so():
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with loading():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 MISTAKES = {
     "no prompt": (["generate"], "there are no prompts"),
     "no folder": (["generate", "x", "--model", "/nowhere"], "there is no model folder /nowhere"),
@@ -102,6 +213,7 @@ MISTAKES = {
     "check backend": (["check", "--backend", "fast"], "backend = 'fast' is unknown"),
     "check batches": (["check", "--batches", "0"], "--batches 0"),
     "cell": (["bench", "decode", "--cell", "8x"], "'8x' is not understood"),
+    "page size of a cell": (["bench", "decode", "--cell", "p0 2x16"], "cell 'decode p0 2x16': page_size = 0"),
     "rounds": (["bench", "decode", "--rounds", "0"], "--rounds 0"),
     "plot": (["bench", "decode", "--plot", "rates.jpg"], "must end in .png"),
     "plot's folder": (["bench", "decode", "--plot", "no/such/folder/rates.png"], "in a folder that exists"),

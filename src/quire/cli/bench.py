@@ -9,24 +9,6 @@ from pathlib import Path
 from typing import Any
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="time attention", description=__doc__)
-    parser.add_argument("operation", choices=("decode", "prefill"))
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU unless said otherwise, if there is one")
-    parser.add_argument("--backend", default="auto", help="kernel family (see quire env)")
-    parser.add_argument("--cell", action="append", help='what to time, like "gqa4 p16 8x2k" (may be given again)')
-    parser.add_argument("--rounds", type=int, default=11, help="of which the median counts")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=Path("-"),
-        help="write JSON to a file, after each cell, or without one to stdout",
-    )
-    parser.add_argument("--plot", type=Path, help="draw rates under their ceiling, as PNG (needs quire[bench])")
-    parser.set_defaults(run=run)
-
-
 def _module(device: str | None) -> Any:
     """Who times on a device; None: on a GPU, if there is one."""
     import torch

@@ -41,15 +41,6 @@ _DTYPES = (
 )
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("check", help="compare all kernel families with the oracle", description=__doc__)
-    parser.add_argument("--seed", type=int, help="of the random batches; a new one each time by default")
-    parser.add_argument("--batches", type=int, default=3, help="per row of the table")
-    parser.add_argument("--backend", help="only this kernel family")
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
     if args.batches < 1:
         raise ValueError(f"--batches {args.batches}: it must be at least 1")

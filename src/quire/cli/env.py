@@ -7,7 +7,6 @@ import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 
@@ -16,12 +15,6 @@ from quire.attention.spec import AttentionSpec
 from quire.kernels import registry
 
 _PACKAGES = ("torch", "numpy", "numba", "triton", "transformers", "tokenizers", "safetensors", "flashinfer-python")
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("env", help="versions, devices, kernel families", description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

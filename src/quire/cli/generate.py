@@ -6,65 +6,30 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from quire.engine.params import SamplingParams
+from quire.cli.loading import loading
+from quire.engine import SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine import LLM, Completion
 
-_FILE_HELP = "a file of prompts, one per line; if it has lines of nothing but ---, prompts are what stands between them"
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("generate", help="complete prompts", description="Complete prompts, all at once.")
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, and without --file: stdin")
-    parser.add_argument("--file", type=Path, help=_FILE_HELP)
-    parser.add_argument(
-        "--model", type=Path, help="a Hugging Face checkpoint folder; default: the one that comes with Quire"
-    )
-    parser.add_argument("--json", action="store_true", help="a JSON object per prompt, and one for the summary")
-
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=128)
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    sampling.add_argument("--top-k", type=int, default=0)
-    sampling.add_argument("--top-p", type=float, default=1.0)
-    sampling.add_argument("--min-p", type=float, default=0.0)
-    sampling.add_argument("--seed", type=int)
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0)
-    sampling.add_argument("--presence-penalty", type=float, default=0.0)
-    sampling.add_argument("--frequency-penalty", type=float, default=0.0)
-    sampling.add_argument("--stop", action="append", default=[], help="end before this string (may be given again)")
-    sampling.add_argument("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID")
-    sampling.add_argument("--ignore-eos", action="store_true")
-    sampling.add_argument("--logprobs", type=int, metavar="N", help="with --json: those of the N likeliest tokens")
-
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="cpu")
-    engine.add_argument("--dtype", default="auto", help="of weights and cache; auto is float32 on the CPU")
-    engine.add_argument("--backend", default="auto", help="kernel family (see quire env)")
-    engine.add_argument("--max-model-len", type=int, help="tokens of a prompt and its output; default: the context")
-    engine.add_argument("--page-size", type=int, default=16)
-    engine.add_argument("--num-pages", type=int, help="pages in the cache")
-    engine.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
-    engine.add_argument("--max-batched-tokens", type=int, default=2048, help="tokens that a step computes")
-    parser.set_defaults(run=run)
-
 
 def run(args: argparse.Namespace) -> int:
-    params = SamplingParams(**{f.name: getattr(args, f.name) for f in fields(SamplingParams)})
+    params = SamplingParams(**{f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)})
     prompts = _prompts(args)
     if not prompts:
         raise ValueError("there are no prompts: give some as arguments, with --file, or on stdin")
 
-    from quire.engine import LLM
-
     names = ("device", "dtype", "backend", "max_model_len", "page_size", "num_pages", "max_num_seqs")
     options = {name: getattr(args, name) for name in (*names, "max_batched_tokens")}
-    with LLM(args.model, **options) as llm:
+    with loading():
+        from quire.engine import LLM
+
+        llm = LLM(args.model, **options)
+    with llm:
         good = []
         for i, prompt in enumerate(prompts):
             try:
@@ -86,10 +51,17 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompts)
     if args.file is not None:
-        prompts += _split(args.file.read_text(encoding="utf-8"))
+        prompts += _split(_read(f"--file {args.file}", lambda: args.file.read_text(encoding="utf-8")))
     elif not prompts and not sys.stdin.isatty():
-        prompts = _split(sys.stdin.read())
+        prompts = _split(_read("stdin", sys.stdin.read))
     return prompts
+
+
+def _read(name: str, read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text: {error}") from None
 
 
 def _split(text: str) -> list[str]:
@@ -108,9 +80,10 @@ def _split(text: str) -> list[str]:
 def _print_text(llm: LLM, prompts: list[str], params: SamplingParams) -> list[Completion]:
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
-        done = llm.generate(prompts, params, on_update=lambda i, part: print(part.text, end="", flush=True))
-        print()
-        return done
+        try:
+            return llm.generate(prompts, params, on_update=lambda i, part: print(part.text, end="", flush=True))
+        finally:
+            print()
     from tqdm import tqdm
 
     texts, counts, reasons, shown = list(prompts), [0] * len(prompts), dict[int, str](), 0

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from quire import __version__
+from quire.cli.arguments import parser
+from quire.cli.loading import INTERRUPTED, ends_at_once, loading, raises_once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0 done, 1 something was wrong with the result, 2 with the arguments."""
-    parser = argparse.ArgumentParser(prog="quire", description="Attention for LLM serving over paged key/value caches.")
-    parser.add_argument("--version", action="version", version=f"quire {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    from quire.cli import bench, check, env, generate
-
-    for module in (generate, check, env, bench):
-        module.add_parser(commands)
-    args = parser.parse_args(arguments)
+    """Run a command; returns its exit code: 0 done, 1 something was wrong with the result, 2 with the arguments, 130
+    Ctrl-C.
+    """
+    program = arguments is None  # or a caller goes on after it
     try:
-        return args.run(args)
+        with ends_at_once(for_good=program):
+            return _run(parser().parse_args(arguments))
+    finally:
+        if not program:
+            gc.unfreeze()
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        with loading():
+            run = import_module(f"quire.cli.{args.command}").run
+        with raises_once():
+            return run(args)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads any more
@@ -31,4 +41,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"quire: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED

@@ -5,7 +5,23 @@ for done in LLM("path/to/checkpoint").generate(["def hello", "import"], Sampling
     print(done.text)
 """
 
-from quire.engine.llm import LLM, Completion, shipped_model
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from quire.engine.params import SamplingParams
 
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM, Completion, shipped_model
+
 __all__ = ["LLM", "Completion", "SamplingParams", "shipped_model"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported on first use: the command line checks its arguments before."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from quire.engine import llm
+
+    value = globals()[name] = getattr(llm, name)
+    return value

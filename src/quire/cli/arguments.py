@@ -1,0 +1,92 @@
+"""The arguments of all commands. Nothing here imports torch: help and mistakes are told at once."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from quire import __version__
+
+_FILE = "a file of prompts, one per line; if it has lines of nothing but ---, prompts are what stands between them"
+_BENCH = "Time attention beside torch and, on a GPU, an installed FlashInfer, under ceilings of the same run."
+_SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of `quire`; `command` of what it returns names the module of `quire.cli` that runs."""
+    made = argparse.ArgumentParser(prog="quire", description="Attention for LLM serving over paged key/value caches.")
+    made.add_argument("--version", action="version", version=f"quire {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _generate(commands)
+    _check(commands)
+    _env(commands)
+    _bench(commands)
+    return made
+
+
+def _generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="complete prompts", description="Complete prompts, all at once.")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, and without --file: stdin")
+    parser.add_argument("--file", type=Path, help=_FILE)
+    parser.add_argument(
+        "--model", type=Path, help="a Hugging Face checkpoint folder; default: the one that comes with Quire"
+    )
+    parser.add_argument("--json", action="store_true", help="a JSON object per prompt, and one for the summary")
+
+    sampling = parser.add_argument_group("sampling", _SAMPLING, argument_default=argparse.SUPPRESS)
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most (128)")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0: from all (0)")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="from those that have this probability together (1)")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="from those so likely beside the likeliest (0)")
+    sampling.add_argument("--seed", type=int, help="makes samples repeat")
+    sampling.add_argument("--repetition-penalty", type=float, metavar="R", help="on tokens of prompt and output (1)")
+    sampling.add_argument("--presence-penalty", type=float, metavar="R", help="on tokens of the output (0)")
+    sampling.add_argument("--frequency-penalty", type=float, metavar="R", help="on them, once for each time (0)")
+    sampling.add_argument("--stop", action="append", help="end before this string (may be given again)")
+    sampling.add_argument("--stop-token-ids", type=int, nargs="+", metavar="ID", help="end after one of these tokens")
+    sampling.add_argument("--ignore-eos", action="store_true", help="do not end at the model's own end tokens")
+    sampling.add_argument("--logprobs", type=int, metavar="N", help="with --json: those of the N likeliest tokens")
+
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", default="cpu")
+    engine.add_argument("--dtype", default="auto", help="of weights and cache; auto is float32 on the CPU")
+    engine.add_argument("--backend", default="auto", help="kernel family (see quire env)")
+    engine.add_argument("--max-model-len", type=int, help="tokens of a prompt and its output; default: the context")
+    engine.add_argument("--page-size", type=int, default=16)
+    engine.add_argument("--num-pages", type=int, help="pages in the cache")
+    engine.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
+    engine.add_argument("--max-batched-tokens", type=int, default=2048, help="tokens that a step computes")
+
+
+def _check(commands: Any) -> None:
+    description = "Compare every kernel family that this machine can run with the oracle, on random batches."
+    parser = commands.add_parser("check", help="compare all kernel families with the oracle", description=description)
+    parser.add_argument("--seed", type=int, help="of the random batches; a new one each time by default")
+    parser.add_argument("--batches", type=int, default=3, help="per row of the table")
+    parser.add_argument("--backend", help="only this kernel family")
+    parser.add_argument("--json", action="store_true")
+
+
+def _env(commands: Any) -> None:
+    description = "Versions, devices, and which kernel families are available."
+    parser = commands.add_parser("env", help="versions, devices, kernel families", description=description)
+    parser.add_argument("--json", action="store_true")
+
+
+def _bench(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="time attention", description=_BENCH)
+    parser.add_argument("operation", choices=("decode", "prefill"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU unless said otherwise, if there is one")
+    parser.add_argument("--backend", default="auto", help="kernel family (see quire env)")
+    parser.add_argument("--cell", action="append", help='what to time, like "gqa4 p16 8x2k" (may be given again)')
+    parser.add_argument("--rounds", type=int, default=11, help="of which the median counts")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        help="write JSON to a file, after each cell, or without one to stdout",
+    )
+    parser.add_argument("--plot", type=Path, help="draw rates under their ceiling, as PNG (needs quire[bench])")
