@@ -303,7 +303,7 @@ def test_the_operation_is_torchs(rng):
     pages = (batch.qo.indptr, kv.indptr, kv.indices, kv.last_page_len, kv.page_size)
     nothing = (None, None, None, None, 0, None, None, None, None)
     rest = ([1.0, 1.0, 1.0, 1.0], 1, batch.spec.but(latent=True).text, "auto", None, None, None)
-    torch.library.opcheck(torch.ops.quire.attend.default, (out, lse, None, None, *parts, *pages, *nothing, *rest))
+    torch.library.opcheck(torch.ops.quire.attend.default, (out, lse, None, *parts, *pages, *nothing, *rest))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from quire._buffers import fitting, fixed_batch
 from quire._wrapper import AttentionWrapper
 from quire.attention.items import Items
 from quire.attention.masks import PackedMask
-from quire.attention.pages import PageTable, RaggedLayout, as_int32, table
+from quire.attention.pages import PageTable, RaggedLayout
 from quire.attention.spec import check
 from quire.attention.tensors import check_optional, check_tensors
 
@@ -31,14 +31,12 @@ class PrefillWrapper(AttentionWrapper):
     def _plan_queries(self, qo_indptr: Tensor, non_blocking: bool) -> RaggedLayout:
         """The query rows, in the wrapper's buffer or as given."""
         self._begin_plan()
-        qo_indptr = table(qo_indptr, "qo_indptr")
         if self._use_cuda_graph:
             fixed_batch(self._qo_indptr_buf, "qo_indptr_buf", len(qo_indptr) - 1, extra=1)
         return self._hold_rows("qo_indptr_buf", qo_indptr, non_blocking)
 
     def _hold_rows(self, name: str, indptr: Tensor, non_blocking: bool) -> RaggedLayout:
-        """An indptr, checked where that is free or asked for, then held."""
-        indptr = as_int32(indptr)
+        """An indptr, an int32 vector, checked where that is free or asked for, then held."""
         rows = RaggedLayout(indptr.cpu() if self._checking else indptr)
         (held,) = self._hold({name: indptr}, non_blocking)
         return rows if held is rows.indptr else RaggedLayout(held)

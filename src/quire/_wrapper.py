@@ -17,7 +17,7 @@ from quire._arguments import refuse as refuse
 from quire._buffers import check_workspace, fitting
 from quire.attention.items import Items
 from quire.attention.masks import PackedMask
-from quire.attention.pages import PageTable, RaggedLayout, as_int32, table
+from quire.attention.pages import PageTable, RaggedLayout
 from quire.attention.spec import AttentionSpec, as_dtype, check, is_int
 from quire.attention.tensors import as_scale, check_layout, check_lse, check_qkv, check_tensor, outputs
 from quire.kernels import registry
@@ -199,28 +199,29 @@ class AttentionWrapper:
         return [x.cpu() if host else x.to(self.device, non_blocking=True) for x in tables]
 
     def _hold(self, given: dict[str, Tensor], non_blocking: bool) -> list[Tensor]:
-        """Tables on the wrapper's device, in the buffers that it was given (their attributes are `_<name>`), or as
-        they are, and then kept under those names.
+        """Tables, int32 vectors, on the wrapper's device: in the buffers that it was given (their attributes are
+        `_<name>`), or as they are, and then kept under those names.
         """
-        given = {name: as_int32(x) for name, x in given.items()}
         if not self._use_cuda_graph:
             held = []
             for name, values in given.items():
-                if not isinstance(values, Tensor) or values.device != self.device or not values.is_contiguous():
-                    values = table(values, name).to(self.device, non_blocking=non_blocking).contiguous()
+                if values.device != self.device or not values.is_contiguous():
+                    values = values.to(self.device, non_blocking=non_blocking).contiguous()
                 setattr(self, f"_{name}", values)
                 held.append(values)
             return held
-        buffers = [fitting(getattr(self, f"_{name}"), table(x, name), name) for name, x in given.items()]
+        buffers = [fitting(getattr(self, f"_{name}"), x, name) for name, x in given.items()]
         for buffer, values in zip(buffers, given.values(), strict=True):
             if buffer is not values:
                 buffer[: len(values)].copy_(values, non_blocking=non_blocking)
         return buffers
 
     def _hold_pages(self, given: dict[str, Tensor], page_size: int, non_blocking: bool) -> PageTable:
-        """A page table (indptr, indices, last_page_len), checked where that is free or asked for, then held."""
-        given, pages = {name: as_int32(x) for name, x in given.items()}, None
-        if self._checking or all(isinstance(x, Tensor) and x.is_cpu for x in given.values()):
+        """A page table (indptr, indices, last_page_len: int32 vectors), checked where that is free or asked for, then
+        held.
+        """
+        pages = None
+        if self._checking or all(x.is_cpu for x in given.values()):
             pages = _page_table([x.cpu() for x in given.values()], page_size)
         held = self._hold(given, non_blocking)
         if pages is not None and held[0] is pages.indptr and held[1] is pages.indices:

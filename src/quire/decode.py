@@ -162,7 +162,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
                 a window, a position encoding, use_cuda_graph, and whatever asks for batch-invariant results.
         """
         self._begin_plan()
-        slopes = as_slopes(alibi_slopes)
+        slopes = () if alibi_slopes is None else as_slopes(alibi_slopes)
         as_given = typed((
             num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
             q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, fixed_split_size,

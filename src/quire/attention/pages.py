@@ -28,10 +28,11 @@ def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
     """An int32 vector, x itself or what it is as int64; refuses anything else (and another length than the given; and,
     where the name says indptr, an empty one).
     """
-    x = as_int32(x)
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}: it must be an int32 or int64 tensor")
-    if x.dtype != torch.int32 or x.ndim != 1:
+    if x.dtype is not torch.int32:
+        x = as_int32(x)
+    if x.dtype is not torch.int32 or x.ndim != 1:
         raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: it must be an int32 or int64 vector")
     if length is not None and x.shape[0] != length:
         raise ValueError(f"{name} has {len(x)} entries: {length} are needed")
@@ -179,7 +180,6 @@ class PageTable:
         if self.indptr.is_cpu:
             return None
         own, device, int32 = self.per_request, self.indptr.device, torch.int32
-        indptr, indices, per_request = as_int32(indptr), as_int32(indices), as_int32(per_request)
         for x in (indptr, indices, per_request):
             if type(x) is not Tensor or x.dtype is not int32 or x.device != device or not x.is_contiguous():
                 return None
