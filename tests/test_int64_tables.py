@@ -33,8 +33,7 @@ def wide(*tables, device="cpu"):
 
 def paged(batch, device="cpu", spare=2):
     """int64 page tables, the page ids followed by `spare` that nobody uses."""
-    unused = torch.full((spare,), BEYOND)
-    indices = torch.cat([batch.kv.indices.long(), unused])
+    indices = torch.cat([batch.kv.indices.long(), torch.full((spare,), BEYOND, device=batch.kv.indices.device)])
     return wide(batch.kv.indptr, indices, batch.kv.last_page_len, device=device)
 
 
@@ -189,7 +188,7 @@ def test_tokens_are_appended(device, rng):
     places = flashinfer.get_batch_indices_positions(append_indptr, seq_lens.long(), 3)
     assert [x.dtype for x in places] == [torch.int32] * 2
     assert [x.tolist() for x in places] == [[0, 2, -1], [lengths[0] - 1, lengths[2] - 1, 0]]
-    places = wide(*places)
+    places = wide(*places, device=device)
     places[0][2], places[1][2] = -BEYOND, BEYOND  # of nobody
     rows = torch.randn(3, 1, 8, device=device)
     caches = [torch.zeros(2, pool, size, 1, 8, device=device) for _ in range(2)]
@@ -307,10 +306,11 @@ def test_layouts():
         assert [x.dtype for x in (made.indptr, made.indices, made.last_page_len)] == [torch.int32] * 3
         assert made.lengths().tolist() == [5, 3]
         far = [x.to("meta") for x in given]
-        plain = PageTable(*(x.int() for x in far), 4).like(*far)
-        assert [x.dtype for x in (plain.indptr, plain.indices, plain.per_request)] == [torch.int32] * 3
-        lengths = LengthTable.of(*(x.int() for x in far), 4, "kv_len_arr").like(*far)
-        assert (type(lengths), lengths.kv_lens.dtype) == (LengthTable, torch.int32)
+        for planned in (
+            PageTable(*(x.int() for x in far), 4),
+            LengthTable.of(*(x.int() for x in far), 4, "kv_len_arr"),
+        ):
+            assert planned.like(*far) is None, "the plan has to convert them"
     rows = RaggedLayout.from_lengths(torch.tensor([3, 0, 2]))
     assert (rows.indptr.dtype, RaggedLayout(rows.indptr.long()).indptr.tolist()) == (torch.int32, [0, 3, 3, 5])
     blocks = torch.tensor([[4, BEYOND], [0, 2]])
