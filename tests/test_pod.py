@@ -84,13 +84,16 @@ def test_what_a_run_cannot_do_is_refused(decodes):
     q_d, caches, _ = on("cpu", decodes)
     wrapper = planned(decodes, "cpu")
     for given, message in (
-        ({"window_left_d": -1}, "window_left_d = -1 .* differs from the value planned, 20"),
+        ({"window_left_d": -1}, "window_left_d = -1 differs from the value planned, 20"),
         ({"kv_layout_d": "HND"}, "kv_layout_d = 'HND'"),
         ({"pos_encoding_mode_d": "ALIBI"}, "pos_encoding_mode_d = 'ALIBI'"),
         ({"custom_mask_d": torch.ones(3, 3)}, "custom_mask_d is not supported"),
     ):
         with pytest.raises(ValueError, match=message):
             wrapper.run(q_p, k_p, v_p, q_d, caches, **given)
+    with pytest.raises(ValueError, match="window_left_d = 3 differs from the value planned, -1"):
+        planned(decodes, "cpu", window_left=None).run(q_p, k_p, v_p, q_d, caches, window_left_d=3)
+    planned(decodes, "cpu", window_left=None).run(q_p, k_p, v_p, q_d, caches, window_left_d=-1)
     with pytest.raises(ValueError, match="jit_args is not supported"):
         flashinfer.PODWithPagedKVCacheWrapper(torch.empty(0), jit_args=["variant"])
     with pytest.raises(RuntimeError, match=r"plan\(\) must be called"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import quire as flashinfer
+from quire._wrapper import AttentionWrapper
 from quire.attention import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.bench.batches import random_batch, relative_error
 
@@ -240,9 +241,24 @@ def test_captured_runs_are_forgotten_when_asked(kind, monkeypatch):
         case.plan()
 
 
-def test_wrappers_around_wrappers_forget_captured_runs_too():
-    batch, sparse = flashinfer.BatchAttention(device="cpu"), flashinfer.BlockSparseAttentionWrapper(torch.empty(0))
-    for outer, inner in ((batch, batch._wrapper), (sparse, sparse._prefill)):
-        inner._captured = True
-        outer.forget_cuda_graph()
-        inner._begin_plan()
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda: flashinfer.BatchAttention(device="cpu"),
+        lambda: flashinfer.BlockSparseAttentionWrapper(torch.empty(0)),
+        lambda: flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(0)),
+        lambda: flashinfer.MultiLevelCascadeAttentionWrapper(3),
+        flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+        flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+        flashinfer.PODWithPagedKVCacheWrapper,
+        flashinfer.BatchPODWithPagedKVCacheWrapper,
+    ],
+)
+def test_wrappers_around_wrappers_forget_captured_runs_too(outer):
+    outer = outer()
+    inner = [x for x in vars(outer).values() if isinstance(x, AttentionWrapper)] or outer._batch_prefill_wrappers
+    for wrapper in inner:
+        wrapper._captured = True
+    outer.forget_cuda_graph()
+    for wrapper in inner:
+        wrapper._begin_plan()

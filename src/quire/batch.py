@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire._arguments import Scale, refuse
+from quire._composite import CompositeWrapper
 from quire._wrapper import DType
 from quire.attention.pages import PageTable
 from quire.attention.spec import check
@@ -21,7 +22,7 @@ from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 
 
-class BatchAttention:
+class BatchAttention(CompositeWrapper):
     """Attention over a paged cache of a batch whose requests have any number of query tokens.
 
     Args:
@@ -33,6 +34,7 @@ class BatchAttention:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device=device), kv_layout)
+        self._wrappers = (self._wrapper,)
 
     def plan(
         self,
@@ -87,12 +89,6 @@ class BatchAttention:
             kv_data_type=kv_data_type,
         )
         self._logits_soft_cap = logits_soft_cap or 0.0
-
-    def forget_cuda_graph(self) -> None:
-        """Allow plans again after a run was captured in a CUDA graph, which must not be replayed any more: see
-        `BatchPrefillWithPagedKVCacheWrapper.forget_cuda_graph`.
-        """
-        self._wrapper.forget_cuda_graph()
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Accepted: k and v may differ in strides without any preparation."""

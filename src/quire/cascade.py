@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire._composite import CompositeWrapper
 from quire._wrapper import DType
 from quire.attention.pages import check_indptr, table
 from quire.attention.spec import check
@@ -151,7 +152,7 @@ def _check_variant(variant: str) -> None:
     check(variant == "independent", "variant", variant, "independent")
 
 
-class MultiLevelCascadeAttentionWrapper:
+class MultiLevelCascadeAttentionWrapper(CompositeWrapper):
     """Attention of requests that share prefixes, level by level: each level is a batch of its own over the same pages.
 
     All requests of a level see that level's keys; what the levels saw is merged. The first level has the keys that
@@ -193,6 +194,7 @@ class MultiLevelCascadeAttentionWrapper:
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, **of_level)
             for of_level in buffers
         ]
+        self._wrappers = self._batch_prefill_wrappers
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -228,7 +230,7 @@ class MultiLevelCascadeAttentionWrapper:
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
-        window_left: int = -1,
+        window_left: int | None = -1,
         logits_soft_cap: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
@@ -296,7 +298,7 @@ class MultiLevelCascadeAttentionWrapper:
     forward = run
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
     """Decode attention of a batch whose requests all begin with one prefix, kept apart from their pages.
 
     `MultiLevelCascadeAttentionWrapper` does the same with the prefix in pages, too.
@@ -307,14 +309,12 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
 
     def __init__(self, float_workspace_buffer: Tensor | None = None, kv_layout: str = "NHD") -> None:
         self._batch_decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._wrappers = (self._batch_decode_wrapper,)
         self._kv_layout = kv_layout
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Replace the workspace buffers; both must lie on the wrapper's device."""
         self._batch_decode_wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-
-    def end_forward(self) -> None:
-        """Kept for code that calls it; there is nothing to end."""
 
     def begin_forward(
         self,
@@ -362,7 +362,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         return _merge_levels([own, shared], q.dtype)
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
     """Prefill attention of a batch whose requests all begin with one prefix, kept apart from their pages.
 
     `MultiLevelCascadeAttentionWrapper` does the same with the prefix in pages, too.
@@ -373,14 +373,12 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
 
     def __init__(self, float_workspace_buffer: Tensor | None = None, kv_layout: str = "NHD") -> None:
         self._batch_prefill_wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._wrappers = (self._batch_prefill_wrapper,)
         self._kv_layout = kv_layout
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Replace the workspace buffers; both must lie on the wrapper's device."""
         self._batch_prefill_wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-
-    def end_forward(self) -> None:
-        """Kept for code that calls it; there is nothing to end."""
 
     def begin_forward(
         self,

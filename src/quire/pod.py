@@ -5,15 +5,14 @@ Names, parameters and meanings are those of `flashinfer.pod`. Here a call is two
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from quire._composite import CompositeWrapper
 from quire._wrapper import DType, Scale, refuse
 from quire.attention.pages import table
-from quire.attention.spec import check
 from quire.attention.tensors import check_cache, check_tensors
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
@@ -21,7 +20,7 @@ from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_wi
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
 
-class PODWithPagedKVCacheWrapper:
+class PODWithPagedKVCacheWrapper(CompositeWrapper):
     """Attention of one prefill, whose keys are rows, and of a batch of decodes, whose keys are pages.
 
     Args:
@@ -48,7 +47,7 @@ class PODWithPagedKVCacheWrapper:
             paged_kv_indices_buffer=paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
         )
-        self._settings: dict[str, Any] = {"kv_layout_d": kv_layout}
+        self._wrappers = (self._decode,)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -58,9 +57,6 @@ class PODWithPagedKVCacheWrapper:
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Replace the workspace buffers; both must lie on the wrapper's device."""
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-
-    def end_forward(self) -> None:
-        """Kept for code that calls it; there is nothing to end."""
 
     def plan(
         self,
@@ -72,7 +68,7 @@ class PODWithPagedKVCacheWrapper:
         head_dim: int,
         page_size: int,
         pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
+        window_left: int | None = -1,
         q_data_type: DType | None = "float16",
         kv_data_type: DType | None = None,
         data_type: DType | None = None,
@@ -102,13 +98,6 @@ class PODWithPagedKVCacheWrapper:
             rope_theta=rope_theta,
             non_blocking=non_blocking,
         )
-        self._settings.update(
-            pos_encoding_mode_d=pos_encoding_mode,
-            sm_scale_d=1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale,
-            window_left_d=window_left,
-            rope_scale_d=1.0 if rope_scale is None else rope_scale,
-            rope_theta_d=1e4 if rope_theta is None else rope_theta,
-        )
 
     begin_forward = plan
 
@@ -125,7 +114,7 @@ class PODWithPagedKVCacheWrapper:
         kv_layout_p: str = "NHD",
         pos_encoding_mode_p: str = "NONE",
         sm_scale_p: float | None = None,
-        window_left_p: int = -1,
+        window_left_p: int | None = -1,
         rope_scale_p: float | None = None,
         rope_theta_p: float | None = None,
         return_lse_p: bool = False,
@@ -165,20 +154,20 @@ class PODWithPagedKVCacheWrapper:
             ValueError: a tensor that does not fit, a mask for the decodes, or a setting other than planned.
         """
         refuse(custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d)
-        given = {
-            "kv_layout_d": kv_layout_d,
-            "pos_encoding_mode_d": pos_encoding_mode_d,
-            "sm_scale_d": sm_scale_d,
-            "window_left_d": window_left_d,
-            "rope_scale_d": rope_scale_d,
-            "rope_theta_d": rope_theta_d,
-        }
-        for name, value in given.items():
-            planned = self._settings.get(name)
-            check(value in (None, planned), name, value, f"it differs from the value planned, {planned!r}")
+        decode, spec = self._decode, self._decode._planned()
+        for name, value, planned in (
+            ("kv_layout_d", kv_layout_d, decode._kv_layout),
+            ("pos_encoding_mode_d", pos_encoding_mode_d, spec.pos_encoding),
+            ("sm_scale_d", sm_scale_d, spec.sm_scale),
+            ("window_left_d", window_left_d, spec.window_left),
+            ("rope_scale_d", rope_scale_d, spec.rope_scale),
+            ("rope_theta_d", rope_theta_d, spec.rope_theta),
+        ):
+            if value is not None and value != planned:
+                raise ValueError(f"{name} = {value!r} differs from the value planned, {planned!r}")
         check_tensors(q_p=q_p, k_p=k_p, v_p=v_p, q_d=q_d)
         check_cache(paged_kv_cache_d, "paged_kv_cache_d")
-        out_d = self._decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale)
+        out_d = decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale)
         out_p = single_prefill_with_kv_cache(
             q_p,
             k_p,
@@ -198,7 +187,7 @@ class PODWithPagedKVCacheWrapper:
         return out_p, out_d
 
 
-class BatchPODWithPagedKVCacheWrapper:
+class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
     """Attention of a batch of prefills and of a batch of decodes, both over pages.
 
     Args:
@@ -208,14 +197,12 @@ class BatchPODWithPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer: Tensor | None = None, kv_layout: str = "NHD") -> None:
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._decode = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._wrappers = (self._prefill, self._decode)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
         """False: this wrapper takes no buffers for its plans."""
         return False
-
-    def end_forward(self) -> None:
-        """Kept for code that calls it; there is nothing to end."""
 
     def plan(
         self,
@@ -232,7 +219,7 @@ class BatchPODWithPagedKVCacheWrapper:
         head_dim: int,
         page_size: int,
         pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
+        window_left: int | None = -1,
         q_data_type: DType | None = "float16",
         kv_data_type: DType | None = None,
         data_type: DType | None = None,

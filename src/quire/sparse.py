@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire._composite import CompositeWrapper
 from quire._wrapper import DType, Scale, refuse
 from quire.attention.blocks import VariableBlocks, fixed_blocks, mask_by_rows
 from quire.attention.pages import PageTable, RaggedLayout
@@ -36,7 +37,7 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     return mask_by_rows(mask, indptr.to(mask.device))
 
 
-class _BlockSparseWrapper:
+class _BlockSparseWrapper(CompositeWrapper):
     """A prefill wrapper, and the plan that it was given.
 
     Args:
@@ -47,6 +48,7 @@ class _BlockSparseWrapper:
     def __init__(self, float_workspace_buffer: Tensor | None, backend: str = "auto") -> None:
         backend = "auto" if backend in _KERNELS else backend
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, backend=backend)
+        self._wrappers = (self._prefill,)
         self.device = self._prefill.device
         self._plan: Callable[..., None] | None = None
 
@@ -58,15 +60,6 @@ class _BlockSparseWrapper:
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Replace the workspace buffers; both must lie on the wrapper's device."""
         self._prefill.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-
-    def forget_cuda_graph(self) -> None:
-        """Allow plans again after a run was captured in a CUDA graph, which must not be replayed any more: see
-        `BatchPrefillWithPagedKVCacheWrapper.forget_cuda_graph`.
-        """
-        self._prefill.forget_cuda_graph()
-
-    def end_forward(self) -> None:
-        """Kept for code that calls it; there is nothing to end."""
 
     def _begin(self, qo: RaggedLayout, kv: PageTable, **layer: Any) -> None:
         tables = (qo.indptr, kv.indptr, kv.indices, kv.last_page_len)

@@ -13,6 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from quire.attention.spec import is_int
+
 
 def as_int32(x: Tensor) -> Tensor:
     """An int64 tensor as int32, any other one as it is. A number that int32 does not hold becomes the largest or the
@@ -49,7 +51,7 @@ def refuse_first(bad: Tensor, name: str, values: Tensor, bound: str) -> None:
 
 
 def _check_page_size(page_size: int) -> None:
-    if not isinstance(page_size, int) or page_size < 1:
+    if not is_int(page_size) or page_size < 1:
         raise ValueError(f"page_size = {page_size!r}: it must be a positive integer")
 
 
