@@ -150,11 +150,20 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     assert "--max-batched-tokens" in done.stdout
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C is Python's own affair, also where the tests run in the background of a shell, which ignores it there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("moment", ["quire.cli.generate", "torch.nn", "transformers.modeling_utils"])
 def test_ctrl_c_ends_without_a_traceback(moment):
     """The signal comes while a module is imported: the command, a part of torch, what a model is loaded with."""
     code = f"""if True:
         import os, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         class Finder:
             def find_spec(self, name, path=None, target=None):
                 if name == {moment!r}:
@@ -170,7 +179,7 @@ def test_ctrl_c_ends_without_a_traceback(moment):
     assert (done.stdout, done.stderr) == (f"{moment}\n", "")
 
 
-def test_ctrl_c_while_text_streams_ends_in_order(capsys, monkeypatch):
+def test_ctrl_c_while_text_streams_ends_in_order(capsys, monkeypatch, interruptible):
     from quire.engine import llm
 
     part, handler = llm._part, signal.getsignal(signal.SIGINT)
