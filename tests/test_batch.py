@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import quire as flashinfer
-from quire.attention import AttentionSpec, PageTable
 from quire.bench.batches import random_batch, relative_error
+from quire.definition import AttentionSpec, PageTable
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 SPEC = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim_qk=32, head_dim_vo=24, q_dtype=torch.float32)

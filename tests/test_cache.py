@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import quire as flashinfer
-from quire.attention import AttentionSpec, oracle
-from quire.attention.pages import RaggedLayout
 from quire.bench.batches import relative_error
 from quire.cache import OutOfPages, PageAllocator, PagedKVCache, PrefixTree, copy_blocks, swap_blocks
+from quire.definition import AttentionSpec, oracle
+from quire.definition.pages import RaggedLayout
 
 
 def test_pages_are_counted():

@@ -9,9 +9,9 @@ import torch
 
 import quire as flashinfer
 from quire import cascade
-from quire.attention import AttentionSpec, RaggedLayout
-from quire.attention.oracle import attend
 from quire.bench.batches import random_table, relative_error
+from quire.definition import AttentionSpec, RaggedLayout
+from quire.definition.oracle import attend
 from quire.kernels import merge
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

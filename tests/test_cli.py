@@ -262,7 +262,7 @@ def test_check_is_green_and_repeats(capsys):
 
 
 def test_check_sees_a_wrong_kernel(capsys, monkeypatch):
-    from quire.kernels import cpu
+    from quire.kernels.cpu import host as cpu
 
     attend = cpu.attend
 

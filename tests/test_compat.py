@@ -15,8 +15,8 @@ import torch
 
 import quire
 from quire import compat
-from quire.attention import AttentionSpec, oracle
 from quire.compat.absent import NAMES
+from quire.definition import AttentionSpec, oracle
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import quire as flashinfer
-from quire.attention import AttentionSpec
-from quire.attention.oracle import attend
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec
+from quire.definition.oracle import attend
 
 HEADS = (8, 2, 64)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

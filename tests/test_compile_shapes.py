@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import quire as flashinfer
-from quire.attention import AttentionSpec
 from quire.bench.batches import random_batch
+from quire.definition import AttentionSpec
 
 F32 = torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import quire
-from quire.attention import AttentionSpec
-from quire.attention.oracle import attend
 from quire.bench.batches import relative_error
+from quire.definition import AttentionSpec
+from quire.definition.oracle import attend
 from quire.kernels.cpu import jit
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")

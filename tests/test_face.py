@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import quire as flashinfer
-from quire.attention import AttentionSpec
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec
 
 BF16 = torch.bfloat16
 

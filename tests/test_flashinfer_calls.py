@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import quire as flashinfer
-from quire.attention import AttentionSpec
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec
 
 F16, F8 = torch.float16, torch.float8_e4m3fn
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

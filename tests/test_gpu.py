@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import quire
-from quire.attention import AttentionSpec, PageTable, RaggedLayout
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec, PageTable, RaggedLayout
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import quire
-from quire.attention import AttentionSpec, RaggedLayout
 from quire.bench.batches import random_batch, relative_error
+from quire.definition import AttentionSpec, RaggedLayout
 from quire.kernels import registry
 from test_kernels import check, compute
 
-hopper = pytest.importorskip("quire.kernels.hopper")
+hopper = pytest.importorskip("quire.kernels.hopper.host")
 LAYERS = {
     "plain": {},
     "not causal": {"causal": False},
@@ -83,7 +83,7 @@ def test_parts_come_together(shape, heads, rng):
 
 def test_every_part_is_collected_once(monkeypatch, rng):
     """Whoever leaves a part has a place of its own, which one program of its tile looks at, and only one."""
-    from quire.kernels.hopper import parts
+    from quire.kernels.hopper.decode import combine as parts
 
     gl, left, taken, written = MagicMock(), [], [], []
     gl.minimum, gl.where, gl.num_programs = min, lambda x, a, b: a if x else b, lambda axis: 264
@@ -122,7 +122,7 @@ def test_every_part_is_collected_once(monkeypatch, rng):
 @pytest.mark.parametrize("off", [-1, 0, 1])
 def test_shares_hold_the_whole_line(off, monkeypatch, rng):
     """However divisions of floats are rounded, nothing of the line is left over, and quotients are right."""
-    from quire.kernels.hopper import line
+    from quire.kernels.hopper import schedule as line
 
     def about(a, b):
         error = torch.randint(0, 2, a.shape) * off

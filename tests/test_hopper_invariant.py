@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import quire
-from quire.attention import AttentionSpec, PageTable, RaggedLayout
 from quire.bench.batches import Batch, random_batch
+from quire.definition import AttentionSpec, PageTable, RaggedLayout
 from quire.kernels import registry
 from test_hopper import Recorded, gpu
 from test_kernels import alone, check, compute
 
-hopper = pytest.importorskip("quire.kernels.hopper")
+hopper = pytest.importorskip("quire.kernels.hopper.host")
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 LAYERS = {
     "plain": {},
@@ -256,7 +256,8 @@ class Simulated:
     """Programs of a launch one after another, as they start; states are tuples of what was folded into them."""
 
     def __init__(self, monkeypatch, c, requests, programs, window):
-        from quire.kernels.hopper import line, units
+        from quire.kernels.hopper import schedule as line
+        from quire.kernels.hopper.decode import invariant as units
 
         self.c, self.programs, self.window, self.units, self.line = c, programs, window, units, line
         self.requests, self.slots, self.written, self.blocks, self.states = [], {}, {}, [], {}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import quire
-from quire.attention import AttentionSpec
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec
 from quire.kernels import registry
 from test_hopper import Recorded, gpu, hopper, shifted
 from test_kernels import check, compute

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import quire as flashinfer
-from quire.attention import AttentionSpec, PageTable, RaggedLayout, oracle
-from quire.attention.items import Items
-from quire.attention.pages import LengthTable, as_int32
 from quire.bench.batches import random_batch, random_table, relative_error
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
+from quire.definition.items import Items
+from quire.definition.pages import LengthTable, as_int32
 from quire.rope import rope_quantize_fp8_append_paged_kv_cache
 
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))

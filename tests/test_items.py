@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.attention.items import Items
 from quire.bench.batches import random_batch
+from quire.definition.items import Items
 from test_kernels import FAMILIES, check, compute, layer
 
 families = pytest.mark.parametrize("family", FAMILIES)

@@ -11,9 +11,9 @@ import numba
 import pytest
 import torch
 
-from quire.attention import AttentionSpec, PageTable, RaggedLayout
-from quire.attention.pages import LengthTable
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.definition.pages import LengthTable
 from quire.kernels import registry
 
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then Triton's kernels run on the CPU, slowly
@@ -361,7 +361,7 @@ def test_tables_that_change_after_their_check_never_lead_outside(family, rng):
 
 def test_scratch_ends_where_it_was_said_to():
     """Requests whose tables overlap have more keys together, and so more parts, than a plan can know of."""
-    triton = pytest.importorskip("quire.kernels.triton")
+    triton = pytest.importorskip("quire.kernels.triton.host")
     device = torch.device("cpu" if INTERPRETED else "cuda", None if INTERPRETED else 0)
     if triton.declines(AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=16), device) or not (
         INTERPRETED or torch.cuda.is_available()

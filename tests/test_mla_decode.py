@@ -9,7 +9,7 @@ import torch
 
 import quire
 from quire import mla
-from quire.attention import PageTable
+from quire.definition import PageTable
 from test_mla import BACKEND, BF16, DEVICES, E4M3, F16, F32, check, exact, inputs, latent_batch
 
 on_each = pytest.mark.parametrize("device", DEVICES)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.attention import AttentionSpec, state
-from quire.attention.oracle import attend, rotate
 from quire.bench.batches import random_batch
+from quire.definition import AttentionSpec, state
+from quire.definition.oracle import attend, rotate
 
 
 def make(q_len, kv_len, heads=4, kv_heads=2, dim=16, dim_vo=None, **layer):

@@ -16,15 +16,15 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "quire"
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 ROOMS = {  # what each may import, besides itself; the package's own files are the face
-    "attention": set(),
-    "plan": {"attention"},
-    "kernels": {"attention", "plan"},
-    "face": {"attention", "plan", "kernels", "cache"},
-    "cache": {"attention", "plan", "kernels", "face"},
-    "serving": {"attention", "kernels", "face", "cache"},
-    "engine": {"attention", "kernels", "face", "cache", "serving"},
-    "bench": {"attention", "plan", "kernels", "face"},
-    "cli": {"attention", "kernels", "face", "engine", "bench"},
+    "definition": set(),
+    "kernels": {"definition"},
+    "wrappers": {"definition", "kernels"},
+    "face": {"definition", "kernels", "wrappers", "cache"},
+    "cache": {"definition", "kernels", "face"},
+    "serving": {"definition", "kernels", "wrappers", "face", "cache"},
+    "engine": {"definition", "kernels", "face", "cache", "serving"},
+    "bench": {"definition", "kernels", "face"},
+    "cli": {"definition", "kernels", "face", "engine", "bench"},
 }
 # core.py is the one name of the face that stands above the cache: its wrapper plans from a PagedKVCache.
 ABOVE_THE_CACHE = {"core", "__init__"}

@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from quire.attention import PackedMask, PageTable, RaggedLayout
-from quire.attention.masks import pack_bits, unpack_bits
-from quire.attention.pages import LengthTable
 from quire.bench.batches import random_table
+from quire.definition import PackedMask, PageTable, RaggedLayout
+from quire.definition.masks import pack_bits, unpack_bits
+from quire.definition.pages import LengthTable
 
 
 def ints(*values):

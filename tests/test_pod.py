@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import quire as flashinfer
-from quire.attention import AttentionSpec
-from quire.attention.oracle import attend
 from quire.bench.batches import random_batch, relative_error
+from quire.definition import AttentionSpec
+from quire.definition.oracle import attend
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 SPEC = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, window_left=20)

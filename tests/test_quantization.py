@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quire as flashinfer
-from quire.attention import PackedMask
-from quire.attention.masks import byte_indptr
+from quire.definition import PackedMask
+from quire.definition.masks import byte_indptr
 from quire.kernels.pack import pack
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

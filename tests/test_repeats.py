@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import quire
-from quire._buffers import same
-from quire.attention import PageTable
-from quire.attention.pages import LengthTable
+from quire.definition import PageTable
+from quire.definition.pages import LengthTable
 from quire.kernels import registry
+from quire.wrappers.buffers import same
 
-launch = pytest.importorskip("quire.kernels.triton.launch")
+launch = pytest.importorskip("quire.kernels.gpu.launch")
 
 
 def table_of(entries: int, device: str = "cpu") -> PageTable:
@@ -105,7 +105,7 @@ def computed(monkeypatch):
         first.append(call.kv)
         return Repeat(call.kv, again)
 
-    monkeypatch.setattr("quire._wrapper.attend", attend)
+    monkeypatch.setattr("quire.wrappers.base.attend", attend)
     monkeypatch.setattr(registry, "choose", lambda *given: "cpu")
     monkeypatch.setattr(registry, "scratch", lambda *given: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)

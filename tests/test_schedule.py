@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.plan.schedule import pieces, request_at, row_starts
+from quire.kernels.cpu.schedule import pieces, request_at, row_starts
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7, 132])

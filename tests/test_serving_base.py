@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.attention import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.bench.batches import relative_error
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.kernels.append import write
 from quire.serving.base import GraphBuffers, Heads, StepTables, fp8_dtype, plan, quantize, store, workspace
 

@@ -9,8 +9,8 @@ from array import array
 import pytest
 import torch
 
-from quire.attention import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.serving import lorax
 from quire.serving.base import StepTables, store
 

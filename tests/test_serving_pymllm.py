@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.attention import oracle
 from quire.bench.batches import relative_error
+from quire.definition import oracle
 from quire.serving.base import pack_mask, prefix_window_mask
 from quire.serving.pymllm import (
     DecodeMetadata,

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from quire.plan import prefixes
 
 import quire
 from quire import _shared_prefix
-from quire.attention import AttentionSpec, PageTable, RaggedLayout
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.plan import prefixes
-from quire.plan.prefixes import shared_prefixes
+from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.wrappers.prefixes import shared_prefixes
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then Triton's kernels run on the CPU, slowly

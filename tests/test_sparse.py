@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import quire as flashinfer
-from quire.attention import AttentionSpec
-from quire.attention.oracle import attend
 from quire.bench.batches import relative_error
+from quire.definition import AttentionSpec
+from quire.definition.oracle import attend
 from quire.kernels.pack import pack_blocks
 from quire.sparse import convert_bsr_mask_layout
 

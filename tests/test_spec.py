@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from quire.attention import AttentionSpec
-from quire.attention.spec import as_dtype
+from quire.definition import AttentionSpec
+from quire.definition.spec import as_dtype
 
 LAYER = {"num_qo_heads": 28, "num_kv_heads": 4, "head_dim_qk": 128}
 

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.attention import AttentionSpec
+from quire.definition import AttentionSpec
 
 CHOSEN = (
     "float32-float32 and (plain or window or alibi or mask or sinks) or ragged or strided or per_head or growing"

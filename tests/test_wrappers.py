@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import quire as flashinfer
-from quire._wrapper import AttentionWrapper
-from quire.attention import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.bench.batches import random_batch, relative_error
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
+from quire.wrappers.base import AttentionWrapper
 
 F32 = torch.float32
 HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64}

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from quire.attention import AttentionSpec, oracle
 from quire.bench.batches import relative_error
+from quire.definition import AttentionSpec, oracle
 from quire.serving.base import store
 from quire.serving.pymllm import VerifyInput
 

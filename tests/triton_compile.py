@@ -14,10 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from quire.attention import AttentionSpec
-from quire.kernels import triton as family
-from quire.kernels.hopper import decode_call, latent_call
-from quire.kernels.triton import attention
+from quire.definition import AttentionSpec
+from quire.kernels.hopper.decode import host as decode_call
+from quire.kernels.hopper.mla import host as latent_call
+from quire.kernels.triton import host as family
+from quire.kernels.triton import kernel
 from quire.kernels.triton.config import Machine, tune
 
 TARGETS = {
@@ -69,7 +70,7 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "pe_gain": "fp32", "cap": "fp32"}
-    return compile_kernel(attention.attend, name, given, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+    return compile_kernel(kernel.attend, name, given, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
 
 
 def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16) -> Usage:

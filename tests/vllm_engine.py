@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from quire.attention import AttentionSpec, oracle
 from quire.bench.batches import relative_error
+from quire.definition import AttentionSpec, oracle
 from quire.serving.base import quantize
 from quire.serving.vllm import FlashInferBackend, FlashInferImpl
 

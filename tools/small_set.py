@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import quire
-from quire.attention import AttentionSpec
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec
 
 BF16 = torch.bfloat16
 LAYERS: tuple[dict[str, Any], ...] = (

@@ -22,8 +22,8 @@ from statistics import median
 import torch
 
 from quire import __version__
-from quire.attention.pages import PageTable
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.pages import PageTable
 from quire.serving.base import Heads, StepTables, plan
 
 HEADS = Heads(32, 8, 128, 128)

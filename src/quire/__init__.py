@@ -35,7 +35,7 @@ _HOME = {
     ),
     "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "mla": ("BatchMLAPagedAttentionWrapper",),
-    "batch": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
+    "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "rope": (
         "apply_llama31_rope",
@@ -54,10 +54,10 @@ _HOME = {
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_MODULES = (*_HOME, "attention", "cache", "concat_ops", "engine", "serving")
+_MODULES = (*_HOME, "batch", "cache", "concat_ops", "engine", "serving")
 
 if TYPE_CHECKING:
-    from quire.batch import BatchAttention, BatchAttentionWithAttentionSinkWrapper
+    from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
     from quire.cascade import (
         BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
         BatchPrefillWithSharedPrefixPagedKVCacheWrapper,

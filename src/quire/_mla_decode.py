@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._buffers import check_buffers, fixed_batch
-from quire._wrapper import DType
-from quire.attention.pages import RaggedLayout, table
-from quire.attention.spec import FLOATS8, as_dtype, check
-from quire.attention.tensors import check_tensors
+from quire.definition.pages import RaggedLayout, table
+from quire.definition.spec import FLOATS8, as_dtype, check
+from quire.definition.tensors import check_tensors
 from quire.mla import _FP8_QUERIES, BatchMLAPagedAttentionWrapper
+from quire.wrappers.base import DType
+from quire.wrappers.buffers import check_buffers, fixed_batch
 
 __all__ = ["BatchDecodeMlaWithPagedKVCacheWrapper"]
 

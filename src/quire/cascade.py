@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._composite import CompositeWrapper
-from quire._wrapper import DType
-from quire.attention.pages import check_indptr, table
-from quire.attention.spec import check
-from quire.attention.state import merge_ragged
-from quire.attention.tensors import check_apart, check_cache, check_optional, check_tensor, check_tensors, refuse_grad
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.pages import check_indptr, table
+from quire.definition.spec import check
+from quire.definition.state import merge_ragged
+from quire.definition.tensors import check_apart, check_cache, check_optional, check_tensor, check_tensors, refuse_grad
 from quire.kernels import merge
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache_return_lse
+from quire.wrappers.base import DType
+from quire.wrappers.composite import CompositeWrapper
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

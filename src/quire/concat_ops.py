@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.spec import check
-from quire.attention.tensors import check_tensor
+from quire.definition.spec import check
+from quire.definition.tensors import check_tensor
 
 __all__ = ["concat_mla_k"]
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.attention.spec import as_dtype, check
-from quire.attention.tensors import check_tensors
 from quire.cache.pool import PagedKVCache
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.spec import as_dtype, check
+from quire.definition.tensors import check_tensors
 from quire.prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 __all__ = ["BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"]

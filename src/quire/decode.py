@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._arguments import Scale, by_position, refuse, typed
-from quire._buffers import check_buffers, fitting, fixed_batch
 from quire._mla_decode import BatchDecodeMlaWithPagedKVCacheWrapper
-from quire._shared_prefix import SharedPrefix, check_shared_prefix, find_shared_prefix
-from quire._wrapper import AttentionWrapper, DType
-from quire.attention.pages import PageTable, RaggedLayout, table
-from quire.attention.spec import FLOATS8, as_dtype, check, is_int
-from quire.attention.tensors import as_nhd, as_slopes, check_layout, check_tensors, split_cache
+from quire.definition.pages import PageTable, RaggedLayout, table
+from quire.definition.spec import FLOATS8, as_dtype, check, is_int
+from quire.definition.tensors import as_nhd, as_slopes, check_layout, check_tensors, split_cache
+from quire.wrappers.arguments import Scale, by_position, refuse, typed
+from quire.wrappers.base import AttentionWrapper, DType
+from quire.wrappers.buffers import check_buffers, fitting, fixed_batch
+from quire.wrappers.shared_prefix import SharedPrefix, check_shared_prefix, find_shared_prefix
 
 __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper",
@@ -134,7 +134,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             num_qo_heads, num_kv_heads, head_dim: shapes of q and of the cache; num_qo_heads is a multiple of
                 num_kv_heads. head_dim_vo, if it differs, is the size of a value head.
             page_size: tokens in a page.
-            pos_encoding_mode: NONE, ROPE_LLAMA or ALIBI (see `quire.attention.AttentionSpec`).
+            pos_encoding_mode: NONE, ROPE_LLAMA or ALIBI (see `quire.definition.AttentionSpec`).
             window_left: keys to the left of the query that it still sees; -1 or None: all.
             logits_soft_cap: c > 0 turns logits x into c * tanh(x / c); None or 0: none.
             q_data_type, kv_data_type: dtypes or names; the cache's follows q's. `data_type` is the old name for both,

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._arguments import refuse, typed
-from quire._buffers import fitting, fixed_batch, same
-from quire._mla_dimensions import (
+from quire.definition.mla_dimensions import (
     MLAHeadDimensions,
     MLALayerDimensions,
     deepseek_mla_dimensions,
@@ -24,11 +22,13 @@ from quire._mla_dimensions import (
     supported_mla_head_dimensions,
     supported_mla_layer_dimensions,
 )
-from quire._wrapper import AttentionWrapper, DType
-from quire.attention.pages import LengthTable, PageTable, RaggedLayout, as_int32, table
-from quire.attention.spec import FLOATS8, AttentionSpec, as_dtype, check, is_int
-from quire.attention.tensors import check_tensor, check_tensors
+from quire.definition.pages import LengthTable, PageTable, RaggedLayout, as_int32, table
+from quire.definition.spec import FLOATS8, AttentionSpec, as_dtype, check, is_int
+from quire.definition.tensors import check_tensor, check_tensors
 from quire.kernels.latent import GROUP, widen
+from quire.wrappers.arguments import refuse, typed
+from quire.wrappers.base import AttentionWrapper, DType
+from quire.wrappers.buffers import fitting, fixed_batch, same
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",

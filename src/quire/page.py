@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.pages import table
-from quire.attention.tensors import check_apart, check_layout, check_tensor, check_tensors, split_cache
+from quire.definition.pages import table
+from quire.definition.tensors import check_apart, check_layout, check_tensor, check_tensors, split_cache
 from quire.kernels.append import append
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]

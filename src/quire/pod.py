@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from quire._composite import CompositeWrapper
-from quire._wrapper import DType, Scale, refuse
-from quire.attention.pages import table
-from quire.attention.tensors import check_cache, check_tensors
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.pages import table
+from quire.definition.tensors import check_cache, check_tensors
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from quire.wrappers.base import DType, Scale, refuse
+from quire.wrappers.composite import CompositeWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 

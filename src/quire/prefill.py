@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._arguments import Scale, by_position, refuse
-from quire._buffers import check_buffers
-from quire._prefill import PrefillWrapper
-from quire._ragged import BatchPrefillWithRaggedKVCacheWrapper
-from quire._wrapper import DType, asked
-from quire.attention.pages import PageTable, table
-from quire.attention.spec import check
-from quire.attention.tensors import as_nhd, as_scale, as_slopes, check_layout, check_tensors, split_cache
+from quire.definition.pages import PageTable, table
+from quire.definition.spec import check
+from quire.definition.tensors import as_nhd, as_scale, as_slopes, check_layout, check_tensors, split_cache
 from quire.kernels.attend import attend_one
 from quire.kernels.registry import canonical
+from quire.wrappers.arguments import Scale, by_position, refuse
+from quire.wrappers.base import DType, asked
+from quire.wrappers.buffers import check_buffers
+from quire.wrappers.prefill import PrefillWrapper
+from quire.wrappers.ragged import BatchPrefillWithRaggedKVCacheWrapper
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -139,7 +139,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             causal: query i of a request sees keys up to i + kv_len - q_len.
             use_fp16_qk_reduction: accepted; sums are float32.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: prompts of several items, see
-                `quire.attention.items`; the layer is then causal. max_item_len_ptr: accepted, and not needed.
+                `quire.definition.items`; the layer is then causal. max_item_len_ptr: accepted, and not needed.
             seq_lens, seq_lens_q, block_tables, max_sequence_kv: accepted: the tables say the same.
             max_token_per_sequence: the most query tokens that a request has, in this plan and, for CUDA graphs, in
                 later ones; what it is too small for is not computed. Where it is not given, it is known if qo_indptr is

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.masks import byte_indptr
-from quire.attention.pages import check_indptr
-from quire.attention.spec import check
-from quire.attention.tensors import check_tensors
+from quire.definition.masks import byte_indptr
+from quire.definition.pages import check_indptr
+from quire.definition.spec import check
+from quire.definition.tensors import check_tensors
 from quire.kernels.pack import pack
 
 __all__ = ["packbits", "segment_packbits"]

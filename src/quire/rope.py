@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from quire.attention.spec import FLOATS, FLOATS8, check
-from quire.attention.tensors import check_apart, check_layout, check_tensor, check_tensors, refuse_grad
+from quire.definition.spec import FLOATS, FLOATS8, check
+from quire.definition.tensors import check_apart, check_layout, check_tensor, check_tensors, refuse_grad
 from quire.kernels.rope import rotate, rotate_quantized
 
 __all__ = [

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._composite import CompositeWrapper
-from quire._wrapper import DType, Scale, refuse
-from quire.attention.blocks import VariableBlocks, fixed_blocks, mask_by_rows
-from quire.attention.pages import PageTable, RaggedLayout
-from quire.attention.spec import check, is_int
-from quire.attention.tensors import check_optional, check_tensors
+from quire.definition.blocks import VariableBlocks, fixed_blocks, mask_by_rows
+from quire.definition.pages import PageTable, RaggedLayout
+from quire.definition.spec import check, is_int
+from quire.definition.tensors import check_optional, check_tensors
 from quire.kernels.pack import pack_blocks
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
+from quire.wrappers.base import DType, Scale, refuse
+from quire.wrappers.composite import CompositeWrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.attention import oracle
-from quire.attention.masks import PackedMask
-from quire.attention.pages import PageTable, RaggedLayout
-from quire.attention.spec import AttentionSpec
+from quire.definition import oracle
+from quire.definition.masks import PackedMask
+from quire.definition.pages import PageTable, RaggedLayout
+from quire.definition.spec import AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)

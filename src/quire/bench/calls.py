@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import quire
-from quire.attention.pages import PageTable, RaggedLayout
 from quire.bench.batches import Batch, relative_error
 from quire.bench.cells import Cell
+from quire.definition.pages import PageTable, RaggedLayout
 
 Plan = Callable[[], None]
 Run = Callable[[Tensor, Tensor], Tensor]

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from quire.attention.spec import AttentionSpec
 from quire.bench.batches import Batch, random_batch
+from quire.definition.spec import AttentionSpec
 
 DTYPES = {
     "bf16": torch.bfloat16,

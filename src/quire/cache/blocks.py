@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.attention.tensors import check_apart, check_tensors
+from quire.definition.tensors import check_apart, check_tensors
 
 
 def _pairs(mapping: Tensor, name: str, sources: int, targets: int) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from quire.attention.spec import AttentionSpec
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition.spec import AttentionSpec
 from quire.kernels import registry
 
 _PLAIN = AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=64, q_dtype=torch.float16)

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from quire import __version__
-from quire.attention.spec import AttentionSpec
+from quire.definition.spec import AttentionSpec
 from quire.kernels import registry
 
 _PACKAGES = ("torch", "numpy", "numba", "triton", "transformers", "tokenizers", "safetensors", "flashinfer-python")

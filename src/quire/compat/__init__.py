@@ -46,7 +46,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("flashinfer_cubin", "flashinfer_jit_cache"), ()),
     "flashinfer": ("quire", _INERT),
     **dict.fromkeys(("flashinfer.api_logging", "flashinfer.autotuner", "flashinfer.fi_trace"), (_INERT,)),
-    "flashinfer.attention": ("quire.batch", _JIT),
+    "flashinfer.attention": ("quire.attention", _JIT),
     **dict.fromkeys(("flashinfer.cudnn", "flashinfer.cudnn.decode", "flashinfer.cudnn.prefill"), (_ABSENT,)),
     **dict.fromkeys(("flashinfer.cutile", "flashinfer.cutile.cutile_common"), (_ABSENT,)),
     "flashinfer.jit": (_JIT,),

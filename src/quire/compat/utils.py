@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from quire.attention.spec import FLOATS8, LOG2E, AttentionSpec, as_dtype, check
+from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec, as_dtype, check
 
 __all__ = [
     "BackendSupportedError",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from quire.attention.spec import as_dtype
+from quire.definition.spec import as_dtype
 from quire.engine.engine import Engine
 from quire.engine.model import Model
 from quire.engine.params import SamplingParams

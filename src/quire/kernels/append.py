@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.pages import PageTable
+from quire.definition.pages import PageTable
 from quire.kernels.ops import asked, on_triton, operation
 
 
@@ -24,7 +24,7 @@ def append(
     """Write token i's key and value to position positions[i] of request requests[i]; requests below 0 are skipped.
 
     k_cache, v_cache: [pages, page_size, kv_heads, head_dim], any strides; key, value: [tokens, kv_heads, head_dim] of
-    the cache's dtype; requests, positions: int32 [tokens]; the tables: see `quire.attention.PageTable`.
+    the cache's dtype; requests, positions: int32 [tokens]; the tables: see `quire.definition.PageTable`.
     """
     table = PageTable(kv_indptr, kv_indices, kv_last_page_len, k_cache.shape[1])
     if k_cache.element_size() == 1:  # neither way moves fp8; bytes are bytes

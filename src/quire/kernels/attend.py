@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.items import Items
-from quire.attention.masks import PackedMask
-from quire.attention.pages import PageTable, RaggedLayout
-from quire.attention.spec import FLOATS, FLOATS8, AttentionSpec, check
-from quire.attention.tensors import check_optional, check_qkv, refuse_grad
+from quire.definition.items import Items
+from quire.definition.masks import PackedMask
+from quire.definition.pages import PageTable, RaggedLayout
+from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec, check
+from quire.definition.tensors import check_optional, check_qkv, refuse_grad
 from quire.kernels import registry
 from quire.kernels.ops import operation, traced
 from quire.kernels.pack import pack

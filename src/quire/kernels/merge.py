@@ -1,4 +1,4 @@
-"""Merging attention states: by the definition in torch, on a GPU by a kernel. See `quire.attention.state`."""
+"""Merging attention states: by the definition in torch, on a GPU by a kernel. See `quire.definition.state`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quire.attention import state
-from quire.attention.spec import FLOATS
+from quire.definition import state
+from quire.definition.spec import FLOATS
 from quire.kernels.ops import on_triton, operation
 
 

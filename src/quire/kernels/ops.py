@@ -37,7 +37,7 @@ def operation(name: str, *mutates: str) -> Callable[[Callable[P, None]], Callabl
 
     Autograd sees none of it: tensors that require grad are read, and written to, as if they were detached, and
     inference tensors are written to outside of inference mode, too. Operations whose results would be expected to have
-    gradients refuse such tensors before (`quire.attention.tensors.refuse_grad`).
+    gradients refuse such tensors before (`quire.definition.tensors.refuse_grad`).
     """
 
     def register(compute: Callable[P, None]) -> Callable[P, None]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.blocks import mask_by_rows
-from quire.attention.masks import byte_indptr, pack_bits, pack_segments
+from quire.definition.blocks import mask_by_rows
+from quire.definition.masks import byte_indptr, pack_bits, pack_segments
 from quire.kernels.ops import on_triton, operation
 
 
@@ -15,7 +15,7 @@ def pack(x: Tensor, indptr: Tensor | None, bytes_at: Tensor | None, bits: Tensor
     """Write x, bool [n], into bits, uint8: all of it, or segment by segment.
 
     bits has ceil(n / 8) bytes without segments. Segment i is ``x[indptr[i]:indptr[i + 1]]`` and goes to byte
-    bytes_at[i] and those after it (see `quire.attention.masks.byte_indptr`); both are int64 [segments + 1]. Bytes
+    bytes_at[i] and those after it (see `quire.definition.masks.byte_indptr`); both are int64 [segments + 1]. Bytes
     beyond bytes_at[-1] become 0.
     """
     if on_triton(x.device):

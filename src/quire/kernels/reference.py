@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention import oracle
-from quire.attention.spec import AttentionSpec
+from quire.definition import oracle
+from quire.definition.spec import AttentionSpec
 from quire.kernels.registry import Call
 
 

@@ -26,15 +26,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.attention.items import Items
-from quire.attention.masks import PackedMask
-from quire.attention.pages import LengthTable, PageTable, RaggedLayout
-from quire.attention.spec import AttentionSpec
+from quire.definition.items import Items
+from quire.definition.masks import PackedMask
+from quire.definition.pages import LengthTable, PageTable, RaggedLayout
+from quire.definition.spec import AttentionSpec
 
 FAMILIES = {
-    "cpu": "quire.kernels.cpu",
-    "hopper": "quire.kernels.hopper",
-    "triton": "quire.kernels.triton",
+    "cpu": "quire.kernels.cpu.host",
+    "hopper": "quire.kernels.hopper.host",
+    "triton": "quire.kernels.triton.host",
     "reference": "quire.kernels.reference",
 }
 # FlashInfer's names for its own kernels all ask for "the best we have".

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quire.attention.pages import as_int32, check_indptr, refuse_first
+from quire.definition.pages import as_int32, check_indptr, refuse_first
 from quire.kernels.append import append
 from quire.kernels.ops import on_triton, operation
 

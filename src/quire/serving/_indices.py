@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.pages import PageTable, RaggedLayout, refuse_first
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.pages import PageTable, RaggedLayout, refuse_first
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.serving.base import Heads, pack_mask, plan, prefix_window_mask
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.pages import refuse_first
+from quire.definition.pages import refuse_first
 from quire.serving._forward_batch import RadixAttention
 from quire.serving.base import Heads
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.pages import PageTable
-from quire.attention.spec import FLOATS, FLOATS8, as_dtype, check
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.pages import PageTable
+from quire.definition.spec import FLOATS, FLOATS8, as_dtype, check
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.serving._vllm_protocols import LayerImpl, ModelInput, VllmConfig
 from quire.serving.base import Heads, fp8_dtype, plan
@@ -97,7 +97,7 @@ class FlashInferMetadata:
         seq_start_loc, query_start_loc: int32 [requests + 1], sums of the requests' tokens and new tokens.
         block_tables: int32 [requests or more, pages], padded with -1, which `advance_step` reads.
         seq_lens_tensor, block_table_bound: int32 [requests], tokens, and pages that they fill.
-        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: as in `quire.attention.PageTable`.
+        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: as in `quire.definition.PageTable`.
         num_qo_heads, num_kv_heads, head_dim, page_size, data_type, q_data_type: of the layers; data_type: the cache's.
         device: where wrappers compute; tables that lie elsewhere are moved there.
         is_profile_run: there is no cache, and prefills see their own new tokens alone.

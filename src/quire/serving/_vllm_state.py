@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.tensors import check_layout
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.tensors import check_layout
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.serving._vllm_metadata import (
     PAD_SLOT_ID,

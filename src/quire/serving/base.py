@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.attention.masks import byte_indptr, pack_segments
-from quire.attention.pages import PageTable
-from quire.attention.tensors import check_apart, check_cache, check_tensor, check_tensors
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.masks import byte_indptr, pack_segments
+from quire.definition.pages import PageTable
+from quire.definition.tensors import check_apart, check_cache, check_tensor, check_tensors
 from quire.kernels.append import write
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from quire import decode, prefill
-from quire._wrapper import AttentionWrapper
-from quire.attention.pages import PageTable, as_int32, refuse_first, table
-from quire.attention.spec import FLOATS8, as_dtype, check
+from quire.definition.pages import PageTable, as_int32, refuse_first, table
+from quire.definition.spec import FLOATS8, as_dtype, check
 from quire.serving.base import Heads, plan, workspace
+from quire.wrappers.base import AttentionWrapper
 
 __all__ = [
     "create_decode_state",

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire._wrapper import refuse
-from quire.attention.pages import table
-from quire.attention.spec import FLOATS8
 from quire.cascade import merge_state
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.pages import table
+from quire.definition.spec import FLOATS8
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.serving import _radix as radix
 from quire.serving._forward_batch import (
@@ -39,6 +38,7 @@ from quire.serving._indices import (
     WrapperDispatch,
 )
 from quire.serving.base import GraphBuffers, Heads, quantize, workspace
+from quire.wrappers.base import refuse
 
 __all__ = [
     "AttentionBackend",

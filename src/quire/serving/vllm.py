@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.spec import AttentionSpec
-from quire.attention.tensors import check_layout
 from quire.cache import blocks
+from quire.definition.spec import AttentionSpec
+from quire.definition.tensors import check_layout
 from quire.serving._vllm_builder import FlashInferMetadataBuilder
 from quire.serving._vllm_metadata import (
     HEAD_SIZES,

@@ -14,8 +14,6 @@ from typing import Any
 import numba
 from numba.core import event
 
-from quire.plan import schedule
-
 # Kernels run one at a time, each on all threads: Numba's simplest threading layer ends the process otherwise.
 _one_at_a_time = threading.Lock()
 _compiled: set[tuple[str, str]] = set()
@@ -43,7 +41,7 @@ if hasattr(os, "register_at_fork"):
 @lru_cache(maxsize=1)
 def _digest() -> str:
     """A stamp of every file that compiled code comes from."""
-    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(schedule.__file__)]
+    files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from quire.attention.pages import PageTable
+from quire.definition.pages import PageTable
 
 
 @triton.jit

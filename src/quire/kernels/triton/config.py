@@ -9,7 +9,7 @@ import torch
 import triton
 from triton import language as tl
 
-from quire.attention.spec import FLOATS8, AttentionSpec
+from quire.definition.spec import FLOATS8, AttentionSpec
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -53,7 +53,7 @@ class Layer(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Packed masks, and the items of several-item prompts: see `quire.attention.masks`."""
+    """Packed masks, and the items of several-item prompts: see `quire.definition.masks`."""
 
     bits: tl.tensor
     indptr: tl.tensor

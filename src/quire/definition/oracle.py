@@ -1,0 +1,143 @@
+"""The definition of attention, in float64: slow, obvious, and the only truth that tests compare with.
+
+`attend` is the formula, for one request. `attend_batch` finds each request's queries, keys and mask, and calls it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.definition.items import Items
+from quire.definition.masks import PackedMask, unpack_bits
+from quire.definition.pages import PageTable, RaggedLayout
+from quire.definition.spec import LOG2E, AttentionSpec
+
+Scale = float | Tensor
+
+
+def rotate(x: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
+    """Rotary position encoding of x, [tokens, heads, head_dim], the halves of a head paired (ROPE_LLAMA)."""
+    half = x.shape[-1] // 2
+    steps = torch.arange(half, dtype=torch.float64, device=x.device)
+    angles = positions.double()[:, None] / spec.rope_scale * spec.rope_theta ** (-steps / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def visible(q_len: int, kv_len: int, spec: AttentionSpec, device: torch.device) -> Tensor:
+    """Bool [q_len, kv_len]: which keys each query sees, before any custom mask."""
+    i = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
+    j = torch.arange(kv_len, device=device)[None, :]
+    seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+    if spec.causal:
+        seen &= j <= i
+    if spec.window_left >= 0:
+        seen &= j >= i - spec.window_left
+    return seen
+
+
+def per_head(scale: Scale, heads: int) -> Tensor | float:
+    """A scale as a factor of [tokens, heads, ...]: a number as it is, a tensor [kv_heads] spread over `heads`."""
+    if not isinstance(scale, Tensor) or scale.numel() == 1:
+        return float(scale)
+    return scale.double().repeat_interleave(heads // scale.numel())[:, None]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_scale: Scale = 1.0,
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one request.
+
+    Args:
+        q: [q_len, num_qo_heads, head_dim_qk]; k, v: [kv_len, num_kv_heads, head_dim_qk or head_dim_vo].
+        mask: bool [q_len, kv_len], a further condition for a query to see a key.
+        sinks: [num_qo_heads], a logit per head that takes part in the denominator only.
+        q_scale, k_scale, v_scale: what the stored numbers are to be multiplied by, as a number or one per head.
+
+    Returns:
+        out, float64 [q_len, num_qo_heads, head_dim_vo], and lse, float64 [q_len, num_qo_heads], in base 2. A query
+        that sees nothing has out 0 and lse -inf (with a sink: the sink's).
+    """
+    q_len, kv_len = len(q), len(k)
+    heads, group = spec.num_qo_heads, spec.group_size
+    q, k, v = q.double(), k.double(), v.double()
+    positions = torch.arange(kv_len, device=q.device)
+    q_positions = torch.arange(q_len, device=q.device) + kv_len - q_len
+    if spec.pos_encoding == "ROPE_LLAMA":
+        q, k = rotate(q, q_positions, spec), rotate(k, positions, spec)
+    q = q * per_head(q_scale, heads)
+    k = k.repeat_interleave(group, 1) * per_head(k_scale, heads)
+    v = v.repeat_interleave(group, 1) * per_head(v_scale, heads)
+
+    logits = torch.einsum("ihd,jhd->hij", q, k) * spec.sm_scale
+    if spec.pos_encoding == "ALIBI":
+        distance = positions[None, :] - q_positions[:, None]
+        logits = logits + spec.alibi_slopes().to(q)[:, None, None] * distance
+    if spec.logits_soft_cap > 0:
+        logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
+    seen = visible(q_len, kv_len, spec, q.device)
+    if mask is not None:
+        seen = seen & mask
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.double()[:, None, None].expand(heads, q_len, 1)
+        lse = torch.logsumexp(torch.cat([logits, sink], -1), -1)
+    else:
+        lse = torch.logsumexp(logits, -1)
+    weights = torch.exp(logits - lse.masked_fill(lse.isinf(), 0.0)[..., None])
+    out = torch.einsum("hij,jhd->ihd", weights, v)
+    return out, lse.T * LOG2E
+
+
+def attend_batch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo: RaggedLayout,
+    kv: PageTable,
+    spec: AttentionSpec,
+    *,
+    mask: PackedMask | None = None,
+    items: Items | None = None,
+    **extras: Tensor | Scale | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a batch over pages, request by request.
+
+    Args:
+        q: [tokens, num_qo_heads, head_dim_qk], the rows of request b being those that `qo` gives it.
+        k_cache, v_cache: [pages, page_size, num_kv_heads, head_dim], any strides.
+        mask: the requests' packed masks; items: the items of their prompts.
+        extras: sinks and scales, as in `attend`.
+
+    Returns:
+        out, float64 [tokens, num_qo_heads, head_dim_vo] and lse, float64 [tokens, num_qo_heads]; rows that belong to
+        no request are 0 and -inf.
+    """
+    out = q.new_zeros(len(q), spec.num_qo_heads, spec.head_dim_vo, dtype=torch.float64)
+    lse = q.new_full((len(q), spec.num_qo_heads), -torch.inf, dtype=torch.float64)
+    qo_indptr, kv_indptr, lengths = qo.indptr.tolist(), kv.indptr.tolist(), kv.lengths().tolist()
+    for b, length in enumerate(lengths):
+        rows = slice(qo_indptr[b], qo_indptr[b + 1])
+        pages = kv.indices[kv_indptr[b] : kv_indptr[b + 1]].long()
+        k, v = k_cache[pages].flatten(0, 1)[:length], v_cache[pages].flatten(0, 1)[:length]
+        request_mask = None
+        if mask is not None:
+            q_len = rows.stop - rows.start
+            bits = mask.bits[int(mask.indptr[b]) :]
+            request_mask = unpack_bits(bits, q_len * length).view(q_len, length)
+        if items is not None:
+            allowed = items.mask(b, rows.stop - rows.start, length)
+            request_mask = allowed if request_mask is None else request_mask & allowed
+        out[rows], lse[rows] = attend(q[rows], k, v, spec, mask=request_mask, **extras)  # type: ignore[arg-type]
+    return out, lse

@@ -1,0 +1,337 @@
+"""Which tokens belong to which request: ragged rows and page tables, their builders and their checks.
+
+The values of tables that lie on the host are checked wherever they are made, since that costs nothing; tables on a
+device are checked by shape and dtype only, since reading them would wait for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quire.definition.spec import is_int
+
+
+def as_int32(x: Tensor) -> Tensor:
+    """An int64 tensor as int32, any other one as it is. A number that int32 does not hold becomes the largest or the
+    smallest that it holds, which no table may have, where wrapping might give a valid one. Never waits for a device.
+    """
+    if not isinstance(x, Tensor) or x.dtype != torch.int64:
+        return x
+    limits = torch.iinfo(torch.int32)
+    return x.clamp(limits.min, limits.max).int()
+
+
+def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
+    """An int32 vector, x itself or what it is as int64; refuses anything else (and another length than the given; and,
+    where the name says indptr, an empty one).
+    """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: it must be an int32 or int64 tensor")
+    if x.dtype is not torch.int32:
+        x = as_int32(x)
+    if x.dtype is not torch.int32 or x.ndim != 1:
+        raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: it must be an int32 or int64 vector")
+    if length is not None and x.shape[0] != length:
+        raise ValueError(f"{name} has {len(x)} entries: {length} are needed")
+    if x.shape[0] == 0 and "indptr" in name:
+        raise ValueError(f"{name} is empty: it must have batch size + 1 entries, at least 1")
+    return x
+
+
+def refuse_first(bad: Tensor, name: str, values: Tensor, bound: str) -> None:
+    """ValueError that names the first bad entry of a host table, if there is one."""
+    if bool(bad.any()):
+        i = int(bad.nonzero()[0])
+        raise ValueError(f"{name}[{i}] = {int(values[i])} is out of range: {bound}")
+
+
+def _check_page_size(page_size: int) -> None:
+    if not is_int(page_size) or page_size < 1:
+        raise ValueError(f"page_size = {page_size!r}: it must be a positive integer")
+
+
+def _refuse_devices(**tables: Tensor) -> None:
+    """Refuse tables that do not lie on one device."""
+    devices = sorted({str(x.device) for x in tables.values()})
+    if len(devices) > 1:
+        *names, last = tables
+        raise ValueError(f"{', '.join(names)} and {last} lie on different devices: {devices}")
+
+
+def _page_count(lengths: Tensor, page_size: int) -> Tensor:
+    """int32: pages of requests of these lengths."""
+    _check_page_size(page_size)
+    return (lengths + (page_size - 1)) // page_size
+
+
+def _last_page_len(lengths: Tensor, pages: Tensor, page_size: int) -> Tensor:
+    """int32: tokens in the last page of requests of these lengths, 0 for no pages; less than 1 with pages to spare."""
+    return torch.sub(lengths, (pages - 1).clamp_(min=0), alpha=page_size)
+
+
+def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name: str = "") -> None:
+    """A host indptr must not start below 0, must never fall, and must not end beyond `total`."""
+    if indptr.device.type != "cpu":
+        return
+    if int(indptr[0]) < 0:
+        raise ValueError(f"{name}[0] = {int(indptr[0])}: an indptr starts at 0")
+    falls = indptr[1:] < indptr[:-1]
+    if bool(falls.any()):
+        i = int(falls.nonzero()[0])
+        raise ValueError(f"{name} falls at request {i}, from {int(indptr[i])} to {int(indptr[i + 1])}")
+    if total is not None and int(indptr[-1]) > total:
+        raise ValueError(f"{name}[-1] = {int(indptr[-1])} is beyond {total_name} = {total}")
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedLayout:
+    """Requests of different lengths stored one after another: request b owns rows indptr[b] to indptr[b + 1].
+
+    Attributes:
+        indptr: int32 [batch_size + 1]; int64 is converted.
+    """
+
+    indptr: Tensor
+
+    def __post_init__(self) -> None:
+        self.__dict__.update(indptr=table(self.indptr, "indptr"))
+        check_indptr(self.indptr, "indptr")
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor) -> RaggedLayout:
+        """From int32 or int64 [batch_size] lengths."""
+        lengths = table(lengths, "lengths")
+        indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+        torch.cumsum(lengths, 0, out=indptr[1:])
+        return cls(indptr)
+
+    @property
+    def batch_size(self) -> int:
+        return self.indptr.shape[0] - 1  # len() of a tensor takes microseconds
+
+    def lengths(self) -> Tensor:
+        """int32 [batch_size]"""
+        return self.indptr.diff()
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """The pages of each request, in order: request b owns ``indices[indptr[b]:indptr[b + 1]]``.
+
+    Tables of int64 are converted (see `as_int32`).
+
+    Attributes:
+        indptr: int32 [batch_size + 1]; a slice of a longer indptr is fine, so it need not start at 0.
+        indices: int32 [at least indptr[-1]], page ids.
+        last_page_len: int32 [batch_size], tokens in the last page, 1 to page_size; any value where there is no page. On
+            a device, less than 1 means that pages before it are not full either: a request has page_size tokens for
+            each page but one, and last_page_len.
+        page_size: tokens in a page.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    page_size: int
+    _per_request: ClassVar[str] = "last_page_len"
+
+    @property
+    def per_request(self) -> Tensor:
+        """int32 [batch_size]: last_page_len or, of a `LengthTable`, kv_lens."""
+        numbers: Tensor = self.__dict__[self._per_request]
+        return numbers
+
+    def __post_init__(self) -> None:
+        _check_page_size(self.page_size)
+        indptr, indices = table(self.indptr, "kv_indptr"), table(self.indices, "kv_indices")
+        last = table(self.last_page_len, "kv_last_page_len", indptr.shape[0] - 1)
+        self.__dict__.update(indptr=indptr, indices=indices, last_page_len=last)
+        _refuse_devices(kv_indptr=self.indptr, kv_indices=self.indices, kv_last_page_len=self.last_page_len)
+        if self.indptr.is_cpu:
+            self._check_values()
+
+    def _check_values(self) -> None:
+        check_indptr(self.indptr, "kv_indptr", len(self.indices), "the number of kv_indices")
+        used = self.indptr.diff() > 0
+        last, size = self.last_page_len, self.page_size
+        refuse_first(used & ((last < 1) | (last > size)), "kv_last_page_len", last, f"1 to page_size = {size}")
+        pages = self.indices[self.indptr[0] : self.indptr[-1]]
+        refuse_first(pages < 0, "kv_indices", pages, "page ids start at 0")
+
+    @cached_property
+    def largest_page(self) -> int:
+        """The largest page id in use, -1 if there is none; for host tables."""
+        pages = self.indices[self.indptr[0] : self.indptr[-1]]
+        return int(pages.max()) if len(pages) else -1
+
+    def check_pool(self, num_pages: int) -> None:
+        """Refuse a host table that names pages beyond a pool of `num_pages`."""
+        if self.indices.device.type == "cpu" and self.largest_page >= num_pages:
+            bad = int((self.indices[: self.indptr[-1]] >= num_pages).nonzero()[0])
+            request = int((self.indptr[1:] <= bad).sum())
+            page = int(self.indices[bad])
+            raise ValueError(f"kv_indices[{bad}] = {page} of request {request} is out of range: 0 to {num_pages - 1}")
+
+    def like(self, indptr: Tensor, indices: Tensor, per_request: Tensor) -> PageTable | None:
+        """These tables, if this table's checks hold for them too; else None. Those on the host have values to check."""
+        if self.indptr.is_cpu:
+            return None
+        own, device, int32 = self.per_request, self.indptr.device, torch.int32
+        for x in (indptr, indices, per_request):
+            if type(x) is not Tensor or x.dtype is not int32 or x.device != device or not x.is_contiguous():
+                return None
+        if indptr.shape != self.indptr.shape or per_request.shape != own.shape or indices.ndim != 1:
+            return None
+        other = object.__new__(type(self))  # without its checks
+        other.__dict__.update(indptr=indptr, indices=indices, page_size=self.page_size)
+        other.__dict__[self._per_request] = per_request
+        return other
+
+    def to(self, device: torch.device | str) -> PageTable:
+        """The table on another device; its values are checked if that is the host."""
+        return PageTable(self.indptr.to(device), self.indices.to(device), self.last_page_len.to(device), self.page_size)
+
+    @property
+    def batch_size(self) -> int:
+        return self.indptr.shape[0] - 1
+
+    def lengths(self) -> Tensor:
+        """int32 [batch_size]: tokens of each request."""
+        pages = self.indptr.diff()
+        return torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0).int()
+
+    @classmethod
+    def from_block_tables(cls, block_tables: Tensor, lengths: Tensor, page_size: int) -> PageTable:
+        """From padded block tables [batch_size, max_pages] and [batch_size] lengths in tokens, int32 or int64.
+
+        Never waits for a device: `indices` has batch_size * max_pages entries, of which indptr[-1] are used.
+        """
+        lengths, block_tables = table(lengths, "lengths", len(block_tables)), as_int32(block_tables)
+        if block_tables.ndim != 2 or block_tables.dtype != torch.int32:
+            shape = list(block_tables.shape)
+            raise ValueError(
+                f"block_tables is {block_tables.dtype} of shape {shape}: it must be an int32 or int64 matrix"
+            )
+        width = block_tables.shape[1]
+        if lengths.device.type == "cpu":
+            long = (lengths < 0) | (lengths > width * page_size)
+            refuse_first(long, "lengths", lengths, f"0 to max_pages * page_size = {width * page_size}")
+        pages = _page_count(lengths, page_size)
+        indptr = RaggedLayout.from_lengths(pages).indptr
+        columns = torch.arange(width, dtype=torch.int32, device=lengths.device)
+        used = columns < pages[:, None]
+        spare = block_tables.numel()  # one slot past the end takes what is not used
+        target = torch.where(used, indptr[:-1, None] + columns, spare).flatten().long()
+        indices = block_tables.new_zeros(spare + 1).scatter_(0, target, block_tables.flatten())
+        return cls(indptr, indices[:spare], _last_page_len(lengths, pages, page_size), page_size)
+
+    @classmethod
+    def from_pages(cls, indices: Tensor, lengths: Tensor, page_size: int) -> PageTable:
+        """From the requests' pages one after another, as many as [batch_size] lengths in tokens fill, int32 or int64.
+
+        Never waits for a device; entries beyond the last request's are left alone.
+        """
+        lengths = table(lengths, "lengths")
+        pages = _page_count(lengths, page_size)
+        packed = RaggedLayout.from_lengths(pages).indptr
+        return cls(packed, indices, _last_page_len(lengths, pages, page_size), page_size)
+
+    @classmethod
+    def from_lengths(
+        cls, indptr: Tensor, indices: Tensor, lengths: Tensor, page_size: int, name: str = "lengths"
+    ) -> PageTable:
+        """From [batch_size] lengths in tokens, int32 or int64; a request may own more pages than they fill, which are
+        left out or, on a device, stay empty.
+
+        indptr and indices are those of a PageTable, and not changed. Never waits for a device.
+        """
+        _check_page_size(page_size)
+        lengths, indices = table(lengths, name), table(indices, "kv_indices")
+        indptr = table(indptr, "kv_indptr", len(lengths) + 1)
+        if not lengths.is_cpu:  # where leaving pages out takes a dozen launches
+            return LengthTable.of(indptr, indices, lengths, page_size, name)
+        check_indptr(indptr, "kv_indptr", len(indices), "the number of kv_indices")
+        owned = indptr[1:] - indptr[:-1]
+        long = (lengths < 0) | (lengths > owned * page_size)
+        refuse_first(long, name, lengths, "0 to what the request's pages hold")
+        pages = _page_count(lengths, page_size)
+        packed = RaggedLayout.from_lengths(pages).indptr
+        used = torch.arange(int(packed[-1])) + (indptr - packed)[:-1].repeat_interleave(pages)
+        return cls(packed, indices[used], _last_page_len(lengths, pages, page_size), page_size)
+
+    @classmethod
+    def from_slots(cls, slots: Tensor, indptr: Tensor) -> PageTable:
+        """From one cache slot per token: [tokens] slots and [batch_size + 1] indptr. Pages have size 1."""
+        return cls(indptr, slots, torch.ones_like(indptr[1:]), page_size=1)
+
+    @classmethod
+    def from_ragged(cls, layout: RaggedLayout, tokens: int) -> PageTable:
+        """Rows stored one after another, `tokens` in all, seen as pages of size 1."""
+        indices = torch.arange(tokens, dtype=torch.int32, device=layout.indptr.device)
+        return cls.from_slots(indices, layout.indptr)
+
+    @classmethod
+    def from_req_to_token(
+        cls,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        lengths: Tensor,
+        page_size: int = 1,
+        starts: Tensor | None = None,
+        entries: int | None = None,
+    ) -> PageTable:
+        """From a matrix of cache slots, int [max_requests, max_context]: row req_pool_indices[b] holds the slots of
+        request b in order. With pages larger than 1, the slots of a page follow each other.
+
+        Args:
+            starts: [batch_size], the columns in which the requests begin; by default the first. Multiples of page_size.
+            entries: how many pages the requests have in all, or more. Without it `indices` has room for the longest
+                requests that there could be, since what they have is not read from a device.
+        """
+        lengths = table(lengths, "lengths")
+        count, width = len(lengths), req_to_token.shape[1]
+        if lengths.device.type == "cpu":
+            first = lengths * 0 if starts is None else starts
+            refuse_first((lengths < 0) | (first + lengths > width), "lengths", lengths, f"0 to max_context = {width}")
+            wrong = (req_pool_indices < 0) | (req_pool_indices >= len(req_to_token))
+            refuse_first(wrong, "req_pool_indices", req_pool_indices, f"0 to {len(req_to_token) - 1}")
+        pages = _page_count(lengths, page_size)
+        indptr = RaggedLayout.from_lengths(pages).indptr
+        if entries is None:
+            entries = count * -(-width // page_size) if lengths.device.type != "cpu" else int(indptr[-1])
+        last_page_len = _last_page_len(lengths, pages, page_size)
+        if count == 0:
+            return cls(indptr, lengths, last_page_len, page_size)
+        place = torch.arange(entries, dtype=torch.int32, device=lengths.device)
+        owner = torch.searchsorted(indptr[1:], place, right=True).clamp(max=count - 1)
+        column = (place - indptr[owner]) * page_size
+        if starts is not None:
+            column += starts[owner].int()
+        slots = req_to_token[req_pool_indices[owner].long(), column.clamp(0, width - 1)]
+        return cls(indptr, as_int32(slots // page_size), last_page_len, page_size)
+
+
+class LengthTable(PageTable):
+    """A page table on a device that has the requests' lengths in tokens, int32 [batch_size] `kv_lens`, as kernels for
+    GPUs read them, too. last_page_len takes a few launches each time, and is what lengths are then.
+    """
+
+    kv_lens: Tensor
+    _per_request = "kv_lens"
+
+    @classmethod
+    def of(cls, indptr: Tensor, indices: Tensor, kv_lens: Tensor, page_size: int, name: str) -> LengthTable:
+        """From int32 vectors; `name` is what messages call the lengths. ValueError if their devices differ."""
+        _refuse_devices(kv_indptr=indptr, kv_indices=indices, **{name: kv_lens})
+        made = object.__new__(cls)
+        made.__dict__.update(indptr=indptr, indices=indices, kv_lens=kv_lens, page_size=page_size)
+        return made
+
+    @property
+    def last_page_len(self) -> Tensor:
+        return _last_page_len(self.kv_lens, self.indptr.diff(), self.page_size)

@@ -1,0 +1,193 @@
+"""The tensors of a call: caches in one view whatever their layout, and the checks against the spec.
+
+Layouts (as in FlashInfer's tutorial on KV layouts): NHD is [..., tokens, heads, head_dim], HND is [..., heads, tokens,
+head_dim]. Kernels see NHD views; strides carry the difference, and may be any as long as the last one is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.definition.spec import AttentionSpec, check
+
+LAYOUTS = ("NHD", "HND")
+
+
+def check_layout(kv_layout: str) -> str:
+    check(kv_layout in LAYOUTS, "kv_layout", kv_layout, "NHD or HND")
+    return kv_layout
+
+
+def check_tensors(**given: Any) -> None:
+    """Refuse arguments, by name, that are no tensors."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}: it must be a tensor")
+
+
+def check_optional(**given: Any) -> None:
+    """Refuse arguments, by name, that are neither None nor tensors."""
+    check_tensors(**{name: x for name, x in given.items() if x is not None})
+
+
+def check_cache(cache: Any, name: str) -> None:
+    """Refuse a paged cache that is neither one tensor nor a pair of tensors."""
+    if isinstance(cache, Tensor):
+        return
+    given = f"a {type(cache).__name__}"
+    if isinstance(cache, (tuple, list)):
+        if len(cache) == 2 and isinstance(cache[0], Tensor) and isinstance(cache[1], Tensor):
+            return
+        given += f" of {', '.join(type(x).__name__ for x in cache) or 'nothing'}"
+    raise ValueError(f"{name} is {given}: it must be one 5-D tensor or a pair (k, v) of 4-D tensors")
+
+
+def split_cache(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[Tensor, Tensor]:
+    """K and V pages as two views [pages, page_size, heads, head_dim].
+
+    Args:
+        cache: a pair of 4-D tensors, or one 5-D tensor with K and V at dim 1. For pages of one token, page_size may be
+            left out: a pair of 3-D tensors, or one 4-D tensor.
+        kv_layout: NHD: [pages, page_size, heads, head_dim]; HND: [pages, heads, page_size, head_dim].
+    """
+    check_cache(cache, "paged_kv_cache")
+    if isinstance(cache, Tensor):
+        if cache.ndim not in (4, 5) or cache.shape[1] != 2:
+            raise ValueError(
+                f"paged_kv_cache has shape {list(cache.shape)}: one tensor must be 5-D with 2 at dim 1, or 4-D with "
+                "pages of one token"
+            )
+        k, v = cache.unbind(1)
+    else:
+        k, v = cache
+        if k.ndim not in (3, 4) or v.ndim != k.ndim:
+            raise ValueError(
+                f"paged_kv_cache has shapes {list(k.shape)} and {list(v.shape)}: a pair must be 4-D each, or 3-D with "
+                "pages of one token"
+            )
+    if k.ndim == 3:
+        return k.unsqueeze(1), v.unsqueeze(1)
+    return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
+
+
+def as_nhd(x: Tensor, kv_layout: str, name: str) -> Tensor:
+    """[tokens, heads, head_dim] of a key or value tensor in either layout."""
+    check_tensors(**{name: x})
+    if x.ndim != 3:
+        raise ValueError(f"{name} has shape {list(x.shape)}: it must be 3-D ({kv_layout})")
+    return x if kv_layout == "NHD" else x.transpose(0, 1)
+
+
+def check_tensor(
+    x: Tensor, name: str, shape: tuple[int | None, ...], dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Refuse a tensor whose shape (None: any), dtype (None: any of floats), device or last stride does not fit."""
+    if not isinstance(x, Tensor):
+        check_tensors(**{name: x})
+    if x.ndim != len(shape) or any(
+        want is not None and have != want for have, want in zip(x.shape, shape, strict=True)
+    ):
+        wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
+        raise ValueError(f"{name} has shape {list(x.shape)}: it must be {wanted}")
+    if dtype is None:
+        check(x.is_floating_point(), f"{name}.dtype", x.dtype, "a floating-point type")
+    elif x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype}: it must be {dtype}")
+    if x.device != device:
+        raise ValueError(f"{name} lies on {x.device}: it must lie on {device}")
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"{name} has strides {list(x.stride())}: the last one must be 1")
+
+
+def refuse_grad(**tensors: Tensor | None) -> None:
+    """Refuse tensors, by name, whose gradients would be lost: those that require grad while grad mode is on.
+
+    Operations that only store what they are given, and those that take weights of a layer (sinks, scales), detach them
+    instead.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise ValueError(
+                f"{name} requires grad, but Quire computes no gradients: call it under torch.no_grad() or "
+                f"torch.inference_mode(), or pass {name}.detach()"
+            )
+
+
+def check_apart(x: Tensor, name: str) -> None:
+    """Refuse a tensor to write to whose strides let two elements share a place in memory."""
+    if x.is_contiguous() or not x.numel():
+        return
+    dims = [(step, i, n) for i, (step, n) in enumerate(zip(x.stride(), x.shape, strict=True)) if n > 1]
+    for step, i, _ in dims:
+        reach = sum((n - 1) * smaller for smaller, j, n in dims if smaller < step or (smaller == step and j > i))
+        if step <= reach:
+            raise ValueError(f"{name} has strides {list(x.stride())}: elements overlap, and are to be written")
+
+
+def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Tensor:
+    """A scale that is a number, 1 for None, or a tensor with one number or one for each head, detached; ValueError for
+    others.
+    """
+    if scale is None:
+        return 1.0
+    if isinstance(scale, Tensor):
+        fits = scale.numel() in (1, heads)
+        check(fits, name, list(scale.shape), lambda: f"a number, or one for each of {heads} heads")
+        check(scale.is_floating_point(), f"{name}.dtype", scale.dtype, "torch.float32")
+        return scale.detach() if scale.requires_grad else scale
+    allowed = "a number, or a tensor with one, or one for each of {} heads"
+    check(isinstance(scale, Real), name, scale, lambda: allowed.format(heads))
+    return scale
+
+
+def as_slopes(slopes: Sequence[float] | Tensor | None) -> tuple[float, ...]:
+    """ALiBi's slopes as numbers, of which there are none for None; waits for the device that a tensor lies on."""
+    if isinstance(slopes, Tensor):
+        slopes = slopes.flatten().tolist()
+    return () if slopes is None else tuple(slopes)
+
+
+def check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, device: torch.device) -> None:
+    """ValueError for another base or layout, and for an lse of the caller's that is not contiguous float32 of this
+    shape, [tokens, heads] ("NH"), or of the shape turned ("HN").
+    """
+    check(base in ("log2", "ln"), "lse_base", base, "log2 or ln")
+    check(layout in ("NH", "HN"), "lse_layout", layout, "NH or HN")
+    refuse_grad(lse=lse)
+    if lse is not None:
+        check_tensor(lse, "lse", tuple(shape) if layout == "NH" else (shape[1], shape[0]), torch.float32, device)
+        check(lse.is_contiguous(), "lse.stride()", lse.stride(), "contiguous")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, device: torch.device) -> None:
+    """Q [tokens, heads, dim], and k and v [..., heads, dim] with the same leading sizes, against a spec."""
+    check_tensor(q, "q", (None, spec.num_qo_heads, spec.head_dim_qk), spec.q_dtype, device)
+    lead = tuple(k.shape[:-2])
+    check_tensor(k, "k", (*lead, spec.num_kv_heads, spec.head_dim_qk), spec.kv_dtype, device)
+    check_tensor(v, "v", (*lead, spec.num_kv_heads, spec.head_dim_vo), spec.kv_dtype, device)
+
+
+def outputs(
+    tokens: int, spec: AttentionSpec, device: torch.device, out: Tensor | None, lse: Tensor | None, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`out` [tokens, heads, head_dim_vo] and, if wanted, `lse` float32 [tokens, heads]: the given ones, or new."""
+    shape = (tokens, spec.num_qo_heads, spec.head_dim_vo)
+    refuse_grad(out=out, lse=lse)
+    if out is None:
+        out = torch.empty(shape, dtype=spec.o_dtype, device=device)
+    else:
+        check_tensor(out, "out", shape, spec.o_dtype, device)
+        check_apart(out, "out")
+    if lse is not None:
+        check_tensor(lse, "lse", shape[:2], torch.float32, device)
+        check_apart(lse, "lse")
+    elif want_lse:
+        lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
+    return out, lse

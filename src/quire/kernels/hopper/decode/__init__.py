@@ -1,0 +1,1 @@
+"""Decode over pages and ragged rows, and batch-invariant attention, on Hopper."""

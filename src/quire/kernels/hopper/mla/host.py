@@ -1,0 +1,119 @@
+"""How calls of latent layers (MLA) meet the kernel in `latent.py`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quire.definition.pages import PageTable
+from quire.definition.spec import LOG2E, AttentionSpec
+from quire.kernels.gpu.launch import Launcher, Repeat, aligned, reach, split_scales
+from quire.kernels.hopper.mla.kernel import REGISTERS, Config, decode_latent
+from quire.kernels.hopper.schedule import scanned
+from quire.kernels.registry import Call
+
+_ROWS = 64  # of a tile
+_LANES = 12  # tiles at most that are read for together: there are 132 multiprocessors
+_STAGES = {512: 2, 256: 4, 128: 7}  # with the queries they fill 227 KiB of shared memory
+_COUNTERS = 6  # for each program
+
+
+def declines(spec: AttentionSpec) -> str | None:
+    """Why there is no kernel for a latent layer."""
+    if spec.items or spec.custom_mask or spec.pos_encoding != "NONE" or spec.batch_invariant:
+        return "it knows no items, masks, position encodings, nor batch invariance"
+    if spec.window_left >= 0 or spec.logits_soft_cap > 0:
+        return "over latent caches it knows no windows and no soft cap"
+    if spec.q_dtype not in (torch.float16, torch.bfloat16) or spec.kv_dtype != spec.q_dtype:
+        return f"queries and caches are both float16 or both bfloat16, not {spec.q_dtype} and {spec.kv_dtype}"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def lanes_of(spec: AttentionSpec, max_q_len: int) -> int:
+    """Programs that read the same keys, for tiles of a request of so many query tokens (0: unknown, so one)."""
+    tiles = -(-max(max_q_len, 1) * spec.num_qo_heads // _ROWS)
+    return -(-tiles // -(-tiles // _LANES))
+
+
+def _part_rows(spec: AttentionSpec, max_q_len: int) -> int:
+    return min(max_q_len * spec.num_qo_heads or _ROWS, _ROWS)
+
+
+def scratch(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
+    """Bytes for parts of tiles: two slots for each program."""
+    return 2 * processors * _part_rows(spec, max_q_len) * (spec.head_dim_vo + 4) * 4
+
+
+@lru_cache(maxsize=1024)
+def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
+    """What the kernel is compiled for. flags: scales of q, k, v that are tensors, lse, a far cache, lengths in place of
+    those of last pages.
+    """
+    q_scale, k_scale, v_scale, lse, far, by_length = flags
+    lanes = lanes_of(spec, max_q_len)
+    return Config(
+        group=spec.num_qo_heads,
+        dim=spec.head_dim_vo // 2,
+        page_size=page_size,
+        lanes=lanes,
+        tile_rows=_ROWS * lanes,
+        stages=_STAGES[spec.head_dim_vo],
+        scan=scanned(batch),
+        merge_rows=8,
+        fan=8,
+        causal=spec.causal and max_q_len != 1,
+        sinks=spec.sinks,
+        far=far,
+        by_length=by_length,
+        lse=lse,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _launcher(c: Config) -> Launcher:
+    return Launcher(decode_latent, c, num_warps=4, maxnreg=REGISTERS, launch_pdl=True)
+
+
+def refuses(call: Call) -> str | None:
+    """Copies of 16 bytes want keys that are aligned to them, by strides as the kernel is compiled for."""
+    if not isinstance(call.kv, PageTable):
+        return "keys must lie in pages"
+    if call.pe_gain != 1.0:
+        return f"pe_gain = {call.pe_gain!r}, which is not 1"
+    if call.k_pe is None or not (aligned(call.k, 2) and aligned(call.k_pe, 2)):
+        return "keys must be aligned to 16 bytes, their strides to 16 elements"
+    return None
+
+
+def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
+    """Compute a call, with one program for each multiprocessor."""
+    spec, kv, k, q, q_pe, k_pe = call.spec, call.kv, call.k, call.q, call.q_pe, call.k_pe
+    assert q_pe is not None  # of a latent layer
+    assert k_pe is not None
+    page_size, indices, lengths, by_length, entries = call.table()
+    if not (aligned(q, 2) and aligned(q_pe, 2)):
+        q, q_pe = (x.clone(memory_format=torch.contiguous_format) for x in (q, q_pe))
+    (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
+    tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
+    far = max(reach(k), reach(k_pe)) >= 1 << 31
+    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far, by_length)
+    c = config(spec, page_size, batch, call.max_q_len, flags)
+    programs, rows = processors // c.lanes * c.lanes, _part_rows(spec, call.max_q_len)
+    part = call.scratch_for(2 * programs * rows * (spec.head_dim_vo + 4))
+    arrivals = call.zeros_for(_COUNTERS * programs)
+    repeat = _launcher(c)(
+        programs,
+        (q, q_pe, k, call.v, k_pe, out, lse, call.sinks),
+        (part, arrivals, call.qo.indptr, kv.indptr, lengths, indices, q_scale, k_scale, v_scale),
+        (rows, batch, tokens, entries, k.shape[0], spec.sm_scale * LOG2E * q_gain * k_gain, v_gain),
+        (*q.stride()[:2], *q_pe.stride()[:2], *k.stride()[:2], *k_pe.stride()[:2], *out.stride()[:2]),
+    )
+    # What is to be repeated must read the caller's own tensors.
+    own = q is call.q and q_scale is k_scale is v_scale is None and part is call.scratch
+    return repeat if own else None
