@@ -150,23 +150,41 @@ def test_the_table():
 
 
 def test_the_picture(tmp_path, monkeypatch):
-    """Over batch and over length: each rate, FlashInfer's where it computed the cell, the ceiling as a line."""
+    """A bar for each cell, FlashInfer's where it computed the cell, with the ratio, and the ceiling as a line."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
     plot(made_up() | {"flashinfer": "0.7.2"}, tmp_path / "rates.png")
     (figure,) = drawn
-    for axes, sides in zip(figure.axes, ([1, 64, 64], [1024, 2048, 4096]), strict=True):
-        lines = {mark: [line for line in axes.lines if line.get_marker() == mark] for mark in ("o", "s", "None")}
-        assert [line.get_ydata()[0] for line in lines["o"]] == [300.0, 2700.0, 2000.0]
-        assert [line.get_ydata()[0] for line in lines["s"]] == [600.0, 1350.0]
-        assert [list(line.get_ydata()) for line in lines["None"]] == [[3000.0, 3000.0]]
-        assert [line.get_xdata()[0] for line in lines["o"]] == pytest.approx(sides, rel=0.1)  # a little beside
-        assert [text.get_text() for text in axes.texts] == ["1x1k", "64 mixed 256k", "64x2k"]
-        assert axes.get_ylim()[0] == 0
-        assert axes.get_ylim()[1] > 3000
-    assert "FlashInfer 0.7.2" in [text.get_text() for text in figure.legends[0].get_texts()]
+    (axes,) = figure.axes
+    bars = {bars.get_label(): [bar.get_width() for bar in bars] for bars in axes.containers}
+    assert bars == {"Quire": [300.0, 2700.0, 2000.0], "FlashInfer 0.7.2": [600.0, 1350.0]}
+    assert [list(line.get_xdata()) for line in axes.lines] == [[3000.0, 3000.0]]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["1 × 1k", "28 heads over 4, 64 × 2k", "fp8, 64 mixed, 256k in all"]
+    heights = {label: place for label, place in zip(labels, axes.get_yticks(), strict=True)}
+    written = {text.get_text(): text.get_position()[1] for text in axes.texts if "×" in text.get_text()[-1]}
+    assert written == {"0.50×": heights[labels[0]], "2.00×": heights[labels[1]]}
+    assert axes.get_xlim()[0] == 0
+    assert axes.get_xlim()[1] > 3000
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert sorted(legend) == ["FlashInfer 0.7.2", "Quire", "memory read rate: 3,000 GB/s"]
     save(figure, tmp_path / "rates.png")
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_puts_the_default_layer_first_by_tokens(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
+    names = ["prefill ragged 8x512", "prefill 4x512@16k", "prefill mha d64 p1 fp16 2x100", "prefill 8x2k"]
+    result = made_up() | {"cells": [{"cell": name, "tflop_s": 100.0} for name in names]}
+    plot(result, tmp_path / "rates.png")
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "8 × 2k",
+        "4 × 512 of 16k",
+        "ragged, 8 × 512",
+        "32 heads over 32, head_dim 64, pages of 1, fp16, 2 × 100",
+    ]
 
 
 def test_the_stand_in_is_never_taken_for_flashinfer(tmp_path, monkeypatch):
