@@ -29,7 +29,7 @@ def pretended(monkeypatch):
     monkeypatch.setattr(Cell, "make", lambda cell, _device: make(cell))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: device)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(gpu, "_SPREAD", 0)
+    monkeypatch.setattr(gpu, "_MIN_BYTES", 0)
     monkeypatch.setattr(gpu, "ceilings", lambda: {"read_gb_s": 1e3, "matmul_tflop_s": 1e3})
     monkeypatch.setattr(gpu, "host_seconds", lambda call: cpu.medians([call], 1)[0])
     monkeypatch.setattr(gpu, "graph_seconds", lambda runs, rounds: sum(cpu.medians(runs, rounds)) / len(runs))
@@ -161,7 +161,7 @@ def test_the_picture(tmp_path, monkeypatch):
     assert [list(line.get_xdata()) for line in axes.lines] == [[3000.0, 3000.0]]
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["1 × 1k", "28 heads over 4, 64 × 2k", "fp8, 64 mixed, 256k in all"]
-    heights = {label: place for label, place in zip(labels, axes.get_yticks(), strict=True)}
+    heights = dict(zip(labels, axes.get_yticks(), strict=True))
     written = {text.get_text(): text.get_position()[1] for text in axes.texts if "×" in text.get_text()[-1]}
     assert written == {"0.50×": heights[labels[0]], "2.00×": heights[labels[1]]}
     assert axes.get_xlim()[0] == 0

@@ -1,1 +1,1 @@
-"""Random batches, and timing done right."""
+"""Random batches, and timing of attention on a CPU or a GPU beside other implementations."""

@@ -1,4 +1,4 @@
-"""Random batches for checks, tests and timing. Whatever must not be read is NaN."""
+"""Random batches for checks, tests and timing. Cache slots that hold no token are NaN."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.definition.spec import AttentionSpec
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Queries, pages and tables of a batch; k and v are NHD views [pages, page_size, num_kv_heads, head_dim]."""
+    """Queries, paged keys and values, and tables; k and v are NHD views [pages, page_size, num_kv_heads, head_dim]."""
 
     spec: AttentionSpec
     q: Tensor
@@ -51,14 +51,14 @@ class Batch:
         )
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """K and v of all requests one after another, [tokens, num_kv_heads, head_dim], and their indptr."""
+        """Ragged k and v, [tokens, num_kv_heads, head_dim] in the order of the requests, and their kv_indptr."""
         lengths = self.kv.lengths()
         k, v = (_rows(x, self.kv) for x in (self.k, self.v))
         return k, v, RaggedLayout.from_lengths(lengths).indptr
 
 
 def slots(table: PageTable) -> Tensor:
-    """The cache slot of every token, request by request, int64."""
+    """The cache slot (page * page_size + offset) of every token, in the order of the requests, int64."""
     lengths = table.lengths()
     request = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     start = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
@@ -76,7 +76,7 @@ def _rows(cache: Tensor, table: PageTable) -> Tensor:
 def random_table(
     kv_lens: Sequence[int], page_size: int, spare: int = 3, device: torch.device | str = "cpu"
 ) -> tuple[PageTable, int]:
-    """A page table over a random permutation of a pool with `spare` pages more than needed, and the pool's size."""
+    """A page table of randomly chosen pages of a pool that has `spare` unused pages, and the pool's number of pages."""
     lengths = torch.tensor(kv_lens, dtype=torch.int32)
     pages = (lengths + page_size - 1) // page_size
     total = int(pages.sum())
@@ -98,11 +98,11 @@ def random_batch(
     v_scale: float | Tensor = 1.0,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """Normally distributed q, k and v; a mask and sinks where the spec has them; unused slots are NaN.
+    """A batch of normally distributed q, k and v, with a mask and sinks if the spec has them.
 
     Args:
-        padding: rows of q beyond the requests'.
-        kv_layout: how a page lies in memory; the views are NHD either way.
+        padding: rows of q after those of the last request.
+        kv_layout: memory layout of a page, NHD or HND; the batch's views are NHD in either case.
     """
     table, pool = random_table(kv_lens, page_size, device=device)
     qo = RaggedLayout.from_lengths(torch.tensor(q_lens, dtype=torch.int32, device=device))
@@ -126,6 +126,6 @@ def _filled_cache(table: PageTable, pool: int, heads: int, dim: int, dtype: torc
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
-    """The norm of the difference over the norm; NaN if the result has one."""
+    """The norm of `result - exact` over the norm of `exact`; NaN if `result` contains a NaN."""
     difference = (result.double() - exact).norm()
     return float(difference / exact.norm().clamp(min=1e-30))

@@ -1,4 +1,4 @@
-"""What is timed: cells of a table, named in a small language.
+"""Cells of a benchmark table: an operation, a layer and a batch, parsed from a name.
 
     decode gqa4 p16 8x2k            8 requests of 2,048 tokens, 32 query heads over 8 KV heads, pages of 16
     decode mha p1 fp16 16x4k        32 over 32 heads
@@ -7,13 +7,13 @@
     prefill ragged 8x512            8 prompts of 512, keys and values stored one after another
     prefill p16 4x512@16k           4 chunks of 512 new tokens at the end of 16,384
 
-Defaults: gqa4, head_dim 128, pages of 16, bf16. Each is said once at most.
+Defaults: gqa4, head_dim 128, pages of 16, bf16. Each property may be named at most once.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,11 +33,11 @@ _HEADS = {"mha": (32, 32), "gqa4": (32, 8), "gqa8": (64, 8)}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell: an operation, a layer's shape and a batch."""
+    """One cell. `kv_len` counts the tokens of one request, or of all requests if lengths are mixed."""
 
     operation: str
     batch: int
-    kv_len: int  # of a request; for mixed lengths, of all
+    kv_len: int
     q_len: int = 1
     num_qo_heads: int = 32
     num_kv_heads: int = 8
@@ -47,40 +47,40 @@ class Cell:
     latent: bool = False
     mixed: bool = False
     ragged: bool = False
-    shape: str = field(default="", compare=False)  # the words for batch and length
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """A cell from its name; ValueError says what is not understood, or can't be."""
+        """The cell that a name describes.
+
+        Raises:
+            ValueError: naming the word that is unknown or repeated, or what is impossible.
+        """
         words = text.split()
         if not words or words[0] not in ("decode", "prefill"):
             raise ValueError(f"cell {text!r}: it must begin with decode or prefill")
-        given: dict[str, Any] = {}
-        shape = []
+        values: dict[str, Any] = {}
         for word in words[1:]:
-            found = _meaning(word, "batch" in given)
+            found = _fields(word, "batch" in values)
             if found is None:
                 raise ValueError(f"cell {text!r}: {word!r} is not understood")
-            if given.keys() & found.keys():
+            if values.keys() & found.keys():
                 raise ValueError(f"cell {text!r}: {word!r} says again, or otherwise, what was said before it")
-            given |= found
-            if found.keys() & {"batch", "q_len", "kv_len", "mixed"}:
-                shape.append(word)
-        chunk = given.pop("q_len", None)
-        if not given.get("batch") or not given.get("kv_len") or given.get("mixed", False) != (chunk is None):
+            values |= found
+        chunk = values.pop("q_len", None)
+        if not values.get("batch") or not values.get("kv_len") or values.get("mixed", False) != (chunk is None):
             raise ValueError(f"cell {text!r}: how many requests, and how long? (8x2k, 64 mixed 256k)")
         if words[0] == "prefill" and chunk is not None:
-            given["q_len"] = chunk
+            values["q_len"] = chunk
         try:
-            cell = cls(words[0], shape=" ".join(shape), **given)
+            cell = cls(words[0], **values)
             cell._check(chunk)
-            cell.spec  # noqa: B018 - the validator of heads and sizes
+            cell.spec  # noqa: B018 - AttentionSpec validates heads and sizes
         except ValueError as error:
             raise ValueError(f"cell {text!r}: {error}") from None
         return cell
 
     def _check(self, chunk: int | None) -> None:
-        """Refuse what can't be; `chunk` is the first length of 4x512@16k, and None for mixed lengths."""
+        """Refuse impossible combinations; `chunk` is the 512 of 4x512@16k, and None for mixed lengths."""
         if self.latent and self.ragged:
             raise ValueError("a latent cache is in pages")
         if self.operation == "prefill" and chunk is None:
@@ -102,6 +102,7 @@ class Cell:
 
     @property
     def kv_lens(self) -> list[int]:
+        """Key tokens of each request; mixed lengths are random, lognormal, and add up to `kv_len`."""
         if not self.mixed:
             return [self.kv_len] * self.batch
         shares = torch.distributions.LogNormal(0.0, 1.0).sample((self.batch,))
@@ -111,7 +112,7 @@ class Cell:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The layer."""
+        """The cell's attention layer."""
         kv_dtype = DTYPES[self.dtype]
         return AttentionSpec(
             num_qo_heads=self.num_qo_heads,
@@ -123,27 +124,28 @@ class Cell:
         )
 
     def make(self, device: torch.device | str = "cpu") -> Batch:
-        """Random data for the cell."""
+        """A random batch for the cell."""
         batch = random_batch(self.spec, [self.q_len] * self.batch, self.kv_lens, self.page_size, device=device)
         return replace(batch, v=batch.k[..., :512]) if self.latent else batch
 
     def kv_bytes(self, batch: Batch) -> int:
-        """Bytes of K and V that attention has to read."""
+        """Bytes of K and V that attention must read once."""
         spec = batch.spec
-        each = spec.head_dim_qk if self.latent else spec.head_dim_qk + spec.head_dim_vo
-        numbers = int(batch.kv.lengths().sum()) * spec.num_kv_heads * each
-        return numbers * spec.kv_dtype.itemsize
+        elements = spec.head_dim_qk if self.latent else spec.head_dim_qk + spec.head_dim_vo
+        count = int(batch.kv.lengths().sum()) * spec.num_kv_heads * elements
+        return count * spec.kv_dtype.itemsize
 
     def flops(self, batch: Batch) -> int:
-        """4 * heads * head_dim for each (query, visible key)."""
+        """Floating-point operations of both products under a causal mask, two per multiply-add."""
         q_lens, kv_lens = batch.qo.lengths().long(), batch.kv.lengths().long()
         pairs = int((q_lens * (kv_lens - q_lens) + q_lens * (q_lens + 1) // 2).sum())
         return 2 * batch.spec.num_qo_heads * (batch.spec.head_dim_qk + batch.spec.head_dim_vo) * pairs
 
 
-def _meaning(word: str, has_batch: bool) -> dict[str, Any] | None:
-    """The fields of a cell that a word of its name gives; None if it is not understood. A lone number is that of
-    requests, and after it one of tokens.
+def _fields(word: str, has_batch: bool) -> dict[str, Any] | None:
+    """The fields of a cell that a word of its name sets; None if the word is unknown.
+
+    The first plain number counts requests, the second one tokens.
     """
     if word in _HEADS:
         return {"num_qo_heads": _HEADS[word][0], "num_kv_heads": _HEADS[word][1]}

@@ -1,4 +1,4 @@
-"""Timing on the CPU: ours beside torch, turn by turn in one run, under ceilings measured in the same run."""
+"""Timing on the CPU: Quire and torch in alternation, with the machine's ceilings measured in the same run."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ PREFILL = (
     "prefill p16 32x128",
     "prefill p16 4x256@2k",
 )
-_DENSE = 8 << 30  # bytes of dense copies at most
+_MAX_DENSE = 8 << 30  # bytes of dense copies
 Run = Callable[[], Any]
 
 
 def medians(runs: Sequence[Run], rounds: int) -> list[float]:
-    """Median seconds of each function; the functions take turns, so that a machine's moods hit all of them."""
+    """Median seconds of each function; calls alternate, so that a slow phase of the machine affects all of them."""
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
-        for run, mine in zip(runs, times, strict=True):
-            began = time.perf_counter()
+        for run, samples in zip(runs, times, strict=True):
+            start = time.perf_counter()
             run()
-            mine.append(time.perf_counter() - began)
-    return [sorted(mine)[len(mine) // 2] for mine in times]
+            samples.append(time.perf_counter() - start)
+    return [sorted(samples)[len(samples) // 2] for samples in times]
 
 
 def ceilings() -> dict[str, float]:
-    """What the machine can do: reading memory in GB/s, float32 matrix products in GFLOP/s."""
+    """The machine's memory read rate in GB/s, and rate of float32 matrix products in GFLOP/s."""
     plain = torch.ones(1 << 27)
     a = torch.randn(2048, 2048)
     read, product = medians([lambda: plain.sum(), lambda: a @ a], 7)
@@ -69,7 +69,7 @@ def ceilings() -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on, and with what."""
+    """The processor, number of threads, date and versions."""
     info = Path("/proc/cpuinfo")
     names = (
         [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
@@ -88,11 +88,11 @@ def machine() -> dict[str, Any]:
 
 
 def _torch(cell: Cell, batch: Batch) -> Run | None:
-    """Torch's way: for decode, gather the pages and call `scaled_dot_product_attention`; for prefill, the call alone,
-    over keys and values that lie ready. None where torch has none (fp8, prefill of lengths that differ).
+    """Torch's attention: for decode, gather the pages and call `scaled_dot_product_attention`; for prefill, only the
+    call, over dense keys and values made beforehand. None if torch has none (fp8, prefill of unequal lengths).
     """
     if cell.operation == "decode":
-        gather = dense.decode(batch, _DENSE, cell.latent)
+        gather = dense.decode(batch, _MAX_DENSE, cell.latent)
         return partial(gather, batch.k, batch.v) if gather else None
     if batch.spec.kv_dtype.itemsize == 1 or cell.mixed:
         return None
@@ -105,17 +105,17 @@ def _torch(cell: Cell, batch: Batch) -> Run | None:
 
 
 def measure(name: str, backend: str = "auto", rounds: int = 11) -> dict[str, Any]:
-    """One cell: milliseconds of ours and of torch's way, rate, and the error against the oracle (on a few requests)."""
+    """One cell's row: milliseconds of Quire and torch, Quire's rate, and its error on the first requests."""
     cell = Cell.parse(name)
     batch = cell.make()
-    run, theirs = planned(cell, batch, backend), _torch(cell, batch)
+    run, baseline = planned(cell, batch, backend), _torch(cell, batch)
     k, v, _ = batch.rows() if cell.ragged else (batch.k, batch.v, None)
 
     def ours() -> torch.Tensor:
         return run(k, v)
 
-    times = medians([ours] if theirs is None else [ours, theirs], rounds)
-    row: dict[str, Any] = {"cell": name, "ms": times[0] * 1e3, "torch_ms": times[1] * 1e3 if theirs else None}
+    times = medians([ours] if baseline is None else [ours, baseline], rounds)
+    row: dict[str, Any] = {"cell": name, "ms": times[0] * 1e3, "torch_ms": times[1] * 1e3 if baseline else None}
     if cell.operation == "decode":
         row["gb_s"] = cell.kv_bytes(batch) / times[0] / 1e9
     else:
@@ -125,7 +125,7 @@ def measure(name: str, backend: str = "auto", rounds: int = 11) -> dict[str, Any
 
 
 def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> Iterator[dict[str, Any]]:
-    """The cells so far, after each, with the machine and its ceilings."""
+    """Yield the result after each cell: the machine, its ceilings, and the rows so far."""
     seed = torch.seed() % (1 << 31)
     torch.manual_seed(seed)
     result: dict[str, Any] = {**machine(), "seed": seed, "ceilings": ceilings(), "cells": []}
@@ -137,20 +137,16 @@ def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> Iter
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
     decode = any("gb_s" in row for row in result["cells"])
-    tops = result["ceilings"]
-    top, unit = (tops["read_gb_s"], "GB/s") if decode else (tops["matmul_gflop_s"], "GFLOP/s")
-    peer = "gather + SDPA ms" if decode else "SDPA ms"
+    top, unit = ("read_gb_s", "GB/s") if decode else ("matmul_gflop_s", "GFLOP/s")
+    ceiling = result["ceilings"][top]
+    baseline = "gather + SDPA ms" if decode else "SDPA ms"
     lines = [
-        f"| cell | Quire ms | {peer} | times as fast | {unit} | of {top:,.1f} {unit} | error |",
+        f"| cell | Quire ms | {baseline} | times as fast | {unit} | of {ceiling:,.1f} {unit} | error |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in result["cells"]:
-        rate = row.get("gb_s", row.get("gflop_s"))
-        theirs, ratio = (
-            ("-", "-") if row["torch_ms"] is None else (f"{row['torch_ms']:.1f}", f"{row['torch_ms'] / row['ms']:.1f}")
-        )
-        error = f"{row['error']:.1e}"
-        lines.append(
-            f"| {row['cell']} | {row['ms']:.2f} | {theirs} | {ratio} | {rate:.1f} | {rate / top:.0%} | {error} |"
-        )
+        rate, torch_ms = row.get("gb_s", row.get("gflop_s")), row["torch_ms"]
+        beside = "- | -" if torch_ms is None else f"{torch_ms:.1f} | {torch_ms / row['ms']:.1f}"
+        rates = f"{rate:.1f} | {rate / ceiling:.0%}"
+        lines.append(f"| {row['cell']} | {row['ms']:.2f} | {beside} | {rates} | {row['error']:.1e} |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Timing on a GPU: CUDA graph replays over several layers' caches, under ceilings measured in the same run."""
+"""Timing on a GPU: CUDA graph replays over several caches, with the GPU's ceilings measured in the same run."""
 
 from __future__ import annotations
 
@@ -53,68 +53,70 @@ PREFILL = (
     "prefill p16 4x512@16k",
     "prefill p16 64x4@4k",
 )
-_L2_TIMES = 4  # the caches that take turns are together this many times the L2
-_SPREAD = 200 << 20  # bytes of them at least
-_LAYERS = 16  # launches in a graph, or what it costs to launch one counts
-_REST = 0.4  # seconds
+_L2_TIMES = 4  # a graph reads caches of this many times the size of the L2 cache, so that none is found there
+_MIN_BYTES = 200 << 20  # of those caches together
+_LAYERS = 16  # runs in a graph, so that the cost of launching the graph does not count
+_PAUSE = 0.4  # seconds before each series of replays, for the clocks to recover
 
 
 @triton.jit
 def _read(x, sums, n, block: tl.constexpr):
-    """Sum 16-byte loads of a strip per program."""
-    at = tl.program_id(0) * block + tl.arange(0, block)
+    """Sum x in strides over the grid, to measure how fast memory is read."""
+    offsets = tl.program_id(0) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.int32)
     for i in range(0, n, tl.num_programs(0) * block):
-        total += tl.load(x + i + at, eviction_policy="evict_first")
+        total += tl.load(x + i + offsets, eviction_policy="evict_first")
     tl.store(sums + tl.program_id(0), tl.sum(total))
 
 
 def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
-    """Median seconds of one of `runs`, captured in one graph as often as makes a model's layers, over `rounds` replays.
-    Of three such medians the least counts: after heavy work a device is slower for a second, by a tenth or more.
+    """Seconds per call of `runs`, which are captured in one graph, repeated to at least 16 calls.
+
+    The result is the least of three medians over `rounds` replays each: after heavy work a GPU is slower for about a
+    second, by a tenth or more.
     """
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # which may still be making what runs read
+    stream.wait_stream(torch.cuda.current_stream())  # tensors that the runs read may still be being written
     with torch.cuda.stream(stream):
         for run in runs[:2]:
             run()
     stream.synchronize()
-    graph, turns = torch.cuda.CUDAGraph(), -(-_LAYERS // len(runs))
+    graph, repeats = torch.cuda.CUDAGraph(), -(-_LAYERS // len(runs))
     with torch.cuda.graph(graph):
-        for run in [*runs] * turns:
+        for run in [*runs] * repeats:
             run()
     graph.replay()
     medians = []
     for _ in range(3):
-        time.sleep(_REST)
+        time.sleep(_PAUSE)
         medians.append(median(_replayed(graph) for _ in range(rounds)))
-    return min(medians) / (len(runs) * turns)
+    return min(medians) / (len(runs) * repeats)
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:
     """Seconds of one replay."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
     graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e-3
+    return start.elapsed_time(end) * 1e-3
 
 
 def host_seconds(call: Callable[[], Any], calls: int = 100) -> float:
-    """Median seconds until a call returns to the host, which does not wait for the device."""
+    """Median seconds until a call returns on the host; the device is not waited for."""
     times = []
     for _ in range(calls):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         call()
-        times.append(time.perf_counter() - begin)
-        if len(times) % 10 == 0:  # or a full queue would make the host wait
+        times.append(time.perf_counter() - start)
+        if len(times) % 10 == 0:  # a full launch queue would make the host wait
             torch.cuda.synchronize()
     return sorted(times)[calls // 2]
 
 
 def ceilings() -> dict[str, float]:
-    """Reading memory in GB/s, and bf16 matrix products in TFLOP/s."""
+    """The GPU's memory read rate in GB/s, and rate of bf16 matrix products in TFLOP/s."""
     x = torch.zeros(1 << 29, dtype=torch.int32, device="cuda")
     sums = torch.empty(1 << 16, dtype=torch.int32, device="cuda")
     programs = 8 * torch.cuda.get_device_properties(0).multi_processor_count
@@ -126,6 +128,7 @@ def ceilings() -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
+    """The GPU, date and versions."""
     return {
         "device": torch.cuda.get_device_name(),
         "date": date.today().isoformat(),
@@ -137,14 +140,14 @@ def machine() -> dict[str, Any]:
 
 
 def _torch(
-    cell: Cell, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], most: int
+    cell: Cell, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], max_bytes: int
 ) -> list[Callable[[], Any]] | None:
-    """Torch's way, for each cache: for decode, gather the pages and call `scaled_dot_product_attention`; for prefill of
-    whole prompts, the call alone, over dense keys and values. None where torch has none, or copies take over `most`
-    bytes.
+    """Torch's attention over each cache: for decode, gather the pages and call `scaled_dot_product_attention`; for
+    prefill of whole prompts, only the call, over dense keys and values made beforehand. None if torch has none, or its
+    copies exceed `max_bytes`.
     """
     if cell.operation == "decode":
-        gather = dense.decode(batch, most, cell.latent)
+        gather = dense.decode(batch, max_bytes, cell.latent)
         return [partial(gather, *kv) for kv in caches] if gather else None
     if cell.q_len != cell.kv_len or batch.spec.kv_dtype.itemsize == 1:
         return None
@@ -156,7 +159,7 @@ def _torch(
 def _timed(
     batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], rounds: int, plan: Plan, run: Run
 ) -> dict[str, float]:
-    """Microseconds per layer and of the host, and the error against the oracle (on a few requests)."""
+    """Microseconds of a run on the device, and of plan and run on the host, and the error on the first requests."""
     plan()
     error = sampled_error(batch, run(*caches[0]))
     host = {
@@ -167,11 +170,11 @@ def _timed(
 
 
 def measure(name: str, backend: str, rounds: int, peer: ModuleType | None = None) -> dict[str, Any]:
-    """One cell: times and error of Quire, its rate, and times of FlashInfer (`peer`), if it is there, and of torch."""
+    """One cell's row: times, rate and error of Quire, and times of torch and, unless it is None, FlashInfer (`peer`)."""
     cell, device = Cell.parse(name), torch.cuda.get_device_properties(0)
     batch = cell.make("cuda")
     k, v = batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
-    copies = max(2, -(-max(_SPREAD, _L2_TIMES * device.L2_cache_size) // cell.kv_bytes(batch)))
+    copies = max(2, -(-max(_MIN_BYTES, _L2_TIMES * device.L2_cache_size) // cell.kv_bytes(batch)))
     caches = [(k, v), *((k.clone(), v if cell.latent else v.clone()) for _ in range(copies - 1))]
     timed = partial(_timed, batch, caches, rounds)
     row: dict[str, Any] = {"cell": name, **timed(*prepared(cell, batch, backend=backend))}
@@ -181,13 +184,13 @@ def measure(name: str, backend: str, rounds: int, peer: ModuleType | None = None
         row["tflop_s"] = cell.flops(batch) / row["us"] / 1e6
     if peer is not None:
         row["flashinfer"] = peers.measure(peer, cell, batch, (device.major, device.minor), timed)
-    theirs = _torch(cell, batch, caches, device.total_memory // 5)
-    row["sdpa_us"] = graph_seconds(theirs, rounds) * 1e6 if theirs else None
+    baseline = _torch(cell, batch, caches, device.total_memory // 5)
+    row["sdpa_us"] = graph_seconds(baseline, rounds) * 1e6 if baseline else None
     return row
 
 
 def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> Iterator[dict[str, Any]]:
-    """The cells so far, after each, with the machine and its ceilings; beside FlashInfer, if it is installed."""
+    """Yield the result after each cell: the machine, its ceilings, and the rows so far."""
     seed, peer = torch.seed() % (1 << 31), peers.flashinfer()
     torch.manual_seed(seed)
     found = machine() | ({"flashinfer": peer.__version__} if peer else {})
@@ -199,18 +202,19 @@ def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> Iter
 
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
-    tops, rows = result["ceilings"], result["cells"]
+    rows = result["cells"]
     decode = any("gb_s" in row for row in rows)
-    top, unit = (tops["read_gb_s"], "GB/s") if decode else (tops["matmul_tflop_s"], "TFLOP/s")
+    top, unit = ("read_gb_s", "GB/s") if decode else ("matmul_tflop_s", "TFLOP/s")
+    ceiling = result["ceilings"][top]
     columns: dict[str, Callable[[dict[str, Any]], str]] = {"Quire µs": lambda row: f"{row['us']:.1f}"}
     if any("flashinfer" in row for row in rows):
         columns |= {"FlashInfer µs": _flashinfer, "ratio": _ratio}
     if any("sdpa_us" in row for row in rows):
-        peer = "gather + SDPA µs" if decode else "SDPA µs, dense"
-        columns[peer] = lambda row: f"{row['sdpa_us']:.0f}" if row["sdpa_us"] else "-"
+        baseline = "gather + SDPA µs" if decode else "SDPA µs, dense"
+        columns[baseline] = lambda row: f"{row['sdpa_us']:.0f}" if row["sdpa_us"] else "-"
     columns |= {
         unit: lambda row: f"{_rate(row):,.0f}",
-        f"of {top:,.0f} {unit}": lambda row: f"{_rate(row) / top:.0%}",
+        f"of {ceiling:,.0f} {unit}": lambda row: f"{_rate(row) / ceiling:.0%}",
         "error": lambda row: f"{row['error']:.1e}",
         "host: plan µs": lambda row: f"{row['plan_host_us']:.0f}",
         "run µs": lambda row: f"{row['run_host_us']:.0f}",
@@ -218,8 +222,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [["cell", *columns], *([row["cell"], *(show(row) for show in columns.values())] for row in rows)]
     head, *body = (f"| {' | '.join(line)} |" for line in lines)
     text = "\n".join([head, "|---|" + "--:|" * len(columns), *body])
-    said = peers.summary(rows)
-    return f"{text}\n\n{said}" if said else text
+    summary = peers.summary(rows)
+    return f"{text}\n\n{summary}" if summary else text
 
 
 def _flashinfer(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""FlashInfer beside Quire, where it is installed: the same calls on the same tensors, by each of its kernels."""
+"""Timing of FlashInfer, if it is installed, with each of its kernels and on the tensors that Quire is timed with."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from quire.bench.batches import Batch
 from quire.bench.calls import Plan, Run, prepared
 from quire.bench.cells import Cell
 
-_WORKSPACE = 512 << 20  # bytes, of which FlashInfer recommends 128 MB at least
-_MOST_ERROR = 1e-2  # of a result in halves; whoever is further off has computed something else
+_WORKSPACE = 512 << 20  # bytes; FlashInfer recommends 128 MB or more
+_MAX_ERROR = 1e-2  # relative, of outputs in 16 bits; a larger one means that something else was computed
 
 
 def flashinfer() -> ModuleType | None:
-    """The real FlashInfer; None where it is not installed.
+    """The installed FlashInfer; None if there is none.
 
     Raises:
-        ValueError: it is installed, but its name means Quire in this process (`quire.compat`).
+        ValueError: FlashInfer is installed, but its name refers to Quire in this process (`quire.compat`).
     """
     try:
-        version("flashinfer-python")  # what is installed: `import flashinfer` may find Quire's stand-in
+        version("flashinfer-python")  # `import flashinfer` alone might find the modules of quire.compat
     except PackageNotFoundError:
         return None
     module = import_module("flashinfer")
@@ -35,9 +35,9 @@ def flashinfer() -> ModuleType | None:
 
 
 def kernels(cell: Cell, capability: tuple[int, int]) -> dict[str, dict[str, Any]]:
-    """Options of FlashInfer's wrapper for each of its kernels that a GPU of such a capability has for a cell.
+    """FlashInfer's kernels for a cell on a GPU of this compute capability: wrapper options by the kernel's name.
 
-    Those for decode are "cuda", on CUDA cores, and "fa2", its prefill on tensor cores.
+    Decode has "cuda", which uses CUDA cores, and "fa2", its prefill kernel, which uses tensor cores.
     """
     if cell.operation == "decode" and not cell.latent:
         return {
@@ -55,38 +55,38 @@ def measure(
     capability: tuple[int, int],
     time: Callable[[Plan, Run], dict[str, float]],
 ) -> dict[str, dict[str, Any]]:
-    """What `time` says of each of its kernels, or {"failed": why} of those that cannot compute the cell.
+    """Times and error of each of FlashInfer's kernels, or {"failed": reason} if it cannot compute the cell.
 
     Args:
-        module: FlashInfer, or whatever has its wrappers.
-        time: from what plans and what runs to times and an "error".
+        module: FlashInfer, or a module with its wrappers.
+        time: called with functions that plan and run; returns times and an "error".
     """
     found: dict[str, dict[str, Any]] = {}
     for name, options in kernels(cell, capability).items():
         try:
             row: dict[str, Any] = time(*prepared(cell, batch, module, _WORKSPACE, **options))
-        except Exception as error:  # FlashInfer has no common one, nor have the compilers that it calls
+        except Exception as error:  # FlashInfer, and the compilers that it calls, raise unrelated types
             row = {"failed": f"{type(error).__name__}: {error}"}
-        if "failed" not in row and not row["error"] <= _MOST_ERROR:  # or NaN
+        if "failed" not in row and not row["error"] <= _MAX_ERROR:  # NaN fails this, too
             row = {"failed": f"error {row['error']:.1e} against the oracle"}
         found[name] = row
     return found
 
 
 def best(row: dict[str, Any]) -> tuple[str, float] | None:
-    """The fastest of FlashInfer's kernels in a cell's row, and its microseconds; None if there was none."""
-    times = {name: own["us"] for name, own in row.get("flashinfer", {}).items() if "us" in own}
+    """The name and microseconds of FlashInfer's fastest kernel in a cell's row; None if none computed it."""
+    times = {name: found["us"] for name, found in row.get("flashinfer", {}).items() if "us" in found}
     return min(times.items(), key=lambda item: item[1]) if times else None
 
 
 def ratio(row: dict[str, Any]) -> float | None:
-    """FlashInfer's time over Quire's: above 1 where Quire is faster. None if there was no FlashInfer."""
-    theirs = best(row)
-    return theirs[1] / row["us"] if theirs else None
+    """FlashInfer's time over Quire's: above 1 if Quire is faster. None if FlashInfer did not compute the cell."""
+    fastest = best(row)
+    return fastest[1] / row["us"] if fastest else None
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """A sentence on all cells that FlashInfer computed; empty if there were none."""
+    """A sentence with the mean ratio over all cells that FlashInfer computed; empty if there are none."""
     ratios = [found for found in map(ratio, rows) if found is not None]
     if not ratios:
         return ""
