@@ -170,7 +170,7 @@ def _timed(
 
 
 def measure(name: str, backend: str, rounds: int, peer: ModuleType | None = None) -> dict[str, Any]:
-    """One cell's row: times, rate and error of Quire, and times of torch and, unless it is None, FlashInfer (`peer`)."""
+    """One cell's row: times, rate and error of Quire, and times of torch and, unless None, FlashInfer (`peer`)."""
     cell, device = Cell.parse(name), torch.cuda.get_device_properties(0)
     batch = cell.make("cuda")
     k, v = batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
