@@ -1,7 +1,7 @@
-"""Put the tables of benchmarks/results/*.json into README.md, between the marks that name the files.
+"""Put the tables of benchmarks/results/*.json into docs/benchmarks.md, between the markers that name the files.
 
-python tools/readme_tables.py            write them
-python tools/readme_tables.py --check    exit with 1 if README.md shows something else
+python tools/benchmark_tables.py            write them
+python tools/benchmark_tables.py --check    exit with 1 if docs/benchmarks.md shows something else
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->
 
 
 def rendered(name: str) -> str:
-    """A file's table, and what it was measured on."""
+    """A line that names the machine, versions and date of a result file, and its table."""
     result = json.loads((ROOT / name).read_text())
     on_gpu = "triton" in result
     compiler = "triton" if on_gpu else "numba"
-    parts = (
+    machine = (
         result["device"] if on_gpu else f"{result['device']}, {result['threads']} threads",
         f"Python {result['python']}, torch {result['torch']}, {compiler} {result[compiler]}",
         *([f"FlashInfer {result['flashinfer']}"] if "flashinfer" in result else []),
         result["date"],
     )
-    return f"{', '.join(parts)}:\n\n{(gpu if on_gpu else cpu).table(result)}\n"
+    return f"{', '.join(machine)}:\n\n{(gpu if on_gpu else cpu).table(result)}\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    readme = ROOT / "README.md"
-    old = readme.read_text()
+    page = ROOT / "docs" / "benchmarks.md"
+    old = page.read_text()
     new = BLOCK.sub(lambda found: f"{found[1]}{rendered(found[2])}{found[3]}", old)
     if args.check:
         return int(new != old)
-    readme.write_text(new)
+    page.write_text(new)
     return 0
 
 
