@@ -14,6 +14,7 @@ import torch
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition.spec import AttentionSpec
 from quire.kernels import registry
+from quire.kernels.call import Call
 
 _PLAIN = AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=64, q_dtype=torch.float16)
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
@@ -132,8 +133,8 @@ def _errors(family: str, batch: Batch, most: int) -> tuple[float, float]:
     out = torch.full((len(batch.q), spec.num_qo_heads, spec.head_dim_vo), torch.nan).to(batch.q.device, spec.o_dtype)
     lse = torch.full(out.shape[:2], torch.nan, device=out.device)
     extras: dict[str, Any] = {"sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
-    call = registry.Call(batch.q, batch.k, batch.v, batch.qo, batch.kv, spec, mask=batch.mask, max_q_len=most, **extras)
-    registry.attend(call, out, lse, family)
+    call = Call(batch.q, batch.k, batch.v, batch.qo, batch.kv, spec, mask=batch.mask, max_q_len=most, **extras)
+    registry.dispatch(call, out, lse, family)
     exact, exact_lse = batch.exact()
     gap = torch.where(exact_lse == lse, 0.0, (exact_lse - lse).abs())
     return relative_error(out, exact), float(gap.max()) if gap.numel() else 0.0

@@ -114,8 +114,9 @@ class AttentionSpec:
             default(self, "kv_dtype", self.q_dtype)
         if self.o_dtype is None:
             default(self, "o_dtype", self.q_dtype)
-        if self.window_left is None:
-            default(self, "window_left", -1)
+        for name, value in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                default(self, name, value)
         self._check_shape()
         if self.sm_scale is None:
             default(self, "sm_scale", 1.0 / math.sqrt(self.head_dim_qk))
@@ -201,6 +202,8 @@ class AttentionSpec:
         return torch.exp2(exponent).float()
 
 
+# The values of arguments that are None, as FlashInfer's callers give them.
+_DEFAULTS = {"window_left": -1, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
 _KINDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "window_left"), int),
     **dict.fromkeys(("logits_soft_cap", "sm_scale", "rope_scale", "rope_theta"), float),

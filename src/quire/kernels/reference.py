@@ -7,7 +7,8 @@ from torch import Tensor
 
 from quire.definition import oracle
 from quire.definition.spec import AttentionSpec
-from quire.kernels.registry import Call
+from quire.kernels.call import Call, Replay
+from quire.kernels.family import BASIC, Family
 
 
 def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> str | None:
@@ -33,3 +34,21 @@ def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
     out.copy_(exact)
     if lse is not None:
         lse.copy_(exact_lse)
+
+
+class _Reference(Family):
+    name = "reference"
+    computes = BASIC | frozenset({
+        "causal", "window_left", "custom_mask", "items", "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta",
+        "slopes", "sinks", "latent", "batch_invariant",
+    })  # fmt: skip
+
+    def declines(self, spec: AttentionSpec, device: torch.device, max_q_len: int) -> str | None:
+        return declines(spec, device, max_q_len)
+
+    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
+        attend(call, out, lse)
+        return None
+
+
+FAMILY = _Reference()

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from quire.definition.masks import PackedMask
 from quire.definition.spec import FLOATS, LOG2E, AttentionSpec
+from quire.kernels.call import Call, Replay
 from quire.kernels.cpu.jit import launch
 from quire.kernels.cpu.problem import Problem
 from quire.kernels.cpu.stream import ROWS, stream
 from quire.kernels.cpu.tile import PANEL, PANELS, tile
-from quire.kernels.registry import Call
+from quire.kernels.family import BASIC, Family
 
 STREAMED_ROWS = 16  # query rows per KV head up to which a request streams
 _STORAGE = {
@@ -169,3 +170,21 @@ def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
         out.copy_(direct)
     if lse is not None and sums is not lse:
         lse.copy_(sums)
+
+
+class _Cpu(Family):
+    name = "cpu"
+    computes = BASIC | frozenset({
+        "causal", "window_left", "custom_mask", "items", "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta",
+        "slopes", "sinks", "latent", "batch_invariant",
+    })  # fmt: skip
+
+    def declines(self, spec: AttentionSpec, device: torch.device, max_q_len: int) -> str | None:
+        return declines(spec, device, max_q_len)
+
+    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
+        attend(call, out, lse)
+        return None
+
+
+FAMILY = _Cpu()

@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from quire.definition.pages import PageTable
 from quire.definition.spec import FLOATS
-from quire.kernels.registry import Call
+from quire.kernels.call import Call
 
 
 @triton.jit

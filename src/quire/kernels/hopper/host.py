@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.definition.spec import AttentionSpec
+from quire.kernels.call import Call, Replay
+from quire.kernels.family import BASIC, Family
 from quire.kernels.gpu.launch import INTERPRETED, Repeat, into
 from quire.kernels.hopper.decode import host as decode_call
 from quire.kernels.hopper.mla import host as latent_call
-from quire.kernels.registry import Call
 
 
 def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> str | None:
@@ -49,3 +50,33 @@ def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
 
 def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
     return (latent_call if call.spec.latent else decode_call).launch(call, out, lse, _processors(out.device))
+
+
+class _Hopper(Family):
+    name = "hopper"
+    computes = BASIC | frozenset({
+        "causal", "window_left", "custom_mask", "items", "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta",
+        "slopes", "sinks", "latent", "batch_invariant",
+    })  # fmt: skip
+
+    def declines(self, spec: AttentionSpec, device: torch.device, max_q_len: int) -> str | None:
+        return declines(spec, device, max_q_len)
+
+    def refuses(self, call: Call) -> str | None:
+        return refuses(call)
+
+    def float_workspace_size(
+        self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int
+    ) -> int:
+        return scratch(spec, device, max_q_len, batch_size, kv_tokens)
+
+    def int_workspace_size(
+        self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int
+    ) -> int:
+        return zeros(spec, device, max_q_len, batch_size, kv_tokens)
+
+    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
+        return attend(call, out, lse)
+
+
+FAMILY = _Hopper()

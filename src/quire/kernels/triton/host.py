@@ -15,8 +15,9 @@ from torch import Tensor
 from triton import language as tl
 
 from quire.definition.spec import LOG2E, AttentionSpec
+from quire.kernels.call import Call, Replay
+from quire.kernels.family import BASIC, Family
 from quire.kernels.gpu.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scales, steps
-from quire.kernels.registry import Call
 from quire.kernels.rope import turns_of
 from quire.kernels.triton import kernel
 from quire.kernels.triton.config import Config, Machine, Tuning, parts, product_types, tune
@@ -265,3 +266,25 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
     # What is to be repeated must read the caller's own tensors.
     own = q is call.q and q_scale is k_scale is v_scale is None and (slots == 0 or part is call.scratch)
     return repeat if own else None
+
+
+class _Triton(Family):
+    name = "triton"
+    computes = BASIC | frozenset({
+        "causal", "window_left", "custom_mask", "items", "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta",
+        "slopes", "sinks", "latent", "batch_invariant",
+    })  # fmt: skip
+
+    def declines(self, spec: AttentionSpec, device: torch.device, max_q_len: int) -> str | None:
+        return declines(spec, device, max_q_len)
+
+    def float_workspace_size(
+        self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int
+    ) -> int:
+        return scratch(spec, device, max_q_len, batch_size, kv_tokens)
+
+    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
+        return attend(call, out, lse)
+
+
+FAMILY = _Triton()

@@ -10,10 +10,10 @@ import triton
 from torch import Tensor
 
 from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec
+from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, Repeat, aligned, reach, split_scales, steps
 from quire.kernels.hopper.decode.kernel import Config, decode
 from quire.kernels.hopper.schedule import FEW, scanned
-from quire.kernels.registry import Call
 
 _ROWS = 64  # of a tile
 _UNIT, _RUN = 128, 8  # keys between two cuts, and such units folded together, in batch-invariant mode

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from quire.definition.pages import PageTable
 from quire.definition.spec import LOG2E, AttentionSpec
+from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, Repeat, aligned, reach, split_scales
 from quire.kernels.hopper.mla.kernel import REGISTERS, Config, decode_latent
 from quire.kernels.hopper.schedule import scanned
-from quire.kernels.registry import Call
 
 _ROWS = 64  # of a tile
 _LANES = 12  # tiles at most that are read for together: there are 132 multiprocessors

@@ -1,4 +1,4 @@
-"""Attention as an operation of torch's."""
+"""Attention as two torch operations: `torch.ops.quire.attend` of a planned batch, `attend_one` of one request."""
 
 from __future__ import annotations
 
@@ -14,32 +14,42 @@ from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec, check
 from quire.definition.tensors import check_optional, check_qkv, refuse_grad
 from quire.kernels import registry
+from quire.kernels.call import Call, Replay
 from quire.kernels.ops import operation, traced
 from quire.kernels.pack import pack
 
 Scale = float | Tensor
-_kept = lru_cache(maxsize=1024, typed=True)(AttentionSpec)  # layers, of which a program has few
+_cached_spec = lru_cache(maxsize=1024, typed=True)(AttentionSpec)  # a program has few layers
 
 
-def made(**layer: Any) -> AttentionSpec:
-    """A layer, checked once. Values that are equal and of other types, 8 and 8.0, are checked on their own."""
+def make_spec(**fields: Any) -> AttentionSpec:
+    """An `AttentionSpec` that is checked once for equal fields of equal types (8.0 is checked again after 8)."""
     try:
-        return _kept(**layer)
+        return _cached_spec(**fields)
     except TypeError:  # a value that cannot be hashed
-        return AttentionSpec(**layer)
+        return AttentionSpec(**fields)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _spec_of_run(
+    spec: AttentionSpec, window_left: int | None, logits_soft_cap: float | None, sm_scale: float | None, sinks: bool
+) -> AttentionSpec:
+    """A planned layer with the values that one run overrides."""
+    given = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale}
+    return spec.but(sinks=sinks, **{name: value for name, value in given.items() if value is not None})
 
 
 def attend(
-    call: registry.Call,
+    call: Call,
     out: Tensor,
     lse: Tensor | None,
     backend: str,
     window_left: int | None = None,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
-) -> registry.Repeat | None:
-    """Compute a call into out and, unless it is None, lse; its layer is the plan's but for what this run says. Returns
-    what repeats it, as `quire.kernels.registry.attend`.
+) -> Replay | None:
+    """Compute a call into out and, unless it is None, lse. The last three arguments override the planned layer's values
+    unless they are None. Returns what replays the call, as `quire.kernels.registry.dispatch`; None while it is traced.
 
     Raises:
         ValueError: a query, key or value requires grad; or no family computes the call.
@@ -51,8 +61,8 @@ def attend(
     if not traced(call.q):
         return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
     kv, mask, items = call.kv, call.mask, call.items
-    q_scale, k_scale, v_scale, numbers = _apart(call.q_scale, call.k_scale, call.v_scale)
-    _attend(
+    q_scale, k_scale, v_scale, numbers = _split_scales(call.q_scale, call.k_scale, call.v_scale)
+    _attend_op(
         out,
         lse,
         call.zeros,
@@ -86,13 +96,13 @@ def attend(
     return None
 
 
-def _apart(*scales: Scale) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[float]]:
-    """The scales of q, k and v as an operation takes them: those that are tensors, and the numbers of the others."""
+def _split_scales(*scales: Scale) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[float]]:
+    """The scales of q, k and v as an operation takes them: tensors, and numbers that are 1 where a tensor is given."""
     q_scale, k_scale, v_scale = (x if isinstance(x, Tensor) else None for x in scales)
     return q_scale, k_scale, v_scale, [1.0 if isinstance(x, Tensor) else float(x) for x in scales]
 
 
-def _together(
+def _join_scales(
     numbers: list[float], q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> tuple[Scale, Scale, Scale]:
     q_number, k_number, v_number = numbers
@@ -105,14 +115,15 @@ def _together(
 
 @torch.inference_mode()  # sinks and scales may be parameters, and what is written to may be an inference tensor
 def _compute(
-    call: registry.Call,
+    call: Call,
     out: Tensor,
     lse: Tensor | None,
     backend: str,
     window_left: int | None,
     logits_soft_cap: float | None,
     sm_scale: float | None,
-) -> registry.Repeat | None:
+) -> Replay | None:
+    """Check what lies on the host against the tensors' sizes, apply the run's overrides, and dispatch the call."""
     spec, rows = call.spec, call.qo.indptr
     if rows.device.type == "cpu":
         check(
@@ -128,12 +139,12 @@ def _compute(
         check(len(call.k) >= end, "k.shape", list(call.k.shape), f"at least kv_indptr[-1] = {end} tokens")
     sinks = call.sinks is not None
     if window_left is not None or logits_soft_cap is not None or sm_scale is not None or sinks != spec.sinks:
-        call.spec = registry.layer(spec, window_left, logits_soft_cap, sm_scale, sinks)
-    return registry.attend(call, out, lse, backend)
+        call.spec = _spec_of_run(spec, window_left, logits_soft_cap, sm_scale, sinks)
+    return registry.dispatch(call, out, lse, backend)
 
 
 @operation("attend", "out", "lse")
-def _attend(
+def _attend_op(
     out: Tensor,
     lse: Tensor | None,
     zeros: Tensor | None,
@@ -164,11 +175,11 @@ def _attend(
     logits_soft_cap: float | None,
     sm_scale: float | None,
 ) -> None:
-    """`torch.ops.quire.attend`: a `Call` in pieces; `layer` is the text of its `AttentionSpec`.
+    """`torch.ops.quire.attend`: the fields of a `Call` one by one; `layer` is the text of its `AttentionSpec`.
 
-    Scratch memory is allocated here. The caller's is a part of a workspace that other calls of a graph take other parts
-    of, and compilers of graphs cannot follow tensors that are written and overlap. Zeros are zeros again afterwards, so
-    that for a graph they are only read.
+    The float workspace is allocated here. The caller's is part of a buffer that other calls of a graph use as well, and
+    graph compilers cannot handle overlapping tensors that are written to. The int workspace holds zeros again after
+    the call, so that a graph may treat it as read-only.
     """
     kv: PageTable | RaggedLayout = RaggedLayout(kv_indptr)
     if kv_indices is not None and kv_last_page_len is not None:
@@ -177,8 +188,8 @@ def _attend(
     items = None
     if prefix_lens is not None and item_positions is not None:
         items = Items(prefix_lens, item_positions, items_len)
-    scale = _together(scales[:3], q_scale, k_scale, v_scale)
-    call = registry.Call(
+    scale = _join_scales(scales[:3], q_scale, k_scale, v_scale)
+    call = Call(
         q=q,
         k=k,
         v=v,
@@ -211,15 +222,15 @@ def attend_one(
     scales: tuple[Scale, Scale, Scale],
     **layer: Any,
 ) -> None:
-    """Attention of one request, which needs no plan: nothing is copied to a device, so that graphs can capture it.
+    """Attention of one request without a plan. Nothing is copied to a device, so that CUDA graphs can capture it.
 
     Args:
         out, lse: where to write, as `attend`.
         q: [q_len, num_qo_heads, head_dim_qk].
         k, v: [kv_len, num_kv_heads, head_dim].
-        custom_mask: bool [q_len, kv_len]; packed_custom_mask: the same in bits, which wins where both are given.
-        scales: of q, k and v.
-        layer: what is left of `torch.ops.quire.attend_one`'s arguments.
+        custom_mask: bool [q_len, kv_len]; packed_custom_mask: its bits, uint8, which are used where both are given.
+        scales: factors of the stored q, k and v.
+        layer: the remaining arguments of `torch.ops.quire.attend_one`.
 
     Raises:
         ValueError: a tensor that does not fit or that requires grad, or a layer that nobody can compute.
@@ -228,11 +239,11 @@ def attend_one(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check(x.dtype in FLOATS + FLOATS8, f"{name}.dtype", x.dtype, "float32, bfloat16, float16 or an fp8 type")
     check_optional(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
-    _attend_one(out, lse, q, k, v, custom_mask, packed_custom_mask, *_apart(*scales), **layer)
+    _attend_one_op(out, lse, q, k, v, custom_mask, packed_custom_mask, *_split_scales(*scales), **layer)
 
 
 @operation("attend_one", "out", "lse")
-def _attend_one(
+def _attend_one_op(
     out: Tensor,
     lse: Tensor | None,
     q: Tensor,
@@ -247,16 +258,16 @@ def _attend_one(
     causal: bool,
     pos_encoding: str,
     window_left: int | None,
-    logits_soft_cap: float,
+    logits_soft_cap: float | None,
     sm_scale: float | None,
-    rope_scale: float,
-    rope_theta: float,
+    rope_scale: float | None,
+    rope_theta: float | None,
     batch_invariant: bool,
     backend: str,
 ) -> None:
-    """`torch.ops.quire.attend_one`: the layer is made below the operation, where nothing is traced."""
-    mask = _whole_mask(len(q), len(k), custom_mask, packed_custom_mask, q.device)
-    spec = made(
+    """`torch.ops.quire.attend_one`. The spec is made inside the operation, where sizes are not traced symbols."""
+    mask = _mask_of_one(len(q), len(k), custom_mask, packed_custom_mask, q.device)
+    spec = make_spec(
         num_qo_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_dim_qk=q.shape[2],
@@ -275,21 +286,20 @@ def _attend_one(
         batch_invariant=batch_invariant,
     )
     check_qkv(q, k, v, spec, q.device)
-    qo, kv = RaggedLayout(_ends(len(q), q.device)), RaggedLayout(_ends(len(k), q.device))
-    gains = _together(scales, q_scale, k_scale, v_scale)
-    call = registry.Call(q, k, v, qo, kv, spec, mask, None, *gains)
-    call.max_q_len = len(q)
-    registry.attend(call, out, lse, backend)
+    qo, kv = RaggedLayout(_indptr_of_one(len(q), q.device)), RaggedLayout(_indptr_of_one(len(k), q.device))
+    gains = _join_scales(scales, q_scale, k_scale, v_scale)
+    call = Call(q, k, v, qo, kv, spec, mask, None, *gains, max_q_len=len(q))
+    registry.dispatch(call, out, lse, backend)
 
 
-def _ends(length: int, device: torch.device) -> Tensor:
+def _indptr_of_one(length: int, device: torch.device) -> Tensor:
     """int32 [0, length], made on the device."""
     if not length:
         return torch.zeros(2, dtype=torch.int32, device=device)
     return torch.arange(0, length + 1, length, dtype=torch.int32, device=device)
 
 
-def _whole_mask(
+def _mask_of_one(
     q_len: int, kv_len: int, custom_mask: Tensor | None, packed: Tensor | None, device: torch.device
 ) -> PackedMask | None:
     bits, size = packed, -(-q_len * kv_len // 8)
@@ -304,4 +314,4 @@ def _whole_mask(
     fits = bits.dtype == torch.uint8 and bits.ndim == 1 and len(bits) >= size
     given = f"{bits.dtype} of shape {list(bits.shape)}"
     check(fits, "packed_custom_mask", given, f"a uint8 vector of ceil(q_len * kv_len / 8) = {size} bytes")
-    return PackedMask(bits.to(device), _ends(size, device))
+    return PackedMask(bits.to(device), _indptr_of_one(size, device))

@@ -1,0 +1,127 @@
+"""One checked call of attention: what a kernel family is given, and what it may return so that the call can be
+replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.definition.items import Items
+from quire.definition.masks import PackedMask
+from quire.definition.pages import LengthTable, PageTable, RaggedLayout
+from quire.definition.spec import AttentionSpec
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One checked call of attention: what kernels need to know, except where outputs are written.
+
+    Attributes:
+        q: [tokens, num_qo_heads, head_dim_qk].
+        k, v: [pages, page_size, num_kv_heads, head_dim] with a page table, [tokens, num_kv_heads, head_dim] with
+            ragged rows; any strides with the last one 1.
+        qo, kv: the query rows and the keys of each request.
+        sinks: [num_qo_heads], one more logit per head in the softmax's denominator.
+        q_scale, k_scale, v_scale: factors of the stored values; a number, or a tensor of one per head.
+        q_pe, k_pe: with spec.latent, the rotary part of queries, [tokens, num_qo_heads, 64], and of keys, [pages,
+            page_size, 1, 64]; q and k are then the latent part, and v is k. pe_gain: a factor of the rotary part alone,
+            besides q_scale and k_scale, for fp8 caches.
+        max_q_len: the most query tokens that a request has, 0 if it is not known.
+        scratch: float32 workspace for partial states, as much as the family asks for; or None, and the kernels'
+            host code allocates it.
+        zeros: int32 workspace of 8 MiB or more, all zeros before a call and after it; or None, as above. No other call
+            may use the workspaces at the same time.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    qo: RaggedLayout
+    kv: PageTable | RaggedLayout
+    spec: AttentionSpec
+    mask: PackedMask | None = None
+    sinks: Tensor | None = None
+    q_scale: float | Tensor = 1.0
+    k_scale: float | Tensor = 1.0
+    v_scale: float | Tensor = 1.0
+    items: Items | None = None
+    q_pe: Tensor | None = None
+    k_pe: Tensor | None = None
+    pe_gain: float = 1.0
+    max_q_len: int = 0
+    scratch: Tensor | None = None
+    zeros: Tensor | None = None
+
+    def scratch_for(self, size: int) -> Tensor:
+        """A float32 workspace of at least `size` elements: the caller's, or a new one."""
+        if self.scratch is None or self.scratch.numel() < size:
+            return torch.empty(size, dtype=torch.float32, device=self.q.device)
+        return self.scratch
+
+    def zeros_for(self, size: int, least: int = 0) -> Tensor:
+        """An int32 workspace of zeros: the caller's if it has at least `least` elements, or a new one of `size`."""
+        if self.zeros is None or self.zeros.numel() < least:
+            return torch.zeros(size, dtype=torch.int32, device=self.q.device)
+        return self.zeros
+
+    def table(self) -> tuple[int, Tensor, Tensor, bool, int]:
+        """What kernels read of the page table: (page_size, indices, lengths, by_length, entries).
+
+        `lengths` has the tokens in each request's last page or, with by_length, in each request. Kernels may read the
+        first `entries` page ids of `indices`. Ragged rows have page_size 0 and no indices: kv.indptr counts rows of k.
+        """
+        kv, pool = self.kv, self.k.shape[0]
+        if isinstance(kv, PageTable):
+            by_length, entries = isinstance(kv, LengthTable), kv.indices.shape[0] if pool else 0
+            return kv.page_size, kv.indices, kv.per_request, by_length, entries
+        return 0, kv.indptr, kv.indptr, False, pool
+
+    def paged(self) -> tuple[Tensor, Tensor, PageTable]:
+        """k, v and their page table; ragged rows become pages of size 1."""
+        if isinstance(self.kv, PageTable):
+            return self.k, self.v, self.kv
+        return self.k.unsqueeze(1), self.v.unsqueeze(1), PageTable.from_ragged(self.kv, len(self.k))
+
+    def plain(self) -> Call:
+        """An equal call for kernels that know neither items, which become a custom mask, nor latent caches, of which
+        both parts are copied into one tensor.
+        """
+        if self.items is None and self.q_pe is None:
+            return self
+        q, k, spec, mask = self.q, self.k, self.spec, self.mask
+        if self.items is not None:
+            mask = self.items.packed(self.qo.lengths(), self.kv.lengths())
+            spec = spec.but(items=False, custom_mask=True)
+        if self.q_pe is not None and self.k_pe is not None:
+            q_pe = self.q_pe
+            if self.pe_gain != 1.0:  # what a product with the gain would lose in halves counts in the oracle
+                q, q_pe = q.float(), q_pe.float() * self.pe_gain
+            q, k = torch.cat([q, q_pe], -1), torch.cat([k, self.k_pe], -1)
+            spec = spec.but(latent=False, q_dtype=q.dtype)
+        scales = (self.q_scale, self.k_scale, self.v_scale)
+        return Call(q, k, self.v, self.qo, self.kv, spec, mask, self.sinks, *scales)
+
+
+class Replay(Protocol):
+    """A computed call that can be launched again with other tensors of equal shapes, strides, dtypes and devices."""
+
+    def __call__(
+        self,
+        q: int,
+        q_pe: int | None,
+        k: int,
+        v: int,
+        k_pe: int | None,
+        out: int,
+        lse: int | None,
+        sinks: int | None,
+        stream: int,
+    ) -> bool:
+        """Launch on a stream with tensors at these addresses; False, and nothing launched, if they are not aligned."""
+
+    def moved(self, table: PageTable, other: PageTable) -> Replay | None:
+        """A replay that reads the page table `other`, of as many requests, in place of `table`; None if it cannot."""
