@@ -225,7 +225,7 @@ def test_weights_of_compiled_layers_are_detached(device):
 def repeated(monkeypatch):
     """How many runs were repeated by wrappers that believe to be on a GPU."""
     done = []
-    monkeypatch.setattr("quire.kernels.attend._compute", lambda *given: lambda *addresses: bool(done.append(1)) or True)
+    monkeypatch.setattr("quire.kernels.attention._compute", lambda *given: lambda *addresses: bool(done.append(1)) or True)
     monkeypatch.setattr(registry, "choose", lambda *given: "cpu")
     monkeypatch.setattr(registry, "scratch", lambda *given: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)

@@ -233,7 +233,7 @@ def caught(monkeypatch, name, run):
             return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr("quire.kernels.ops.traced", lambda x: True)
-    monkeypatch.setattr("quire.kernels.attend.traced", lambda x: True)
+    monkeypatch.setattr("quire.kernels.attention.traced", lambda x: True)
     with Catch():
         run()
     return calls

@@ -334,7 +334,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rn
         ({"k": batch.k, "v": batch.v, "kv": batch.kv}, 16, 44, (32 * words, 2 * words, words)),
         ({"k": k, "v": v, "kv": RaggedLayout(indptr)}, 0, 704, (2 * words, 0, words)),
     ):
-        call = registry.Call(q=batch.q, qo=batch.qo, spec=spec, mask=batch.mask, max_q_len=1, **keys)
+        call = Call(q=batch.q, qo=batch.qo, spec=spec, mask=batch.mask, max_q_len=1, **keys)
         assert hopper.decode_call.refuses(call) is None
         hopper.decode_call.launch(call, batch.q, None, 132)
         given = Recorded.last

@@ -231,7 +231,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     batch = random_batch(layer((128, BF16, 2, 4)), [1, 1], [9000, 64], 16)
     size = hopper.decode_call.zeros(batch.spec, 132, 1, 2, len(batch.kv.indices) * 16) // 4
     zeros = torch.zeros(size, dtype=torch.int32)
-    call = registry.Call(
+    call = Call(
         q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=1, zeros=zeros
     )
     hopper.decode_call.launch(call, batch.q, None, 132)

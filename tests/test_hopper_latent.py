@@ -137,7 +137,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
     q, q_pe = batch.q.split((512, 64), -1)
     k, k_pe = batch.k.split((512, 64), -1)
     spec = batch.spec.but(latent=True)
-    call = registry.Call(q, k, k, batch.qo, batch.kv, spec, q_pe=q_pe, k_pe=k_pe, max_q_len=1)
+    call = Call(q, k, k, batch.qo, batch.kv, spec, q_pe=q_pe, k_pe=k_pe, max_q_len=1)
     assert calls.refuses(call) is None
     calls.launch(call, torch.empty(2, 128, 512), None, 132)
     given = Recorded.last

@@ -73,7 +73,7 @@ def compute(batch: Batch, family: str, **changes: Any) -> tuple[torch.Tensor, to
     }
     given |= {"sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
     moved = {name: move(x, device) for name, x in {**given, **changes}.items()}
-    registry.attend(registry.Call(**moved), out, lse, family)
+    registry.dispatch(Call(**moved), out, lse, family)
     return out.cpu(), lse.cpu()
 
 
@@ -235,8 +235,8 @@ def test_queries_and_outputs_may_be_strided(family, rng):
     device = "cuda" if family == "triton" and not INTERPRETED else "cpu"
     fused, wide, buffer, lse = (x.to(device) for x in (fused, wide, buffer, lse.T))
     lse, rest = lse.T, (move(x, device) for x in (batch.qo, batch.kv))
-    call = registry.Call(fused[:, 1 : 1 + spec.num_qo_heads], batch.k.to(device), wide[..., 8:], *rest, spec)
-    registry.attend(call, buffer[:, 1:], lse, family)
+    call = Call(fused[:, 1 : 1 + spec.num_qo_heads], batch.k.to(device), wide[..., 8:], *rest, spec)
+    registry.dispatch(call, buffer[:, 1:], lse, family)
     check(batch, buffer[:, 1:].cpu(), lse.cpu(), family)
     assert (buffer[:, 0] == 7.0).all()
 

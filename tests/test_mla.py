@@ -12,7 +12,7 @@ import torch
 import quire
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
-from quire.kernels.registry import Call
+from quire.kernels.call import Call
 from quire.mla import MLAPlanMetadata
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from quire.plan import prefixes
+from quire.wrappers import prefixes
 
 import quire
-from quire import _shared_prefix
+from quire.wrappers import shared_prefix as _shared_prefix
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout
 from quire.wrappers.prefixes import shared_prefixes

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from quire.definition.pages import RaggedLayout, table
+from quire.definition.pages import table
 from quire.definition.spec import FLOATS8, as_dtype, check
 from quire.definition.tensors import check_tensors
 from quire.mla import _FP8_QUERIES, BatchMLAPagedAttentionWrapper
-from quire.wrappers.base import DType
+from quire.wrappers.arguments import DType, LayerArgs, RunArgs
 from quire.wrappers.buffers import check_buffers, fixed_batch
 
 __all__ = ["BatchDecodeMlaWithPagedKVCacheWrapper"]
@@ -36,6 +34,8 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
     Raises:
         ValueError: a buffer that does not fit, or that use_cuda_graph needs.
     """
+
+    _kv_buffers = ("_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
 
     def __init__(
         self,
@@ -96,44 +96,33 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        self._begin_plan()
+        self._capture.begin_plan(type(self).__name__)
         dim = head_dim_compressed_kv
         check(dim in (128, 256, 512), "head_dim_compressed_kv", dim, "128, 256 or 512")
         last_page_len = table(last_page_len, "last_page_len")
         batch_size = len(last_page_len)
         if self._use_cuda_graph:
             fixed_batch(self._paged_kv_last_page_len_buf, "paged_kv_last_page_len_buffer", batch_size)
-        given = {
-            "paged_kv_indptr_buf": table(indptr, "indptr"),
-            "paged_kv_indices_buf": table(indices, "indices"),
-            "paged_kv_last_page_len_buf": last_page_len,
-        }
         kv_dtype = as_dtype(data_type, "data_type")
         q_dtype = kv_dtype if q_data_type is None else as_dtype(q_data_type, "q_data_type")
         check(kv_dtype not in FLOATS8 or q_dtype == torch.bfloat16, "q_data_type", q_dtype, _FP8_QUERIES)
-        pages = self._hold_pages(given, page_size, True)
-        if self._qo_indptr_buf is None or len(self._qo_indptr_buf) != batch_size + 1:  # graphs read it for good
-            self._qo_indptr_buf = torch.arange(batch_size + 1, dtype=torch.int32, device=self.device)
-        self._plan_layer(
-            RaggedLayout(self._qo_indptr_buf),
-            pages,
-            None,
-            max_q_len=1,
-            q_data_type=q_dtype,
-            kv_data_type=kv_dtype,
-            o_data_type=None,
-            num_qo_heads=num_qo_heads,
+        tables = table(indptr, "indptr"), table(indices, "indices"), last_page_len
+        layer = LayerArgs(
+            num_qo_heads,
             num_kv_heads=1,
             head_dim_qk=dim + _KPE,
             head_dim_vo=dim,
-            causal=True,
+            page_size=page_size,
+            q_len=1,
+            q_data_type=q_dtype,
+            kv_data_type=kv_dtype,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             latent=True,
-            rope_scale=None,
-            rope_theta=None,
+            batch_invariant=self.invariant,
         )
+        self._commit(layer, self._equal_rows(batch_size, 1), self._pages(tables, page_size), max_q_len=1)
 
     begin_forward = plan  # type: ignore[assignment]
 
@@ -170,31 +159,18 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
             RuntimeError: nothing was planned.
             ValueError: a tensor that does not fit the plan.
         """
-        options: tuple[Any, ...] = (q_scale, k_scale, v_scale)
-        spec = self._planned()
-        done = self._repeat(
-            q_nope, (paged_ckv_cache, paged_ckv_cache), out, lse, None, return_lse, options, q_pe, paged_kpe_cache
+        plan, options = self.require_plan(), (q_scale, k_scale, v_scale)
+        cache = paged_ckv_cache, paged_ckv_cache
+        key, done = self._replays.lookup(
+            plan, q_nope, cache, out, lse, None, return_lse, options, q_pe, paged_kpe_cache
         )
         if done is not None:
             return done
         check_tensors(paged_ckv_cache=paged_ckv_cache, paged_kpe_cache=paged_kpe_cache)
-        self._check_inputs(spec, q_nope, q_pe, paged_ckv_cache, paged_kpe_cache)
-        rows = self._kv.batch_size
+        self._check_inputs(plan.spec, q_nope, q_pe, paged_ckv_cache, paged_kpe_cache)
+        rows = plan.kv.batch_size
         check(len(q_nope) == rows, "q_nope.shape", list(q_nope.shape), f"{rows} rows, one per request")
         pages = paged_ckv_cache.unsqueeze(2)
-        return self._attend(
-            q_nope,
-            pages,
-            pages,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            window_left=None,
-            logits_soft_cap=None,
-            sm_scale=None,
-            sinks=None,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            latent=(q_pe, paged_kpe_cache.unsqueeze(2), 1.0),
-        )
+        latent = q_pe, paged_kpe_cache.unsqueeze(2), 1.0
+        given = RunArgs(q_scale, k_scale, v_scale, out=out, lse=lse, return_lse=return_lse, latent=latent)
+        return self._compute(key, q_nope, pages, pages, given)

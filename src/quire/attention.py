@@ -17,8 +17,7 @@ from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import AttentionSpec, check
 from quire.definition.tensors import check_cache, check_optional, check_tensors
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.wrappers.arguments import Scale, refuse
-from quire.wrappers.base import DType
+from quire.wrappers.arguments import DType, Scale, refuse
 from quire.wrappers.composite import CompositeWrapper
 
 __all__ = [

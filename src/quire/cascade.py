@@ -18,7 +18,7 @@ from quire.definition.state import merge_ragged
 from quire.definition.tensors import check_apart, check_cache, check_optional, check_tensor, check_tensors, refuse_grad
 from quire.kernels import merge
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache_return_lse
-from quire.wrappers.base import DType
+from quire.wrappers.arguments import DType
 from quire.wrappers.composite import CompositeWrapper
 
 __all__ = [

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quire._mla_decode import BatchDecodeMlaWithPagedKVCacheWrapper
-from quire.definition.pages import PageTable, RaggedLayout, table
+from quire.definition.pages import table
 from quire.definition.spec import FLOATS8, as_dtype, check, is_int
-from quire.definition.tensors import as_nhd, as_slopes, check_layout, check_tensors, split_cache
-from quire.wrappers.arguments import Scale, by_position, refuse, typed
-from quire.wrappers.base import AttentionWrapper, DType
+from quire.definition.tensors import as_nhd, as_slopes, check_layout, check_tensors
+from quire.wrappers.arguments import DType, LayerArgs, RunArgs, Scale, by_position, refuse
+from quire.wrappers.base import AttentionWrapper
 from quire.wrappers.buffers import check_buffers, fitting, fixed_batch
 from quire.wrappers.shared_prefix import SharedPrefix, check_shared_prefix, find_shared_prefix
 
@@ -77,7 +76,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self._paged_kv_indices_buf = paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
         self._qo_indptr_buf: Tensor | None = None
-        self._q_len_per_req = 0
         self._shared: SharedPrefix | None = None
 
     @property
@@ -161,88 +159,51 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             ValueError: an argument that does not fit, named with its value and what is allowed. With shared_prefix also
                 a window, a position encoding, use_cuda_graph, and whatever asks for batch-invariant results.
         """
-        self._begin_plan()
-        slopes = () if alibi_slopes is None else as_slopes(alibi_slopes)
-        as_given = typed((
-            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
-            q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, fixed_split_size,
-            disable_split_kv, q_len_per_req, head_dim_vo, window_right, is_causal, slopes,
-        ))  # fmt: skip
-        if not shared_prefix and self._plan_again(indptr, indices, last_page_len, as_given):
-            return
-        window_left = -1 if window_left is None else window_left
-        if window_right != 0:
-            refuse(window_right=window_right)
+        self._capture.begin_plan(type(self).__name__)
         if data_type is not None:
             kv_data_type = data_type if kv_data_type is None else kv_data_type
             if q_data_type is None or (q_data_type == "float16" and as_dtype(data_type, "data_type") not in FLOATS8):
                 q_data_type = data_type
+        # By position, in the order of LayerArgs: 20 keywords would take a microsecond of the few that a plan takes.
+        layer = LayerArgs(
+            num_qo_heads, num_kv_heads, head_dim, head_dim_vo, page_size, q_len_per_req,
+            q_data_type or "float16", kv_data_type, o_data_type,
+            True if is_causal is None else is_causal, window_left, logits_soft_cap, sm_scale,
+            pos_encoding_mode, rope_scale, rope_theta, () if alibi_slopes is None else as_slopes(alibi_slopes),
+            self.invariant or disable_split_kv or (fixed_split_size or 0) > 0,
+        )  # fmt: skip
+        if window_right != 0:
+            refuse(window_right=window_right)
+        if not shared_prefix and self._again(layer):
+            pages = self._current.kv.like(indptr, indices, last_page_len)  # type: ignore[union-attr]
+            if pages is not None:
+                self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages.indptr, pages.indices
+                self._paged_kv_last_page_len_buf, self._shared = pages.last_page_len, None
+                self._move(pages)
+                return
         self._check_q_len(q_len_per_req)
-        invariant = self._invariant or disable_split_kv or (fixed_split_size or 0) > 0
-        if shared_prefix:
-            check_shared_prefix(self, pos_encoding_mode, window_left, invariant)
         if self._use_cuda_graph:
             batch_size = len(table(last_page_len, "last_page_len"))
             fixed_batch(self._paged_kv_last_page_len_buf, "paged_kv_last_page_len_buffer", batch_size)
-        given = {
-            "paged_kv_indptr_buf": table(indptr, "indptr"),
-            "paged_kv_indices_buf": table(indices, "indices"),
-            "paged_kv_last_page_len_buf": table(last_page_len, "last_page_len"),
-        }
-        layer: dict[str, Any] = {
-            "num_qo_heads": num_qo_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim_qk": head_dim,
-            "head_dim_vo": head_dim_vo,
-            "q_data_type": q_data_type or "float16",
-            "kv_data_type": kv_data_type,
-            "o_data_type": o_data_type,
-            "causal": True if is_causal is None else is_causal,
-            "pos_encoding": pos_encoding_mode,
-            "window_left": window_left,
-            "logits_soft_cap": logits_soft_cap,
-            "sm_scale": sm_scale,
-            "rope_scale": rope_scale,
-            "rope_theta": rope_theta,
-            "slopes": slopes,
-            "batch_invariant": invariant,
-        }
-        self._shared, self._layer = None, None
-        self._plan_decode(self._hold_pages(given, page_size, non_blocking), q_len_per_req, **layer)
-        self._layer = as_given
+        tables = table(indptr, "indptr"), table(indices, "indices"), table(last_page_len, "last_page_len")
+        pages = self._pages(tables, page_size)
         if shared_prefix:
-            self._shared = find_shared_prefix(self, given.values(), page_size, q_len_per_req, layer)
-
-    def _plan_again(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, layer: Any) -> bool:
-        """Plan what differs from the last plan in its tables alone: True if that was so."""
-        if not self._same_layer(layer):
-            return False
-        assert isinstance(self._kv, PageTable)
-        pages = self._kv.like(indptr, indices, last_page_len)
-        if pages is None:
-            return False
-        self._plan_pages(pages)
-        self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages.indptr, pages.indices
-        self._paged_kv_last_page_len_buf, self._shared = pages.last_page_len, None
-        return True
+            check_shared_prefix(layer, self._use_cuda_graph, self.device)
+        qo = self._equal_rows(pages.batch_size, q_len_per_req)
+        self._shared = None
+        self._commit(layer, qo, pages, max_q_len=q_len_per_req, non_blocking=non_blocking)
+        if shared_prefix:
+            self._shared = find_shared_prefix(self.require_plan(), layer, tables, self._workspace, self._capture)
 
     def _check_q_len(self, q_len_per_req: int) -> None:
         if not is_int(q_len_per_req) or q_len_per_req < 1:
             raise ValueError(f"q_len_per_req must be >= 1, an int, and is {q_len_per_req!r}")
-        planned = self._q_len_per_req or q_len_per_req
+        planned = q_len_per_req if self.planned is None else self.planned.max_q_len
         if self._use_cuda_graph and q_len_per_req != planned:
             raise ValueError(
                 f"q_len_per_req = {q_len_per_req}: it was {planned} in an earlier plan, which made it part of the "
                 "frozen cudagraph shape. Use another wrapper"
             )
-
-    def _plan_decode(self, pages: PageTable, q_len_per_req: int, **layer: Any) -> None:
-        rows = self._qo_indptr_buf
-        if rows is None or rows.shape[0] != pages.batch_size + 1 or q_len_per_req != self._q_len_per_req:
-            end = pages.batch_size * q_len_per_req + 1
-            rows = torch.arange(0, end, q_len_per_req, dtype=torch.int32, device=self.device)
-        self._plan_layer(RaggedLayout(rows), pages, None, max_q_len=q_len_per_req, **layer)
-        self._qo_indptr_buf, self._q_len_per_req = rows, q_len_per_req
 
     begin_forward = plan
 
@@ -299,36 +260,23 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req, kv_cache_sf,
             skip_softmax_threshold_scale_factor,
         )  # fmt: skip
-        done = self._repeat(q, paged_kv_cache, out, lse, sinks, return_lse, options)
+        key, done = self._replays.lookup(self._current, q, paged_kv_cache, out, lse, sinks, return_lse, options)
         if done is not None:
             return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
-        self._planned()
+        plan = self.require_plan()
         check_tensors(q=q)
-        each = self._q_len_per_req
-        check(q_len_per_req in (None, each), "q_len_per_req", q_len_per_req, lambda: f"{each}, planned")
-        assert self._qo_indptr_buf is not None
-        assert isinstance(self._kv, PageTable)
-        rows = (self._qo_indptr_buf.shape[0] - 1) * each
+        q_len, rows = plan.max_q_len, plan.qo.batch_size * plan.max_q_len
+        check(q_len_per_req in (None, q_len), "q_len_per_req", q_len_per_req, lambda: f"{q_len}, planned")
         fits = q.ndim == 3 and q.shape[0] == rows
         check(fits, "q.shape", list(q.shape), lambda: f"{rows} tokens, batch size * q_len_per_req")
-        k, v = split_cache(paged_kv_cache, self._kv_layout)
-        size = self._kv.page_size
-        check(k.shape[1] == size, "page size of the cache", k.shape[1], lambda: f"{size}, as planned")
-        layer: dict[str, Any] = {
-            "q_scale": q_scale,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "logits_soft_cap": logits_soft_cap,
-            "sm_scale": sm_scale,
-        }
+        k, v = self._split_cache(paged_kv_cache)
+        given = RunArgs(
+            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, sinks, out, lse, return_lse
+        )  # fmt: skip
         if self._shared is not None and (window_left is None or window_left < 0):
-            result = self._shared.run(q, paged_kv_cache, self._planned(), out, lse, sinks, return_lse, **layer)
-            self._note_capture(q)
-            return result
-        return self._attend(
-            q, k, v, window_left=window_left, sinks=sinks, out=out, lse=lse, return_lse=return_lse, **layer
-        )
+            return self._shared.run(plan, q, paged_kv_cache, k, v, given)
+        return self._compute(key, q, k, v, given)
 
     def forward(
         self,
@@ -352,7 +300,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self._replan(
             pos_encoding=pos_encoding_mode,
             window_left=window_left,
-            logits_soft_cap=logits_soft_cap or 0.0,
+            logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
@@ -425,7 +373,7 @@ def fast_decode_plan(
 
     The other arguments and errors are those of `plan`. The output's dtype stays that of the plan before.
     """
-    o_data_type = None if self._spec is None else self._spec.o_dtype
+    o_data_type = None if self.planned is None else self.planned.spec.o_dtype
     if self.is_cuda_graph_enabled:
         held = (self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf)
         fixed_batch(held[2], "paged_kv_last_page_len_buffer", len(table(last_page_len, "last_page_len")))

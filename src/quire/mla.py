@@ -26,9 +26,10 @@ from quire.definition.pages import LengthTable, PageTable, RaggedLayout, as_int3
 from quire.definition.spec import FLOATS8, AttentionSpec, as_dtype, check, is_int
 from quire.definition.tensors import check_tensor, check_tensors
 from quire.kernels.latent import GROUP, widen
-from quire.wrappers.arguments import refuse, typed
-from quire.wrappers.base import AttentionWrapper, DType
+from quire.wrappers.arguments import DType, LayerArgs, RunArgs, refuse
+from quire.wrappers.base import AttentionWrapper
 from quire.wrappers.buffers import fitting, fixed_batch, same
+from quire.wrappers.plan import longest_request
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -48,6 +49,11 @@ _FOREIGN = [  # arguments of `run` for kernels of other machines
     *("profiler_buffer", "kv_len", "page_table", "o_scale"),
     *("skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"),
 ]
+# Arguments of `plan` that have no default.
+_NEEDED = (
+    *("num_heads", "head_dim_ckv", "head_dim_kpe", "page_size"),
+    *("causal", "sm_scale", "q_data_type", "kv_data_type"),
+)
 _FP8_QUERIES = "an fp8 cache needs q_data_type=torch.bfloat16"
 
 
@@ -122,6 +128,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         kv_len_arr: int32 [batch_size].
         backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
     """
+
+    _kv_buffers = ("_kv_indptr_buf", "_kv_indices_buf", "_kv_len_arr_buf")
 
     def __init__(
         self,
@@ -201,29 +209,11 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             ValueError: an argument that does not fit, named with its value and what is allowed.
             TypeError: one that is missing.
         """
-        layer = typed((
-            num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type, use_profiler,
-            lse_mode, output_dtype, output_scale, scale_mode, skip_softmax, use_sinks,
-        ))  # fmt: skip
-        self._begin_plan()
-        flat_alone = metadata is cum_seq_lens_q is block_tables is seq_lens is None
-        if flat_alone and self._plan_again(qo_indptr, kv_indptr, kv_indices, kv_len_arr, layer):
-            return
-        given = MLAPlanMetadata(
-            qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
-        )
-        self._layer = None
-        needed: dict[str, Any] = {"num_heads": num_heads, "head_dim_ckv": head_dim_ckv, "head_dim_kpe": head_dim_kpe}
-        needed |= {"page_size": page_size, "causal": causal, "sm_scale": sm_scale}
-        needed |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type}
-        missing = ", ".join(name for name, value in needed.items() if value is None)
-        if missing:
+        self._capture.begin_plan(type(self).__name__)
+        needed = (num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type)
+        if None in needed:
+            missing = ", ".join(name for name, value in zip(_NEEDED, needed, strict=True) if value is None)
             raise TypeError(f"plan() needs {missing}")
-        flat = metadata is None
-        if metadata is None:
-            metadata = given
-        elif any(x is not None for x in vars(given).values()):
-            raise ValueError("metadata and tables are given: one of the two is allowed")
         refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)
         q_dtype, kv_dtype = as_dtype(q_data_type, "q_data_type"), as_dtype(kv_data_type, "kv_data_type")  # type: ignore[arg-type]
         fp8, whole = kv_dtype in FLOATS8, is_int(page_size) and page_size > 0  # type: ignore[operator]
@@ -234,51 +224,48 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         check(lse_mode in ("none", "base2", "basee"), "lse_mode", lse_mode, "none, base2 or basee")
         check(output_scale == "none", "output_scale", output_scale, "none")
         modes = ("default", "kv-per-tensor") if fp8 else ("default",)
-        check(scale_mode in modes, "scale_mode", scale_mode, f"{' or '.join(modes)} with kv_data_type = {kv_dtype}")
-        qo, pages = self._plan_tables(metadata, page_size)  # type: ignore[arg-type]
-        self._plan_layer(
-            qo,
-            pages,
-            None,
-            max_q_len=self._longest(getattr(metadata, metadata.form()[0])),
-            q_data_type=q_dtype,
-            kv_data_type=kv_dtype,
-            o_data_type=output_dtype,
-            num_qo_heads=num_heads,
-            num_kv_heads=1,
-            head_dim_qk=head_dim_ckv + head_dim_kpe,  # type: ignore[operator]
-            head_dim_vo=head_dim_ckv,
-            causal=causal,
-            sm_scale=sm_scale,
-            latent=head_dim_kpe != 0,
-            logits_soft_cap=None,
-            rope_scale=None,
-            rope_theta=None,
+        fits = scale_mode in modes
+        check(fits, "scale_mode", scale_mode, lambda: f"{' or '.join(modes)} with kv_data_type = {kv_dtype}")
+        flat = metadata is cum_seq_lens_q is block_tables is seq_lens is None
+        self._lse_mode, self._use_sinks = None if flat and lse_mode == "none" else lse_mode, use_sinks
+        # By position, in the order of LayerArgs: keywords would take a microsecond of the few that a plan takes.
+        layer = LayerArgs(
+            num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, 0, q_dtype, kv_dtype, output_dtype,  # type: ignore[arg-type, operator]
+            causal, -1, None, sm_scale, "NONE", None, None, (), self.invariant, head_dim_kpe != 0,  # type: ignore[arg-type]
+        )  # fmt: skip
+        if flat and self._plan_again(qo_indptr, kv_indptr, kv_indices, kv_len_arr, layer):
+            return
+        given = MLAPlanMetadata(
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         )
-        self._lse_mode = None if flat and metadata.form() is _CSR and lse_mode == "none" else lse_mode
-        self._use_sinks = use_sinks
-        self._layer = layer
+        if metadata is None:
+            metadata = given
+        elif any(x is not None for x in vars(given).values()):
+            raise ValueError("metadata and tables are given: one of the two is allowed")
+        qo, pages = self._tables(metadata, page_size)  # type: ignore[arg-type]
+        starts = getattr(metadata, metadata.form()[0])
+        longest = longest_request(starts, None, self._use_cuda_graph, self.device)
+        self._commit(layer, qo, pages, max_q_len=longest)
 
     def _plan_again(self, qo: Any, indptr: Any, indices: Any, lengths: Any, layer: Any) -> bool:
         """Plan what differs from the last plan in its pages and their lengths alone: True if that was so."""
-        pages = None
-        if self._same_layer(layer) and same(qo, self._qo.indptr) and isinstance(self._kv, LengthTable):
-            pages = self._kv.like(indptr, indices, lengths)
+        plan, pages = self._current, None
+        if self._again(layer) and same(qo, plan.qo.indptr) and isinstance(plan.kv, LengthTable):  # type: ignore[union-attr]
+            pages = plan.kv.like(indptr, indices, lengths)  # type: ignore[union-attr]
         if pages is None:
             return False
-        self._plan_pages(pages)
+        self._move(pages)
         self._kv_indptr_buf, self._kv_indices_buf, self._kv_len_arr_buf = pages.indptr, pages.indices, pages.per_request
         return True
 
-    def _plan_tables(self, metadata: MLAPlanMetadata, page_size: int) -> tuple[RaggedLayout, PageTable]:
-        """The requests' rows, and their pages, in the wrapper's buffers or as given. Bad ones change no buffer."""
+    def _tables(self, metadata: MLAPlanMetadata, page_size: int) -> tuple[RaggedLayout, PageTable]:
+        """The requests' query rows and pages, checked where that is free or asked for."""
         form = metadata.form()
         qo, *given = (as_int32(getattr(metadata, name)) for name in form)
         check_tensors(**dict(zip(form, (qo, *given), strict=True)))
-        lengths, batch = given[-1], len(table(given[-1], form[-1]))
+        batch = len(table(given[-1], form[-1]))
         check(len(table(qo, form[0])) > batch, f"len({form[0]})", len(qo), f"batch size + 1 = {batch + 1}")
         qo = qo if len(qo) == batch + 1 else qo[: batch + 1]  # the same object, for `same`
-        RaggedLayout(qo.cpu() if self._checking else qo)
         if form is _CSR:
             indptr, indices, here = self._together(given)
             pages = PageTable.from_lengths(indptr[: batch + 1], indices, here, page_size, form[-1])
@@ -290,11 +277,19 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             fixed_batch(self._kv_indptr_buf, "kv_indptr", batch, extra=1)
             fixed_batch(self._kv_len_arr_buf, "kv_len_arr", batch)
             fitting(self._kv_indices_buf, pages.indices, "kv_indices")
-        tables = {"kv_indptr_buf": pages.indptr, "kv_indices_buf": pages.indices}
-        indptr, indices, held, rows = self._hold(tables | {"kv_len_arr_buf": lengths, "qo_indptr_buf": qo}, True)
-        if held.is_cpu:
-            return RaggedLayout(rows), PageTable(indptr, indices, pages.last_page_len, page_size)
-        return RaggedLayout(rows), LengthTable.of(indptr, indices, held, page_size, form[-1])
+        if self.device.type == "cpu":
+            return self._rows(qo), pages
+        return self._rows(qo), LengthTable.of(pages.indptr, pages.indices, here, page_size, form[-1])
+
+    def _hold_keys(self, kv: PageTable | RaggedLayout, non_blocking: bool) -> PageTable | RaggedLayout:
+        if isinstance(kv, LengthTable):
+            return super()._hold_keys(kv, non_blocking)
+        assert isinstance(kv, PageTable)  # CPU kernels read last_page_len, and the buffer has the requests' lengths
+        indptr, indices, _lengths = (
+            self._hold(name, x, non_blocking)
+            for name, x in zip(self._kv_buffers, (kv.indptr, kv.indices, kv.lengths()), strict=True)
+        )
+        return PageTable(indptr, indices, kv.last_page_len, kv.page_size)
 
     begin_forward = plan
 
@@ -347,9 +342,9 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             RuntimeError: nothing was planned.
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        spec = self._spec
-        if spec is None:
+        if self._current is None:
             raise RuntimeError(f"{type(self).__name__}: run() called before plan()")
+        spec = self._current.spec
         if query is not None or q_nope is None or q_pe is None:
             q_nope, q_pe = _parts(query, (q_nope, q_pe), ("query", "q_nope", "q_pe"), spec.head_dim_vo)
         if kv_cache is not None or ckv_cache is None or kpe_cache is None:
@@ -358,11 +353,13 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         pe = (q_pe, kpe_cache) if spec.latent else (None, None)
         foreign = (profiler_buffer, kv_len, page_table, o_scale)
         foreign += (skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale)  # type: ignore[assignment]
-        self._key = None
+        key = None
         if ckv_scale_arr is None:
             cache = (ckv_cache, ckv_cache)
             own = (return_lse_base_on_e, ckv_scale, kpe_scale, *foreign)
-            done = self._repeat(q_nope, cache, out, lse, sinks, return_lse, own, pe[0], pe[1])
+            key, done = self._replays.lookup(
+                self._current, q_nope, cache, out, lse, sinks, return_lse, own, pe[0], pe[1]
+            )
             if done is not None:
                 return done
         refuse(**dict(zip(_FOREIGN, foreign, strict=True)))
@@ -378,16 +375,9 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         gain = 1.0 if ckv_scale is None or kpe_scale is None else kpe_scale / ckv_scale
         latent = (q_pe, kpe_cache.unsqueeze(2), gain) if spec.latent else None
         pages = ckv_cache.unsqueeze(2)
-        return self._attend(
-            q_nope,
-            pages,
-            pages,
-            q_scale=None,
+        given = RunArgs(
             k_scale=ckv_scale,
             v_scale=ckv_scale,
-            window_left=None,
-            logits_soft_cap=None,
-            sm_scale=None,
             sinks=sinks,
             out=out,
             lse=lse,
@@ -396,6 +386,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             latent=latent,
             spec=spec,
         )
+        return self._compute(key, q_nope, pages, pages, given)
 
     def _check_promises(self, wanted: bool, base_e: bool, sinks: Tensor | None) -> None:
         """Refuse what was not planned."""
@@ -408,8 +399,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             raise ValueError(f"sinks is {'missing' if sinks is None else 'given'}: plan(use_sinks={self._use_sinks})")
 
     def _check_inputs(self, spec: AttentionSpec, q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor) -> None:
-        assert isinstance(self._kv, PageTable)
-        heads, size, dim = spec.num_qo_heads, self._kv.page_size, spec.head_dim_vo
+        heads, size, dim = spec.num_qo_heads, self.require_plan().kv.page_size, spec.head_dim_vo  # type: ignore[union-attr]
         rest = spec.head_dim_qk - dim
         for x, name, dtype in (
             (q_nope, "q_nope", spec.q_dtype),

@@ -14,7 +14,7 @@ from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.definition.pages import table
 from quire.definition.tensors import check_cache, check_tensors
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from quire.wrappers.base import DType, Scale, refuse
+from quire.wrappers.arguments import DType, Scale, refuse
 from quire.wrappers.composite import CompositeWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
@@ -154,7 +154,7 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
             ValueError: a tensor that does not fit, a mask for the decodes, or a setting other than planned.
         """
         refuse(custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d)
-        decode, spec = self._decode, self._decode._planned()
+        decode, spec = self._decode, self._decode.require_plan().spec
         for name, value, planned in (
             ("kv_layout_d", kv_layout_d, decode._kv_layout),
             ("pos_encoding_mode_d", pos_encoding_mode_d, spec.pos_encoding),

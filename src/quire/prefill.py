@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.definition.pages import PageTable, table
+from quire.definition.pages import table
 from quire.definition.spec import check
-from quire.definition.tensors import as_nhd, as_scale, as_slopes, check_layout, check_tensors, split_cache
-from quire.kernels.attend import attend_one
+from quire.definition.tensors import as_nhd, as_scale, as_slopes, check_layout, check_tensors
+from quire.kernels.attention import attend_one
+from quire.kernels.ops import asked
 from quire.kernels.registry import canonical
-from quire.wrappers.arguments import Scale, by_position, refuse
-from quire.wrappers.base import DType, asked
+from quire.wrappers.arguments import DType, LayerArgs, RunArgs, Scale, by_position, refuse
 from quire.wrappers.buffers import check_buffers
+from quire.wrappers.plan import longest_request
 from quire.wrappers.prefill import PrefillWrapper
 from quire.wrappers.ragged import BatchPrefillWithRaggedKVCacheWrapper
 
@@ -153,38 +154,32 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         """
         paged_kv_last_page_len = table(paged_kv_last_page_len, "paged_kv_last_page_len")
         qo_indptr = table(qo_indptr, "qo_indptr", paged_kv_last_page_len.shape[0] + 1)
-        qo = self._plan_queries(qo_indptr, non_blocking)
-        given = {
-            "paged_kv_indptr_buf": table(paged_kv_indptr, "paged_kv_indptr"),
-            "paged_kv_indices_buf": table(paged_kv_indices, "paged_kv_indices"),
-            "paged_kv_last_page_len_buf": paged_kv_last_page_len,
-        }
-        pages = self._hold_pages(given, page_size, non_blocking)
-        mask = self._plan_mask(custom_mask, packed_custom_mask, qo, pages)
-        items = self._plan_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
-        self._plan_layer(
-            qo,
-            pages,
-            mask,
-            items,
-            max_q_len=self._longest(qo_indptr, max_token_per_sequence),
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim_qk,
-            head_dim_vo=head_dim_vo,
+        qo = self._query_rows(qo_indptr)
+        indptr, indices = table(paged_kv_indptr, "paged_kv_indptr"), table(paged_kv_indices, "paged_kv_indices")
+        pages = self._pages((indptr, indices, paged_kv_last_page_len), page_size)
+        mask = self._pack_mask(custom_mask, packed_custom_mask, qo, pages)
+        items = self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
+        layer = LayerArgs(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo,
+            page_size,
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
             o_data_type=o_data_type,
             causal=(causal and mask is None) or items is not None,
-            pos_encoding=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
+            pos_encoding=pos_encoding_mode,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
             slopes=as_slopes(alibi_slopes),
-            batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
+            batch_invariant=self.invariant or disable_split_kv or (fixed_split_size or 0) > 0,
         )
+        longest = longest_request(qo_indptr, max_token_per_sequence, self._use_cuda_graph, self.device)
+        self._commit(layer, qo, pages, mask, items, longest, non_blocking)
 
     def run(
         self,
@@ -226,33 +221,18 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, kv_cache_sf,
             skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress,
         )  # fmt: skip
-        done = self._repeat(q, paged_kv_cache, out, lse, sinks, return_lse, options)
+        key, done = self._replays.lookup(self._current, q, paged_kv_cache, out, lse, sinks, return_lse, options)
         if done is not None:
             return done
         refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         refuse(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
-        self._planned()
-        k, v = split_cache(paged_kv_cache, self._kv_layout)
-        assert isinstance(self._kv, PageTable)
-        size = self._kv.page_size
-        check(k.shape[1] == size, "page size of the cache", k.shape[1], lambda: f"{size}, as planned")
-        return self._attend(
-            q,
-            k,
-            v,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            sinks=sinks,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            lse_base=lse_base,
-            lse_layout=lse_layout,
-        )
+        self.require_plan()
+        k, v = self._split_cache(paged_kv_cache)
+        given = RunArgs(
+            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, sinks, out, lse, return_lse, lse_base,
+            lse_layout,
+        )  # fmt: skip
+        return self._compute(key, q, k, v, given)
 
     def forward(
         self,
@@ -272,10 +252,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
         self._replan(
-            causal=causal and self._mask is None,
+            causal=causal and self.require_plan().mask is None,
             pos_encoding=pos_encoding_mode,
             window_left=window_left,
-            logits_soft_cap=logits_soft_cap or 0.0,
+            logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
@@ -350,10 +330,10 @@ def single_prefill_with_kv_cache(
         causal=causal,
         pos_encoding=pos_encoding_mode,
         window_left=window_left,
-        logits_soft_cap=logits_soft_cap or 0.0,
+        logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
-        rope_scale=1.0 if rope_scale is None else rope_scale,
-        rope_theta=1e4 if rope_theta is None else rope_theta,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
         batch_invariant=asked("QUIRE_BATCH_INVARIANT"),
         backend=canonical(backend),
     )

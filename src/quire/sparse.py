@@ -18,7 +18,7 @@ from quire.definition.spec import check, is_int
 from quire.definition.tensors import check_optional, check_tensors
 from quire.kernels.pack import pack_blocks
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.wrappers.base import DType, Scale, refuse
+from quire.wrappers.arguments import DType, Scale, refuse
 from quire.wrappers.composite import CompositeWrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]

@@ -133,7 +133,9 @@ class FlashInferState:
     def graph_clone(self, batch_size: int) -> FlashInferState:
         """The state of the graph that was captured last, of `batch_size` requests."""
         self._check_capturing(True, "graph_clone")
-        captured = None if self._graph_decode_wrapper is None else self._graph_decode_wrapper._kv.batch_size
+        captured = (
+            None if self._graph_decode_wrapper is None else self._graph_decode_wrapper.require_plan().kv.batch_size
+        )
         if batch_size != captured:
             raise ValueError(f"batch_size = {batch_size}: the last metadata to capture was for {captured} requests")
         state = self.__class__(self.runner)

@@ -68,16 +68,16 @@ class _State(AttentionWrapper):
         given = self._of_forward.bind(self, *args, **options).arguments
         del given["self"]
         given.pop("use_fp16_qk_reduction", None)
-        spec = self._planned()
+        plan = self.require_plan()
         layer = {to: given.pop(name, None) for name, to in _PLANNED.items()}
-        changes = {name: x for name, x in layer.items() if x is not None and x != getattr(spec, name)}
+        changes = {name: x for name, x in layer.items() if x is not None and x != getattr(plan.spec, name)}
         if not changes:
             return self.run(**given)
-        self._replan(**changes)
+        self.planned = plan.but(**changes)
         try:
             return self.run(**given)
         finally:
-            self._set_layer(spec)
+            self.planned = plan
 
 
 class _RaggedState(_State, prefill.BatchPrefillWithRaggedKVCacheWrapper):
@@ -301,7 +301,7 @@ def _use(variable: ContextVar[Any], state: Any, begin: Callable[[], None]) -> It
         raise RuntimeError("this state is in use by another thread or task, whose plan it holds: make another state")
     if outer is not None and state.is_cuda_graph_enabled:
         raise RuntimeError("this state is in use, and its buffers hold that batch: make another state")
-    kept = dict(vars(state))
+    plan = state.planned
     _users[id(state)] = _user()
     token = variable.set(state)
     try:
@@ -313,4 +313,4 @@ def _use(variable: ContextVar[Any], state: Any, begin: Callable[[], None]) -> It
         if outer is None:
             del _users[id(state)]
         else:
-            vars(state).update(kept)
+            state.planned = plan

@@ -38,7 +38,7 @@ from quire.serving._indices import (
     WrapperDispatch,
 )
 from quire.serving.base import GraphBuffers, Heads, quantize, workspace
-from quire.wrappers.base import refuse
+from quire.wrappers.arguments import refuse
 
 __all__ = [
     "AttentionBackend",

@@ -264,9 +264,9 @@ class FlashInferImpl:
         """A planned wrapper that computes this layer's kind of positions; its tables are all layers'."""
         if wrapper is None:
             raise RuntimeError("the step has no wrappers: FlashInferState.begin_forward sets and plans them")
-        planned = wrapper._planned()
-        if {"pos_encoding": planned.pos_encoding, "slopes": planned.slopes} != self._positions:
-            wrapper._replan(**self._positions)
+        plan = wrapper.require_plan()
+        if {"pos_encoding": plan.spec.pos_encoding, "slopes": plan.spec.slopes} != self._positions:
+            wrapper.planned = plan.but(**self._positions)
         return wrapper
 
     def _check(self, meta: FlashInferMetadata, **tensors: Tensor) -> None:

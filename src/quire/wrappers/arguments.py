@@ -1,25 +1,121 @@
-"""How wrappers read arguments: what is refused, and the scales and sinks of a run, which may come by position."""
+"""The arguments of plans and runs: as values, and those that are refused or may come by position."""
 
 from __future__ import annotations
 
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from quire.definition.spec import check
+from quire.definition.spec import AttentionSpec, as_dtype, check
+from quire.kernels.attention import make_spec
 
 Scale = float | Tensor
+DType = str | torch.dtype
 
 
-def refuse(**given: Any) -> None:
-    """Refuse options of FlashInfer's that Quire does not have, where they are used."""
-    for name, value in given.items():
+class LayerArgs(NamedTuple):
+    """The arguments of `plan` except for its tables, as FlashInfer names them: what the layer's spec is made of, and
+    what a later plan is compared with. None means the default of `AttentionSpec`.
+
+    Attributes:
+        page_size: tokens in a page, 0 for ragged rows.
+        q_len: query tokens of every request, 0 if requests differ.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int | None = None
+    page_size: int = 0
+    q_len: int = 0
+    q_data_type: DType = "float16"
+    kv_data_type: DType | None = None
+    o_data_type: DType | None = None
+    causal: bool = True
+    window_left: int | None = -1
+    logits_soft_cap: float | None = None
+    sm_scale: float | None = None
+    pos_encoding: str = "NONE"
+    rope_scale: float | None = None
+    rope_theta: float | None = None
+    slopes: tuple[float, ...] = ()
+    batch_invariant: bool = False
+    latent: bool = False
+
+    def equals(self, other: LayerArgs | None) -> bool:
+        """Whether all values and their types are equal: 8.0 has to be checked where 8 was planned."""
+        return other == self and all(map(is_, map(type, self), map(type, other)))
+
+    def spec(self, custom_mask: bool = False, items: bool = False) -> AttentionSpec:
+        """The layer.
+
+        Raises:
+            ValueError: an argument that does not fit, named with its value and what is allowed.
+        """
+        q_dtype = as_dtype(self.q_data_type, "q_data_type")
+        return make_spec(
+            num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim_qk=self.head_dim_qk,
+            head_dim_vo=self.head_dim_vo,
+            q_dtype=q_dtype,
+            kv_dtype=q_dtype if self.kv_data_type is None else as_dtype(self.kv_data_type, "kv_data_type"),
+            o_dtype=q_dtype if self.o_data_type is None else as_dtype(self.o_data_type, "o_data_type"),
+            causal=self.causal,
+            window_left=self.window_left,
+            logits_soft_cap=self.logits_soft_cap,
+            sm_scale=self.sm_scale,
+            pos_encoding=self.pos_encoding,
+            rope_scale=self.rope_scale,
+            rope_theta=self.rope_theta,
+            slopes=self.slopes,
+            custom_mask=custom_mask,
+            items=items,
+            latent=self.latent,
+            batch_invariant=self.batch_invariant,
+        )
+
+
+class RunArgs(NamedTuple):
+    """The arguments of `run` except for q, k and v.
+
+    Attributes:
+        q_scale, k_scale, v_scale: factors of the stored values; numbers, or tensors of one per head.
+        window_left, logits_soft_cap, sm_scale: values that override the plan's, unless they are None.
+        sinks: [num_qo_heads], a logit per head that joins the softmax's denominator.
+        out, lse: where to write; None allocates.
+        lse_base, lse_layout: "log2" or "ln", and "NH" for [tokens, heads] or "HN" for [heads, tokens].
+        latent: q_pe, k_pe and pe_gain of `quire.kernels.call.Call`, for latent layers, whose tensors have been checked.
+        spec: the layer, if it is not the planned one.
+    """
+
+    q_scale: Scale | None = None
+    k_scale: Scale | None = None
+    v_scale: Scale | None = None
+    window_left: int | None = None
+    logits_soft_cap: float | None = None
+    sm_scale: float | None = None
+    sinks: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    return_lse: bool = False
+    lse_base: str = "log2"
+    lse_layout: str = "NH"
+    latent: tuple[Tensor, Tensor, float] | None = None
+    spec: AttentionSpec | None = None
+
+
+def refuse(**options: Any) -> None:
+    """Refuse options of FlashInfer's that Quire does not have, where they are set."""
+    for name, value in options.items():
         if value is not None and value is not False:
             raise ValueError(f"{name} is not supported")
 
 
 def takes_sink(jit_args: Any) -> bool:
-    """Whether a kernel of the program's own is the one that Quire has: attention with a sink. Refuses any other."""
+    """Whether jit_args ask for FlashInfer's variant AttentionSink; ValueError for another variant."""
     if jit_args is None:
         return False
     variant = jit_args[11] if len(jit_args) > 11 else None
@@ -28,13 +124,8 @@ def takes_sink(jit_args: Any) -> bool:
 
 
 def product(a: Scale | None, b: Scale | None) -> Scale | None:
-    """Two factors in one, either of which may be missing."""
+    """The product of two factors, either of which may be missing."""
     return b if a is None else a if b is None else a * b
-
-
-def typed(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments to compare with others. Equal ones of another type, 8.0 for 8, differ: they have not been checked."""
-    return values, tuple(map(type, values))
 
 
 def by_position(
@@ -46,7 +137,7 @@ def by_position(
     sm_scale: float | None,
     sinks: Tensor | None,
 ) -> tuple[Scale | None, Scale | None, Scale | None, float | None, Tensor | None]:
-    """The arguments of a run, of which `args` came by position: see `quire.wrappers.base.AttentionWrapper`."""
+    """The arguments of a run of which `args` came by position, as `quire.wrappers.base.AttentionWrapper` defines."""
     most = 2 if sink_by_position else 4
     check(len(args) <= most, "arguments by position", len(args), f"at most {most} after the tensors")
     if sink_by_position:

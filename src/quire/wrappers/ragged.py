@@ -11,9 +11,8 @@ from torch import Tensor
 from quire.definition.pages import table
 from quire.definition.spec import FLOATS8, as_dtype
 from quire.definition.tensors import as_nhd, as_scale, as_slopes
-from quire.wrappers.arguments import Scale, by_position, refuse
-from quire.wrappers.base import DType
-from quire.wrappers.buffers import check_buffers
+from quire.wrappers.arguments import DType, LayerArgs, RunArgs, Scale, by_position, refuse
+from quire.wrappers.buffers import check_buffers, fixed_batch
 from quire.wrappers.prefill import PrefillWrapper
 
 
@@ -26,6 +25,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         kv_layout: NHD, [tokens, heads, head_dim], or HND, [heads, tokens, head_dim], of k and v.
         kv_indptr_buf: int32 [batch_size + 1].
     """
+
+    _kv_buffers = ("_kv_indptr_buf",)
 
     def __init__(
         self,
@@ -99,34 +100,32 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         refuse(v_indptr=v_indptr, o_indptr=o_indptr)
         qo_indptr = table(qo_indptr, "qo_indptr")
         kv_indptr = table(kv_indptr, "kv_indptr", qo_indptr.shape[0])
-        qo = self._plan_queries(qo_indptr, non_blocking)
-        kv = self._hold_rows("kv_indptr_buf", kv_indptr, non_blocking)
+        qo, kv = self._query_rows(qo_indptr), self._rows(kv_indptr)
+        if self._use_cuda_graph:
+            fixed_batch(self._kv_indptr_buf, "kv_indptr_buf", kv.batch_size, extra=1)
         if o_data_type is None and as_dtype(q_data_type, "q_data_type") in FLOATS8:
             o_data_type = torch.bfloat16
-        mask = self._plan_mask(custom_mask, packed_custom_mask, qo, kv)
-        items = self._plan_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
-        self._plan_layer(
-            qo,
-            kv,
-            mask,
-            items,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim_qk,
-            head_dim_vo=head_dim_vo,
+        mask = self._pack_mask(custom_mask, packed_custom_mask, qo, kv)
+        items = self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
+        layer = LayerArgs(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo,
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
             o_data_type=o_data_type,
             causal=(causal and mask is None) or items is not None,
-            pos_encoding=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
+            pos_encoding=pos_encoding_mode,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
             slopes=as_slopes(alibi_slopes),
-            batch_invariant=disable_split_kv or (fixed_split_size or 0) > 0,
+            batch_invariant=self.invariant or disable_split_kv or (fixed_split_size or 0) > 0,
         )
+        self._commit(layer, qo, kv, mask, items, non_blocking=non_blocking)
 
     def run(
         self,
@@ -167,32 +166,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale,
             kv_cache_sf,
         )  # fmt: skip
-        done = self._repeat(q, (k, v), out, lse, sinks, return_lse, options)
+        key, done = self._replays.lookup(self._current, q, (k, v), out, lse, sinks, return_lse, options)
         if done is not None:
             return done
         refuse(kv_cache_sf=kv_cache_sf)
-        self._planned()
+        spec = self.require_plan().spec
         k, v = as_nhd(k, self._kv_layout, "k"), as_nhd(v, self._kv_layout, "v")
         if o_scale is not None:
-            heads = self._planned().num_kv_heads
+            heads = spec.num_kv_heads
             v_scale = as_scale(v_scale, "v_scale", heads) / as_scale(o_scale, "o_scale", heads)
-        return self._attend(
-            q,
-            k,
-            v,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            sinks=sinks,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            lse_base=lse_base,
-            lse_layout=lse_layout,
-        )
+        given = RunArgs(
+            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, sinks, out, lse, return_lse, lse_base,
+            lse_layout,
+        )  # fmt: skip
+        return self._compute(key, q, k, v, given)
 
     def forward(
         self,
@@ -211,10 +198,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
         self._replan(
-            causal=causal and self._mask is None,
+            causal=causal and self.require_plan().mask is None,
             pos_encoding=pos_encoding_mode,
             window_left=window_left,
-            logits_soft_cap=logits_soft_cap or 0.0,
+            logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,

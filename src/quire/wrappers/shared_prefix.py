@@ -1,9 +1,8 @@
-"""Decode of requests that begin with the same pages: each of these is read once for all of them (a cascade)."""
+"""Decode of requests that begin with the same pages, each of which is read once for all of them (a cascade)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,83 +10,102 @@ import torch
 from torch import Tensor
 
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import AttentionSpec, check
+from quire.definition.spec import check
 from quire.definition.tensors import outputs
 from quire.kernels import merge, registry
-from quire.wrappers.base import AttentionWrapper, Scale
+from quire.kernels.ops import traced
+from quire.wrappers.arguments import LayerArgs, RunArgs
+from quire.wrappers.capture import CaptureGuard
+from quire.wrappers.plan import Plan, make_plan
 from quire.wrappers.prefixes import shared_prefixes
+from quire.wrappers.replay import ReplayCache, Result
+from quire.wrappers.workspace import Workspace
 
 LEAST_TOKENS = 128  # keys of a prefix, against which a row's state, written and read again, is little
 LEAST_BYTES = 32 << 20  # that a group saves: about what is read in the time that the launches of a level take
 
 
 @dataclass(frozen=True, eq=False)
+class Part:
+    """The plan of a part of the keys: of one level of shared prefixes, or of what requests do not share."""
+
+    plan: Plan
+    replays: ReplayCache
+
+    def run(self, q: Tensor, cache: Any, k: Tensor, v: Tensor, args: RunArgs) -> tuple[Tensor, Tensor]:
+        """The partial states (out, lse) of this part's keys. `cache` is k and v as the caller gave them."""
+        options = args.q_scale, args.k_scale, args.v_scale, args.logits_soft_cap, args.sm_scale
+        key, done = self.replays.lookup(self.plan, q, cache, None, None, args.sinks, True, options)
+        if done is not None:
+            return done  # type: ignore[return-value]
+        out, lse, replay = self.plan.run(q, k, v, args)
+        assert lse is not None
+        if not traced(q):
+            self.replays.remember(key, replay, self.plan, q, k, v, out)
+        return out, lse
+
+
+@dataclass(frozen=True, eq=False)
 class SharedPrefix:
-    """The parts of a plan whose requests share pages: each request's own keys, and levels of what groups of neighbours
-    share.
+    """A plan whose requests share pages, in parts: the keys that each request has for itself, and levels of prefixes
+    that groups of neighbouring requests share.
 
     Attributes:
         groups: runs of neighbouring requests that share pages, on all levels.
-        levels: how often what follows shared pages is shared again, by fewer requests; 1 or more.
-        tokens_saved: keys that a run does not read again.
-        parts: a wrapper for each part, the requests' own first.
+        levels: how often what follows shared pages is shared again by fewer requests; 1 or more.
+        tokens_saved: keys that a run reads less often than it would without shared prefixes.
+        parts: the requests' own keys, then the levels.
     """
 
     groups: int
     levels: int
     tokens_saved: int
-    parts: tuple[AttentionWrapper, ...] = field(repr=False)
+    parts: tuple[Part, ...] = field(repr=False)
+    _capture: CaptureGuard = field(repr=False)
 
-    def run(
-        self,
-        q: Tensor,
-        cache: Tensor | tuple[Tensor, Tensor],
-        spec: AttentionSpec,
-        out: Tensor | None,
-        lse: Tensor | None,
-        sinks: Tensor | None,
-        return_lse: bool,
-        **options: Scale | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """One layer: each part's state, in float32, and their merge. The arguments are those of the decode's `run`."""
-        result, sums = outputs(len(q), spec, q.device, out, lse, True)
-        assert sums is not None
-        levels = []
+    def run(self, plan: Plan, q: Tensor, cache: Any, k: Tensor, v: Tensor, args: RunArgs) -> Result:
+        """One layer: the partial states of all parts in float32, and their merge. `plan` is that of the whole batch."""
+        out, lse = outputs(len(q), plan.spec, q.device, args.out, args.lse, True)
+        assert lse is not None
+        states = []
         for i, part in enumerate(self.parts):
-            own = sinks if i == 0 else None  # a sink counts once
-            levels.append(part.run(q, cache, sinks=own, return_lse=True, **options))
-        merge.merge_levels(levels, result, sums)
-        return (result, sums) if return_lse else result
+            sinks = args.sinks if i == 0 else None  # a sink counts once
+            own = args._replace(window_left=None, sinks=sinks, out=None, lse=None, return_lse=True)
+            states.append(part.run(q, cache, k, v, own))
+        merge.merge_levels(states, out, lse)
+        if not traced(q):
+            self._capture.note()
+        return (out, lse) if args.return_lse else out
 
 
-def check_shared_prefix(
-    wrapper: AttentionWrapper, pos_encoding_mode: str, window_left: int, batch_invariant: bool
-) -> None:
-    """Refuse what does not go with shared prefixes, naming the argument."""
-    asked = "shared_prefix"
-    graph = wrapper.is_cuda_graph_enabled
-    check(not graph, asked, True, "with use_cuda_graph, a captured graph would not see how a later plan is cut")
-    check(not batch_invariant, asked, True, "bits depend on who shares, and are asked to be batch-invariant")
-    check(pos_encoding_mode == "NONE", "pos_encoding_mode", pos_encoding_mode, "NONE with shared_prefix")
-    check(window_left < 0, "window_left", window_left, "-1, no window, with shared_prefix")
-    capturing = wrapper.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    check(not capturing, asked, True, "such a plan reads the tables, and cannot be captured in a graph")
+def check_shared_prefix(layer: LayerArgs, use_cuda_graph: bool, device: torch.device) -> None:
+    """Refuse arguments of a plan that do not go with shared prefixes, naming them."""
+    name, window_left = "shared_prefix", layer.window_left
+    graph = "with use_cuda_graph, a captured graph would not see how a later plan is cut"
+    check(not use_cuda_graph, name, True, graph)
+    invariant = "bits depend on who shares, and are asked to be batch-invariant"
+    check(not layer.batch_invariant, name, True, invariant)
+    check(layer.pos_encoding == "NONE", "pos_encoding_mode", layer.pos_encoding, "NONE with shared_prefix")
+    check(window_left is None or window_left < 0, "window_left", window_left, "-1, no window, with shared_prefix")
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    check(not capturing, name, True, "such a plan reads the tables, and cannot be captured in a graph")
 
 
 def find_shared_prefix(
-    wrapper: AttentionWrapper, tables: Iterable[Tensor], page_size: int, q_len: int, layer: dict[str, Any]
+    plan: Plan, layer: LayerArgs, tables: Sequence[Tensor], workspace: Workspace, capture: CaptureGuard
 ) -> SharedPrefix | None:
-    """What the requests of a plan share, as plans of the parts; None where that is too little.
+    """Find what the requests of a plan share; None where that saves too little.
 
     Args:
-        wrapper: what has just been planned; the parts are copies of it.
-        tables: the plan's indptr, indices and last_page_len; this waits for the devices that they lie on.
-        layer: the plan's arguments of `AttentionWrapper._plan_layer`.
+        plan: the whole batch, as just planned.
+        layer: what its spec was made of.
+        tables: its indptr, indices and last_page_len as given; this waits for the devices that they lie on.
+        workspace, capture: of the wrapper. Parts run one after another in the same memory.
 
     Raises:
-        ValueError: a table on a device says what cannot be, or float_workspace_buffer is too small for a part.
+        ValueError: a table on a device that contradicts itself, or a float workspace that is too small for a part.
     """
-    spec, (indptr, indices, last) = wrapper._planned(), tables
+    spec, q_len, page_size, (indptr, indices, last) = plan.spec, plan.max_q_len, layer.page_size, tables
     indptr = indptr.cpu()
     table = PageTable(indptr, indices[: int(indptr[-1])].cpu(), last.cpu().contiguous(), page_size)
     page = page_size * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo) * spec.kv_dtype.itemsize
@@ -96,27 +114,31 @@ def find_shared_prefix(
     levels, own = shared_prefixes(table, q_len, -(-LEAST_TOKENS // page_size), worth)
     if not levels:
         return None
-    layer = {**layer, "o_data_type": torch.float32}
-    parts = [_part(wrapper, wrapper._qo, own, q_len, layer)]
+    layer = layer._replace(o_data_type=torch.float32)
+    parts = [_part(plan, layer, plan.qo, own, q_len, workspace, capture)]
     for level in levels:
-        rows = RaggedLayout(level.qo.indptr.to(wrapper.device, non_blocking=True))
-        parts.append(_part(wrapper, rows, level.kv, level.longest, {**layer, "causal": False}))
-    wrapper._scratch_size = max(part._scratch_size for part in (wrapper, *parts))
+        rows = RaggedLayout(level.qo.indptr.to(workspace.device, non_blocking=True))
+        parts.append(_part(plan, layer._replace(causal=False), rows, level.kv, level.longest, workspace, capture))
     saved = sum(level.pages_saved for level in levels) * page_size
-    return SharedPrefix(sum(level.groups for level in levels), len(levels), saved, tuple(parts))
+    return SharedPrefix(sum(level.groups for level in levels), len(levels), saved, tuple(parts), capture)
 
 
 def _part(
-    wrapper: AttentionWrapper, qo: RaggedLayout, kv: PageTable, max_q_len: int, layer: dict[str, Any]
-) -> AttentionWrapper:
-    """A copy of a wrapper with a plan of its own. Where the family that `backend` names has no kernels for so many
-    query tokens, the first that has is taken.
+    whole: Plan,
+    layer: LayerArgs,
+    qo: RaggedLayout,
+    kv: PageTable,
+    max_q_len: int,
+    workspace: Workspace,
+    capture: CaptureGuard,
+) -> Part:
+    """The plan of a part. Where the family that `backend` names has no kernels for so many query tokens, the first one
+    that has computes it.
     """
-    part, name = copy(wrapper), wrapper._family
-    if name != "auto" and registry.why_not(name, wrapper._planned(), wrapper.device, max_q_len) is not None:
-        part._family = "auto"
-    part._forget()
-    tables = (kv.indptr, kv.indices, kv.last_page_len)
-    indptr, indices, last = (x.to(wrapper.device, non_blocking=True) for x in tables)
-    part._plan_layer(qo, PageTable(indptr, indices, last, kv.page_size), None, max_q_len=max_q_len, **layer)
-    return part
+    backend, device = whole.backend, workspace.device
+    if backend != "auto" and registry.why_not(backend, whole.spec, device, max_q_len) is not None:
+        backend = "auto"
+    indptr, indices, last = (x.to(device, non_blocking=True) for x in (kv.indptr, kv.indices, kv.last_page_len))
+    pages = PageTable(indptr, indices, last, kv.page_size)
+    plan = make_plan(layer.spec(), qo, pages, None, None, max_q_len, None, backend, workspace)
+    return Part(plan, ReplayCache(device, True, capture))

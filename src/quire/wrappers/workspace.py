@@ -1,0 +1,87 @@
+"""The memory that kernels keep partial states and counters in while they run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.definition.spec import check
+from quire.wrappers.buffers import check_workspace
+
+INT_BYTES = 8 << 20  # of the int workspace on a GPU, as in FlashInfer
+
+
+class Workspace:
+    """The float and the int workspace of a wrapper.
+
+    The float workspace is the caller's buffer, or the wrapper's own memory where the caller gave None or an empty
+    tensor. The int workspace has zeros before and after each run; the wrapper makes it, and makes a larger one where a
+    batch-invariant plan needs more.
+    """
+
+    def __init__(self, float_buffer: Tensor | None, device: torch.device) -> None:
+        self.device, self.float_buffer = device, float_buffer
+        self.least = INT_BYTES if device.type == "cuda" else 16  # bytes of the int workspace
+        self.int_buffer = torch.zeros(self.least, dtype=torch.uint8, device=device)
+        self.zeros = self.int_buffer.view(torch.int32)
+        self.outgrown: list[Tensor] = []  # int workspaces that captured graphs may still use
+        self._floats: Tensor | None = None
+        self._floats_of: tuple[int, Tensor | None] = (0, None)  # the size and the buffer that _floats was made for
+
+    def reset(self, float_buffer: Tensor, int_buffer: Tensor, int_size: int) -> None:
+        """Replace both buffers; `int_size` bytes of the second are in use. It is zeroed.
+
+        Raises:
+            ValueError: a buffer that is no tensor, lies elsewhere, is too small, or is not aligned to 16 bytes.
+        """
+        for name, buffer in (("float", float_buffer), ("int", int_buffer)):
+            check(buffer is not None, f"{name}_workspace_buffer", None, "a tensor is needed")
+            check_workspace(buffer, f"{name}_workspace_buffer")
+            check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))
+        size = int_buffer.nbytes
+        check(size >= int_size, "int_workspace_buffer", f"{size} bytes", f"at least {int_size} bytes")
+        self.float_buffer, self.int_buffer = float_buffer, int_buffer.zero_()
+        self.zeros = int_buffer.view(-1).view(torch.uint8)[: size // 4 * 4].view(torch.int32)
+
+    def take(self, floats: int, ints: int) -> tuple[Tensor | None, Tensor | None]:
+        """At least so many bytes of the float workspace (None for 0) and of the int workspace.
+
+        Raises:
+            ValueError: the caller's float buffer is too small.
+        """
+        return self._take_floats(floats), self._take_zeros(ints)
+
+    def _take_floats(self, size: int) -> Tensor | None:
+        buffer, floats = self.float_buffer, self._floats
+        if size == self._floats_of[0] and buffer is self._floats_of[1]:
+            return floats
+        if not size:
+            floats = None
+        elif buffer is not None and buffer.numel():
+            check(buffer.nbytes >= size, "float_workspace_buffer", f"{buffer.nbytes} bytes", f"{size} bytes are needed")
+            floats = buffer.view(-1).view(torch.uint8)[: size // 4 * 4].view(torch.float32)
+        elif floats is None or floats.nbytes < size:
+            floats = torch.empty(size // 4, device=self.device)
+        self._floats, self._floats_of = floats, (size, buffer)
+        return floats
+
+    def _take_zeros(self, size: int) -> Tensor:
+        if size > self.zeros.nbytes:
+            self.outgrown.append(self.zeros)
+            size = max(size, 2 * self.zeros.nbytes)
+            self.int_buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self.zeros = self.int_buffer.view(torch.int32)
+        return self.zeros
+
+
+class WorkspaceSizes(Workspace):
+    """A workspace without memory, which counts what plans take."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None, device)
+        self.sizes = 16, self.least
+
+    def take(self, floats: int, ints: int) -> tuple[None, None]:
+        """Count so many bytes."""
+        self.sizes = max(floats, self.sizes[0]), max(ints, self.sizes[1])
+        return None, None
