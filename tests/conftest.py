@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+pytest.register_assert_rewrite("helpers")
 SEED = int(os.environ.get("QUIRE_TEST_SEED", random.randrange(1 << 31)))
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import quire
+from helpers.paths import ROOT, TESTS
 
-ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "quire"
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 ROOMS = {  # what each may import, besides itself; the package's own files are the face
@@ -73,7 +73,7 @@ def test_arrows_point_down(path):
             assert name.split(".")[1] not in ABOVE_THE_CACHE, f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").glob("*.py"))], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*FILES, *sorted(TESTS.rglob("*.py"))], ids=lambda p: p.name)
 def test_files_stay_readable(path):
     assert len(path.read_text().splitlines()) <= 520, "a file longer than about 500 lines wants to be two"
 

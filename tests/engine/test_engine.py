@@ -1,0 +1,405 @@
+"""The engine as its users see it: options, streams, cancellation, limits, mistakes, and no page lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import math
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers.checkpoints import VOCAB, save
+from helpers.engines import pages_add_up
+from quire.engine import LLM, SamplingParams, shipped_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+PROMPTS = ["import os\n", "def add(a, b):\n    return", "class Stack:\n    def push(self, item):\n", "for i in range("]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(page_size=4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(7)
+    return save("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_one_params_or_one_each(llm):
+    many = llm.generate(PROMPTS, GREEDY)
+    each = llm.generate(PROMPTS, [GREEDY] * len(PROMPTS))
+    assert [c.text for c in many] == [c.text for c in each]
+    assert [c.text for c in many] == [llm.generate(p, GREEDY)[0].text for p in PROMPTS]
+    with pytest.raises(ValueError, match="3 params for 4 prompts"):
+        llm.generate(PROMPTS, [GREEDY] * 3)
+    assert llm.generate([], GREEDY) == []
+
+
+def test_strings_and_token_ids_are_the_same(llm):
+    ids = [llm.model.tokenizer(p)["input_ids"] for p in PROMPTS]
+    by_text, by_ids = llm.generate(PROMPTS, GREEDY), llm.generate(ids, GREEDY)
+    assert [c.token_ids for c in by_text] == [c.token_ids for c in by_ids]
+    assert [c.prompt_token_ids for c in by_text] == ids
+    assert llm.generate(ids[0], GREEDY)[0].text == by_text[0].text
+    assert llm.generate(torch.tensor(ids[1]).numpy(), GREEDY)[0].text == by_text[1].text
+
+
+def test_a_completion_is_the_text_of_its_tokens(llm):
+    for completion in llm.generate(PROMPTS, GREEDY):
+        decode = llm.model.tokenizer.decode
+        both = decode(completion.prompt_token_ids + completion.token_ids, skip_special_tokens=True)
+        assert both == decode(completion.prompt_token_ids, skip_special_tokens=True) + completion.text
+
+
+def test_a_seed_repeats_whatever_else_is_in_the_batch(llm):
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=20)
+    alone = llm.generate(PROMPTS[1], params)[0].token_ids
+    others = [SamplingParams(temperature=1.5, max_tokens=30)] * 3
+    assert llm.generate([*PROMPTS[:3], PROMPTS[1]], [*others, params])[3].token_ids == alone
+    assert llm.generate(PROMPTS[1], SamplingParams(temperature=1.0, seed=12, max_tokens=20))[0].token_ids != alone
+    free = SamplingParams(temperature=1.0, max_tokens=20)
+    assert llm.generate(PROMPTS[1], free)[0].token_ids != llm.generate(PROMPTS[1], free)[0].token_ids
+
+
+def test_max_tokens_and_context(llm):
+    for count in (1, 2, 17):
+        done = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))[0]
+        assert (len(done.token_ids), done.finish_reason) == (count, "length")
+    long = [5] * (llm.model.context - 3)
+    done = llm.generate(long, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0]
+    assert (len(done.token_ids), done.finish_reason) == (3, "length")
+
+
+def test_stop_strings_and_stop_tokens(llm):
+    free = llm.generate(PROMPTS[1], GREEDY)[0]
+    stop = free.text[5:8]
+    done = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=24, stop=stop))[0]
+    assert done.finish_reason == "stop"
+    assert done.text == free.text[: free.text.find(stop)]
+    token = free.token_ids[4]
+    done = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[token]))[0]
+    assert done.finish_reason == "stop"
+    assert done.token_ids == free.token_ids[: free.token_ids.index(token) + 1]
+
+
+def test_the_models_own_end_stops_unless_ignored(folder):
+    with LLM(folder, page_size=4) as llm:
+        llm.model.end_ids = frozenset(range(0, VOCAB, 3))
+        done = llm.generate([[5, 6]], SamplingParams(temperature=1.0, seed=1, max_tokens=100))[0]
+        assert done.finish_reason == "stop"
+        assert done.token_ids[-1] % 3 == 0
+        assert all(t % 3 for t in done.token_ids[:-1])
+        done = llm.generate([[5, 6]], SamplingParams(temperature=1.0, seed=1, max_tokens=100, ignore_eos=True))[0]
+        assert (done.finish_reason, len(done.token_ids)) == ("length", 100)
+
+
+def test_logprobs_add_up_with_transformers(llm):
+    from transformers import AutoModelForCausalLM
+
+    done = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=8, logprobs=2))[0]
+    network = AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32)
+    with torch.inference_mode():
+        logits = network(torch.tensor([done.prompt_token_ids + done.token_ids])).logits[0]
+    exact = torch.log_softmax(logits[len(done.prompt_token_ids) - 1 : -1], -1)
+    assert len(done.logprobs) == len(done.token_ids)
+    for row, token, report in zip(exact, done.token_ids, done.logprobs, strict=True):
+        assert token in report
+        assert list(report) == row.topk(2).indices.tolist()
+        for t, value in report.items():
+            assert value == pytest.approx(float(row[t]), abs=1e-4)
+
+
+def test_updates_make_the_completion(llm):
+    parts = {i: [] for i in range(len(PROMPTS))}
+    done = llm.generate(PROMPTS, GREEDY, on_update=lambda i, part: parts[i].append(part))
+    for i, completion in enumerate(done):
+        assert "".join(p.text for p in parts[i]) == completion.text
+        assert [t for p in parts[i] for t in p.token_ids] == completion.token_ids
+        assert [p.finish_reason for p in parts[i]] == [None] * (len(parts[i]) - 1) + [completion.finish_reason]
+
+
+def test_prompts_that_begin_alike_share_pages(folder):
+    start = [(7 * i) % VOCAB for i in range(40)]
+    with LLM(folder, page_size=4, num_pages=64) as llm:
+        done = llm.generate([[*start, i] for i in range(10)], GREEDY)
+        assert [c.reused_tokens for c in done] == [0] + [40] * 9
+        assert llm.stats.reused_tokens == 360
+        assert llm.stats.peak_pages <= 10 + 10 * 7
+
+
+def stream_all(llm, prompts, params):
+    async def one(prompt):
+        return [part async for part in llm.stream(prompt, params)]
+
+    async def every():
+        return await asyncio.gather(*(one(p) for p in prompts))
+
+    return asyncio.run(every())
+
+
+def test_streams_make_the_completions(llm):
+    done = llm.generate(PROMPTS, GREEDY)
+    for parts, completion in zip(stream_all(llm, PROMPTS, GREEDY), done, strict=True):
+        assert "".join(p.text for p in parts) == completion.text
+        assert [t for p in parts for t in p.token_ids] == completion.token_ids
+        assert parts[-1].finish_reason == completion.finish_reason
+        assert len(parts) > 1
+
+
+def until_idle(llm, seconds=20.0):
+    end = time.monotonic() + seconds
+    while llm._engine.busy:
+        assert time.monotonic() < end, "the engine goes on"
+        time.sleep(0.01)
+
+
+def test_leaving_a_stream_cancels_its_request(llm):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+    async def some():
+        stream = llm.stream(PROMPTS[0], params)
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    before = llm.stats.generated_tokens
+    asyncio.run(some())
+    until_idle(llm)
+    assert llm.stats.generated_tokens - before < 100
+    assert pages_add_up(llm)
+
+
+def test_an_exception_in_the_callback_cancels(llm):
+    class Stop(Exception):
+        pass
+
+    def stop(i, part):
+        raise Stop
+
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with pytest.raises(Stop):
+        llm.generate(PROMPTS, params, on_update=stop)
+    until_idle(llm)
+    assert pages_add_up(llm)
+
+
+def test_callers_in_many_threads_share_steps(llm):
+    expected = [c.text for c in llm.generate(PROMPTS, GREEDY)]
+    results = {}
+
+    def call(i):
+        results[i] = llm.generate(PROMPTS[i % 4], GREEDY)[0].text
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[i] for i in range(12)] == expected * 3
+
+
+def test_no_page_is_lost_in_1000_requests(folder, rng):
+    with LLM(folder, page_size=4, num_pages=24, max_num_seqs=12, max_batched_tokens=24) as llm:
+        starts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(6)]
+        cancelled = 0
+
+        async def one():
+            nonlocal cancelled
+            prompt = rng.choice(starts)[: rng.randint(1, 30)] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
+            params = SamplingParams(temperature=rng.choice((0, 1.0)), max_tokens=rng.randint(1, 20))
+            patience = rng.choice((math.inf, math.inf, 0, 1, 5))
+            stream = llm.stream(prompt, params)
+            seen = 0
+            async for part in stream:
+                assert part.finish_reason in (None, "stop", "length")
+                seen += 1
+                if seen > patience:
+                    break
+            cancelled += part.finish_reason is None
+            await stream.aclose()
+
+        async def every():
+            gate = asyncio.Semaphore(30)
+
+            async def gated():
+                async with gate:
+                    await one()
+
+            await asyncio.gather(*(gated() for _ in range(1000)))
+
+        asyncio.run(every())
+        until_idle(llm)
+        assert cancelled > 50
+        assert llm.stats.preemptions > 0
+        assert llm.stats.reused_tokens > 0
+        assert pages_add_up(llm)
+
+
+def test_a_failing_step_ends_its_requests_and_no_others(folder):
+    with LLM(folder, page_size=4) as llm:
+        good = llm.generate([[1, 2, 3]], GREEDY)[0]
+        logits, llm.model.logits = llm.model.logits, lambda *a: 1 / 0
+        done = llm.generate([[1, 2, 3], [4]], GREEDY)
+        assert [c.finish_reason for c in done] == ["error"] * 2
+        assert "ZeroDivisionError" in done[0].error
+        llm.model.logits = logits
+        assert pages_add_up(llm)
+        assert llm.generate([[1, 2, 3]], GREEDY)[0].token_ids == good.token_ids
+
+
+def test_logits_that_are_not_numbers_fail_their_request_only(folder):
+    with LLM(folder, page_size=4) as llm:
+        prompts = [[1, 2, 3], [9, 8, 7, 6], [4, 5]]
+        good = llm.generate(prompts, GREEDY)
+        embed = llm.model.network.get_input_embeddings().weight
+        with torch.inference_mode():
+            embed[9] = torch.nan
+        llm._engine.scheduler.tree.clear()
+        done = llm.generate(prompts, GREEDY)
+        assert done[1].finish_reason == "error"
+        assert "not finite" in done[1].error
+        for i in (0, 2):
+            if 9 not in good[i].token_ids:
+                assert done[i].token_ids == good[i].token_ids
+
+
+@pytest.mark.parametrize("name", ["page_size", "num_pages", "max_num_seqs", "max_batched_tokens"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_bad_sizes_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} = {value}"):
+        LLM(**{name: value})
+
+
+def test_bad_devices_dtypes_and_backends(folder):
+    with pytest.raises(ValueError, match="backend = 'fast' is unknown"):
+        LLM(folder, backend="fast")
+    with pytest.raises(ValueError, match="float12"):
+        LLM(folder, dtype="float12")
+    with pytest.raises(ValueError, match="device = 'nowhere' can't be used"):
+        LLM(folder, device="nowhere")
+    with pytest.raises(ValueError, match="no kernels for this attention on meta"):
+        LLM(folder, device="meta")
+
+
+def broken(folder, tmp_path, spoil):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    spoil(copy)
+    return copy
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def drop_a_weight(folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_a_shape(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+
+
+SPOILT = {
+    "no config": (lambda f: (f / "config.json").unlink(), FileNotFoundError, "no config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), FileNotFoundError, "no \\*.safetensors"),
+    "truncated": (truncate, ValueError, "could not be loaded"),
+    "not safetensors": (lambda f: (f / "model.safetensors").write_text("no"), ValueError, "could not be loaded"),
+    "not json": (lambda f: (f / "config.json").write_text("{"), ValueError, "could not be loaded"),
+    "unknown model": (lambda f: (f / "config.json").write_text('{"model_type": "x"}'), ValueError, "could not be load"),
+    "a weight is missing": (drop_a_weight, ValueError, "broken weights: 1 missing keys"),
+    "another shape": (change_a_shape, ValueError, "could not be loaded|mismatched"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), ValueError, "tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_broken_checkpoints_are_named(folder, tmp_path, case):
+    spoil, error, message = SPOILT[case]
+    copy = broken(folder, tmp_path, spoil)
+    with pytest.raises(error, match=message) as raised:
+        LLM(copy)
+    assert str(copy) in str(raised.value)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no model folder .*nothing"):
+        LLM(tmp_path / "nothing")
+
+
+def test_models_that_cannot_run_say_why(tmp_path):
+    from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
+
+    tiny = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
+    AutoModelForCausalLM.from_config(MambaConfig(**tiny)).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(ValueError, match="attention"):
+        LLM(tmp_path / "mamba")
+    bert = BertConfig(**tiny, num_attention_heads=2, intermediate_size=16, is_decoder=False)
+    AutoModelForCausalLM.from_config(bert).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="bert"):
+        LLM(tmp_path / "bert")
+
+
+def test_without_a_tokenizer_tokens_are_enough(folder):
+    with LLM(folder) as llm:
+        assert llm.generate([[1, 2]], GREEDY)[0].text == ""
+        with pytest.raises(ValueError, match="has no tokenizer: pass token ids"):
+            llm.generate("hello", GREEDY)
+        with pytest.raises(ValueError, match="has stop strings, but"):
+            llm.generate([[1]], SamplingParams(stop="x"))
+
+
+def test_a_closed_llm_says_so_and_its_thread_ends(folder):
+    llm = LLM(folder)
+    thread = llm._thread
+    llm.close()
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[1]], GREEDY)
+    llm.close()
+    forgotten = LLM(folder)
+    thread = forgotten._thread
+    del forgotten
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_closing_ends_what_runs(folder):
+    llm = LLM(folder)
+    done = []
+
+    def call():
+        done.extend(llm.generate([[1, 2]], SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    while llm.stats.generated_tokens == 0:
+        time.sleep(0.01)
+    llm.close()
+    caller.join(10)
+    assert done[0].finish_reason in ("cancelled", "length")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes_run(dtype):
+    with LLM(dtype=dtype) as llm:
+        assert llm.model.dtype == getattr(torch, dtype)
+        done = llm.generate(PROMPTS, GREEDY)
+    assert all(c.finish_reason in ("length", "stop") and c.text for c in done)

@@ -1,0 +1,116 @@
+"""Calls of a kernel family on a random batch, and their comparison with the oracle."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.bench.batches import Batch, relative_error
+from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.definition.pages import LengthTable
+from quire.kernels import registry
+
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then Triton's kernels run on the CPU, slowly
+FAMILIES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(INTERPRETED, reason="only Triton is interpreted")),
+    pytest.param("triton", marks=() if INTERPRETED else pytest.mark.gpu),
+]
+BOUNDS = {
+    "cpu": {torch.float32: 1e-6, torch.bfloat16: 2.8e-3, torch.float16: 3.5e-4},
+    # Triton's interpreter rounds to bf16 by cutting off.
+    "triton": {torch.float32: 2e-6, torch.bfloat16: 5e-3 if INTERPRETED else 3e-3, torch.float16: 5e-4},
+    "hopper": {torch.bfloat16: 3e-3, torch.float16: 5e-4},
+}
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float16, torch.float8_e5m2),
+]
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "not causal": {"causal": False},
+    "window": {"window_left": 17},
+    "window not causal": {"causal": False, "window_left": 40},
+    "no window but itself": {"window_left": 0},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "alibi": {"pos_encoding": "ALIBI"},
+    "alibi and mask": {"pos_encoding": "ALIBI", "custom_mask": True, "causal": False},
+    "rope": {"pos_encoding": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 1e4},
+    "rope not causal": {"pos_encoding": "ROPE_LLAMA", "causal": False},
+    "mask": {"custom_mask": True, "causal": False},
+    "mask and window": {"custom_mask": True, "window_left": 30},
+    "sinks": {"sinks": True},
+    "all": {"pos_encoding": "ALIBI", "logits_soft_cap": 3.0, "window_left": 100, "sinks": True, "custom_mask": True},
+}
+
+
+def compute(batch: Batch, family: str, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of a batch, in tensors that were NaN."""
+    spec, device = batch.spec, "cuda" if family in ("triton", "hopper") and not INTERPRETED else "cpu"
+    out = torch.full((len(batch.q), spec.num_qo_heads, spec.head_dim_vo), torch.nan).to(device, spec.o_dtype)
+    lse = torch.full(out.shape[:2], torch.nan, device=device)
+    given = {
+        "q": batch.q,
+        "k": batch.k,
+        "v": batch.v,
+        "qo": batch.qo,
+        "kv": batch.kv,
+        "spec": spec,
+        "mask": batch.mask,
+    }
+    given |= {"sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
+    moved = {name: move(x, device) for name, x in {**given, **changes}.items()}
+    registry.attend(registry.Call(**moved), out, lse, family)
+    return out.cpu(), lse.cpu()
+
+
+def move(x, device):
+    """A tensor, or a dataclass with tensors, on a device."""
+    if device == "cpu":
+        return x
+    if isinstance(x, LengthTable):
+        return LengthTable.of(*(y.to(device) for y in (x.indptr, x.indices, x.kv_lens)), x.page_size, "kv_lens")
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
+    if is_dataclass(x) and not isinstance(x, AttentionSpec):
+        return replace(x, **{f.name: move(getattr(x, f.name), device) for f in fields(x)})
+    return x
+
+
+def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor, family: str = "cpu") -> None:
+    exact, exact_lse = batch.exact()
+    assert relative_error(out, exact) < BOUNDS[family][batch.spec.q_dtype]
+    finite = exact_lse.isfinite()
+    assert torch.equal(lse[~finite].double(), exact_lse[~finite])
+    torch.testing.assert_close(lse[finite].double(), exact_lse[finite], rtol=1e-5, atol=1e-5)
+
+
+def layer(rng, q_dtype, kv_dtype, **changes):
+    kv_heads, dim = rng.choice((1, 2, 3)), rng.choice((8, 16, 64, 72, 128))
+    return AttentionSpec(
+        num_qo_heads=kv_heads * rng.choice((1, 2, 3, 4, 7)),
+        num_kv_heads=kv_heads,
+        head_dim_qk=dim,
+        head_dim_vo=rng.choice((dim, dim, 40)),
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        **changes,
+    )
+
+
+def alone(batch: Batch, b: int, begin: int, end: int) -> Batch:
+    """Query tokens begin to end of request b, whose keys end with the last of them: a chunk of it."""
+    start, size = int(batch.qo.indptr[b]), batch.kv.page_size
+    past = int(batch.kv.lengths()[b] - batch.qo.lengths()[b])
+    pages = batch.kv.indices[int(batch.kv.indptr[b]) : int(batch.kv.indptr[b]) + -(-(past + end) // size)]
+    last = torch.tensor([(past + end - 1) % size + 1]).int()
+    table = PageTable(torch.tensor([0, len(pages)]).int(), pages, last, size)
+    return replace(
+        batch, q=batch.q[start + begin : start + end], qo=RaggedLayout(torch.tensor([0, end - begin]).int()), kv=table
+    )

@@ -1,0 +1,79 @@
+"""The CPU's kernels: what is told when they are compiled or only loaded, and forked processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+
+import numba
+import pytest
+
+from helpers.forks import Attention, in_child
+from quire.kernels.cpu import jit
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+
+
+SCRIPT = """
+import threading
+from helpers.forks import Attention, in_child
+
+attention, stop = Attention(), threading.Event()
+again = threading.Thread(target=lambda: [attention.run() for _ in iter(stop.is_set, True)])
+first = attention.error()
+again.start()
+print(first, *(in_child(attention.error) for _ in range(5)), in_child(lambda: in_child(attention.error)))
+stop.set()
+again.join()
+"""
+
+
+def test_a_forked_process_computes_or_says_why_not():
+    """GNU OpenMP, Numba's first choice on Linux, cannot be used in a child of the process that used it."""
+    attention = Attention()
+    assert attention.error() < 1e-6
+    for told in (in_child(attention.error), in_child(lambda: in_child(attention.error))):
+        if numba.threading_layer() == "omp" and sys.platform == "linux":
+            assert told.startswith("RuntimeError: attention on the CPU was computed before this process was forked")
+            assert "NUMBA_THREADING_LAYER=workqueue" in told
+        else:
+            assert float(told) < 1e-6
+    assert attention.error() < 1e-6, "the parent goes on"
+
+
+def test_processes_are_forked_while_a_thread_computes():
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    errors = done.stdout.split()
+    assert len(errors) == 7, done.stdout
+    assert all(float(error) < 1e-6 for error in errors)
+
+
+def test_only_what_is_compiled_is_said_to_be(tmp_path, monkeypatch, capsys):
+    """A kernel that is found on disk is not, however long it takes to load."""
+    file = tmp_path / "kernels_for_a_test.py"
+    file.write_text("import numba\n\n\n@numba.njit(cache=True)\ndef double(x):\n    return 2 * x\n")
+
+    def load():
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.double
+
+    compiled = load()
+    jit.launch(compiled, "a test", 1)
+    told = "quire: compiling the CPU kernel double for a test (once; kept on disk for later runs) ...\n"
+    assert capsys.readouterr().err == told
+    jit.launch(compiled, "a test", 1)
+    assert capsys.readouterr().err == ""
+
+    loaded = load()
+    find = loaded._cache.load_overload
+    monkeypatch.setattr(loaded._cache, "load_overload", lambda *args: time.sleep(1.2) or find(*args))
+    jit.launch(loaded, "a test of loading", 1)
+    assert loaded.stats.cache_hits
+    assert capsys.readouterr().err == ""

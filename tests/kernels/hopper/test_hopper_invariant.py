@@ -1,0 +1,384 @@
+"""Batch-invariant attention on Hopper GPUs: bits are compared; elsewhere, who leaves what for whom."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+import quire
+from helpers.families import alone, check, compute
+from helpers.hopper import Recorded, gpu
+from quire.bench.batches import Batch, random_batch
+from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.kernels import registry
+
+hopper = pytest.importorskip("quire.kernels.hopper.host")
+BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+LAYERS = {
+    "plain": {},
+    "window": {"window_left": 5000},
+    "narrow window": {"window_left": 70},
+    "sinks and cap": {"sinks": True, "logits_soft_cap": 5.0},
+    "mask": {"custom_mask": True},
+    "not causal": {"causal": False},
+}
+# head_dim, dtype of the cache, KV heads, query heads of each
+SHAPES = [
+    (128, BF16, 2, 4),
+    (128, BF16, 1, 16),
+    (128, BF16, 3, 7),
+    (128, E4M3, 2, 1),
+    (128, E5M2, 2, 7),
+    (64, BF16, 2, 4),
+    (64, FP16, 1, 16),
+    (256, BF16, 1, 4),
+    (256, E4M3, 1, 1),
+]
+
+
+def layer(shape, **changes) -> AttentionSpec:
+    dim, kv_dtype, kv_heads, group = shape
+    return AttentionSpec(
+        num_qo_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim_qk=dim,
+        q_dtype=kv_dtype if kv_dtype.itemsize > 1 else BF16,
+        kv_dtype=kv_dtype,
+        o_dtype=torch.float32,
+        batch_invariant=True,
+        **changes,
+    )
+
+
+def chunk(batch: Batch, b: int, begin: int, end: int) -> Batch:
+    """Query tokens begin to end of request b alone, with their rows of the mask."""
+    part = alone(batch, b, begin, end)
+    if batch.bool_mask is None:
+        return part
+    q_lens, kv_lens = batch.qo.lengths().tolist(), batch.kv.lengths().tolist()
+    start = sum(q * kv for q, kv in zip(q_lens[:b], kv_lens[:b], strict=True))
+    mask = batch.bool_mask[start : start + q_lens[b] * kv_lens[b]].view(q_lens[b], kv_lens[b])
+    return replace(part, bool_mask=mask[begin:end, : int(part.kv.lengths()[0])].flatten())
+
+
+def together(parts: list[Batch]) -> Batch:
+    """Chunks as one batch over their common cache."""
+    counts = torch.tensor([0, *(len(x.kv.indices) for x in parts)])
+    table = PageTable(
+        counts.cumsum(0).int(),
+        torch.cat([x.kv.indices for x in parts]),
+        torch.cat([x.kv.last_page_len for x in parts]),
+        parts[0].kv.page_size,
+    )
+    qo = RaggedLayout.from_lengths(torch.tensor([len(x.q) for x in parts]).int())
+    mask = None if parts[0].bool_mask is None else torch.cat([x.bool_mask for x in parts])
+    return replace(parts[0], q=torch.cat([x.q for x in parts]), qo=qo, kv=table, bool_mask=mask)
+
+
+def same(batch: Batch, chunks: list[tuple[int, int, int]], out, lse, max_q_len: int, **changes) -> None:
+    """Chunks (request, first token, end), computed together, have the bits of the whole."""
+    part = together([chunk(batch, *each) for each in chunks])
+    begins = batch.qo.indptr.tolist()
+    rows = torch.cat([torch.arange(begins[b] + begin, begins[b] + end) for b, begin, end in chunks])
+    got, sums = compute(part, "hopper", max_q_len=max_q_len, **changes)
+    assert torch.equal(got.view(torch.int32), out[rows].view(torch.int32)), (chunks, max_q_len)
+    assert torch.equal(sums.view(torch.int32), lse[rows].view(torch.int32)), (chunks, max_q_len)
+
+
+@gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_bits_do_not_depend_on_the_batch(name, shape, rng):
+    """Prefilled whole and in chunks, decoded alone and among others, with the most query tokens known or not."""
+    spec = layer(shape, **LAYERS[name])
+    kv_lens = [rng.randint(8300, 9500), rng.randint(4100, 4400), rng.randint(200, 700), 1, 4096]
+    q_lens = [rng.randint(70, 130), 40, rng.randint(130, 200), 1, 3]
+    batch = random_batch(spec, q_lens, kv_lens, rng.choice((1, 16, 64)))
+    batch.v[..., 3] = 0  # zeros have a sign
+    out, lse = compute(batch, "hopper")
+    check(batch, out, lse, "hopper")
+    few = max(1, 64 // spec.group_size)
+    if spec.causal:
+        chunks = [(b, begin, q_len) for b, q_len in enumerate(q_lens) for begin in {0, rng.randrange(q_len)}]
+        chunks += [(0, 3, 50), (2, 64, 100), (0, 17, 18), (1, 0, 1), (2, 100, 100 + min(few, 30))]
+    else:  # all see the keys of the last
+        chunks = [(b, rng.randrange(q_len), q_len) for b, q_len in enumerate(q_lens)]
+        chunks += [(b, q_len - min(few, q_len), q_len) for b, q_len in enumerate(q_lens)]
+    for each in chunks:
+        for known in {0, each[2] - each[1]}:
+            same(batch, [each], out, lse, known)
+    short = [(b, max(begin, end - few), end) for b, begin, end in chunks]
+    last = [(b, end - 1, end) for b, begin, end in chunks]
+    for some in (short, last, last[:2] * 7, last[::-1] * 40):
+        for known in (0, max(end - begin for _, begin, end in some)):
+            same(batch, some, out, lse, known)
+
+
+@gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_long_requests_in_parts(shape, rng):
+    """Decoded by all programs, with few and with many others, and prefilled."""
+    spec = layer(shape)
+    few = max(1, 64 // spec.group_size)
+    batch = random_batch(spec, [few, few, few + 1], [60_001, 4095, 33_000], 16)
+    batch.v[..., 3] = 0
+    out, lse = compute(batch, "hopper")
+    check(batch, out, lse, "hopper")
+    device = torch.device("cuda", 0)
+    zeros = torch.zeros(32 << 20, dtype=torch.int32, device=device)
+    for q_len in {1, min(few, 4), few}:
+        for which in ([0], [2], [1, 0], [2, 0, 1] * 5, [1] * 300 + [0]):
+            chunks = [(b, int(batch.qo.lengths()[b]) - q_len, int(batch.qo.lengths()[b])) for b in which]
+            keys = sum(-(-int(batch.kv.lengths()[b]) // 16) * 16 for b in which)
+            size = hopper.zeros(spec, device, q_len, len(which), keys) // 4
+            zeros[size:] = 7
+            same(batch, chunks, out, lse, q_len, zeros=zeros[:size])
+            assert not zeros[:size].any()
+            assert (zeros[size:] == 7).all()
+            zeros[size:] = 0
+
+
+@gpu
+def test_rows_that_are_not_in_pages(rng):
+    batch = random_batch(layer((128, BF16, 2, 4)), [1, 1, 1], [9000, 1, 5000], 16)
+    k, v, indptr = batch.rows()
+    out, lse = compute(batch, "hopper")
+    for known in (0, 1):
+        got = compute(batch, "hopper", max_q_len=known, k=k, v=v, kv=RaggedLayout(indptr))
+        assert torch.equal(got[0], out)
+        assert torch.equal(got[1], lse)
+
+
+@gpu
+def test_zeros_end_where_it_was_said_to(rng):
+    """Requests whose tables overlap have more keys together, and so more parts, than a plan can know of."""
+    spec, device = layer((128, BF16, 2, 4)), torch.device("cuda", 0)
+    batch = random_batch(spec, [1] * 6, [9000, 1, 1, 1, 1, 1], 16)
+    every = int(batch.kv.indptr[-1])
+    batch.kv.indptr.copy_(torch.tensor([0, every, 0, every, 0, every, 0]))
+    size = hopper.zeros(spec, device, 1, 6, every * 16) // 4
+    memory = torch.full((size + 100_000,), 7, dtype=torch.int32, device=device)
+    memory[:size] = 0
+    compute(batch, "hopper", max_q_len=1, zeros=memory[:size])
+    assert (memory[size:] == 7).all()
+    assert not memory[:size].any()
+
+
+@gpu
+def test_wrappers_choose_it(rng):
+    """Decode and prefill of one layer are computed by one family, whatever their rows."""
+    device = torch.device("cuda", 0)
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=BF16, batch_invariant=True)
+    for max_q_len in (0, 1, 16, 17, 1000):
+        assert registry.choose(spec, device, max_q_len=max_q_len) == "hopper"
+        assert registry.choose(spec.but(pos_encoding="ALIBI"), device, max_q_len=max_q_len) == "triton"
+    batch = random_batch(spec, [100, 40], [9000, 40], 16, device="cuda")
+    table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
+    prefill = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), batch_invariant=True)
+    prefill.plan(batch.qo.indptr, *table, 8, 2, 128, 16, causal=True, q_data_type=BF16)
+    decode = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), batch_invariant=True)
+    decode.plan(*table, 8, 2, 128, 16, q_data_type=BF16)
+    assert prefill.backend == decode.backend == "hopper"
+    last = batch.qo.indptr[1:].long() - 1
+    whole, cache = prefill.run(batch.q, (batch.k, batch.v)), (batch.k, batch.v)
+    for _ in range(3):
+        assert torch.equal(decode.run(batch.q[last], cache), whole[last])
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize(
+    ("shape", "max_q_len", "spills"),
+    [((128, BF16, 8, 4), 1, 16), ((64, BF16, 8, 4), 1, 16), ((128, E4M3, 8, 4), 1, 16), ((256, BF16, 8, 4), 1, 0),
+     ((128, BF16, 8, 4), 0, 250)],
+    ids=str,
+)  # fmt: skip
+def test_kernels_compile(shape, max_q_len, spills):
+    """Many columns spill the states of runs and tiles, which blocks of keys do not touch."""
+    from helpers.triton_compile import compile_decode
+
+    spec = layer(shape)
+    usage = compile_decode(spec, max_q_len)
+    assert hopper.decode_call.tune(spec, max_q_len).programs * (usage.shared + 1024) <= 228 << 10
+    assert usage.spills <= spills
+
+
+def test_blocks_are_alike_whatever_the_rows():
+    for shape in SHAPES:
+        for max_q_len in (0, 1, 2, 4, 1000):
+            tuning = hopper.decode_call.tune(layer(shape), max_q_len)
+            assert tuning.block == 64
+            assert tuning.stages >= 2
+
+
+def test_parts_take_128_mib_at_most():
+    """Whole tiles have none."""
+    for group, dim in ((4, 128), (64, 128), (16, 256)):
+        spec = layer((dim, BF16, 8, group))
+        assert 0 < hopper.decode_call.zeros(spec, 132, 1, 64, 64 << 12) <= 128 << 20
+        assert hopper.decode_call.zeros(spec, 132, 0, 64, 64 << 12) == 0
+        assert hopper.decode_call.zeros(spec, 132, 65, 64, 64 << 12) == 0
+
+
+def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
+    """Decode has memory for parts; whole tiles need none."""
+    monkeypatch.setattr(hopper.decode_call, "Launcher", Recorded)
+    hopper.decode_call._launcher.cache_clear()
+    batch = random_batch(layer((128, BF16, 2, 4)), [1, 1], [9000, 64], 16)
+    size = hopper.decode_call.zeros(batch.spec, 132, 1, 2, len(batch.kv.indices) * 16) // 4
+    zeros = torch.zeros(size, dtype=torch.int32)
+    call = Call(
+        q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=1, zeros=zeros
+    )
+    hopper.decode_call.launch(call, batch.q, None, 132)
+    given = Recorded.last
+    assert given["programs"] == 132
+    assert given["part"] is zeros
+    assert size == given["slots"] * 4 * 130
+    assert (given["c"].unit, given["c"].run, given["c"].whole, given["c"].causal) == (128, 8, False, False)
+    call.zeros = zeros[1:]
+    hopper.decode_call.launch(call, batch.q, None, 132)
+    assert Recorded.last["part"].numel() == size
+    call.max_q_len = 0
+    hopper.decode_call.launch(call, batch.q, None, 132)
+    given = Recorded.last
+    assert given["programs"] == 264
+    assert given["part"] is None
+    assert (given["c"].unit, given["c"].run, given["c"].whole, given["c"].causal) == (128, 8, True, True)
+    hopper.decode_call._launcher.cache_clear()
+
+
+class Simulated:
+    """Programs of a launch one after another, as they start; states are tuples of what was folded into them."""
+
+    def __init__(self, monkeypatch, c, requests, programs, window):
+        from quire.kernels.hopper import schedule as line
+        from quire.kernels.hopper.decode import invariant as units
+
+        self.c, self.programs, self.window, self.units, self.line = c, programs, window, units, line
+        self.requests, self.slots, self.written, self.blocks, self.states = [], {}, {}, [], {}
+        gl = MagicMock()
+        gl.minimum, gl.maximum, gl.cdiv = min, max, lambda a, b: -(-a // b)
+        gl.where = lambda condition, a, b: a if condition else b
+        gl.num_programs, gl.load = lambda axis: programs, lambda *given: 0
+        start = 0
+        for b, (q_len, kv_len) in enumerate(requests):
+            low = max(kv_len - q_len - window, 0) // c.unit * c.unit if c.window else 0
+            cost = max(-(-(kv_len - low) // c.unit), 1) if q_len else 0
+            self.requests.append(line.Request(b, start, 0, q_len, 0, kv_len, low, cost))
+            start += line.length.fn(self.requests[-1], c)
+        self.total = start
+        for module in (line, units):
+            monkeypatch.setattr(module, "gl", gl)
+        rows = MagicMock()
+        monkeypatch.setattr(units, "rows_of", lambda *given: rows)
+        monkeypatch.setattr(units, "load_queries", lambda *given: None)
+        monkeypatch.setattr(line, "length", line.length.fn)
+        monkeypatch.setattr(line, "request_at", self.request_at)
+        monkeypatch.setattr(units, "MOST", 16)
+        for name in ("piece_at", "next_tile", "unit_slot", "run_slot", "hand_over"):
+            monkeypatch.setattr(units, name, getattr(units, name).fn)
+        for module in (line, units):
+            monkeypatch.setattr(module, "quotient", lambda a, b: a // b)
+        monkeypatch.setattr(units, "nothing", lambda *given: ((), 0, 0))
+        monkeypatch.setattr(units, "fold", lambda acc, m, l, x, m2, l2, c: ((*acc, x) if x else acc, 0, 0))
+        monkeypatch.setattr(units, "fold_rows", lambda acc, m, l, x, m2, l2: ((*acc, x) if x else acc, 0, 0))
+        monkeypatch.setattr(units, "upright", lambda acc, c: acc)
+        for name in ("request_at", "reach_of", "attend_keys", "leave_at", "keep", "spread", "collect", "finish"):
+            setattr(self, f"_{name}", getattr(units, name))
+            monkeypatch.setattr(units, name, getattr(self, name))
+
+    def request_at(self, tables, request, unit, end, c):
+        found = [x for x in self.requests if x.start <= unit < x.start + self.line.length(x, c)]
+        return found[0] if found else self.requests[-1]
+
+    def reach_of(self, request, piece, window, c):
+        assert not self.blocks, "blocks that were fetched, and not attended to"
+        self.request, reach = request, self._reach_of.fn(request, piece, window, c)
+        self.blocks = list(range(reach.begin, reach.stop, c.block))
+        return reach
+
+    def attend_keys(self, queries, rows, request, ring, begin, stop, n, tables, masks, c):
+        here = tuple(range(begin, stop, c.block))
+        fetched, self.blocks = tuple(self.blocks[: len(here)]), self.blocks[len(here) :]
+        assert here == fetched
+        return here, 0, 0, n + len(here)
+
+    def leave_at(self, slot, acc, m, l, parts, r0, count, c):
+        assert slot not in self.slots
+        assert 0 <= slot < c.run * self.programs + self.total // c.run
+        self.slots[slot] = acc
+
+    def keep(self, acc, m, l, spare, sums, which, states):
+        assert not self.blocks, "blocks that were fetched to where states are kept"
+        self.states[which] = acc
+
+    def spread(self, spare, sums, which, states, some, c):
+        assert some == 0
+        return self.states[which], 0, 0
+
+    def collect(self, acc, m, l, parts, first, number, r0, c):
+        for i in range(first, first + number):
+            state = self.slots.pop(i)
+            acc = (*acc, state) if state else acc
+        return acc, 0, 0
+
+    def finish(self, acc, m, l, results, q_begin, h, row, rows, c):
+        assert (self.request.b, h, row) not in self.written
+        self.written[self.request.b, h, row] = acc
+
+    def run(self, longer):
+        c, share = self.c, -(-self.total // self.programs)
+        share += share // 16 if longer else 0  # as shares of whole tiles may be
+        for program in reversed(range(self.programs)):
+            unit = min(program * share, self.total)
+            request = self.request_at(None, None, unit, 0, c)
+            span = self.line.Span(program, unit, min(unit + share, self.total), share, request)
+            tables = SimpleNamespace(window=self.window, qo_indptr=0, batch=0, tokens=0)
+            parts = self.units.UnitParts(0, 0, 0)
+            ring, queries = SimpleNamespace(k=None, v=None), SimpleNamespace(weights=None)
+            self.units.consume_units.fn(tables, queries, None, ring, parts, None, span, c)
+        assert not self.slots, "nothing is left behind"
+        return self.written
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_who_leaves_what_for_whom(whole, monkeypatch, rng):
+    """The kernel's own code, with states that tell what they are made of: nested alike however a line is cut. Programs
+    run in the order of their start, so nobody waits for one that starts later.
+    """
+    for _ in range(60):
+        group, window = rng.choice((1, 4)), rng.choice((-1, 70, 5000))
+        heads, rows = rng.choice((1, 2, 3)), 32 if whole else 8
+        c = SimpleNamespace(
+            unit=128, block=64, run=8, whole=whole, tile_rows=rows if whole else 0, heads=heads, group=group,
+            rows=rows, part_rows=rows, dim=128, stages=3, causal=True, window=window >= 0, fp8=False,
+        )  # fmt: skip
+        kv_lens = [rng.choice((0, 1, 300, 4096, 4097, 9000, 20_000, 70_000)) for _ in range(rng.randint(1, 7))]
+        most = 100 if whole else 8 // group
+        requests = [(rng.choice((0, 1, rng.randint(1, most))), kv_len) for kv_len in kv_lens]
+        if not any(q_len for q_len, _ in requests):
+            continue
+        programs = rng.choice((1, 2, 7, 132, 264))
+        with monkeypatch.context() as patch:
+            written = Simulated(patch, c, requests, programs, window).run(rng.random() < 0.5)
+        tiles = 0
+        for b, (q_len, kv_len) in enumerate(requests):
+            for row in range(0, q_len * group, rows):
+                end = min(row + rows, q_len * group) if whole else q_len * group
+                first = max(kv_len - q_len + row // group - window, 0) // 64 * 64 if window >= 0 else 0
+                stop = kv_len - q_len + (end - 1) // group + 1
+                seen = range(first, stop, 64)
+                runs = [[t0 for t0 in seen if t0 // 1024 == run] for run in range(stop // 1024 + 1)]
+                nested = [
+                    tuple(x for u in range(8 * n, 8 * n + 8) if (x := tuple(t for t in run if t // 128 == u)))
+                    for n, run in enumerate(runs)
+                ]
+                for h in range(heads):
+                    assert written[b, h, row] == tuple(x for x in nested if x)
+                    tiles += 1
+        assert len(written) == tiles

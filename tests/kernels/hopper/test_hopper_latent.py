@@ -1,0 +1,167 @@
+"""Latent caches (MLA) on Hopper GPUs against the oracle; elsewhere the kernel is compiled."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+import quire
+from helpers.families import check, compute
+from helpers.hopper import Recorded, gpu, shifted
+from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec
+from quire.kernels import registry
+
+hopper = pytest.importorskip("quire.kernels.hopper.host")
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def latent_batch(heads, dtype, q_lens, kv_lens, page_size, dim=512, padding=0, **layer) -> Batch:
+    """A batch whose values are the first part of keys."""
+    given = {"num_qo_heads": heads, "num_kv_heads": 1, "head_dim_qk": dim + 64, "head_dim_vo": dim, "sm_scale": 0.07}
+    spec = AttentionSpec(**given, q_dtype=dtype, **layer)
+    batch = random_batch(spec, q_lens, kv_lens, page_size, padding=padding)
+    return replace(batch, v=batch.k[..., :dim])
+
+
+def run(batch: Batch, max_q_len=0, **changes):
+    dim = batch.spec.head_dim_vo
+    given = {"q": batch.q[..., :dim], "q_pe": batch.q[..., dim:], "k": batch.v, "k_pe": batch.k[..., dim:]}
+    given |= {"spec": batch.spec.but(latent=True), "max_q_len": max_q_len}
+    return compute(batch, "hopper", **(given | changes))
+
+
+@gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batches(dtype, causal, rng):
+    """Requests of one or a few query tokens, or none; without keys, or with some; any heads, pages and scales."""
+    for _ in range(4):
+        heads, longest = rng.choice((1, 3, 16, 33, 64, 128)), rng.choice((1, 1, 2, 4))
+        kv_lens = [rng.choice((0, 1, 5, 63, 64, 65, 200, 700)) for _ in range(rng.randint(1, 7))]
+        q_lens = [rng.choice((0, 1, longest, longest)) for _ in kv_lens]
+        layer = {"causal": causal, "sinks": rng.choice((True, False)), "dim": rng.choice((512, 512, 256, 128))}
+        batch = latent_batch(heads, dtype, q_lens, kv_lens, rng.choice((1, 16, 64)), padding=2, **layer)
+        batch = replace(batch, k_scale=rng.choice((1.0, 0.5, torch.tensor([0.7]))), v_scale=rng.choice((1.0, 2.0)))
+        out, lse = run(batch, rng.choice((0, longest)))
+        check(batch, out, lse, "hopper")
+        tokens = sum(q_lens)
+        assert (out[tokens:] == 0).all()
+        assert (lse[tokens:] == -torch.inf).all()
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(1, 20000, 4, 1), (3, 5000, 16, 1), (40, 300, 3, 3), (300, 20, 5, 1)], ids=str)
+def test_parts_come_together(shape, rng):
+    """Long requests that many programs share, and many short ones: the same bits each time, and right."""
+    count, length, heads, q_len = shape
+    kv_lens = [rng.randint(length // 2, length) for _ in range(count)]
+    batch = latent_batch(heads, torch.bfloat16, [q_len] * count, kv_lens, 16)
+    first = run(batch, q_len)
+    check(batch, *first, "hopper")
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(batch, q_len), strict=True))
+
+
+@gpu
+def test_several_tiles_of_a_request(rng):
+    """More rows than neighbouring programs share, known before and not."""
+    batch = latent_batch(100, torch.bfloat16, [1, 20, 3], [300, 130, 3], 16, causal=True)
+    for longest in (0, 20):
+        check(batch, *run(batch, longest), "hopper")
+
+
+@gpu
+@pytest.mark.parametrize("dim", [512, 256, 128])
+def test_one_request_of_several_tiles(dim, rng):
+    """Where nobody knows how many query tokens a request has: nearly all have one."""
+    zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
+    for heads, causal in ((16, True), (3, True), (128, False), (40, True)):
+        kv_lens = [rng.choice((3, 70, rng.randint(1, 3000))) for _ in range(12)]
+        q_lens = [rng.choice((0, 1, 1)) for _ in range(11)] + [rng.randint(2, 50)]
+        layer = {"causal": causal, "dim": dim, "padding": 3}
+        batch = latent_batch(heads, torch.bfloat16, q_lens, kv_lens, rng.choice((1, 4, 16, 64)), **layer)
+        check(batch, *run(batch, zeros=zeros), "hopper")
+        assert not zeros.any()
+
+
+@gpu
+def test_tables_that_change_after_their_check_never_lead_outside():
+    batch = latent_batch(16, torch.bfloat16, [1, 1], [640, 64], 16)
+    batch.kv.indices[1], batch.kv.indices[2] = 1 << 30, -(1 << 30)
+    batch.kv.indptr[2] = 1 << 30
+    batch.kv.last_page_len[0] = 1 << 30
+    batch.qo.indptr[2] = 1 << 30
+    run(batch, 1)
+    torch.cuda.synchronize()
+
+
+@gpu
+def test_it_decodes_where_asked():
+    batch = latent_batch(128, torch.bfloat16, [1, 3], [640, 64], 16, causal=True)
+    spec, kv = batch.spec.but(latent=True), batch.kv
+    assert registry.choose(spec, torch.device("cuda", 0)) == "hopper"
+    wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(0, device="cuda"), backend="hopper")
+    tables = (x.cuda() for x in (batch.qo.indptr, kv.indptr, kv.indices, kv.lengths()))
+    wrapper.plan(*tables, 128, 512, 64, 16, True, 0.07, torch.bfloat16, torch.bfloat16)
+    assert wrapper.backend == "hopper"
+    q, cache = batch.q.cuda(), batch.k.cuda().squeeze(2)
+    for _ in range(3):
+        assert relative_error(wrapper.run(query=q, kv_cache=cache).cpu(), batch.exact()[0]) < 3e-3
+    odd = shifted(q[..., :512].contiguous()), q[..., 512:].contiguous()
+    assert relative_error(wrapper.run(query=odd, kv_cache=cache).cpu(), batch.exact()[0]) < 3e-3
+    with pytest.raises(ValueError, match="hopper: keys must be aligned to 16 bytes"):
+        wrapper.run(query=q, kv_cache=shifted(cache))
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("dim", [512, 256, 128])
+def test_kernels_compile(dim):
+    from helpers.triton_compile import compile_latent
+
+    spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=dim + 64, head_dim_vo=dim, latent=True)
+    near = (spec.but(num_qo_heads=16), 1, 16, False)
+    for given in [near] if dim != 512 else [near, (spec, 1), (spec.but(sinks=True), 4)]:
+        usage = compile_latent(*given)
+        assert usage.shared <= usage.limit
+        assert usage.spills <= 32, usage.spills
+
+
+def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
+    calls = hopper.latent_call
+    monkeypatch.setattr(calls, "Launcher", Recorded)
+    calls._launcher.cache_clear()
+    batch = latent_batch(128, torch.bfloat16, [1, 1], [640, 64], 16)
+    q, q_pe = batch.q.split((512, 64), -1)
+    k, k_pe = batch.k.split((512, 64), -1)
+    spec = batch.spec.but(latent=True)
+    call = Call(q, k, k, batch.qo, batch.kv, spec, q_pe=q_pe, k_pe=k_pe, max_q_len=1)
+    assert calls.refuses(call) is None
+    calls.launch(call, torch.empty(2, 128, 512), None, 132)
+    given = Recorded.last
+    assert (given["programs"], given["c"].lanes, given["c"].page_size) == (132, 2, 16)
+    assert (given["entries"], given["pages"], given["batch"], given["tokens"]) == (44, len(k), 2, 2)
+    assert (given["k_page"], given["k_token"], given["k_pe_token"]) == (16 * 576, 576, 576)
+    assert (given["q"].data_ptr(), given["q_pe"].data_ptr()) == (q.data_ptr(), q_pe.data_ptr())
+    call.k_pe = shifted(k_pe.contiguous())
+    assert "aligned to 16 bytes" in calls.refuses(call)
+    calls._launcher.cache_clear()
+
+
+def test_what_it_declines():
+    spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
+    declines = hopper.latent_call.declines
+    assert declines(spec) is None
+    assert "no windows" in declines(spec.but(window_left=3))
+    assert "torch.float8_e5m2" in declines(spec.but(kv_dtype=torch.float8_e5m2))
+    assert "batch invariance" in declines(spec.but(batch_invariant=True))
+
+
+def test_how_tiles_are_spread():
+    spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
+    lanes = [hopper.latent_call.lanes_of(spec, n) for n in (0, 1, 2, 3, 6, 7)]
+    assert lanes == [2, 2, 4, 6, 12, 7]
+    assert hopper.latent_call.lanes_of(spec.but(num_qo_heads=16), 1) == 1

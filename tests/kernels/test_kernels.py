@@ -1,0 +1,329 @@
+"""Every kernel family against the oracle. What must not be read is NaN, and so is every output before its call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numba
+import pytest
+import torch
+
+from helpers.families import BOUNDS, DTYPES, FAMILIES, INTERPRETED, LAYERS, alone, check, compute, layer, move
+from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.definition.pages import LengthTable
+from quire.kernels import registry
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: f"{str(d[0])[6:]}-{str(d[1])[6:]}")
+def test_mixed_batches(family, dtypes, name, rng):
+    """Requests that decode, verify a few tokens, prefill, or are empty; any heads, sizes, pages, layouts, scales."""
+    for _ in range(1 if INTERPRETED else 3):
+        spec = layer(rng, *dtypes, **LAYERS[name])
+        count = rng.randint(1, 4 if INTERPRETED else 6)
+        kv_lens = [
+            rng.choice((0, 1, 5, 33, 90) if INTERPRETED else (0, 1, 5, 33, 200, 700, 1500)) for _ in range(count)
+        ]
+        q_lens = [rng.choice((0, 1, 1, 1, 3, 20, 50 if INTERPRETED else 100)) for _ in kv_lens]
+        scales = [rng.choice((1.0, 0.5, torch.rand(spec.num_kv_heads) + 0.5)) for _ in range(2)]
+        batch = random_batch(
+            spec,
+            q_lens,
+            kv_lens,
+            rng.choice((1, 3, 16, 64)),
+            kv_layout=rng.choice(("NHD", "HND")),
+            padding=rng.choice((0, 2)),
+            k_scale=scales[0],
+            v_scale=scales[1],
+        )
+        check(batch, *compute(batch, family), family)
+
+
+@pytest.mark.parametrize("masks", [{}, {"causal": False}, {"causal": False, "custom_mask": True}], ids=str)
+@pytest.mark.parametrize("pos_encoding", ["NONE", "ROPE_LLAMA", "ALIBI"])
+def test_more_queries_than_keys(family, pos_encoding, masks, rng):
+    """Positions of queries are negative before the first key, which queries that are not causal see all the same."""
+    most = 8 if INTERPRETED else 40
+    for window, invariant in ((-1, False), (rng.choice((0, 3, most)), False), (-1, True))[: 1 if INTERPRETED else 3]:
+        dtype = torch.bfloat16 if family == "hopper" else torch.float32
+        options = {"pos_encoding": pos_encoding, "window_left": window, "batch_invariant": invariant, **masks}
+        spec = layer(rng, dtype, dtype, **options)
+        kv_lens = [rng.choice((0, 1)), rng.randint(2, most), rng.randint(2, most)]
+        q_lens = [rng.randint(2, 5), kv_lens[1] + 1, kv_lens[2] + rng.randint(2, most)]
+        batch = random_batch(spec, q_lens, kv_lens, rng.choice((1, 16)))
+        check(batch, *compute(batch, family), family)
+
+
+@pytest.mark.parametrize("dim", [*range(8, 257, 24), 256, 512])
+def test_head_dims(family, dim, rng):
+    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.float32)
+    batch = random_batch(spec, [1, 60], [77, 90], 16)
+    check(batch, *compute(batch, family), family)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (576, 512), (64, 256)])
+def test_value_heads_of_another_size(family, dims):
+    spec = AttentionSpec(
+        num_qo_heads=4, num_kv_heads=1, head_dim_qk=dims[0], head_dim_vo=dims[1], q_dtype=torch.float32
+    )
+    batch = random_batch(spec, [1, 40], [130, 50], 16)
+    check(batch, *compute(batch, family), family)
+
+
+def test_long_requests_are_split_and_merged(family, rng):
+    """One long request over all threads, beside short ones; with a window, most of it is never touched."""
+    long = 900 if INTERPRETED else 9000
+    for window in (-1, long // 3):
+        spec = layer(rng, torch.float32, torch.float32, window_left=window)
+        batch = random_batch(spec, [1, 1, 2, 1], [long, 3, long // 2, 40], 16)
+        if window >= 0:
+            spare = batch.kv.indices[: (long - window - 1) // 16].long()
+            batch.k[spare] = batch.v[spare] = torch.nan
+            out, _ = compute(batch, family)
+            assert not out.isnan().any()
+            batch.k[spare] = batch.v[spare] = 0.0
+        check(batch, *compute(batch, family), family)
+
+
+def test_pages_may_be_empty(family, rng):
+    """Requests that own more pages than their keys fill, of which nothing is read."""
+    spec = layer(rng, torch.bfloat16, torch.bfloat16)
+    batch = random_batch(spec, [1, 30, 2, 1], [40, 70, 0, 5], 16, padding=1)
+    spare, counts = [2, 0, 3, 1], batch.kv.indptr.diff().tolist()
+    used = batch.kv.indices.split([*counts, len(batch.kv.indices) - sum(counts)])
+    indices = torch.cat(
+        [x for own, n in zip(used, spare, strict=False) for x in (own, torch.full((n,), 1 << 30).int())]
+    )
+    owned = torch.tensor(counts) + torch.tensor(spare)
+    kv = object.__new__(PageTable)  # whose checks on the host would not have it
+    last_page_len = batch.kv.lengths() - (owned - 1).int() * 16
+    indptr = torch.tensor([0, *owned.tolist()]).cumsum(0).int()
+    kv.__dict__.update(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=16)
+    check(batch, *compute(batch, family, kv=kv), family)
+
+
+def test_ragged_keys_are_pages_of_one(family, rng):
+    spec = layer(rng, torch.bfloat16, torch.bfloat16)
+    batch = random_batch(spec, [1, 70, 5], [30, 70, 0], 16)
+    k, v, indptr = batch.rows()
+    check(batch, *compute(batch, family, k=k, v=v, kv=RaggedLayout(indptr)), family)
+
+
+def test_tables_by_length(family, rng):
+    """Lengths in place of those of last pages, with pages to spare, and too long for what pages there are."""
+    spec = layer(rng, torch.bfloat16, torch.bfloat16)
+    batch = random_batch(spec, [1, 40, 3, 1, 1], [30, 90, 70, 0, 20], rng.choice((3, 16)))
+    kv = batch.kv
+    shorter = torch.tensor([rng.randint(1, n) if n else 0 for n in kv.lengths().tolist()], dtype=torch.int32)
+    given = LengthTable.of(kv.indptr, kv.indices, shorter, kv.page_size, "kv_lens")
+    trimmed = PageTable.from_lengths(kv.indptr, kv.indices, shorter, kv.page_size)
+    check(replace(batch, kv=trimmed), *compute(batch, family, kv=given), family)
+    batch = random_batch(spec, [1, 3], [32, 96], 16)
+    given = LengthTable.of(batch.kv.indptr, batch.kv.indices, torch.tensor([1 << 30, 97]).int(), 16, "kv_lens")
+    check(batch, *compute(batch, family, kv=given), family)
+
+
+def test_queries_and_outputs_may_be_strided(family, rng):
+    """q as a slice of a fused projection, out as a slice of a larger buffer, k and v with different strides."""
+    spec = layer(rng, torch.bfloat16, torch.bfloat16)
+    batch = random_batch(spec, [1, 70, 4], [30, 90, 5], 16)
+    fused = torch.full((len(batch.q), spec.num_qo_heads + 3, spec.head_dim_qk), torch.nan).bfloat16()
+    q = fused[:, 1 : 1 + spec.num_qo_heads]
+    q.copy_(batch.q)
+    wide = torch.full((*batch.v.shape[:3], spec.head_dim_vo + 8), torch.nan).bfloat16()
+    v = wide[..., 8:]
+    v.copy_(batch.v)
+    buffer = torch.full((len(q), spec.num_qo_heads + 1, spec.head_dim_vo), 7.0).bfloat16()
+    lse = torch.empty(spec.num_qo_heads, len(q)).T
+    device = "cuda" if family == "triton" and not INTERPRETED else "cpu"
+    fused, wide, buffer, lse = (x.to(device) for x in (fused, wide, buffer, lse.T))
+    lse, rest = lse.T, (move(x, device) for x in (batch.qo, batch.kv))
+    call = registry.Call(fused[:, 1 : 1 + spec.num_qo_heads], batch.k.to(device), wide[..., 8:], *rest, spec)
+    registry.attend(call, buffer[:, 1:], lse, family)
+    check(batch, buffer[:, 1:].cpu(), lse.cpu(), family)
+    assert (buffer[:, 0] == 7.0).all()
+
+
+def test_other_output_dtypes(family, rng):
+    small = 1e-6 if family == "cpu" else 3e-3  # weights are float32, or bf16 like the cache
+    for dtype, bound in ((torch.float32, small), (torch.float16, max(small, 3.5e-4)), (torch.float8_e4m3fn, 0.05)):
+        spec = layer(rng, torch.bfloat16, torch.bfloat16, o_dtype=dtype)
+        batch = random_batch(spec, [1, 40], [30, 90], 16)
+        out, _ = compute(batch, family)
+        assert out.dtype == dtype
+        assert relative_error(out.float(), batch.exact()[0]) < bound
+
+
+def test_per_head_scales_of_queries(family, rng):
+    spec = layer(rng, torch.float32, torch.float32)
+    batch = random_batch(spec, [1, 40], [30, 90], 16)
+    scale = torch.rand(spec.num_qo_heads) + 0.5
+    out, _ = compute(batch, family, q_scale=scale)
+    scaled = Batch(spec, batch.q * scale[:, None], batch.k, batch.v, batch.qo, batch.kv)
+    assert relative_error(out, scaled.exact()[0]) < BOUNDS[family][torch.float32]
+
+
+def test_scales_that_reverse_logits(family, rng):
+    spec = layer(rng, torch.float32, torch.float32)
+    batch = random_batch(spec, [1, 20], [30, 90], 16)
+    k_scale = torch.rand(spec.num_kv_heads) + 0.5
+    out, _ = compute(batch, family, q_scale=-1.0, k_scale=k_scale)
+    turned = Batch(spec, -batch.q, batch.k, batch.v, batch.qo, batch.kv, k_scale=k_scale)
+    assert relative_error(out, turned.exact()[0]) < BOUNDS[family][torch.float32]
+
+
+def test_slopes_of_alibi_may_be_given(family, rng):
+    slopes = tuple(rng.uniform(-0.2, 0.2) for _ in range(6))
+    for q_len in (1, 30):
+        spec = AttentionSpec(
+            num_qo_heads=6, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32, pos_encoding="ALIBI", slopes=slopes
+        )
+        batch = random_batch(spec, [q_len, 1], [60, 90], 16)
+        check(batch, *compute(batch, family), family)
+        usual = replace(batch, spec=spec.but(slopes=()))
+        assert relative_error(usual.exact()[0], batch.exact()[0]) > 1e-3
+
+
+def test_rope_far_from_the_start(family):
+    """Angles of positions beyond 60,000, for which float32 has no digits left behind the point's third."""
+    spec = AttentionSpec(
+        num_qo_heads=1, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32, pos_encoding="ROPE_LLAMA", window_left=30
+    )
+    length = 900 if INTERPRETED else 65_000
+    batch = random_batch(spec, [1], [length], 64)
+    check(batch, *compute(batch, family), family)
+
+
+@pytest.mark.parametrize(
+    "dtypes", DTYPES if torch.cuda.is_available() else DTYPES[:1], ids=lambda d: f"{str(d[0])[6:]}-{str(d[1])[6:]}"
+)
+@pytest.mark.parametrize("name", ["plain", "window", "soft cap", "rope", "sinks"])
+def test_bits_do_not_depend_on_the_batch(family, name, dtypes, products_in_order, rng):
+    """Batch-invariant: decoded one by one, in chunks or whole, alone or among others, at any place."""
+    spec = layer(rng, *dtypes, o_dtype=torch.float32, batch_invariant=True, **LAYERS[name])
+    if registry.why_not(family, spec, torch.device("cpu" if INTERPRETED or family == "cpu" else "cuda")):
+        pytest.skip("the family is not batch-invariant")
+    if INTERPRETED:
+        spec = spec.but(num_qo_heads=spec.group_size, num_kv_heads=1)
+    kv_lens = [rng.randint(1, 150), rng.randint(1100, 1400), 1] if not INTERPRETED else [20, 70, 1]
+    q_lens = [kv_lens[0], rng.randint(200, 300) if not INTERPRETED else 41, 1]
+    batch = random_batch(spec, q_lens, kv_lens, 16)
+    out, lse = compute(batch, family)
+    check(batch, out, lse, family)
+    for b, begin, end in ((0, 0, q_lens[0]), (1, 3, 40), (1, q_lens[1] - 1, q_lens[1]), (1, 17, 18), (2, 0, 1)):
+        part = alone(batch, b, begin, end)
+        rows = slice(int(batch.qo.indptr[b]) + begin, int(batch.qo.indptr[b]) + end)
+        for known in {0, end - begin}:
+            chunk, chunk_lse = compute(part, family, max_q_len=known)
+            assert torch.equal(chunk, out[rows]), (b, begin, end, known)
+            assert torch.equal(chunk_lse, lse[rows])
+
+
+def test_same_bits_each_time(family, rng):
+    spec = layer(rng, torch.float32, torch.float32)
+    batch = random_batch(spec, [1, 1, 40, 1], [300 if INTERPRETED else 3000, 20, 90, 1], 16)
+    first = compute(batch, family)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, compute(batch, family), strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_number_of_threads(threads, rng):
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(threads, before))
+    try:
+        batch = random_batch(layer(rng, torch.float32, torch.float32), [1, 1, 90], [3000, 20, 90], 16)
+        check(batch, *compute(batch, "cpu"))
+    finally:
+        numba.set_num_threads(before)
+
+
+def test_tables_that_change_after_their_check_never_lead_outside(family, rng):
+    """Tables are read when attention runs. Whatever they say then, only the tensors that were given are read."""
+    spec = layer(rng, torch.float32, torch.float32)
+    batch = random_batch(spec, [1, 40], [64, 64], 16)
+    batch.kv.indices[1], batch.kv.indices[2] = 1 << 30, -(1 << 30)
+    batch.kv.indptr[2] = 1 << 30
+    batch.kv.last_page_len[0] = 1 << 30
+    batch.qo.indptr[2] = 1 << 30
+    out, _ = compute(batch, family)
+    assert out.shape == (*batch.q.shape[:2], spec.head_dim_vo)
+
+
+def test_scratch_ends_where_it_was_said_to():
+    """Requests whose tables overlap have more keys together, and so more parts, than a plan can know of."""
+    triton = pytest.importorskip("quire.kernels.triton.host")
+    device = torch.device("cpu" if INTERPRETED else "cuda", None if INTERPRETED else 0)
+    if triton.declines(AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=16), device) or not (
+        INTERPRETED or torch.cuda.is_available()
+    ):
+        pytest.skip("there is no GPU")
+    spec = AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32, batch_invariant=True)
+    batch = random_batch(spec, [1] * 6, [2300, 1, 1, 1, 1, 1], 16)
+    every = int(batch.kv.indptr[-1])
+    batch.kv.indptr.copy_(torch.tensor([0, every, 0, every, 0, every, 0]))
+    size = triton.scratch(spec, device, 1, 6, every * 16) // 4
+    scratch = torch.full((size + 100_000,), 7.0, device=device)
+    compute(batch, "triton", max_q_len=1, scratch=scratch)
+    assert (scratch[size:] == 7).all()
+    assert not (scratch[:size] == 7).all()
+
+
+def test_growing_in_place_is_seen(family):
+    """A table whose contents changed since it was made is read anew: what CUDA graphs need, on any device."""
+    spec = AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
+    batch = random_batch(spec, [1, 1], [20, 7], 16)
+    table = PageTable(batch.kv.indptr.clone(), batch.kv.indices, batch.kv.last_page_len.clone(), 16)
+    table.last_page_len[0] -= 2
+    shorter = Batch(spec, batch.q, batch.k, batch.v, batch.qo, table)
+    check(shorter, *compute(shorter, family), family)
+    table.last_page_len[0] += 2
+    check(batch, *compute(batch, family, kv=table), family)
+
+
+def test_the_registry_says_why():
+    spec = AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
+    assert registry.choose(spec, torch.device("cpu")) == "cpu"
+    assert registry.choose(spec, torch.device("cpu"), "fa3") == "cpu"
+    assert registry.choose(spec, torch.device("cuda"), "reference") == "reference"
+    with pytest.raises(
+        ValueError,
+        match=r"no kernels .* on meta: cpu: it computes on the CPU, not on meta; hopper: it needs a Hopper GPU; "
+        r"triton: it ",
+    ):
+        registry.choose(spec, torch.device("meta"))
+    with pytest.raises(ValueError, match=r"backend = 'fa9' is unknown: auto, cpu, hopper, triton, reference"):
+        registry.choose(spec, torch.device("cpu"), "fa9")
+
+
+def test_what_one_family_refuses_another_computes(rng, monkeypatch):
+    """With "auto"; one that is asked for by name says why not."""
+    real = registry.family
+    picky = SimpleNamespace(declines=lambda *given: None, refuses=lambda call: "its tensors are odd", attend=None)
+    monkeypatch.setattr(registry, "family", lambda name: picky if name == "cpu" else real(name))
+    monkeypatch.setattr(registry, "FAMILIES", {"cpu": "", "other": "quire.kernels.reference"})
+    registry.choose.cache_clear()
+    batch = random_batch(layer(rng, torch.float32, torch.float32), [1, 4], [9, 9], 4)
+    try:
+        with pytest.warns(UserWarning, match="cpu does not compute a call, .*: its tensors are odd"):
+            result = compute(batch, "auto")
+        check(batch, *result)
+        with pytest.raises(ValueError, match="no kernels for this call: cpu: its tensors are odd"):
+            compute(batch, "cpu")
+    finally:
+        registry.choose.cache_clear()
+
+
+def test_the_reference_family_is_the_oracle(rng):
+    batch = random_batch(layer(rng, torch.float32, torch.float32, sinks=True), [1, 4, 0], [9, 9, 3], 4)
+    out, lse = compute(batch, "reference")
+    exact, exact_lse = batch.exact()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,164 @@
+"""Triton's kernels without a GPU: interpreted on small batches, and compiled for every architecture."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers.paths import TESTS
+from quire.definition import AttentionSpec
+
+CHOSEN = (
+    "float32-float32 and (plain or window or alibi or mask or sinks) or ragged or strided or per_head or growing"
+    " or scratch_ends or may_be_empty or by_length or more_queries and ROPE and causal"
+)
+
+
+def interpret(file: str, chosen: str) -> None:
+    """Run the chosen tests of a file with Triton's kernels interpreted."""
+    path = str(TESTS / file)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path, "-k", chosen]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout
+
+
+def test_interpreted_kernels_are_the_oracle():
+    interpret("kernels/test_kernels.py", CHOSEN)
+
+
+def test_interpreted_states_merge_as_defined():
+    interpret("face/test_cascade.py", "states and not bfloat16")
+
+
+def test_interpreted_prefixes_are_shared():
+    interpret("wrappers/test_shared_prefix.py", "trees and (16-3-sinks or 16-1-plain)")
+
+
+def test_interpreted_latent_attention_is_as_defined():
+    interpret("face/test_mla.py", "all_heads or nobody or fp8 or bits or keep_to")
+
+
+def test_interpreted_tokens_are_appended():
+    interpret("face/test_page.py", "documented or minus_one or tokens_are_appended or looks and HND and float32")
+
+
+def test_interpreted_tokens_of_int64_tables():
+    interpret("wrappers/test_int64_tables.py", "tokens_are_appended or far_beyond")
+
+
+def test_interpreted_tokens_go_to_their_slots():
+    interpret("steps/test_serving_base.py", "nowhere_else and cpu and HND")
+
+
+def test_interpreted_heads_turn_as_defined():
+    interpret("face/test_rope.py", "float32-indptr-True or far or copied or test_cached_angles")
+
+
+def test_interpreted_heads_round_to_fp8_as_torchs():
+    interpret("face/test_rope_quantize.py", "into_pages and e4m3fn or every_half and e5m2")
+
+
+def test_interpreted_bits_are_packed_as_defined():
+    interpret("face/test_quantization.py", "")
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_kernels_compile_for_every_architecture(target):
+    from helpers.triton_compile import compile_attend
+
+    spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, q_dtype=torch.bfloat16)
+    for layer, rows in ((spec, 4), (spec, 4000), (spec.but(kv_dtype=torch.float8_e4m3fn), 4)):
+        usage = compile_attend(layer, target, rows, split=rows < 100)
+        assert usage.shared <= usage.limit
+        assert usage.spills <= 128, usage.spills
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_latent_kernels_compile_for_every_architecture(target):
+    from helpers.triton_compile import compile_attend
+
+    spec = AttentionSpec(
+        num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, q_dtype=torch.bfloat16, latent=True
+    )
+    few, fp8 = spec.but(num_qo_heads=16), spec.but(kv_dtype=torch.float8_e4m3fn)
+    for layer, rows, split in ((few, 16, True), (spec, 128, True), (fp8, 128, True)):
+        usage = compile_attend(layer, target, rows, split=split)
+        assert usage.shared <= usage.limit
+        assert usage.spills <= 512, usage.spills  # between the loops over keys, which have all registers
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_appending_compiles_for_every_architecture(target):
+    from helpers.triton_compile import compile_kernel
+    from quire.kernels.triton.append import _append, _write
+
+    tables = dict.fromkeys(("requests", "positions", "indptr", "indices"), "*i32")
+    for dtype in ("*bf16", "*u8"):
+        rows = dict.fromkeys(("k_cache", "v_cache", "key", "value"), dtype)
+        for kernel, given in ((_append, tables), (_write, {"slots": "*i64"})):
+            usage = compile_kernel(kernel, target, {**rows, **given, "block": 1024})
+            assert usage.shared <= usage.limit
+            assert usage.spills == 0, usage.spills
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_merging_compiles_for_every_architecture(target):
+    from helpers.triton_compile import compile_kernel
+    from quire.kernels.triton.merge import merge_rows
+
+    v, s = "*bf16", "*fp32"
+    two = {"v": v, "v_other": v, "out": v, "s": s, "s_other": s, "lse": s, "mask": "*u8"}
+    many = {**two, "v_other": None, "s_other": None, "mask": None}
+    for given in (two, many):
+        for dim in (64, 128, 512):
+            usage = compile_kernel(merge_rows, target, {**given, "block_rows": 2048 // dim, "block_dim": dim})
+            assert usage.shared <= usage.limit
+            assert usage.spills == 0, usage.spills
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_turning_compiles_for_every_architecture(target):
+    from helpers.triton_compile import compile_kernel
+    from quire.kernels.triton.rope import rotate_heads, shape
+
+    def part(dtype):
+        return ("*bf16", f"*{dtype}", *["i32"] * 5)
+
+    plain = {"positions": "*i32", "indptr": "*i32", "turns": "*i64", "cache": None, "table": None, "v": None}
+    plain |= {"q": part("bf16"), "k": part("bf16"), "q_rest": None, "k_rest": None, "q_scale": 1.0, "k_scale": 1.0}
+    rests = {"q_rest": part("bf16"), "k_rest": part("bf16")}
+    cached = {**plain, **rests, "positions": "*i64", "indptr": None, "turns": None, "cache": "*fp32"}
+    quantized = {**cached, **dict.fromkeys(("q", "q_rest", "k", "k_rest", "v"), part("u8"))}
+    quantized |= {"table": ("*i32",) * 4 + ("i32",) * 4, "q_scale": "fp32", "k_scale": "fp32"}
+    for given, c in (
+        (plain, shape(64, 0, 32, False)),
+        (cached, shape(48, 64, 32, True)),
+        (quantized, shape(32, 512, 128, True, 512, 3)),
+        (quantized, shape(32, 32, 16, False, 96, 2)),
+    ):
+        usage = compile_kernel(rotate_heads, target, {**given, "c": c}, num_warps=c.num_warps)
+        assert usage.shared <= usage.limit
+        assert usage.spills == 0, usage.spills
+
+
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_packing_compiles_for_every_architecture(target):
+    from helpers.triton_compile import compile_kernel
+    from quire.kernels.triton.pack import BLOCK, pack_bytes
+
+    given = {"x": "*u8", "bits": "*u8", "indptr": "*i64", "bytes_at": "*i64", "big": True, "block": BLOCK}
+    for each in (given, {**given, "indptr": None, "bytes_at": None}):
+        assert compile_kernel(pack_bytes, target, each).spills == 0

@@ -1,0 +1,478 @@
+"""Tensors that require grad: refused where gradients would be lost, detached where they are stored or are weights."""
+
+from __future__ import annotations
+
+import copy
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quire
+from helpers.public_calls import (
+    DIM,
+    F32,
+    HEADS,
+    KV_HEADS,
+    LAYER,
+    PAGE,
+    all_calls,
+    cache,
+    decoder,
+    ints,
+    layer,
+    prefiller,
+    rows,
+    tables,
+)
+from quire.kernels import ops, registry
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+devices = pytest.mark.parametrize("device", DEVICES)
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+modes = pytest.mark.parametrize("mode", MODES)
+REFUSED = "requires grad, but Quire computes no gradients: call it under torch.no_grad"
+
+
+def each(given, change):
+    """An argument with `change` made to its tensors."""
+    if isinstance(given, Tensor):
+        return change(given)
+    return type(given)(change(x) for x in given) if isinstance(given, (tuple, list)) else given
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_() if x.is_floating_point() else x
+
+
+def computed(x: Tensor) -> Tensor:
+    """Part of a graph, as what a layer's projection gives."""
+    return leaf(x) * 1 if x.is_floating_point() and x.element_size() > 1 else x
+
+
+def parameter(x: Tensor) -> Tensor:
+    return nn.Parameter(x.detach().clone()) if x.is_floating_point() else x
+
+
+def flat(result) -> list[Tensor]:
+    return [y for x in result for y in flat(x)] if isinstance(result, (tuple, list)) else [result]
+
+
+# --- what computes
+
+
+@devices
+@pytest.mark.parametrize("make", [leaf, computed, parameter])
+def test_gradients_are_not_lost_in_silence(make, device):
+    """Each argument whose gradient there would be is refused by its name; without grad mode it is like any other."""
+    wrong = []
+    calls = all_calls(device)
+    for name, call in calls.items():
+        for arg in call.differentiable:
+            if call.given[arg] is None:
+                continue
+            given = {**call.given, arg: each(call.given[arg], make)}
+            try:
+                call.function(**given)
+                wrong.append(f"{name}({arg}): no error")
+            except ValueError as error:
+                if not re.match(rf"({arg}|{call.inner.get(arg, arg)}) {REFUSED}", str(error)):
+                    wrong.append(f"{name}({arg}): {error}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@devices
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_without_grad_mode_it_makes_no_difference(mode, device):
+    for name, call in all_calls(device).items():
+        with MODES[mode]():
+            plain = call.function(**copied(call.given))
+            needing = {
+                x: each(given, parameter) if x in call.differentiable else given for x, given in call.given.items()
+            }
+            result = call.function(**copied(needing))
+        for a, b in zip(flat(plain), flat(result), strict=True):
+            if isinstance(a, Tensor):
+                torch.testing.assert_close(a.float(), b.float(), msg=name, equal_nan=True)
+                assert not b.requires_grad or b.is_leaf, name
+
+
+def copied(given):
+    return {
+        name: each(x, lambda t: copy.copy(t) if isinstance(t, nn.Parameter) else t.detach().clone())
+        for name, x in given.items()
+    }
+
+
+@devices
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_families_refuse_alike(backend, device):
+    if backend == "triton" and not ops.on_triton(torch.device(device)):
+        pytest.skip("Triton is neither interpreted nor on a GPU")
+    q, (k, v) = rows(2, HEADS, device), cache(device)
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device=device), backend=backend)
+    wrapper.plan(**tables(device), **layer())
+    expected = wrapper.run(q, (k, v))
+    for name, given in (("q", (leaf(q), (k, v))), ("k", (q, (leaf(k), v))), ("v", (q, (k, leaf(v))))):
+        with pytest.raises(ValueError, match=f"^{name} {REFUSED}"):
+            wrapper.run(*given)
+        with torch.no_grad():
+            torch.testing.assert_close(wrapper.run(*given), expected)
+    weights = nn.Parameter(torch.randn(HEADS, device=device)), nn.Parameter(torch.rand(KV_HEADS, device=device) + 0.5)
+    options = {"sinks": weights[0], "k_scale": weights[1], "v_scale": weights[1]}
+    plain = {name: x.detach() for name, x in options.items()}
+    result = wrapper.run(q, (k, v), **options)
+    assert not result.requires_grad
+    torch.testing.assert_close(result, wrapper.run(q, (k, v), **plain))
+
+
+@devices
+@modes
+def test_weights_are_detached(mode, device):
+    """Sinks and scales may be parameters, of every call that takes them; slopes of ALiBi a tensor."""
+    names = {"sinks", "sink", "k_scale", "v_scale", "scale_k", "cos_sin_cache"}
+    found = set()
+    for name, call in all_calls(device).items():
+        weights = names & set(call.given)
+        found |= weights
+        if not weights:
+            continue
+        plain = call.function(**copied(call.given))
+        with MODES[mode]():
+            result = call.function(
+                **copied({x: each(y, parameter) if x in weights else y for x, y in call.given.items()})
+            )
+        for a, b in zip(flat(plain), flat(result), strict=True):
+            if isinstance(a, Tensor):
+                assert not b.requires_grad, name
+                torch.testing.assert_close(a.float(), b.float(), msg=name)
+    assert found == names
+    ones = nn.Parameter(torch.ones(1, device=device))
+    decode = all_calls(device)["decode.run"]
+    scaled = dict.fromkeys(("q_scale", "k_scale", "v_scale"), ones)
+    assert not decode.function(**{**decode.given, **scaled}).requires_grad
+    slopes, alibi = nn.Parameter(torch.rand(HEADS, device=device)), {"pos_encoding_mode": "ALIBI"}
+    wrappers = [quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device=device)) for _ in range(2)]
+    q, pages = rows(2, HEADS, device), cache(device)
+    for wrapper, given in zip(wrappers, (slopes, slopes.tolist()), strict=True):
+        wrapper.plan(**tables(device), **layer(), **alibi, alibi_slopes=given)
+    torch.testing.assert_close(*(wrapper.run(q, pages) for wrapper in wrappers), rtol=0, atol=0)
+
+
+@devices
+def test_scales_of_blocks_of_a_latent_cache_are_detached(device):
+    wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(0, device=device), backend="reference")
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    csr = [x.to(device) for x in (ints(0, 1, 2), ints(0, 2, 3), ints(2, 0, 3), ints(7, 2))]
+    wrapper.plan(*csr, HEADS, 128, 64, PAGE, True, 0.1, bf16, fp8)
+    q = [rows(2, HEADS, device, dim).to(bf16) for dim in (128, 64)]
+    held = [rows(4, PAGE, device, dim).to(fp8) for dim in (128, 64)]
+    scales = torch.rand(4, PAGE, 1, device=device) + 0.5
+    plain = wrapper.run(*q, *held, ckv_scale_arr=scales, kpe_scale=0.5)
+    result = wrapper.run(*q, *held, ckv_scale_arr=nn.Parameter(scales), kpe_scale=0.5)
+    assert not result.requires_grad
+    torch.testing.assert_close(result, plain, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=f"ckv_cache {REFUSED}"):
+        wrapper.run(*q, held[0].requires_grad_(), held[1], ckv_scale_arr=scales, kpe_scale=0.5)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_calls_refuse_alike(fullgraph):
+    """Also those compiled for tensors without. Where graphs must not break, torch raises an error of its own."""
+    torch._dynamo.reset()
+    wrapper = prefiller("cpu")
+    q, (k, v) = rows(5, HEADS, "cpu"), cache("cpu")
+    single = (rows(5, KV_HEADS, "cpu"), rows(5, KV_HEADS, "cpu"))
+    state = (q, rows(5, HEADS, "cpu")[..., 0].contiguous())
+    calls = {
+        "q": (lambda q: wrapper.run(q, (k, v)), q),
+        "v": (lambda v: wrapper.run(q, (k, v)), v),
+        "k": (lambda k: quire.single_prefill_with_kv_cache(q, k, single[1]), single[0]),
+        "v_b": (lambda v: quire.merge_state(*state, v, state[1])[0], q + 1),
+        "query": (lambda x: quire.apply_rope_with_cos_sin_cache(ints(0, 1, 2, 3, 4), x, single[0], DIM, table)[0], q),
+    }
+    table = torch.randn(16, DIM)
+    error = (ValueError, torch._dynamo.exc.Unsupported) if fullgraph else ValueError
+    for name, (function, x) in calls.items():
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph)
+        torch.testing.assert_close(compiled(x), function(x), rtol=0, atol=0)
+        for given in (leaf(x), computed(x)):
+            with pytest.raises(error, match=f"{name} {REFUSED}"):
+                compiled(given)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(given), function(x), rtol=0, atol=0)
+    torch._dynamo.reset()
+
+
+@devices
+def test_weights_of_compiled_layers_are_detached(device):
+    torch._dynamo.reset()
+    wrapper, q, (k, v) = decoder(device), rows(2, HEADS, device), cache(device)
+    weights = nn.ParameterList([torch.randn(HEADS, device=device), torch.rand(KV_HEADS, device=device) + 0.5])
+
+    def attend(q, k, v):
+        return wrapper.run(q, (k, v), sinks=weights[0], k_scale=weights[1], v_scale=weights[1] * 2)
+
+    result = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v)
+    assert not result.requires_grad
+    torch.testing.assert_close(result, attend(q, k, v), rtol=0, atol=0)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """How many runs were repeated by wrappers that believe to be on a GPU."""
+    done = []
+    monkeypatch.setattr("quire.kernels.attention._compute", lambda *given: lambda *addresses: bool(done.append(1)) or True)
+    monkeypatch.setattr(registry, "choose", lambda *given: "cpu")
+    monkeypatch.setattr(registry, "scratch", lambda *given: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    return done
+
+
+def test_a_repeated_run_refuses_alike(repeated):
+    """A call that was remembered for tensors that do not require grad says nothing of those that do."""
+    empty = torch.empty(0, device="meta")
+    decode, latent = quire.BatchDecodeWithPagedKVCacheWrapper(empty), quire.BatchMLAPagedAttentionWrapper(empty)
+    decode._repeatable = latent._repeatable = True
+    decode.plan(*(x.to("meta") for x in tables("cpu").values()), *LAYER, q_data_type=F32)
+    of_latent = [x.to("meta") for x in (ints(0, 1, 2), ints(0, 2, 3), ints(2, 0, 3), ints(7, 2))]
+    latent.plan(*of_latent, HEADS, 128, 64, PAGE, True, 0.1, F32, F32)
+    q, (k, v) = rows(2, HEADS, "meta"), cache("meta")
+    into = {"out": torch.empty_like(q), "lse": torch.empty(2, HEADS, device="meta")}
+    parts = [
+        rows(2, HEADS, "meta", 128),
+        rows(2, HEADS, "meta", 64),
+        rows(4, PAGE, "meta", 128),
+        rows(4, PAGE, "meta", 64),
+    ]
+    runs = {
+        "q": (lambda x: decode.run(x, (k, v)), q),
+        "k": (lambda x: decode.run(q, (x, v)), k),
+        "v": (lambda x: decode.run(q, (k, x)), v),
+        "out": (lambda x: decode.run(q, (k, v), **{**into, "out": x}), into["out"]),
+        "lse": (lambda x: decode.run(q, (k, v), **{**into, "lse": x}), into["lse"]),
+        "q_nope": (lambda x: latent.run(x, *parts[1:]), parts[0]),
+        "q_pe": (lambda x: latent.run(parts[0], x, *parts[2:]), parts[1]),
+        "ckv_cache": (lambda x: latent.run(*parts[:2], x, parts[3]), parts[2]),
+        "kpe_cache": (lambda x: latent.run(*parts[:3], x), parts[3]),
+    }
+    for name, (run, x) in runs.items():
+        run(x), run(x)
+        count = len(repeated)
+        assert count, name
+        with pytest.raises(ValueError, match=f"^{name} {REFUSED}"):
+            run(leaf(x))
+        with torch.no_grad():
+            run(leaf(x))
+        assert len(repeated) == count + 1, "and without grad mode it is repeated"
+        repeated.clear()
+    sinks = torch.randn(HEADS, device="meta")
+    decode.run(q, (k, v), sinks=sinks)
+    decode.run(q, (k, v), sinks=nn.Parameter(sinks))
+    assert len(repeated) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_runs_repeated_on_a_gpu_refuse_alike(backend):
+    """Decode and prefill in 16 bits, which Hopper's kernels compute where there are any."""
+    bf16, dim = torch.bfloat16, 128
+    empty, table = torch.empty(1 << 26, dtype=torch.uint8, device="cuda"), tables("cuda")
+    decode = quire.BatchDecodeWithPagedKVCacheWrapper(empty, backend=backend)
+    decode.plan(**table, **layer(q_data_type=bf16, head_dim=dim))
+    prefill = quire.BatchPrefillWithPagedKVCacheWrapper(empty, backend=backend)
+    prefill.plan(ints(0, 3, 5).cuda(), *table.values(), HEADS, KV_HEADS, dim, PAGE, q_data_type=bf16, causal=True)
+    k, v = torch.randn(2, 4, PAGE, KV_HEADS, dim, device="cuda").to(bf16)
+    sinks = torch.randn(HEADS, device="cuda")
+    for wrapper, tokens in ((decode, 2), (prefill, 5)):
+        q = rows(tokens, HEADS, "cuda", dim).to(bf16)
+        for options in ({}, {"sinks": sinks}):
+            expected = wrapper.run(q, (k, v), **options)
+            assert wrapper._repeats, "nothing is remembered"
+            torch.testing.assert_close(wrapper.run(q, (k, v), **options), expected, rtol=0, atol=0)
+            for name, given in (("q", (leaf(q), (k, v))), ("k", (q, (leaf(k), v))), ("v", (q, (k, leaf(v))))):
+                with pytest.raises(ValueError, match=f"^{name} {REFUSED}"):
+                    wrapper.run(*given, **options)
+                with torch.no_grad():
+                    torch.testing.assert_close(wrapper.run(*given, **options), expected, rtol=0, atol=0)
+        result = wrapper.run(q, (k, v), sinks=nn.Parameter(sinks))
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+        assert not result.requires_grad
+
+
+# --- what stores
+
+
+def storing(form: str, device: str):
+    """A function that stores a key and a value, and the cache that holds them: its tensors, new or given."""
+    places, table = (ints(0, 0, 1).to(device), ints(5, 6, 1).to(device)), tables(device)
+    where = table["indices"], table["indptr"], table["last_page_len"]
+    if form == "pool":
+        pool = quire.PagedKVCache(1, KV_HEADS, DIM, PAGE, 4, device, F32)
+        pool.begin_forward(3)
+        return lambda key, value, held: pool.append(0, key, value), [pool.data]
+    if form == "latent":
+        held = [rows(4, PAGE, device, 2 * DIM), rows(4, PAGE, device, 2 * DIM)]
+        return lambda key, value, held: quire.append_paged_mla_kv_cache(
+            key.flatten(1), value.flatten(1), *places, *held, *where
+        ), held  # fmt: skip
+    if form == "store":
+        slots = torch.tensor([9, 10, 13], device=device)
+        return lambda key, value, held: quire.serving.base.store(tuple(held), key, value, slots), list(cache(device))
+    if form == "rope":
+        return storing_fp8(where[:2], places, device)
+    layout = form[:3]
+    pair = [x if layout == "NHD" else x.transpose(1, 2).contiguous() for x in cache(device)]
+    held = [torch.stack(pair, 1)] if "5-D" in form else pair
+    return lambda key, value, held: quire.append_paged_kv_cache(
+        key, value, *places, tuple(held) if len(held) == 2 else held[0], *where, layout
+    ), held  # fmt: skip
+
+
+def storing_fp8(where, places, device):
+    cos_sin = torch.randn(16, DIM, device=device)
+    held = [torch.zeros(4, PAGE, KV_HEADS, DIM, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+
+    def put(key, value, held):
+        quire.rope.rope_quantize_fp8_append_paged_kv_cache(
+            key.repeat(1, 2, 1), key, None, None, value, cos_sin, places[1], tuple(held), *where, *places,
+            page_size=PAGE, quant_scale_kv=0.5,
+        )  # fmt: skip
+
+    return put, held
+
+
+FORMS = ["NHD pair", "HND pair", "NHD 5-D", "HND 5-D", "pool", "latent", "store", "rope"]
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+@devices
+@modes
+@forms
+def test_what_is_stored_is_detached(form, mode, device):
+    """The cache holds the numbers, and is as it was to autograd; so are the keys, whose own graph lives on."""
+    store, held = storing(form, device)
+    source = leaf(rows(3, KV_HEADS, device))
+    plain = [x.clone() for x in held] if form != "pool" else None
+    if plain is not None:
+        store(source.detach(), source.detach() * 2, plain)
+    with MODES[mode]():
+        key = source * 1
+        store(key, nn.Parameter(source.detach() * 2), held)
+        store(source, key * 2, held)
+    for x in held:
+        assert (x.requires_grad, x.grad_fn, x.is_leaf) == (False, None, True)
+    if plain is not None:
+        assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(held, plain, strict=True))
+    else:
+        assert torch.equal(held[0][0, 0, 0, :3], source)
+        assert torch.equal(held[0][0, 0, 1, :3], source * 2)
+    if mode == "grad":
+        key.sum().backward()
+        assert torch.equal(source.grad, torch.ones_like(source))
+
+
+@devices
+@modes
+@pytest.mark.parametrize("make", [leaf, computed, parameter])
+@pytest.mark.parametrize("form", [x for x in FORMS if x not in ("pool", "rope")])
+def test_caches_that_require_grad_are_written_to(form, make, mode, device):
+    store, held = storing(form, device)
+    needing, plain = [make(x) for x in held], [x.clone() for x in held]
+    before = [x.grad_fn for x in needing]
+    key, value = rows(3, KV_HEADS, device), rows(3, KV_HEADS, device)
+    store(key, value, plain)
+    with MODES[mode]():
+        store(key, value, needing)
+        store(leaf(key), value, needing)
+    assert [x.grad_fn for x in needing] == before
+    assert all(torch.equal(x, y) for x, y in zip(needing, plain, strict=True))
+
+
+@devices
+@modes
+@pytest.mark.parametrize("make", [leaf, computed])
+def test_pages_that_require_grad_are_copied(make, mode, device):
+    pages, to = rows(4, PAGE, device), torch.tensor([[0, 1], [3, 2]])
+    source, target, within = make(pages), make(rows(4, PAGE, device)), make(pages)
+    fns = target.grad_fn, within.grad_fn
+    plain = rows(4, PAGE, device)
+    with MODES[mode]():
+        quire.cache.swap_blocks(source, target, to)
+        quire.cache.swap_blocks(source, plain, to)
+        quire.cache.copy_blocks([within], to)
+    assert (target.grad_fn, within.grad_fn) == fns
+    assert not plain.requires_grad
+    for x in (target, plain, within):
+        assert torch.equal(x[[1, 2]], pages[[0, 3]])
+
+
+@forms
+def test_compiled_storing_detaches(form):
+    torch._dynamo.reset()
+    if form == "pool":
+        pytest.skip("its tables are made on the host")
+    store, held = storing(form, "cpu")
+    source = leaf(rows(3, KV_HEADS, "cpu"))
+    plain, needing = [x.clone() for x in held], [leaf(x) if x.element_size() > 1 else x.clone() for x in held]
+    store(source.detach(), source.detach() * 2, plain)
+
+    def step(x, held):
+        key = x * 1
+        store(key, key * 2, held)
+        return key.sum()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    compiled(source, held).backward()
+    assert torch.equal(source.grad, torch.ones_like(source))
+    for x, y in zip(held, plain, strict=True):
+        assert (x.requires_grad, x.grad_fn) == (False, None)
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+    with torch.no_grad():
+        compiled(source, needing)
+    for x, y in zip(needing, plain, strict=True):
+        assert torch.equal(x.detach().view(torch.uint8), y.view(torch.uint8))
+    torch._dynamo.reset()
+
+
+# --- inference tensors
+
+
+@devices
+@forms
+def test_inference_tensors_are_written_to_and_read(form, device):
+    """Made in inference mode, used in and out of it."""
+    with torch.inference_mode():
+        store, held = storing(form, device)
+        key, value = rows(3, KV_HEADS, device), rows(3, KV_HEADS, device)
+        inside = [x.clone() for x in held]
+        store(key, value, inside)
+    store(key, value, held)
+    if form != "pool":
+        assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(held, inside, strict=True))
+    store(leaf(key.clone()) * 1, value, held)
+    assert all(x.is_inference() and not x.requires_grad for x in held)
+
+
+@devices
+@pytest.mark.parametrize("inside", [False, True])
+def test_calls_take_inference_tensors(inside, device, rng):
+    """All that was made in inference mode, results to write to among them, out of it; and the other way round."""
+    makes, uses = (nullcontext, torch.inference_mode) if inside else (torch.inference_mode, nullcontext)
+    seed = rng.randrange(1 << 31)
+    torch.manual_seed(seed)
+    plain = {name: call.function(**call.given) for name, call in all_calls(device).items()}
+    torch.manual_seed(seed)
+    with makes():
+        calls = all_calls(device)
+    calls.pop("get_batch_indices_positions")  # writes by torch's own operations, which refuse to
+    for name, call in calls.items():
+        with uses():
+            result = call.function(**call.given)
+        for a, b in zip(flat(plain[name]), flat(result), strict=True):
+            if isinstance(a, Tensor):
+                torch.testing.assert_close(a.float(), b.float(), msg=name)

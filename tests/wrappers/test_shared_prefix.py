@@ -1,0 +1,468 @@
+"""Decode whose requests share their first pages: what is found in tables, and attention against the oracle."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import quire
+from quire.bench.batches import Batch, random_batch, relative_error
+from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.wrappers import prefixes, shared_prefix
+from quire.wrappers.prefixes import shared_prefixes
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then Triton's kernels run on the CPU, slowly
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Whatever is shared is read once, however little that is."""
+    monkeypatch.setattr(
+        shared_prefix, "shared_prefixes", lambda table, q_len, least, worth: shared_prefixes(table, q_len, 1, 1)
+    )
+
+
+def table(rows: list[list[int]], page_size: int = 16, last: int | None = None) -> PageTable:
+    """Requests with these pages, the last of which hold `last` tokens, by default all that they can."""
+    indptr = RaggedLayout.from_lengths(torch.tensor([len(row) for row in rows], dtype=torch.int32)).indptr
+    indices = torch.tensor([page for row in rows for page in row], dtype=torch.int32)
+    lasts = torch.full((len(rows),), last or page_size, dtype=torch.int32)
+    return PageTable(indptr, indices, lasts, page_size)
+
+
+def rows(kv: PageTable) -> list[list[int]]:
+    return [kv.indices[a:b].tolist() for a, b in pairwise(kv.indptr.tolist())]
+
+
+def shared(kv: PageTable, q_len: int = 1, least: int = 1, worth: int = 1) -> list[list[tuple[int, int, list[int]]]]:
+    """The groups of each level as (first request, end, pages). Checks that the parts are the table again, and counts
+    what is read.
+    """
+    levels, own = shared_prefixes(kv, q_len, least, worth)
+    spelled: list[list[int]] = [[] for _ in rows(kv)]
+    groups = []
+    for level in levels:
+        found = []
+        for (a, b), pages in zip(pairwise(level.qo.indptr.tolist()), rows(level.kv), strict=True):
+            assert a % q_len == b % q_len == 0
+            assert b - a <= level.longest
+            for request in range(a // q_len, b // q_len):
+                spelled[request] += pages
+            found += [(a // q_len, b // q_len, pages)] if pages else []
+        assert level.groups == len(found)
+        assert (level.kv.last_page_len == kv.page_size).all()
+        groups.append(found)
+    assert [a + b for a, b in zip(spelled, rows(own), strict=True)] == rows(kv)
+    assert torch.equal(own.last_page_len, kv.last_page_len)
+    read = sum(len(part.indices) for part in (own, *(level.kv for level in levels)))
+    assert read == len(kv.indices) - sum(level.pages_saved for level in levels)
+    return groups
+
+
+def test_nothing_is_shared():
+    assert shared(table([[0, 1, 2], [3, 1, 2], [4, 5]])) == []
+    assert shared(table([[0, 1, 2]])) == []
+    assert shared(table([])) == []
+    assert shared(table([[], []])) == []
+    assert shared(table([[0, 1], [], [0, 2]])) == [], "neighbours alone share"
+    kv = table([[0, 1], [2, 3]])
+    assert shared_prefixes(kv, 1, 1, 1)[1] is kv
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_all_share(size):
+    assert shared(table([[7, 8, 1], [7, 8, 2], [7, 8, 3, 4]], size)) == [[(0, 3, [7, 8])]]
+
+
+def test_every_request_keeps_a_page():
+    """Of requests whose pages are all the same, too; or of which one is where another begins."""
+    assert shared(table([[5, 6, 7]] * 4)) == [[(0, 4, [5, 6])]]
+    assert shared(table([[5, 6, 7]] * 4, last=3)) == [[(0, 4, [5, 6])]]
+    assert shared(table([[5]] * 4)) == []
+    assert shared(table([[5, 6], [5, 6, 7, 8], [5, 6, 7, 9]])) == [[(0, 3, [5])], [(1, 3, [6, 7])]]
+
+
+def test_the_tokens_that_are_decoded_are_not_shared():
+    same = [[5, 6, 7, 8]] * 2
+    for last, q_len, pages in ((16, 16, 3), (16, 17, 2), (3, 3, 3), (3, 4, 2), (3, 35, 1), (3, 36, 0), (3, 99, 0)):
+        found = shared(table(same, 16, last), q_len)
+        assert found == ([[(0, 2, [5, 6, 7][:pages])]] if pages else []), (last, q_len)
+    assert shared(table(same, 1), 3) == [[(0, 2, [5])]]
+
+
+def test_groups_and_requests_that_share_nothing():
+    """64 requests in three groups, with some of their own before, between and after."""
+    ids = iter(range(10_000))
+    new = lambda n: [next(ids) for _ in range(n)]  # noqa: E731
+    requests, expected = [new(3)], []
+    for width, pages in ((30, 5), (2, 9), (27, 2)):
+        prefix = new(pages)
+        expected.append((len(requests), len(requests) + width, prefix))
+        requests += [prefix + new(2) for _ in range(width)]
+        requests += [new(1)]
+    assert len(requests) == 63
+    assert shared(table([*requests, []])) == [expected]
+
+
+def test_what_follows_is_shared_again():
+    kv = table([[0, 1, 2, 3, 10], [0, 1, 2, 3, 11], [0, 1, 2, 12], [0, 1, 4, 13], [0, 1, 4, 14]])
+    assert shared(kv) == [[(0, 5, [0, 1])], [(0, 3, [2]), (3, 5, [4])], [(0, 2, [3])]]
+    assert shared(kv, least=2) == [[(0, 5, [0, 1])], [(0, 2, [2, 3])]]
+    assert shared(kv, worth=8) == [[(0, 5, [0, 1])]]
+    assert shared(kv, least=3) == [[(0, 3, [0, 1, 2]), (3, 5, [0, 1, 4])]]
+    assert shared(kv, worth=9) == []
+
+
+def test_groups_that_save_too_little_leave_their_pages_to_their_parts():
+    kv = table([[0, 1, 2, 3, 10], [0, 1, 2, 3, 11], [0, 12], [0, 5, 6, 7, 13], [0, 5, 6, 7, 14]])
+    assert shared(kv, worth=5) == []
+    assert shared(kv, least=2) == shared(kv, least=4) == [[(0, 2, [0, 1, 2, 3]), (3, 5, [0, 5, 6, 7])]]
+    assert shared(kv, least=5) == []
+    one = table([[0, 1, 2, 3, 10], [0, 1, 2, 3, 11], [0, 12]])
+    assert shared(one, worth=4) == [[(0, 2, [0, 1, 2, 3])]]
+
+
+def test_levels_are_bounded():
+    """A conversation, of which each request has one page more than the one before."""
+    grown = table([list(range(n + 2)) for n in range(20)])
+    found = shared(grown)
+    assert len(found) == prefixes.LEVELS
+    assert found[0] == [(0, 20, [0])]
+    assert found[1] == [(1, 20, [1])]
+
+
+def test_tables_may_be_slices():
+    kv = table([[9, 9], [1, 2, 3], [1, 2, 4], [1, 5]])
+    kv = PageTable(kv.indptr[1:], kv.indices, kv.last_page_len[1:], 16)
+    levels, own = shared_prefixes(kv, 1, 1, 1)
+    assert [rows(level.kv) for level in levels] == [[[1]], [[2], []]]
+    assert rows(own) == [[3], [4], [5]]
+
+
+def random_tree(rng, size: int, depth: int = 3) -> tuple[list[int], list[list[int]]]:
+    """Nodes' lengths in tokens, whole pages for those that are shared; and for each request the nodes on its path, of
+    which the last one is its own.
+    """
+    lengths: list[int] = []
+    paths: list[list[int]] = []
+
+    def node(tokens: int) -> int:
+        lengths.append(tokens)
+        return len(lengths) - 1
+
+    def grow(path: list[int], depth: int) -> None:
+        for _ in range(rng.randint(1, 3)):
+            if depth and rng.random() < 0.6:
+                grow([*path, node(size * rng.randint(1, 60 // size + 1))], depth - 1)
+            else:
+                paths.append([*path, node(rng.randint(0 if path else 1, 3 * size + 5))])
+
+    while len(paths) < 4:
+        grow([node(size * rng.randint(1, 3))], depth)
+        if rng.random() < 0.3:
+            paths.append([node(0)])  # an empty request
+    return lengths, paths
+
+
+def tree_batch(rng, spec: AttentionSpec, size: int, q_len: int, device: str, layout: str = "NHD") -> Batch:
+    """A batch over a random tree of prefixes. Slots that no request has are NaN."""
+    lengths, paths = random_tree(rng, size)
+    scales = [rng.choice((0.5, torch.rand(spec.num_kv_heads, device=device) + 0.5)) for _ in range(2)]
+    scales = scales if spec.kv_dtype == FP8 else [1.0, 1.0]
+    nodes = random_batch(
+        spec, [0] * len(lengths), lengths, size, kv_layout=layout, k_scale=scales[0], v_scale=scales[1], device=device
+    )
+    pages, last = rows(nodes.kv), nodes.kv.last_page_len.tolist()
+    kv = table([[page for node in path for page in pages[node]] for path in paths], size)
+    lasts = torch.tensor([last[path[-1]] or size for path in paths], dtype=torch.int32)
+    kv = PageTable(kv.indptr, kv.indices, lasts, size).to(device)
+    qo = RaggedLayout.from_lengths(torch.full((len(paths),), q_len, dtype=torch.int32, device=device))
+    q = torch.randn(len(paths) * q_len, spec.num_qo_heads, spec.head_dim_qk, device=device).to(spec.q_dtype)
+    return replace(nodes, q=q, qo=qo, kv=kv)
+
+
+def plan(batch: Batch, wrapper=None, layout: str = "NHD", **options):
+    """A decode wrapper with the batch's plan, which is asked for shared prefixes if nothing else is said."""
+    spec, q_len = batch.spec, int(batch.qo.lengths()[0])
+    if wrapper is None:
+        backend = "triton" if INTERPRETED else "auto"
+        own = torch.empty(0, device=batch.q.device)
+        wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(own, layout, backend=backend)
+    heads = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk)
+    kinds = {"q_data_type": spec.q_dtype, "kv_data_type": spec.kv_dtype, "o_data_type": spec.o_dtype}
+    kinds |= {"head_dim_vo": spec.head_dim_vo, "logits_soft_cap": spec.logits_soft_cap, "is_causal": spec.causal}
+    tables = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
+    given = {"q_len_per_req": q_len, "shared_prefix": True, **kinds, **options}
+    wrapper.plan(*tables, *heads, batch.kv.page_size, **given)
+    return wrapper
+
+
+def run(wrapper, batch: Batch, layout: str = "NHD", **options):
+    """Output and lse, in tensors that were NaN."""
+    spec = batch.spec
+    out = torch.full((len(batch.q), spec.num_qo_heads, spec.head_dim_vo), torch.nan, device=batch.q.device)
+    out, lse = out.to(spec.o_dtype), torch.full(out.shape[:2], torch.nan, device=batch.q.device)
+    cache = (batch.k, batch.v) if layout == "NHD" else (batch.k.transpose(1, 2), batch.v.transpose(1, 2))
+    given = {"k_scale": batch.k_scale, "v_scale": batch.v_scale, "sinks": batch.sinks, **options}
+    done = wrapper.run(batch.q, cache, out=out, lse=lse, return_lse=True, **given)
+    assert done[0] is out
+    assert done[1] is lse
+    return out, lse
+
+
+def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor, bound: float | None = None) -> None:
+    exact, exact_lse = batch.exact()
+    assert relative_error(out, exact) < (bound or BOUNDS[batch.spec.q_dtype])
+    finite = exact_lse.isfinite()
+    assert torch.equal(lse[~finite].double(), exact_lse[~finite])
+    torch.testing.assert_close(lse[finite].double(), exact_lse[finite], rtol=1e-5, atol=1e-5)
+
+
+def layer(rng, dtype=torch.float32, **changes) -> AttentionSpec:
+    kv_heads, dim = rng.choice((1, 2)), rng.choice((16, 64, 72))
+    heads = {"num_qo_heads": kv_heads * rng.choice((1, 4, 7)), "num_kv_heads": kv_heads, "head_dim_qk": dim}
+    return AttentionSpec(**heads, q_dtype=dtype, **{"head_dim_vo": rng.choice((dim, 40)), **changes})
+
+
+LAYERS = {
+    "plain": {},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "sinks": {"sinks": True},
+    "not causal": {"causal": False},
+}
+
+
+@devices
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("size", [1, 16])
+def test_trees_of_prefixes(size, q_len, name, device, rng, eager):
+    for _ in range(1 if INTERPRETED else 4):
+        layout = rng.choice(("NHD", "HND"))
+        batch = tree_batch(rng, layer(rng, **LAYERS[name]), size, q_len, device, layout)
+        wrapper = plan(batch, layout=layout)
+        for _ in range(2):  # the second one may repeat launches
+            check(batch, *run(wrapper, batch, layout))
+            batch = replace(batch, q=torch.randn_like(batch.q))
+
+
+@devices
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [(BF16, {}), (torch.float16, {}), (BF16, {"kv_dtype": FP8}), (BF16, {"o_dtype": torch.float32})],
+    ids=["bf16", "fp16", "fp8 cache", "float32 output"],
+)
+def test_dtypes(dtype, changes, device, rng, eager):
+    for _ in range(4):
+        batch = tree_batch(rng, layer(rng, dtype, **changes), 16, 1, device)
+        check(batch, *run(plan(batch), batch))
+
+
+@devices
+def test_outputs_in_fp8(device, rng, eager):
+    batch = tree_batch(rng, layer(rng, BF16, o_dtype=FP8), 16, 1, device)
+    out, lse = run(plan(batch), batch)
+    check(batch, out.float(), lse, 0.05)
+
+
+def prefixed(device: str, requests: int = 6, pages: int = 9, dtype=torch.float32, **changes) -> Batch:
+    """Requests that share `pages` pages of 16 tokens, with one or two of their own."""
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=dtype, **changes)
+    batch = random_batch(spec, [1] * requests, [pages * 16 + 5 + 16 * (b % 2) for b in range(requests)], 16)
+    indptr = batch.kv.indptr.tolist()
+    for begin in indptr[1:-1]:
+        unused = batch.kv.indices[begin : begin + pages].long()
+        batch.k[unused] = batch.v[unused] = torch.nan
+        batch.kv.indices[begin : begin + pages] = batch.kv.indices[:pages]
+    tensors = {name: getattr(batch, name).to(device) for name in ("q", "k", "v")}
+    sinks = None if batch.sinks is None else batch.sinks.to(device)
+    return replace(batch, **tensors, qo=RaggedLayout(batch.qo.indptr.to(device)), kv=batch.kv.to(device), sinks=sinks)
+
+
+@devices
+def test_shared_pages_are_read_once(device, rng, eager):
+    batch = prefixed(device)
+    wrapper = plan(batch)
+    found = wrapper.shared_prefix
+    assert (found.groups, found.levels, found.tokens_saved) == (1, 1, 5 * 9 * 16)
+    assert "groups=1" in repr(found)
+    own, prefix = (part._kv for part in found.parts)
+    assert int(own.lengths().sum()) + int(prefix.lengths().sum()) + found.tokens_saved == int(batch.kv.lengths().sum())
+    assert found.parts[1]._max_q_len == 6
+    assert prefix.indices.tolist() == batch.kv.indices[:9].tolist()
+    assert not set(own.indices.tolist()) & set(prefix.indices.tolist())
+    out, lse = run(wrapper, batch)
+    check(batch, out, lse)
+    assert torch.equal(wrapper.run(batch.q, (batch.k, batch.v)), out)
+
+
+def test_only_what_saves_enough_is_shared(rng, monkeypatch):
+    """128 tokens, and 32 MiB besides the states that a level writes."""
+    batch = prefixed("cpu")
+    assert plan(batch).shared_prefix is None
+    token, states = 2 * 64 * 2 * 4, 6 * 8 * 64 * 8
+    for spare, groups in ((0, 1), (1, 0)):
+        monkeypatch.setattr(shared_prefix, "LEAST_BYTES", 5 * 9 * 16 * token - states + spare)
+        assert bool(plan(batch).shared_prefix) == groups
+    monkeypatch.setattr(shared_prefix, "LEAST_BYTES", 0)
+    assert plan(prefixed("cpu", pages=8)).shared_prefix is not None
+    assert plan(prefixed("cpu", pages=7)).shared_prefix is None
+
+
+@devices
+def test_without_sharing_nothing_changes(device, rng, eager):
+    """And a wrapper that had a plan with shared prefixes forgets them."""
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
+    batch = random_batch(spec, [1] * 4, [90, 5, 0, 33], 16, device=device)
+    plain = run(plan(batch, shared_prefix=False), batch)
+    wrapper = plan(prefixed(device))
+    assert wrapper.shared_prefix is not None
+    for asked in (True, False):
+        plan(batch, wrapper, shared_prefix=asked)
+        assert wrapper.shared_prefix is None
+        assert all(torch.equal(a, b) for a, b in zip(run(wrapper, batch), plain, strict=True))
+
+
+@devices
+def test_a_run_with_a_window_reads_each_requests_pages(device, rng, eager):
+    """Layers of a model may differ in this, and share a plan."""
+    batch = prefixed(device)
+    wrapper = plan(batch)
+    with pytest.raises(ValueError, match=r"q.shape = \[5, 8, 64\] is not supported: 6 tokens"):
+        wrapper.run(batch.q[:-1], (batch.k, batch.v))
+    for window in (20, 150, -1, None):
+        layer = replace(batch, spec=batch.spec.but(window_left=-1 if window is None else window))
+        check(layer, *run(wrapper, layer, window_left=window))
+
+
+@devices
+def test_runs_may_differ_in_scale_cap_and_sink(device, rng, eager):
+    batch = prefixed(device, sinks=True)
+    wrapper = plan(batch)
+    layer = replace(batch, spec=batch.spec.but(sm_scale=0.3, logits_soft_cap=2.0))
+    check(layer, *run(wrapper, layer, sm_scale=0.3, logits_soft_cap=2.0))
+    check(replace(batch, spec=batch.spec.but(sinks=False), sinks=None), *run(wrapper, batch, sinks=None))
+    jit_args = [None] * 11 + ["AttentionSink"]
+    by_position = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device=device), jit_args=jit_args)
+    cache = (batch.k, batch.v)
+    out = plan(batch, by_position).run(batch.q, cache, batch.sinks, batch.spec.sm_scale)
+    assert relative_error(out, batch.exact()[0]) < 2e-6
+    doubled = plan(batch).run(batch.q, cache, 2.0, sinks=batch.sinks, k_scale=0.5)
+    assert relative_error(doubled, batch.exact()[0]) < 2e-6
+
+
+@devices
+def test_forward_computes_without(device, rng, eager):
+    batch = prefixed(device)
+    wrapper = plan(batch)
+    near = replace(batch, spec=batch.spec.but(window_left=20))
+    assert relative_error(wrapper.forward(batch.q, (batch.k, batch.v), window_left=20), near.exact()[0]) < 2e-6
+    assert wrapper.shared_prefix is None
+
+
+def test_workspaces_are_large_enough_for_all_parts(rng, eager):
+    batch = prefixed("cpu")
+    wrapper = plan(batch)
+    assert wrapper.workspace_size(
+        batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len, 8, 2, 64, 16, shared_prefix=True
+    ) == (16, 16)
+    check(batch, *run(wrapper, batch))
+
+
+def test_tables_are_checked(rng, eager):
+    batch = prefixed("cpu")
+    checking = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0), check=True)
+    check(batch, *run(plan(batch, checking), batch))
+    batch.kv.indices[:] = len(batch.k) + 3
+    with pytest.raises(ValueError, match=r"kv_indices\[0\] = .* is out of range"):
+        run(plan(batch), batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window_left": 7}, "window_left = 7 is not supported: -1, no window, with shared_prefix"),
+        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode = 'ALIBI' is not supported: NONE with shared_prefix"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode = 'ROPE_LLAMA' is not supported"),
+        ({"disable_split_kv": True}, "shared_prefix = True is not supported: .* batch-invariant"),
+        ({"fixed_split_size": 512}, "shared_prefix = True is not supported: .* batch-invariant"),
+    ],
+)
+def test_layers_that_depend_on_more_are_refused(options, message, rng):
+    batch = prefixed("cpu")
+    with pytest.raises(ValueError, match=message):
+        plan(batch, **options)
+
+
+def test_wrappers_that_cannot_share_refuse_to(rng):
+    batch = prefixed("cpu")
+    invariant = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0), batch_invariant=True)
+    with pytest.raises(ValueError, match=r"shared_prefix = True is not supported: .* batch-invariant"):
+        plan(batch, invariant)
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (7, 100, 6)]
+    graphs = quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch.empty(0), *buffers)
+    with pytest.raises(ValueError, match="shared_prefix = True is not supported: with use_cuda_graph"):
+        plan(batch, graphs)
+    assert not buffers[0].any()
+
+
+@devices
+def test_runs_compile(device, rng, eager):
+    batch = prefixed(device)
+    wrapper = plan(batch)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: wrapper.run(q, (batch.k, batch.v)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(batch.q), wrapper.run(batch.q, (batch.k, batch.v)))
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+def test_runs_are_captured(rng, eager):
+    batch = prefixed("cuda", dtype=BF16)
+    wrapper = plan(batch)
+    check(batch, *run(wrapper, batch))
+    graph, cache = torch.cuda.CUDAGraph(), (batch.k, batch.v)
+    with torch.cuda.graph(graph):
+        out = wrapper.run(batch.q, cache)
+    batch.q.copy_(torch.randn_like(batch.q))
+    graph.replay()
+    assert relative_error(out, batch.exact()[0]) < BOUNDS[BF16]
+    with pytest.raises(RuntimeError, match="captured in a CUDA graph"):
+        plan(batch, wrapper)
+    wrapper.forget_cuda_graph()
+    check(batch, *run(wrapper, batch))  # not captured, so that plans are allowed afterwards
+    check(batch, *run(plan(batch, wrapper), batch))
+
+
+@pytest.mark.gpu
+def test_levels_of_more_rows_than_the_named_kernels_have_go_to_others(rng, eager):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("it needs a Hopper GPU")
+    batch = prefixed("cuda", requests=20, dtype=BF16)
+    wrapper = plan(batch, quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper"))
+    assert [part.backend for part in wrapper.shared_prefix.parts] == ["hopper", "triton"]
+    check(batch, *run(wrapper, batch))
+
+
+@pytest.mark.gpu
+def test_tables_on_the_host_do_not_wait_for_the_device(rng, eager):
+    batch, there = prefixed("cpu", dtype=BF16), {}
+    for name in ("q", "k", "v"):
+        there[name] = getattr(batch, name).cuda()
+    wrapper = plan(batch, quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 24, device="cuda")))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan(batch, wrapper)
+        out = wrapper.run(there["q"], (there["k"], there["v"]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert wrapper.shared_prefix is not None
+    assert relative_error(out.cpu(), batch.exact()[0]) < BOUNDS[BF16]

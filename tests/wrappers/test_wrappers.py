@@ -1,0 +1,264 @@
+"""What wrappers are told, and tell: layers given again, no window as None, equal arguments, captured runs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import quire as flashinfer
+from quire.bench.batches import random_batch, relative_error
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
+from quire.wrappers.base import AttentionWrapper
+
+F32 = torch.float32
+HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64}
+
+
+class Decode:
+    """A wrapper of decode, its batch, and what it should compute."""
+
+    q_lens = (1, 1, 1)
+    fixed = {}  # noqa: RUF012
+    make = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+
+    def __init__(self):
+        self.spec = AttentionSpec(**HEADS, q_dtype=F32, **self.fixed)
+        self.batch = random_batch(self.spec, self.q_lens, [30, 7, 40], 16)
+        self.wrapper = self.make(torch.empty(0))
+
+    @property
+    def tensors(self):
+        return self.batch.q, (self.batch.k, self.batch.v)
+
+    def tables(self):
+        return self.batch.kv.indptr, self.batch.kv.indices, self.batch.kv.last_page_len
+
+    def plan(self, **layer):
+        given = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "q_data_type": F32}
+        self.wrapper.plan(*self.tables(), **{**given, **self.fixed, **layer})
+
+    def close(self, out, **layer):
+        batch = self.batch
+        exact, _ = oracle.attend_batch(batch.q, batch.k, batch.v, batch.qo, batch.kv, self.spec.but(**layer))
+        assert relative_error(out, exact) < 2e-6
+
+
+class Prefill(Decode):
+    q_lens = (5, 1, 40)
+    fixed = {"causal": True}  # noqa: RUF012
+    make = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+
+    def tables(self):
+        return self.batch.qo.indptr, *super().tables()
+
+    def plan(self, **layer):
+        layer = {("head_dim_qk" if name == "head_dim" else name): x for name, x in layer.items()}
+        given = {**HEADS, "page_size": 16, "q_data_type": F32}
+        self.wrapper.plan(*self.tables(), **{**given, **self.fixed, **layer})
+
+
+class Ragged(Prefill):
+    q_lens = (30, 7, 40)
+    make = flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+
+    def __init__(self):
+        super().__init__()
+        self.rows = RaggedLayout(self.batch.qo.indptr)
+        self.k, self.v = torch.randn(2, len(self.batch.q), 2, 64)
+
+    @property
+    def tensors(self):
+        return self.batch.q, self.k, self.v
+
+    def plan(self, **layer):
+        layer = {("head_dim_qk" if name == "head_dim" else name): x for name, x in layer.items()}
+        given = {**HEADS, "q_data_type": F32, **self.fixed, **layer}
+        self.wrapper.plan(self.rows.indptr, self.rows.indptr, **given)
+
+    def close(self, out, **layer):
+        table, pages = PageTable.from_ragged(self.rows, len(self.k)), (self.k[:, None], self.v[:, None])
+        exact, _ = oracle.attend_batch(self.batch.q, *pages, self.rows, table, self.spec.but(**layer))
+        assert relative_error(out, exact) < 2e-6
+
+
+KINDS = pytest.mark.parametrize("kind", [Decode, Prefill, Ragged])
+NAMES = ("causal", "window_left", "logits_soft_cap", "sm_scale", "pos_encoding_mode", "rope_scale", "rope_theta")
+
+
+def told(wrapper):
+    return {name: getattr(wrapper, f"_{name}") for name in NAMES}
+
+
+@KINDS
+def test_attributes_tell_what_holds_after_forward(kind):
+    """Engines read them where FlashInfer keeps what was planned, and the deprecated forward gives it again."""
+    case = kind()
+    case.plan(window_left=9, logits_soft_cap=4.0, sm_scale=0.25)
+    decodes = kind is Decode
+    planned = {
+        "causal": True, "window_left": 9, "logits_soft_cap": 4.0, "sm_scale": 0.25, "pos_encoding_mode": "NONE",
+        "rope_scale": 1.0, "rope_theta": 1e4,
+    }  # fmt: skip
+    assert told(case.wrapper) == planned
+    neutral = {"causal": decodes, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 1 / math.sqrt(64)}
+    given = {"window_left": 3, "sm_scale": 0.5, "pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 500.0}
+    for options in ({}, {**given, "rope_scale": 2.0}, {"logits_soft_cap": 2.0}, {"window_left": None}):
+        options = options if decodes or not options else {"causal": True, **options}
+        expected = {**planned, **neutral, **{name: x for name, x in options.items() if x is not None}}
+        layer = {("pos_encoding" if name == "pos_encoding_mode" else name): x for name, x in expected.items()}
+        case.close(case.wrapper.forward(*case.tensors, **options), **layer)
+        assert told(case.wrapper) == expected
+        case.close(case.wrapper.run(*case.tensors), **layer)  # as FlashInfer's, later runs are of that layer
+    case.plan(window_left=9, logits_soft_cap=4.0, sm_scale=0.25)
+    assert told(case.wrapper) == planned
+
+
+@KINDS
+def test_forward_that_gives_the_plan_again_keeps_the_runs_to_repeat(kind):
+    case = kind()
+    case.plan(window_left=5)
+    case.wrapper._repeats["a run"] = None
+    case.wrapper.forward(*case.tensors, **case.fixed, window_left=5)
+    assert case.wrapper._repeats
+    case.wrapper.forward(*case.tensors, **case.fixed, window_left=6)
+    assert not case.wrapper._repeats
+
+
+@KINDS
+def test_no_window_may_be_none(kind):
+    """As models' sliding_window is; also where the last layer had one."""
+    case = kind()
+    for window in (None, 4, None):
+        case.plan(window_left=window)
+        case.close(case.wrapper.run(*case.tensors), window_left=-1 if window is None else window)
+        case.close(case.wrapper.run(*case.tensors, window_left=None), window_left=-1 if window is None else window)
+        assert case.wrapper._window_left == (-1 if window is None else window)
+        case.close(case.wrapper.forward(*case.tensors, **case.fixed, window_left=None))
+
+
+def test_no_window_may_be_none_in_other_operations():
+    case = Decode()
+    case.plan(window_left=None, shared_prefix=True)
+    flashinfer.fast_decode_plan(
+        case.wrapper, *case.tables(), 4, 2, 64, 16, window_left=None, q_data_type=F32, kv_data_type=F32
+    )
+    case.close(case.wrapper.run(*case.tensors))
+    q, k, v = torch.randn(5, 4, 64), *torch.randn(2, 9, 2, 64)
+    for causal in (True, False):
+        given = {"causal": causal, "return_lse": True}
+        every = flashinfer.single_prefill_with_kv_cache(q, k, v, **given)
+        torch.testing.assert_close(flashinfer.single_prefill_with_kv_cache(q, k, v, window_left=None, **given), every)
+        traced = torch.compile(flashinfer.single_prefill_with_kv_cache, fullgraph=True, backend="eager")
+        torch.testing.assert_close(traced(q, k, v, window_left=None, **given), every)
+    every = flashinfer.single_decode_with_kv_cache(q[0], k, v)
+    assert torch.equal(flashinfer.single_decode_with_kv_cache(q[0], k, v, window_left=None), every)
+    cascade, prefill = flashinfer.MultiLevelCascadeAttentionWrapper(1, torch.empty(0)), Prefill()
+    levels = [[x] for x in prefill.tables()]
+    cascade.plan(*levels, 4, 2, 64, 16, causal=True, window_left=None, q_data_type=F32)
+    prefill.close(cascade.run(*prefill.tensors))
+
+
+@pytest.mark.parametrize("name", ["num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "window_left"])
+@KINDS
+def test_what_equals_an_int_that_was_planned_is_refused_all_the_same(kind, name):
+    """Plans of a layer are kept, and found by arguments that are equal."""
+    given = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 64, "head_dim_vo": 64, "window_left": 1}
+    for other in (float, np.int64, np.float32, bool):
+        case = kind()
+        case.plan(**given)
+        if other is bool and given[name] != 1:
+            continue
+        shown = "head_dim_qk" if name == "head_dim" else name
+        with pytest.raises(ValueError, match=f"{shown} = "):
+            case.plan(**{**given, name: other(given[name])})
+        if name == "window_left":
+            case = kind()
+            case.plan()
+            case.wrapper.run(*case.tensors, window_left=1)
+            with pytest.raises(ValueError, match="window_left = "):
+                case.wrapper.run(*case.tensors, window_left=other(1))
+
+
+@pytest.mark.parametrize("value", [[4], {}, "4", None, torch.tensor(4)])
+@KINDS
+def test_what_is_no_number_is_refused_by_name(kind, value):
+    case = kind()
+    for name in ("num_qo_heads", "window_left", "sm_scale", "rope_theta"):
+        if value is None and name != "num_qo_heads":
+            continue  # the default
+        with pytest.raises(ValueError, match=f"{name} = "):
+            case.plan(**{name: value})
+
+
+def test_equal_layers_are_the_same_in_all_that_compilers_see():
+    """Whichever was made first: numbers of NumPy's, ints for floats, and what is true."""
+    plain = AttentionSpec(**HEADS, causal=True, sm_scale=2.0, logits_soft_cap=1.0, slopes=(1.0, 0.0, 1.0, 2.0))
+    numpy = {"causal": np.True_, "sm_scale": np.float32(2), "logits_soft_cap": True}
+    other = AttentionSpec(**HEADS, **numpy, slopes=(1, False, np.float64(1), 2), window_left=None)
+    assert (other, other.text, hash(other)) == (plain, plain.text, hash(plain))
+    assert AttentionSpec.parse(other.text) == plain
+    for name in ("causal", "sm_scale", "logits_soft_cap", "slopes"):
+        assert type(getattr(other, name)) is type(getattr(plain, name))
+
+
+def test_single_requests_have_not_been_planned():
+    q, k = torch.randn(5, 4, 64), torch.randn(9, 2, 64)
+    for given in ((q, k, k.half()), (q, k, k.to(torch.float8_e4m3fn))):
+        with pytest.raises(ValueError, match=r"v is torch\.float.*: it must be torch\.float32$"):
+            flashinfer.single_prefill_with_kv_cache(*given)
+
+
+@KINDS
+def test_a_workspace_to_replace_another_is_needed(kind):
+    case = kind()
+    for name, given in (("float", (None, torch.empty(16))), ("int", (torch.empty(16), None))):
+        with pytest.raises(ValueError, match=f"{name}_workspace_buffer = None is not supported"):
+            case.wrapper.reset_workspace_buffer(*given)
+
+
+@KINDS
+def test_captured_runs_are_forgotten_when_asked(kind, monkeypatch):
+    """Capture is made up here, and real in tests/face/test_gpu.py."""
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    case = kind()
+    case.plan()
+    case.wrapper._device_is_gpu = True
+    for _ in range(2):
+        capturing = True
+        case.wrapper.run(*case.tensors)
+        capturing = False
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"captured in a CUDA graph.*or call forget_cuda_graph\(\)"):
+                case.plan(window_left=3)
+        case.close(case.wrapper.run(*case.tensors))
+        case.wrapper.forget_cuda_graph()
+        case.plan(window_left=3)
+        case.close(case.wrapper.run(*case.tensors), window_left=3)
+        case.plan()
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda: flashinfer.BatchAttention(device="cpu"),
+        lambda: flashinfer.BlockSparseAttentionWrapper(torch.empty(0)),
+        lambda: flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(0)),
+        lambda: flashinfer.MultiLevelCascadeAttentionWrapper(3),
+        flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+        flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+        flashinfer.PODWithPagedKVCacheWrapper,
+        flashinfer.BatchPODWithPagedKVCacheWrapper,
+    ],
+)
+def test_wrappers_around_wrappers_forget_captured_runs_too(outer):
+    outer = outer()
+    inner = [x for x in vars(outer).values() if isinstance(x, AttentionWrapper)] or outer._batch_prefill_wrappers
+    for wrapper in inner:
+        wrapper._captured = True
+    outer.forget_cuda_graph()
+    for wrapper in inner:
+        wrapper._begin_plan()
