@@ -10,6 +10,9 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite("helpers")
+
+from helpers.interpret import INTERPRETED, check_counts, is_chosen  # noqa: E402
+
 SEED = int(os.environ.get("QUIRE_TEST_SEED", random.randrange(1 << 31)))
 
 
@@ -17,8 +20,14 @@ def pytest_report_header() -> str:
     return f"quire: random inputs from QUIRE_TEST_SEED={SEED}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("::" in argument for argument in config.args) and not config.getoption("lf", False):
+        check_counts(items)
+    if INTERPRETED:
+        config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+        items[:] = filter(is_chosen, items)
+    elif not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="there is no GPU")
         for item in items:
             if "gpu" in item.keywords:
@@ -38,7 +47,7 @@ def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels multiply with numpy, where some machines' bits of a row depend on how many rows there are:
     here sums are in order.
     """
-    if not os.environ.get("TRITON_INTERPRET"):
+    if not INTERPRETED:
         return
 
     def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:

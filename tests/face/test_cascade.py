@@ -48,6 +48,7 @@ def assert_is(result, exact, dtype):
     assert not out[s == -torch.inf].any()
 
 
+@pytest.mark.interpret(dtype=[torch.float32, torch.float16])
 @devices
 @dtypes
 def test_two_states_are_their_union(device, dtype, rng):
@@ -57,6 +58,7 @@ def test_two_states_are_their_union(device, dtype, rng):
     assert_is(flashinfer.merge_state(v[:, 0], wide[:, 0], v[:, 1], wide[:, 1]), union(v, s), dtype)
 
 
+@pytest.mark.interpret(dtype=[torch.float32, torch.float16])
 @devices
 @dtypes
 @pytest.mark.parametrize("n", [0, 1, 2, 17])
@@ -65,6 +67,7 @@ def test_many_states_are_their_union(device, dtype, n, rng):
     assert_is(flashinfer.merge_states(v, s), union(v, s), dtype)
 
 
+@pytest.mark.interpret(dtype=[torch.float32, torch.float16])
 @devices
 @dtypes
 @pytest.mark.parametrize("stride", [None, 0, 1, 3])
@@ -84,6 +87,7 @@ def test_states_merge_in_place_where_the_mask_says(device, dtype, stride):
     assert torch.equal(own_s[~merged], kept_s[~merged])
 
 
+@pytest.mark.interpret
 @devices
 def test_states_are_written_into_any_strides_and_nowhere_else(device):
     v, s = random_states(9, 2, 4, 40, torch.float32, device)
@@ -95,6 +99,7 @@ def test_states_are_written_into_any_strides_and_nowhere_else(device):
     assert room_s[:, 0].isnan().all()
 
 
+@pytest.mark.interpret
 @devices
 def test_no_states_of_no_tokens(device):
     v, s = random_states(3, 2, 2, 16, torch.float32, device)
@@ -291,6 +296,7 @@ def test_levels_that_do_not_fit_are_refused(rng):
         wrapper.reset_workspace_buffer(torch.empty(0), [torch.empty(0)])
 
 
+@pytest.mark.interpret(dtype=[torch.float32, torch.float16])
 @devices
 @dtypes
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
@@ -308,6 +314,7 @@ def test_rows_of_any_number_of_states_are_their_union(device, dtype, index, rng)
         assert_is([x[i : i + 1] for x in result], one, dtype)
 
 
+@pytest.mark.interpret
 @devices
 def test_no_rows_and_no_states(device):
     v, s = torch.zeros(0, 2, 8, device=device), torch.zeros(0, 2, device=device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import quire
+from helpers.interpret import INTERPRETED
 from helpers.latent import (
     BACKEND,
     BF16,
@@ -16,7 +17,6 @@ from helpers.latent import (
     E4M3,
     F16,
     F32,
-    INTERPRETED,
     PRECISION,
     check,
     exact,
@@ -70,6 +70,7 @@ def test_mixed_batches(dtype, device, rng):
     check(other, wrapper.run(*inputs(other, device)))
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_nobody_has_keys(device, rng):
     batch = latent_batch(rng, [3, 1], [0, 0], F16, heads=16)
@@ -139,6 +140,7 @@ def test_what_graphs_of_latent_layers_read(monkeypatch):
         assert lengths is buffers[3]
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_all_heads_of_a_model(heads, device, rng):
@@ -179,6 +181,7 @@ def test_tables_in_every_form(device, rng):
             wrapper.run(query=q, kv_cache=k)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dims", [(512, 64), (512, 0)])
 def test_fp8_caches(dims, device, rng):
@@ -197,6 +200,7 @@ def test_fp8_caches(dims, device, rng):
     assert relative_error(out.float().cpu(), expected[0]) < 2 * PRECISION[BF16]  # the copy is rounded too
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_bits_do_not_depend_on_the_batch(device, products_in_order, rng):
     q_lens, kv_lens = [1, 3, 1], [30, 80, 300] if INTERPRETED else [30, 700, 1500]
@@ -231,6 +235,7 @@ def graph_buffers(device, batch_size):
     return [torch.full((n,), 1 << 30, dtype=torch.int32, device=device) for n in sizes]
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize(
     ("device", "backend"),
     [("cpu", BACKEND), *(pytest.param("cuda", x, marks=pytest.mark.gpu) for x in ("auto", "triton"))],

@@ -19,6 +19,7 @@ def places_of(new, table):
     return flashinfer.get_batch_indices_positions(append_indptr, table.lengths(), sum(new))
 
 
+@pytest.mark.interpret
 def test_the_documented_example():
     """45 tokens of request 0, 8 of 1, 25 of 2 and 22 of 3, appended to empty pages of 16."""
     append_indptr = ints(0, 45, 53, 78, 100)
@@ -47,6 +48,7 @@ def test_positions_are_the_last_of_each_request():
     assert torch.equal(given[1], positions)
 
 
+@pytest.mark.interpret(layout=["HND"], dtype=[torch.float32])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 )
@@ -73,6 +75,7 @@ def test_appended_tokens_are_where_attention_looks(layout, dtype, rng):
             assert torch.equal(flat[page * page_size + position % page_size], rows[i].float())
 
 
+@pytest.mark.interpret
 def test_tokens_of_request_minus_one_are_skipped():
     cache = torch.zeros(2, 2, 4, 1, 8)
     rows = torch.ones(3, 1, 8)
@@ -80,6 +83,7 @@ def test_tokens_of_request_minus_one_are_skipped():
     assert cache[:, 0, :, 0, 0].flatten().nonzero().flatten().tolist() == [0, 5]
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)

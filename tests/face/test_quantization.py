@@ -34,6 +34,7 @@ def random_segments(rng, device: str, dtype: torch.dtype = torch.int32, begin: i
     return torch.tensor([begin, *lengths], device=device).cumsum(0).to(dtype)
 
 
+@pytest.mark.interpret
 @both
 @orders
 def test_bits_are_numpys(device, bitorder, rng):
@@ -45,6 +46,7 @@ def test_bits_are_numpys(device, bitorder, rng):
     assert torch.equal(flashinfer.packbits(x), flashinfer.packbits(x, "big"))
 
 
+@pytest.mark.interpret
 @both
 @orders
 def test_numbers_and_views_are_packed_too(device, bitorder):
@@ -55,6 +57,7 @@ def test_numbers_and_views_are_packed_too(device, bitorder):
     assert torch.equal(flashinfer.packbits(bits[:1].expand(77), bitorder).cpu(), exact(bits[:1].expand(77), bitorder))
 
 
+@pytest.mark.interpret
 @both
 @orders
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -68,6 +71,7 @@ def test_each_segment_is_packed_from_a_new_byte(device, bitorder, dtype, rng):
     assert torch.equal(packed.cpu(), torch.cat(parts))
 
 
+@pytest.mark.interpret
 @both
 def test_no_segments(device):
     for indptr in ([0], [0, 0, 0], [3, 3]):
@@ -77,6 +81,7 @@ def test_no_segments(device):
         assert begins.tolist() == [0] * len(indptr)
 
 
+@pytest.mark.interpret
 @both
 def test_bytes_beyond_the_segments_are_0_and_nothing_beyond_x_is_read(device):
     indptr = torch.tensor([0, 9, 60, 1 << 40], device=device)
@@ -89,6 +94,7 @@ def test_bytes_beyond_the_segments_are_0_and_nothing_beyond_x_is_read(device):
     assert bits[:5].tolist() == [0xE0, 0x80, 0, 0, 0]
 
 
+@pytest.mark.interpret
 @both
 def test_wild_indptrs_stay_inside(device, rng):
     """On a device nobody looks at the values: whatever they are, bits come out and nothing else is touched."""
@@ -120,6 +126,7 @@ def test_wrong_input_is_refused(x, indptr, bitorder, message):
         (flashinfer.packbits if indptr is None else flashinfer.segment_packbits)(*arguments)
 
 
+@pytest.mark.interpret
 @both
 def test_it_is_torchs_operation(device, rng):
     x, indptr = random_bits(100, device), torch.tensor([0, 30, 100], device=device)
@@ -143,6 +150,7 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.interpret
 @both
 def test_masks_are_packed_all_at_once(device, rng):
     counts = set()

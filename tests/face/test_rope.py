@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import quire
+from helpers.interpret import INTERPRETED
 from helpers.rotary import turned
 from quire.bench.batches import relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which cuts what is stored as bfloat16, and does not round
+# Triton's interpreter truncates what it stores as bfloat16 instead of rounding it.
 PRECISION = {torch.float32: 3e-7, torch.float16: 4e-4, torch.bfloat16: 6e-3 if INTERPRETED else 3e-3}
 LLAMA31 = {"rope_scale": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "context": 8192}
 
@@ -60,6 +60,7 @@ def check_turned(call, inplace, q, k, angles, interleave):
         assert torch.equal(result[..., rest], x[..., rest]), "what is not turned stays as it is"
 
 
+@pytest.mark.interpret(dtype=[torch.float32], form=["indptr"], llama31=[True])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("interleave", [False, True])
@@ -88,6 +89,7 @@ def test_computed_angles(dtype, form, llama31, interleave, inplace, device, rng)
     check_turned(call, inplace, q, k, angles, interleave)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("is_neox", [False, True])
@@ -121,6 +123,7 @@ def test_defaults_are_those_of_llama(device):
         check_turned(lambda q, k, call=call: call(q, k, positions.to(device) * 5000), False, q, k, angles, False)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_far_positions_turn_as_exactly_as_near_ones(device):
     """Turning q and k by the same distance more does not change their product."""
@@ -145,6 +148,7 @@ def test_many_tokens_and_heads(device, rng):
     check_turned(lambda q, k: call(q, k, positions.to(device), 96, True), inplace, q, k, angles, True)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_of_no_request_are_copied(device):
     q, k = torch.randn(9, 2, 16, device=device), torch.randn(9, 1, 16, device=device)

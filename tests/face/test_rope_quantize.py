@@ -74,6 +74,7 @@ def test_quantized_parts(fp8, is_neox, one_head, device, rng):
             assert results[i].data_ptr() == outs[i].data_ptr()
 
 
+@pytest.mark.interpret(fp8=[torch.float8_e5m2])
 @pytest.mark.parametrize("device", DEVICES)
 @FP8
 def test_every_half_is_quantized_as_torch_does_it(fp8, device):
@@ -86,6 +87,7 @@ def test_every_half_is_quantized_as_torch_does_it(fp8, device):
     check_rounded(results[3], rest, 0.007, fp8)
 
 
+@pytest.mark.interpret(fp8=[torch.float8_e4m3fn])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["NHD", "HND", "mla"])
 @FP8

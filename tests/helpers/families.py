@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.interpret import INTERPRETED
 from quire.bench.batches import Batch, relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout
 from quire.definition.pages import LengthTable
 from quire.kernels import registry
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then Triton's kernels run on the CPU, slowly
-FAMILIES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(INTERPRETED, reason="only Triton is interpreted")),
-    pytest.param("triton", marks=() if INTERPRETED else pytest.mark.gpu),
-]
+FAMILIES = ["cpu", pytest.param("triton", marks=() if INTERPRETED else pytest.mark.gpu)]
 BOUNDS = {
     "cpu": {torch.float32: 1e-6, torch.bfloat16: 2.8e-3, torch.float16: 3.5e-4},
     # Triton's interpreter rounds to bf16 by cutting off.

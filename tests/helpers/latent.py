@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+from helpers.interpret import INTERPRETED
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition import AttentionSpec, oracle
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKEND = "triton" if INTERPRETED else "auto"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 F32, F16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 
 import numpy as np
@@ -14,7 +13,6 @@ from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.kernels.append import write
 from quire.serving.base import GraphBuffers, Heads, StepTables, fp8_dtype, plan, quantize, store, workspace
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -73,6 +71,7 @@ def test_steps_that_do_not_fit_are_refused(change, message):
         StepTables.from_host(**given, page_size=4, num_pages=7)
 
 
+@pytest.mark.interpret(layout=["HND"])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

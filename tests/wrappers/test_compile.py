@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
 import quire as flashinfer
+from helpers.interpret import INTERPRETED
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition import AttentionSpec
 from quire.definition.oracle import attend
@@ -180,6 +179,7 @@ def test_the_operation_of_one_request_is_well_formed(device, monkeypatch):
     torch.library.opcheck(torch.ops.quire.attend_one.default, *calls[0])
 
 
+@pytest.mark.interpret(backend=["aot_eager"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_levels_and_other_wrappers_over_one_workspace(backend, device):
@@ -187,7 +187,7 @@ def test_levels_and_other_wrappers_over_one_workspace(backend, device):
     workspace = torch.empty(32 << 20, dtype=torch.uint8, device=device)
     cascade = flashinfer.MultiLevelCascadeAttentionWrapper(3, workspace)
     plain = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
-    if os.environ.get("TRITON_INTERPRET"):  # then kernels that use the workspace run on the CPU
+    if INTERPRETED:  # Triton's kernels use the workspace, the CPU's do not
         for wrapper in (*cascade._batch_prefill_wrappers, plain):
             wrapper._family = "triton"
     written = {x.name for x in torch.ops.quire.attend.default._schema.arguments if x.alias_info is not None}

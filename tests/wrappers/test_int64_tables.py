@@ -5,7 +5,6 @@ Entries that nobody uses hold numbers that would be valid ones if only their low
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -13,13 +12,13 @@ import pytest
 import torch
 
 import quire as flashinfer
+from helpers.interpret import INTERPRETED
 from quire.bench.batches import random_batch, random_table, relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.definition.items import Items
 from quire.definition.pages import LengthTable, as_int32
 from quire.rope import rope_quantize_fp8_append_paged_kv_cache
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 F32, BEYOND = torch.float32, 1 << 32  # what wraps to 0
 SPEC = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=F32)
@@ -176,6 +175,7 @@ def test_items():
     assert all(torch.equal(wider.mask(b, 4, 6), exact.mask(b, 4, 6)) for b in range(2))
 
 
+@pytest.mark.interpret
 @on_each
 def test_tokens_are_appended(device, rng):
     """By all ways, to the same places: begins are `torch.cat` of an int32 zero and a sum, which is int64."""
@@ -211,6 +211,7 @@ def test_tokens_are_appended(device, rng):
         assert torch.equal(cache.float(), exact.to(torch.float8_e4m3fn).float())
 
 
+@pytest.mark.interpret
 def test_tokens_far_beyond_their_pages_go_nowhere():
     """Also where their entry, counted from the request's first, is no int32. Interpreted, as the host refuses them."""
     if not INTERPRETED:

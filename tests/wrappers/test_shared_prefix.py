@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,13 +9,13 @@ import pytest
 import torch
 
 import quire
+from helpers.interpret import INTERPRETED
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout
 from quire.wrappers import prefixes, shared_prefix
 from quire.wrappers.prefixes import shared_prefixes
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then Triton's kernels run on the CPU, slowly
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -239,6 +238,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.interpret(size=[16], q_len=[1, 3], name=["plain", "sinks"])
 @devices
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("q_len", [1, 3])

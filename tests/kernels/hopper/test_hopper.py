@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -342,7 +341,6 @@ def test_one_program_for_each_multiprocessor_where_little_is_read(rng):
     assert calls._few(replace(c, programs=1), 132, 1) < 0
 
 
-@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_kernels_compile(dim):
     from helpers.triton_compile import compile_decode

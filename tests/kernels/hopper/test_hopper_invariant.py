@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -190,7 +189,6 @@ def test_wrappers_choose_it(rng):
         assert torch.equal(decode.run(batch.q[last], cache), whole[last])
 
 
-@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize(
     ("shape", "max_q_len", "spills"),
     [((128, BF16, 8, 4), 1, 16), ((64, BF16, 8, 4), 1, 16), ((128, E4M3, 8, 4), 1, 16), ((256, BF16, 8, 4), 1, 0),

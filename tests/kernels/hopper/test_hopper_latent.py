@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -117,7 +116,6 @@ def test_it_decodes_where_asked():
         wrapper.run(query=q, kv_cache=shifted(cache))
 
 
-@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("dim", [512, 256, 128])
 def test_kernels_compile(dim):
     from helpers.triton_compile import compile_latent
