@@ -110,3 +110,18 @@ def alone(batch: Batch, b: int, begin: int, end: int) -> Batch:
     return replace(
         batch, q=batch.q[start + begin : start + end], qo=RaggedLayout(torch.tensor([0, end - begin]).int()), kv=table
     )
+
+
+def spoil(batch: Batch) -> Batch:
+    """Write numbers that lead outside into the tables of a batch, and return the batch that kernels must see instead:
+    ends and lengths bounded by the tensors, page ids clamped to the pool, of which any page may then be read.
+    """
+    pages, indices = len(batch.k), batch.kv.indices
+    for cache in (batch.k, batch.v):
+        cache[cache.isnan()] = 0.5
+    bounded = PageTable(batch.kv.indptr.clone(), indices.clone(), batch.kv.last_page_len.clone(), batch.kv.page_size)
+    bounded.indices[1], bounded.indices[2] = pages - 1, 0
+    expected = replace(batch, kv=bounded, qo=RaggedLayout(batch.qo.indptr.clone()))
+    indices[1], indices[2] = 1 << 30, -(1 << 30)
+    batch.kv.indptr[-1] = batch.kv.last_page_len[0] = batch.qo.indptr[-1] = 1 << 30
+    return expected
