@@ -9,7 +9,7 @@ import torch
 
 import quire as flashinfer
 from quire import cascade
-from quire.bench.batches import random_table, relative_error
+from quire.bench.batches import random_batch, random_table, relative_error
 from quire.definition import AttentionSpec, RaggedLayout
 from quire.definition.oracle import attend
 from quire.kernels import merge
@@ -362,3 +362,31 @@ def test_older_programs_end_what_they_began():
         "BatchPODWithPagedKVCacheWrapper",
     ):
         assert getattr(flashinfer, name)(torch.empty(0, dtype=torch.uint8)).end_forward() is None
+
+
+def test_states_of_attention_over_parts_of_the_keys_merge(rng):
+    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, causal=False)
+    batch = random_batch(spec, [6], [50], 16)
+    k, v, _ = batch.rows()
+    whole = flashinfer.single_prefill_with_kv_cache(batch.q, k, v, return_lse=True)
+    cuts = sorted(rng.sample(range(1, 50), 2))
+    parts = [
+        flashinfer.single_prefill_with_kv_cache(batch.q, a, b, return_lse=True)
+        for a, b in zip(k.tensor_split(cuts), v.tensor_split(cuts), strict=True)
+    ]
+    merged = flashinfer.merge_state(*flashinfer.merge_state(*parts[0], *parts[1]), *parts[2])
+    stacked = flashinfer.merge_states(torch.stack([p[0] for p in parts], 1), torch.stack([p[1] for p in parts], 1))
+    for result in (merged, stacked):
+        for a, b in zip(result, whole, strict=True):
+            torch.testing.assert_close(a, b)
+    v_a, s_a = parts[0][0].clone(), parts[0][1].clone()
+    mask = torch.tensor([True, False, True, True, False, True])
+    flashinfer.merge_state_in_place(v_a, s_a, *parts[1], mask=mask)
+    both = flashinfer.merge_state(*parts[0], *parts[1])
+    assert torch.equal(v_a[mask], both[0][mask])
+    assert torch.equal(v_a[~mask], parts[0][0][~mask])
+    assert torch.equal(s_a[~mask], parts[0][1][~mask])
+    with pytest.raises(ValueError, match=r"s_b has shape \[3, 4\]"):
+        flashinfer.merge_state(*parts[0], parts[1][0], parts[1][1][:3])
+    with pytest.raises(ValueError, match=r"v has shape \[6, 4, 32\]"):
+        flashinfer.merge_states(parts[0][0], parts[0][1])

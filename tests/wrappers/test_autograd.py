@@ -1,4 +1,4 @@
-"""Tensors that require grad: refused where gradients would be lost, detached where they are stored or are weights."""
+"""Tensors that require grad are refused where gradients would be lost, and detached where they are weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import quire
+from helpers.autograd import MODES, computed, devices, each, flat, leaf, modes, parameter
 from helpers.public_calls import (
     DIM,
     F32,
@@ -29,38 +30,7 @@ from helpers.public_calls import (
 )
 from quire.kernels import ops, registry
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-devices = pytest.mark.parametrize("device", DEVICES)
-MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-modes = pytest.mark.parametrize("mode", MODES)
 REFUSED = "requires grad, but Quire computes no gradients: call it under torch.no_grad"
-
-
-def each(given, change):
-    """An argument with `change` made to its tensors."""
-    if isinstance(given, Tensor):
-        return change(given)
-    return type(given)(change(x) for x in given) if isinstance(given, (tuple, list)) else given
-
-
-def leaf(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_() if x.is_floating_point() else x
-
-
-def computed(x: Tensor) -> Tensor:
-    """Part of a graph, as what a layer's projection gives."""
-    return leaf(x) * 1 if x.is_floating_point() and x.element_size() > 1 else x
-
-
-def parameter(x: Tensor) -> Tensor:
-    return nn.Parameter(x.detach().clone()) if x.is_floating_point() else x
-
-
-def flat(result) -> list[Tensor]:
-    return [y for x in result for y in flat(x)] if isinstance(result, (tuple, list)) else [result]
-
-
-# --- what computes
 
 
 @devices
@@ -302,160 +272,6 @@ def test_runs_repeated_on_a_gpu_refuse_alike(backend):
         result = wrapper.run(q, (k, v), sinks=nn.Parameter(sinks))
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
         assert not result.requires_grad
-
-
-# --- what stores
-
-
-def storing(form: str, device: str):
-    """A function that stores a key and a value, and the cache that holds them: its tensors, new or given."""
-    places, table = (ints(0, 0, 1).to(device), ints(5, 6, 1).to(device)), tables(device)
-    where = table["indices"], table["indptr"], table["last_page_len"]
-    if form == "pool":
-        pool = quire.PagedKVCache(1, KV_HEADS, DIM, PAGE, 4, device, F32)
-        pool.begin_forward(3)
-        return lambda key, value, held: pool.append(0, key, value), [pool.data]
-    if form == "latent":
-        held = [rows(4, PAGE, device, 2 * DIM), rows(4, PAGE, device, 2 * DIM)]
-        return lambda key, value, held: quire.append_paged_mla_kv_cache(
-            key.flatten(1), value.flatten(1), *places, *held, *where
-        ), held  # fmt: skip
-    if form == "store":
-        slots = torch.tensor([9, 10, 13], device=device)
-        return lambda key, value, held: quire.serving.base.store(tuple(held), key, value, slots), list(cache(device))
-    if form == "rope":
-        return storing_fp8(where[:2], places, device)
-    layout = form[:3]
-    pair = [x if layout == "NHD" else x.transpose(1, 2).contiguous() for x in cache(device)]
-    held = [torch.stack(pair, 1)] if "5-D" in form else pair
-    return lambda key, value, held: quire.append_paged_kv_cache(
-        key, value, *places, tuple(held) if len(held) == 2 else held[0], *where, layout
-    ), held  # fmt: skip
-
-
-def storing_fp8(where, places, device):
-    cos_sin = torch.randn(16, DIM, device=device)
-    held = [torch.zeros(4, PAGE, KV_HEADS, DIM, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
-
-    def put(key, value, held):
-        quire.rope.rope_quantize_fp8_append_paged_kv_cache(
-            key.repeat(1, 2, 1), key, None, None, value, cos_sin, places[1], tuple(held), *where, *places,
-            page_size=PAGE, quant_scale_kv=0.5,
-        )  # fmt: skip
-
-    return put, held
-
-
-FORMS = ["NHD pair", "HND pair", "NHD 5-D", "HND 5-D", "pool", "latent", "store", "rope"]
-forms = pytest.mark.parametrize("form", FORMS)
-
-
-@devices
-@modes
-@forms
-def test_what_is_stored_is_detached(form, mode, device):
-    """The cache holds the numbers, and is as it was to autograd; so are the keys, whose own graph lives on."""
-    store, held = storing(form, device)
-    source = leaf(rows(3, KV_HEADS, device))
-    plain = [x.clone() for x in held] if form != "pool" else None
-    if plain is not None:
-        store(source.detach(), source.detach() * 2, plain)
-    with MODES[mode]():
-        key = source * 1
-        store(key, nn.Parameter(source.detach() * 2), held)
-        store(source, key * 2, held)
-    for x in held:
-        assert (x.requires_grad, x.grad_fn, x.is_leaf) == (False, None, True)
-    if plain is not None:
-        assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(held, plain, strict=True))
-    else:
-        assert torch.equal(held[0][0, 0, 0, :3], source)
-        assert torch.equal(held[0][0, 0, 1, :3], source * 2)
-    if mode == "grad":
-        key.sum().backward()
-        assert torch.equal(source.grad, torch.ones_like(source))
-
-
-@devices
-@modes
-@pytest.mark.parametrize("make", [leaf, computed, parameter])
-@pytest.mark.parametrize("form", [x for x in FORMS if x not in ("pool", "rope")])
-def test_caches_that_require_grad_are_written_to(form, make, mode, device):
-    store, held = storing(form, device)
-    needing, plain = [make(x) for x in held], [x.clone() for x in held]
-    before = [x.grad_fn for x in needing]
-    key, value = rows(3, KV_HEADS, device), rows(3, KV_HEADS, device)
-    store(key, value, plain)
-    with MODES[mode]():
-        store(key, value, needing)
-        store(leaf(key), value, needing)
-    assert [x.grad_fn for x in needing] == before
-    assert all(torch.equal(x, y) for x, y in zip(needing, plain, strict=True))
-
-
-@devices
-@modes
-@pytest.mark.parametrize("make", [leaf, computed])
-def test_pages_that_require_grad_are_copied(make, mode, device):
-    pages, to = rows(4, PAGE, device), torch.tensor([[0, 1], [3, 2]])
-    source, target, within = make(pages), make(rows(4, PAGE, device)), make(pages)
-    fns = target.grad_fn, within.grad_fn
-    plain = rows(4, PAGE, device)
-    with MODES[mode]():
-        quire.cache.swap_blocks(source, target, to)
-        quire.cache.swap_blocks(source, plain, to)
-        quire.cache.copy_blocks([within], to)
-    assert (target.grad_fn, within.grad_fn) == fns
-    assert not plain.requires_grad
-    for x in (target, plain, within):
-        assert torch.equal(x[[1, 2]], pages[[0, 3]])
-
-
-@forms
-def test_compiled_storing_detaches(form):
-    torch._dynamo.reset()
-    if form == "pool":
-        pytest.skip("its tables are made on the host")
-    store, held = storing(form, "cpu")
-    source = leaf(rows(3, KV_HEADS, "cpu"))
-    plain, needing = [x.clone() for x in held], [leaf(x) if x.element_size() > 1 else x.clone() for x in held]
-    store(source.detach(), source.detach() * 2, plain)
-
-    def step(x, held):
-        key = x * 1
-        store(key, key * 2, held)
-        return key.sum()
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    compiled(source, held).backward()
-    assert torch.equal(source.grad, torch.ones_like(source))
-    for x, y in zip(held, plain, strict=True):
-        assert (x.requires_grad, x.grad_fn) == (False, None)
-        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-    with torch.no_grad():
-        compiled(source, needing)
-    for x, y in zip(needing, plain, strict=True):
-        assert torch.equal(x.detach().view(torch.uint8), y.view(torch.uint8))
-    torch._dynamo.reset()
-
-
-# --- inference tensors
-
-
-@devices
-@forms
-def test_inference_tensors_are_written_to_and_read(form, device):
-    """Made in inference mode, used in and out of it."""
-    with torch.inference_mode():
-        store, held = storing(form, device)
-        key, value = rows(3, KV_HEADS, device), rows(3, KV_HEADS, device)
-        inside = [x.clone() for x in held]
-        store(key, value, inside)
-    store(key, value, held)
-    if form != "pool":
-        assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(held, inside, strict=True))
-    store(leaf(key.clone()) * 1, value, held)
-    assert all(x.is_inference() and not x.requires_grad for x in held)
 
 
 @devices
