@@ -10,7 +10,7 @@ from quire.definition.spec import FLOATS8, as_dtype, check
 from quire.definition.tensors import check_tensors
 from quire.mla import _FP8_QUERIES, BatchMLAPagedAttentionWrapper
 from quire.wrappers.arguments import DType, LayerArgs, RunArgs
-from quire.wrappers.buffers import check_buffers, fixed_batch
+from quire.wrappers.buffers import TableBuffers, check_buffers, fixed_batch
 
 __all__ = ["BatchDecodeMlaWithPagedKVCacheWrapper"]
 
@@ -35,7 +35,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         ValueError: a buffer that does not fit, or that use_cuda_graph needs.
     """
 
-    _kv_buffers = ("_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
+    _kv_buffers, _hold_keys = TableBuffers._kv_buffers, TableBuffers._hold_keys
 
     def __init__(
         self,

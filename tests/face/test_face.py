@@ -321,21 +321,21 @@ def test_workspaces_may_be_replaced(batch):
 def test_zeros_grow_with_plans_that_need_more(batch, monkeypatch):
     """Only batch-invariant layers may need more, on some GPUs, so the size is made up."""
     size = 100
-    monkeypatch.setattr("quire.kernels.registry.zeros", lambda *given: size)
+    monkeypatch.setattr("quire.kernels.family.Family.int_workspace_size", lambda *given: size)
     wrapper = decoder(batch)
     again = (*tables(batch), *heads(batch), 16)
-    first = wrapper._zeros
+    first = wrapper._workspace.zeros
     wrapper.plan(*again, q_data_type=BF16)
-    assert wrapper._zeros is first
-    wrapper._invariant = True
+    assert wrapper._workspace.zeros is first
+    wrapper.invariant = True
     for size, there in ((100, 100), (104, 200), (50, 200), (2000, 2000)):
         wrapper.plan(*again, q_data_type=BF16)
-        assert wrapper._zeros.nbytes == there
-        assert not wrapper._zeros.any()
+        assert wrapper._workspace.zeros.nbytes == there
+        assert not wrapper._workspace.zeros.any()
         assert wrapper.workspace_size(*again, q_data_type=BF16)[1] == max(size, 16)
-        assert wrapper._zeros.nbytes == there
+        assert wrapper._workspace.zeros.nbytes == there
         close(wrapper.run(batch.q, (batch.k, batch.v)), None, batch)
-    assert any(x is first for x in wrapper._outgrown)  # graphs may still use it
+    assert any(x is first for x in wrapper._workspace.outgrown)  # graphs may still use it
     with pytest.raises(ValueError, match=r"int_workspace_buffer = '512 bytes' .* at least 2000 bytes"):
         wrapper.reset_workspace_buffer(torch.empty(8, dtype=torch.uint8), torch.empty(512, dtype=torch.uint8))
 
@@ -343,7 +343,7 @@ def test_zeros_grow_with_plans_that_need_more(batch, monkeypatch):
 def test_scratch_is_of_the_workspace_that_is_there(batch, monkeypatch):
     """Kernels for the CPU need none, so the size is made up."""
     size = 64
-    monkeypatch.setattr("quire.kernels.registry.scratch", lambda *given: size)
+    monkeypatch.setattr("quire.kernels.family.Family.float_workspace_size", lambda *given: size)
     wrapper = decoder(batch)
     again = (*tables(batch), *heads(batch), 16)
     for buffer in (torch.empty(128, dtype=torch.uint8), torch.empty(128, dtype=torch.uint8)):
@@ -351,7 +351,7 @@ def test_scratch_is_of_the_workspace_that_is_there(batch, monkeypatch):
         for size in (64, 128, 0, 128, 64):
             for _ in range(2):
                 wrapper.plan(*again, q_data_type=BF16)
-                found = wrapper._scratch
+                found = wrapper.planned.float_workspace
                 assert found is None if size == 0 else (found.data_ptr(), found.nbytes) == (buffer.data_ptr(), size)
         size = 129
         for _ in range(2):

@@ -55,10 +55,10 @@ def prefiller(batch: Batch, *args, **options):
 def test_workspaces_of_just_the_size_that_is_told(batch, prompts):
     for one, make, before in ((batch, decoder, ()), (prompts, prefiller, (prompts.qo.indptr,))):
         wrapper = make(one)
-        earlier = wrapper._spec
+        earlier = wrapper.planned.spec
         sizes = wrapper.workspace_size(*before, *tables(one), 8, 2, 64, 16, q_data_type=F16)
         assert all(isinstance(size, int) and size > 0 for size in sizes)
-        assert wrapper._spec is earlier
+        assert wrapper.planned.spec is earlier
         close(wrapper.run(one.q, (one.k, one.v), return_lse=True), one)
         wrapper.reset_workspace_buffer(*(workspace(one.q.device, size) for size in sizes))
         wrapper.plan(*before, *tables(one), *HEADS, 16, q_data_type=F16, **({"causal": True} if before else {}))

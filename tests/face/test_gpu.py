@@ -223,7 +223,7 @@ def test_repeated_runs_are_runs(batch):
                     assert relative_error(out.cpu(), exact) < 3e-3
                     torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=1e-4, atol=1e-4)
                     assert torch.equal(wrapper.run(q, cache, sm_scale=scale, sinks=sink), out)
-    assert wrapper._repeats
+    assert wrapper._replays.current
 
 
 def test_plans_that_differ_in_tables_alone(batch):
@@ -250,11 +250,11 @@ def test_runs_are_repeated_over_the_tables_of_later_plans(batch):
         indices = torch.cat([*given, torch.zeros(spare, dtype=torch.int32)])
         new = [x.cuda() for x in (indptr, indices, batch.kv.last_page_len[order])]
         wrapper.plan(*new, 8, 2, 64, 16, q_data_type=BF16, window_left=40)
-        assert len(wrapper._earlier) == min(spare, 1)
+        assert len(wrapper._replays.earlier) == min(spare, 1)
         out = wrapper.run(batch.q[order].cuda(), cache, sinks=sinks)
         assert relative_error(out.cpu(), exact[order]) < 3e-3
-        assert not wrapper._earlier
-        assert len(wrapper._repeats) == 1
+        assert not wrapper._replays.earlier
+        assert len(wrapper._replays.current) == 1
 
 
 def test_checked_mode_names_what_is_wrong(batch):

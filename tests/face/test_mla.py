@@ -25,7 +25,7 @@ from helpers.latent import (
 )
 from quire.bench.batches import Batch, relative_error
 from quire.definition import PageTable, RaggedLayout
-from quire.kernels.registry import Call
+from quire.kernels.call import Call
 from quire.mla import MLAPlanMetadata
 
 
@@ -112,17 +112,17 @@ def test_what_a_plan_like_the_last_one_keeps(monkeypatch):
 
     qo, first, second = torch.empty(3, dtype=torch.int32, device="meta"), made(), made()
     for given, like_the_last in ((first, False), (second, True), ([*first[:2], second[2]], True)):
-        spec = wrapper._spec
+        spec = wrapper.planned.spec
         wrapper.plan(qo, *given, *planned)
-        assert (wrapper._spec is spec) == like_the_last
-        assert wrapper._kv.indices is given[1]
-        assert wrapper._kv.kv_lens is given[2]
+        assert (wrapper.planned.spec is spec) == like_the_last
+        assert wrapper.planned.kv.indices is given[1]
+        assert wrapper.planned.kv.kv_lens is given[2]
     with pytest.raises(ValueError, match="kv_len_arr is needed"):
         wrapper.plan(qo, *first[:2], None, *planned)
     wrapper.plan(qo, *first, *planned)
     pages = torch.empty(2, 5, dtype=torch.int32, device="meta")
     wrapper.plan(*[None] * 4, *planned, cum_seq_lens_q=qo, block_tables=pages, seq_lens=first[2])
-    assert wrapper._kv.indices is not first[1]
+    assert wrapper.planned.kv.indices is not first[1]
 
 
 def test_what_graphs_of_latent_layers_read(monkeypatch):
@@ -133,8 +133,9 @@ def test_what_graphs_of_latent_layers_read(monkeypatch):
     for _ in range(2):
         made = [torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 3, 9, 2)]
         wrapper.plan(*made, 16, 512, 64, 16, True, 0.1, F16, F16)
-        assert wrapper._kv.last_page_len is not wrapper._kv.last_page_len
-        page_size, indices, lengths, by_length, _ = Call(*buffers[:3], wrapper._qo, wrapper._kv, wrapper._spec).table()
+        assert wrapper.planned.kv.last_page_len is not wrapper.planned.kv.last_page_len
+        plan = wrapper.planned
+        page_size, indices, lengths, by_length, _ = Call(*buffers[:3], plan.qo, plan.kv, plan.spec).table()
         assert (page_size, by_length) == (16, True)
         assert indices is buffers[2]
         assert lengths is buffers[3]
@@ -255,7 +256,9 @@ def test_plans_of_a_graph_keep_to_their_buffers(device, backend, rng):
     kv = first.kv
     second = replace(first, kv=type(kv)(torch.tensor([0, 1, 2]).int(), kv.indices, torch.ones(2).int(), kv.page_size))
     wrapper.plan(*tables(second, device), *layer(second))
-    assert [x.data_ptr() for x in (wrapper._kv.indptr, wrapper._kv.indices)] == [x.data_ptr() for x in buffers[1:3]]
+    assert [x.data_ptr() for x in (wrapper.planned.kv.indptr, wrapper.planned.kv.indices)] == [
+        x.data_ptr() for x in buffers[1:3]
+    ]
     if device == "cuda":
         graph.replay()
     else:

@@ -13,6 +13,7 @@ from quire.bench.batches import Batch, relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout
 from quire.definition.pages import LengthTable
 from quire.kernels import registry
+from quire.kernels.call import Call
 
 FAMILIES = ["cpu", pytest.param("triton", marks=() if INTERPRETED else pytest.mark.gpu)]
 BOUNDS = {
@@ -62,7 +63,7 @@ def compute(batch: Batch, family: str, **changes: Any) -> tuple[torch.Tensor, to
     }
     given |= {"sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
     moved = {name: move(x, device) for name, x in {**given, **changes}.items()}
-    registry.attend(registry.Call(**moved), out, lse, family)
+    registry.dispatch(Call(**moved), out, lse, family)
     return out.cpu(), lse.cpu()
 
 

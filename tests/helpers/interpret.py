@@ -20,6 +20,7 @@ COUNTS = {
     "face/test_quantization.py": 13,
     "face/test_rope.py": 14,
     "face/test_rope_quantize.py": 4,
+    "kernels/test_families.py": 20,
     "kernels/test_kernels.py": 22,
     "steps/test_serving_base.py": 12,
     "wrappers/test_compile.py": 1,

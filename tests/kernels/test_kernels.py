@@ -17,6 +17,7 @@ from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout
 from quire.definition.pages import LengthTable
 from quire.kernels import registry
+from quire.kernels.call import Call
 
 
 @pytest.fixture(params=FAMILIES)
@@ -157,8 +158,8 @@ def test_queries_and_outputs_may_be_strided(family, rng):
     device = "cuda" if family == "triton" and not INTERPRETED else "cpu"
     fused, wide, buffer, lse = (x.to(device) for x in (fused, wide, buffer, lse.T))
     lse, rest = lse.T, (move(x, device) for x in (batch.qo, batch.kv))
-    call = registry.Call(fused[:, 1 : 1 + spec.num_qo_heads], batch.k.to(device), wide[..., 8:], *rest, spec)
-    registry.attend(call, buffer[:, 1:], lse, family)
+    call = Call(fused[:, 1 : 1 + spec.num_qo_heads], batch.k.to(device), wide[..., 8:], *rest, spec)
+    registry.dispatch(call, buffer[:, 1:], lse, family)
     check(batch, buffer[:, 1:].cpu(), lse.cpu(), family)
     assert (buffer[:, 0] == 7.0).all()
 
@@ -318,7 +319,7 @@ def test_the_registry_says_why():
 def test_what_one_family_refuses_another_computes(rng, monkeypatch):
     """With "auto"; one that is asked for by name says why not."""
     real = registry.family
-    picky = SimpleNamespace(declines=lambda *given: None, refuses=lambda call: "its tensors are odd", attend=None)
+    picky = SimpleNamespace(why_not=lambda *given: None, refuses=lambda call: "its tensors are odd", attend=None)
     monkeypatch.setattr(registry, "family", lambda name: picky if name == "cpu" else real(name))
     monkeypatch.setattr(registry, "FAMILIES", {"cpu": "", "other": "quire.kernels.reference"})
     registry.choose.cache_clear()

@@ -185,7 +185,7 @@ def test_a_page_is_copied_to_once():
 def test_repeats_of_runs_refuse_the_same(monkeypatch):
     """What looks at a run before its checks leaves the wrong ones to these."""
     wrapper = decoder("cpu")
-    wrapper._repeatable = True
+    wrapper._replays.enabled = True
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     q, pages = rows(2, 4, "cpu"), cache("cpu")
     wrapper.run(q, pages)

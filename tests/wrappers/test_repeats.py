@@ -105,9 +105,8 @@ def computed(monkeypatch):
         first.append(call.kv)
         return Repeat(call.kv, again)
 
-    monkeypatch.setattr("quire.wrappers.base.attend", attend)
+    monkeypatch.setattr("quire.wrappers.plan.attend", attend)
     monkeypatch.setattr(registry, "choose", lambda *given: "cpu")
-    monkeypatch.setattr(registry, "scratch", lambda *given: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     return first, again
@@ -115,7 +114,7 @@ def computed(monkeypatch):
 
 def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta"))
-    wrapper._repeatable = True
+    wrapper._replays.enabled = True
     bf16, first, again = torch.bfloat16, *computed
     q = torch.empty(2, 4, 64, dtype=bf16, device="meta")
     cache = torch.empty(9, 2, 16, 2, 64, dtype=bf16, device="meta")
@@ -123,7 +122,7 @@ def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
     def plan(entries, **changes):
         table = table_of(entries, "meta")
         wrapper.plan(table.indptr, table.indices, table.last_page_len, 4, 2, 64, 16, q_data_type=bf16, **changes)
-        return wrapper._kv
+        return wrapper.planned.kv
 
     def runs():
         first.clear(), again.clear()
@@ -148,7 +147,7 @@ def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
 def test_what_equals_an_argument_has_not_been_checked(kind, computed):
     """Neither as a plan's, nor as a run's."""
     wrapper, table = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta")), table_of(8, "meta")
-    wrapper._repeatable = True
+    wrapper._replays.enabled = True
     q, cache = torch.empty(2, 1, 64, device="meta"), torch.empty(9, 2, 16, 1, 64, device="meta")
     given = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 64, "page_size": 16, "window_left": 1}
     given |= {"q_len_per_req": 1, "q_data_type": torch.float32}
@@ -195,21 +194,21 @@ def test_all_that_a_plan_says_of_its_layer_is_compared(name, computed):
 
     def plan(**layer):
         wrapper.plan(table.indptr, table.indices, table.last_page_len, **layer)
-        return wrapper._qo  # each full plan makes its own
+        return wrapper.planned.layer  # a plan that does all its work makes its own
 
-    rows = plan(**given)
-    assert plan(**given) is rows
+    layer = plan(**given)
+    assert plan(**given) is layer
     if name == "window_right":
         with pytest.raises(ValueError, match="window_right is not supported"):
             plan(**given, window_right=1)
     else:
-        assert plan(**{**given, name: LAYER[name]}) is not rows
+        assert plan(**{**given, name: LAYER[name]}) is not layer
 
 
 def test_plans_of_latent_caches_repeat_runs(computed):
     """Over other pages and lengths of as many requests, where rows are the same."""
     wrapper = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(0, device="meta"))
-    wrapper._repeatable = True
+    wrapper._replays.enabled = True
     bf16, first, again = torch.bfloat16, *computed
     q, q_pe = (torch.empty(2, 4, dim, dtype=bf16, device="meta") for dim in (512, 64))
     cache = [torch.empty(9, 16, dim, dtype=bf16, device="meta") for dim in (512, 64)]

@@ -176,9 +176,9 @@ def test_shared_pages_are_read_once(device, rng, eager):
     found = wrapper.shared_prefix
     assert (found.groups, found.levels, found.tokens_saved) == (1, 1, 5 * 9 * 16)
     assert "groups=1" in repr(found)
-    own, prefix = (part._kv for part in found.parts)
+    own, prefix = (part.plan.kv for part in found.parts)
     assert int(own.lengths().sum()) + int(prefix.lengths().sum()) + found.tokens_saved == int(batch.kv.lengths().sum())
-    assert found.parts[1]._max_q_len == 6
+    assert found.parts[1].plan.max_q_len == 6
     assert prefix.indices.tolist() == batch.kv.indices[:9].tolist()
     assert not set(own.indices.tolist()) & set(prefix.indices.tolist())
     out, lse = run(wrapper, batch)

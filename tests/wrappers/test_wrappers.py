@@ -120,11 +120,11 @@ def test_attributes_tell_what_holds_after_forward(kind):
 def test_forward_that_gives_the_plan_again_keeps_the_runs_to_repeat(kind):
     case = kind()
     case.plan(window_left=5)
-    case.wrapper._repeats["a run"] = None
+    case.wrapper._replays.current["a run"] = None
     case.wrapper.forward(*case.tensors, **case.fixed, window_left=5)
-    assert case.wrapper._repeats
+    assert case.wrapper._replays.current
     case.wrapper.forward(*case.tensors, **case.fixed, window_left=6)
-    assert not case.wrapper._repeats
+    assert not case.wrapper._replays.current
 
 
 @KINDS
@@ -226,7 +226,7 @@ def test_captured_runs_are_forgotten_when_asked(kind, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     case = kind()
     case.plan()
-    case.wrapper._device_is_gpu = True
+    case.wrapper._capture._gpu = True
     for _ in range(2):
         capturing = True
         case.wrapper.run(*case.tensors)
@@ -258,7 +258,7 @@ def test_wrappers_around_wrappers_forget_captured_runs_too(outer):
     outer = outer()
     inner = [x for x in vars(outer).values() if isinstance(x, AttentionWrapper)] or outer._batch_prefill_wrappers
     for wrapper in inner:
-        wrapper._captured = True
+        wrapper._capture.captured = True
     outer.forget_cuda_graph()
     for wrapper in inner:
-        wrapper._begin_plan()
+        wrapper._capture.begin_plan("a wrapper")

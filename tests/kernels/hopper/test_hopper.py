@@ -16,6 +16,7 @@ from helpers.hopper import Recorded, gpu, shifted
 from quire.bench.batches import random_batch, relative_error
 from quire.definition import AttentionSpec, RaggedLayout
 from quire.kernels import registry
+from quire.kernels.call import Call
 
 hopper = pytest.importorskip("quire.kernels.hopper.host")
 LAYERS = {

@@ -15,6 +15,7 @@ from helpers.hopper import Recorded, gpu
 from quire.bench.batches import Batch, random_batch
 from quire.definition import AttentionSpec, PageTable, RaggedLayout
 from quire.kernels import registry
+from quire.kernels.call import Call
 
 hopper = pytest.importorskip("quire.kernels.hopper.host")
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -229,9 +230,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     batch = random_batch(layer((128, BF16, 2, 4)), [1, 1], [9000, 64], 16)
     size = hopper.decode_call.zeros(batch.spec, 132, 1, 2, len(batch.kv.indices) * 16) // 4
     zeros = torch.zeros(size, dtype=torch.int32)
-    call = Call(
-        q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=1, zeros=zeros
-    )
+    call = Call(q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=1, zeros=zeros)
     hopper.decode_call.launch(call, batch.q, None, 132)
     given = Recorded.last
     assert given["programs"] == 132

@@ -13,6 +13,7 @@ from helpers.hopper import Recorded, gpu, shifted
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition import AttentionSpec
 from quire.kernels import registry
+from quire.kernels.call import Call
 
 hopper = pytest.importorskip("quire.kernels.hopper.host")
 DTYPES = [torch.bfloat16, torch.float16]
