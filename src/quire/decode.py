@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from quire._mla_decode import BatchDecodeMlaWithPagedKVCacheWrapper
 from quire.definition.pages import table
-from quire.definition.spec import FLOATS8, as_dtype, check, is_int
+from quire.definition.spec import FLOATS8, as_dtype, check
 from quire.definition.tensors import as_nhd, as_slopes, check_layout, check_tensors
 from quire.wrappers.arguments import DType, LayerArgs, RunArgs, Scale, by_position, refuse
 from quire.wrappers.base import AttentionWrapper
 from quire.wrappers.buffers import check_buffers, fitting, fixed_batch
+from quire.wrappers.mla_decode import BatchDecodeMlaWithPagedKVCacheWrapper
 from quire.wrappers.shared_prefix import SharedPrefix, check_shared_prefix, find_shared_prefix
 
 __all__ = [
@@ -194,16 +194,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self._commit(layer, qo, pages, max_q_len=q_len_per_req, non_blocking=non_blocking)
         if shared_prefix:
             self._shared = find_shared_prefix(self.require_plan(), layer, tables, self._workspace, self._capture)
-
-    def _check_q_len(self, q_len_per_req: int) -> None:
-        if not is_int(q_len_per_req) or q_len_per_req < 1:
-            raise ValueError(f"q_len_per_req must be >= 1, an int, and is {q_len_per_req!r}")
-        planned = q_len_per_req if self.planned is None else self.planned.max_q_len
-        if self._use_cuda_graph and q_len_per_req != planned:
-            raise ValueError(
-                f"q_len_per_req = {q_len_per_req}: it was {planned} in an earlier plan, which made it part of the "
-                "frozen cudagraph shape. Use another wrapper"
-            )
 
     begin_forward = plan
 

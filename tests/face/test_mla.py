@@ -112,9 +112,9 @@ def test_what_a_plan_like_the_last_one_keeps(monkeypatch):
 
     qo, first, second = torch.empty(3, dtype=torch.int32, device="meta"), made(), made()
     for given, like_the_last in ((first, False), (second, True), ([*first[:2], second[2]], True)):
-        spec = wrapper.planned.spec
+        last = wrapper.planned
         wrapper.plan(qo, *given, *planned)
-        assert (wrapper.planned.spec is spec) == like_the_last
+        assert (last is not None and wrapper.planned.layer is last.layer) == like_the_last
         assert wrapper.planned.kv.indices is given[1]
         assert wrapper.planned.kv.kv_lens is given[2]
     with pytest.raises(ValueError, match="kv_len_arr is needed"):

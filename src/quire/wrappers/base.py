@@ -10,18 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.definition.items import Items
-from quire.definition.masks import PackedMask
-from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import check
-from quire.definition.tensors import check_layout, split_cache
+from quire.definition.tensors import check_layout
 from quire.kernels import registry
-from quire.kernels.ops import asked, traced
-from quire.wrappers.arguments import LayerArgs, RunArgs, takes_sink
-from quire.wrappers.buffers import TableBuffers, check_workspace
+from quire.kernels.ops import asked
+from quire.wrappers.arguments import takes_sink
+from quire.wrappers.buffers import check_workspace
 from quire.wrappers.capture import CaptureGuard
-from quire.wrappers.plan import Plan, make_plan
-from quire.wrappers.replay import Key, ReplayCache, Result
+from quire.wrappers.plan import Plan
+from quire.wrappers.planner import Planner
+from quire.wrappers.replay import ReplayCache
 from quire.wrappers.workspace import Workspace, WorkspaceSizes
 
 
@@ -30,7 +28,7 @@ def _of_spec(name: str) -> Any:
     return property(lambda self: None if self._current is None else getattr(self._current.spec, name))
 
 
-class AttentionWrapper(TableBuffers):
+class AttentionWrapper(Planner):
     """A workspace, and the plan of a batch.
 
     After its tensors, `run` takes by position the scales of q, k and v, which multiply those given by name; or, where
@@ -97,24 +95,6 @@ class AttentionWrapper(TableBuffers):
         return self._use_cuda_graph
 
     @property
-    def planned(self) -> Plan | None:
-        """The plan that runs compute, a value that never changes; assigning an earlier plan returns to it. Where plans
-        are kept in buffers for CUDA graphs, the tables of all plans are what the buffers hold by now.
-        """
-        return self._current
-
-    @planned.setter
-    def planned(self, plan: Plan | None) -> None:
-        self._current = plan
-        self._replays.forget()
-
-    def require_plan(self) -> Plan:
-        """The plan that runs compute; RuntimeError if there is none."""
-        if self._current is None:
-            raise RuntimeError(f"{type(self).__name__}: plan() must be called before this")
-        return self._current
-
-    @property
     def backend(self) -> str:
         """The kernel family that computes the planned layer: "cpu", "hopper", "triton", "reference"."""
         plan = self.require_plan()
@@ -174,67 +154,3 @@ class AttentionWrapper(TableBuffers):
         replayed any more: it reads the tables of the plan that it was captured with, which the next plan may free.
         """
         self._capture.captured = False
-
-    def _again(self, layer: LayerArgs) -> bool:
-        """Whether a plan of this layer differs from the last one in its tables alone, as the steps of an engine do."""
-        return self._current is not None and layer.equals(self._current.layer)
-
-    def _move(self, pages: PageTable) -> None:
-        """Plan a batch that differs from the last in its page table alone."""
-        assert self._current is not None
-        self._current = self._current.over(pages)
-        self._replays.move()
-
-    def _commit(
-        self,
-        layer: LayerArgs,
-        qo: RaggedLayout,
-        kv: PageTable | RaggedLayout,
-        mask: PackedMask | None = None,
-        items: Items | None = None,
-        max_q_len: int = 0,
-        non_blocking: bool = True,
-    ) -> None:
-        """Check a batch's layer, keep its tables, take memory, and make the plan.
-
-        Args:
-            qo, kv, mask: as the caller gave them, on the host or on a device.
-            max_q_len: the most query tokens that a request has, 0 if it is not known.
-
-        Raises:
-            ValueError: a layer that nobody can compute, or a buffer that is too small.
-        """
-        spec = layer.spec(mask is not None, items is not None)
-        registry.choose(spec, self.device, self._family, max_q_len)
-        qo, kv = self._hold_rows(qo, self._qo_buffer, non_blocking), self._hold_keys(kv, non_blocking)
-        mask = None if mask is None else self._hold_mask(mask)
-        fixed = self.checking or self._use_cuda_graph or spec.batch_invariant  # each plan of these does all its work
-        self.planned = make_plan(
-            spec, qo, kv, mask, items, max_q_len, None if fixed else layer, self._family, self._workspace
-        )
-
-    def _replan(self, **changes: Any) -> None:
-        """Change the plan's layer by the arguments that the deprecated forward() repeats; None is the default."""
-        plan = self.require_plan()
-        changed = plan.but(**changes)
-        if changed.spec != plan.spec:
-            self.planned = changed
-
-    def _split_cache(self, cache: Any) -> tuple[Tensor, Tensor]:
-        """K and V pages of a cache in any layout, as views [pages, page_size, heads, head_dim]."""
-        k, v = split_cache(cache, self._kv_layout)
-        size = self.require_plan().kv.page_size  # type: ignore[union-attr]
-        check(k.shape[1] == size, "page size of the cache", k.shape[1], lambda: f"{size}, as planned")
-        return k, v
-
-    def _compute(self, key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: RunArgs) -> Result:
-        """Compute a run, and keep it under its key to be replayed."""
-        plan = self.require_plan()
-        out, lse, replay = plan.run(q, k, v, args, check_pages=self.checking)
-        if not traced(q):
-            self._capture.note()
-            self._replays.remember(key, replay, plan, q, k, v, out)
-        if args.return_lse:
-            assert lse is not None
-            return out, lse
-        return out

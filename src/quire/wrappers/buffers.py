@@ -1,15 +1,10 @@
-"""The buffers that callers give wrappers, and the tables that wrappers keep: in such buffers, or as they are."""
+"""The buffers that callers give wrappers: workspaces, and the tables of CUDA graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
-
-import torch
 from torch import Tensor
 
-from quire.definition.masks import PackedMask
-from quire.definition.pages import LengthTable, PageTable, RaggedLayout, table
+from quire.definition.pages import table
 from quire.definition.spec import check
 
 
@@ -70,100 +65,3 @@ def fixed_batch(buffer: Tensor | None, name: str, batch_size: int, extra: int = 
     fixed = len(buffer) - extra
     if batch_size != fixed:
         raise ValueError(f"the batch has {batch_size} requests: {name} was made for {fixed}, and a CUDA graph is fixed")
-
-
-class TableBuffers:
-    """Where a wrapper keeps the tables of its plan: in the buffers that it was given for CUDA graphs, or as they came.
-
-    Engines read these tables from the attributes in which FlashInfer has them, which are those named here.
-    """
-
-    _qo_buffer: ClassVar[str] = "_qo_indptr_buf"
-    _kv_buffers: ClassVar[tuple[str, ...]] = (
-        "_paged_kv_indptr_buf",
-        "_paged_kv_indices_buf",
-        "_paged_kv_last_page_len_buf",
-    )
-    _custom_mask_buf: Tensor | None
-    _mask_indptr_buf: Tensor | None
-    device: torch.device
-    checking: bool
-    _use_cuda_graph: bool
-    _current: Any  # Plan | None
-    _qo_indptr_buf: Tensor | None
-
-    def _together(self, tables: Sequence[Tensor]) -> list[Tensor]:
-        """Tables on one device: on the host, to be checked, if all lie there or checks are asked for."""
-        host = self.checking or all(x.is_cpu for x in tables)
-        return [x.cpu() if host else x.to(self.device, non_blocking=True) for x in tables]
-
-    def _pages(self, tables: Sequence[Tensor], page_size: int) -> PageTable:
-        """A page table of (indptr, indices, last_page_len), int32 vectors. Its contents are checked if they lie on the
-        host or if checks are asked for.
-        """
-        indptr, indices, last_page_len = tables
-        on_host = all(x.is_cpu for x in tables)
-        if self.checking or on_host:
-            checked = PageTable(indptr.cpu(), indices.cpu(), last_page_len.cpu(), page_size)
-            if on_host:
-                return checked
-        indptr, indices, last_page_len = (x.to(self.device, non_blocking=True) for x in tables)
-        return PageTable(indptr, indices, last_page_len, page_size)
-
-    def _rows(self, indptr: Tensor) -> RaggedLayout:
-        """Ragged rows of an int32 indptr, whose contents are checked as those of `_pages`."""
-        if self.checking:
-            RaggedLayout(indptr.cpu())
-        return RaggedLayout(indptr)
-
-    def _equal_rows(self, batch_size: int, q_len: int) -> RaggedLayout:
-        """The rows of requests that have q_len query tokens each: those of the last plan where they are equal, since
-        captured graphs read them.
-        """
-        plan = self._current
-        if plan is not None and plan.max_q_len == q_len and plan.qo.batch_size == batch_size:
-            return plan.qo
-        rows = torch.arange(0, batch_size * q_len + 1, q_len, dtype=torch.int32, device=self.device)
-        self._qo_indptr_buf = rows
-        return RaggedLayout(rows)
-
-    def _hold(self, name: str, values: Tensor, non_blocking: bool) -> Tensor:
-        """A table on the wrapper's device, kept in the attribute `name`: in the buffer there, or as it is."""
-        if self._use_cuda_graph:
-            buffer = fitting(getattr(self, name), values, name.removeprefix("_"))
-            if buffer is not values:
-                buffer[: len(values)].copy_(values, non_blocking=non_blocking)
-            return buffer
-        if values.device != self.device or not values.is_contiguous():
-            values = values.to(self.device, non_blocking=non_blocking).contiguous()
-        setattr(self, name, values)
-        return values
-
-    def _hold_rows(self, rows: RaggedLayout, name: str, non_blocking: bool) -> RaggedLayout:
-        """Ragged rows whose indptr is kept in the attribute `name`."""
-        held = self._hold(name, rows.indptr, non_blocking)
-        return rows if held is rows.indptr else RaggedLayout(held)
-
-    def _hold_keys(self, kv: PageTable | RaggedLayout, non_blocking: bool) -> PageTable | RaggedLayout:
-        """A page table, or ragged rows of keys, whose tables are kept in the attributes `_kv_buffers`."""
-        if isinstance(kv, RaggedLayout):
-            return self._hold_rows(kv, self._kv_buffers[0], non_blocking)
-        tables = (kv.indptr, kv.indices, kv.per_request)
-        indptr, indices, per_request = (
-            self._hold(name, x, non_blocking) for name, x in zip(self._kv_buffers, tables, strict=True)
-        )
-        if indptr is tables[0] and indices is tables[1] and per_request is tables[2]:
-            return kv
-        if isinstance(kv, LengthTable):
-            return LengthTable.of(indptr, indices, per_request, kv.page_size, "kv_len_arr")
-        return PageTable(indptr, indices, per_request, kv.page_size)
-
-    def _hold_mask(self, mask: PackedMask) -> PackedMask:
-        """Packed masks, in the buffers for CUDA graphs where there are such."""
-        if not self._use_cuda_graph:
-            return mask
-        bits = fitting(self._custom_mask_buf, mask.bits, "custom_mask_buf")
-        indptr = fitting(self._mask_indptr_buf, mask.indptr, "mask_indptr_buf")
-        bits[: len(mask.bits)] = mask.bits
-        indptr[: len(mask.indptr)] = mask.indptr
-        return PackedMask(bits, indptr)

@@ -8,16 +8,17 @@ from torch import Tensor
 from quire.definition.pages import table
 from quire.definition.spec import FLOATS8, as_dtype, check
 from quire.definition.tensors import check_tensors
-from quire.mla import _FP8_QUERIES, BatchMLAPagedAttentionWrapper
 from quire.wrappers.arguments import DType, LayerArgs, RunArgs
-from quire.wrappers.buffers import TableBuffers, check_buffers, fixed_batch
+from quire.wrappers.buffers import check_buffers, fixed_batch
+from quire.wrappers.mla import FP8_QUERIES, LatentWrapper
+from quire.wrappers.planner import Planner
 
 __all__ = ["BatchDecodeMlaWithPagedKVCacheWrapper"]
 
 _KPE = 64  # elements of a rotated key
 
 
-class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
+class BatchDecodeMlaWithPagedKVCacheWrapper(LatentWrapper):
     """Latent attention (MLA) of a batch whose requests have one query token each: `plan` once per batch, `run` once per
     layer. `BatchMLAPagedAttentionWrapper` computes the same for any number of query tokens.
 
@@ -35,7 +36,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         ValueError: a buffer that does not fit, or that use_cuda_graph needs.
     """
 
-    _kv_buffers, _hold_keys = TableBuffers._kv_buffers, TableBuffers._hold_keys
+    _kv_buffers, _hold_keys = Planner._kv_buffers, Planner._hold_keys
 
     def __init__(
         self,
@@ -50,9 +51,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         check: bool | None = None,
         batch_invariant: bool | None = None,
     ) -> None:
-        super().__init__(
-            float_workspace_buffer, use_cuda_graph, backend=backend, check=check, batch_invariant=batch_invariant
-        )
+        super().__init__(float_workspace_buffer, "NHD", use_cuda_graph, backend, check, batch_invariant)
         if use_cuda_graph:
             check_buffers(
                 "cudagraph",
@@ -66,7 +65,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         self._paged_kv_indices_buf = paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
 
-    def plan(  # type: ignore[override]
+    def plan(
         self,
         indptr: Tensor,
         indices: Tensor,
@@ -105,7 +104,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
             fixed_batch(self._paged_kv_last_page_len_buf, "paged_kv_last_page_len_buffer", batch_size)
         kv_dtype = as_dtype(data_type, "data_type")
         q_dtype = kv_dtype if q_data_type is None else as_dtype(q_data_type, "q_data_type")
-        check(kv_dtype not in FLOATS8 or q_dtype == torch.bfloat16, "q_data_type", q_dtype, _FP8_QUERIES)
+        check(kv_dtype not in FLOATS8 or q_dtype == torch.bfloat16, "q_data_type", q_dtype, FP8_QUERIES)
         tables = table(indptr, "indptr"), table(indices, "indices"), last_page_len
         layer = LayerArgs(
             num_qo_heads,
@@ -124,9 +123,9 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         )
         self._commit(layer, self._equal_rows(batch_size, 1), self._pages(tables, page_size), max_q_len=1)
 
-    begin_forward = plan  # type: ignore[assignment]
+    begin_forward = plan
 
-    def run(  # type: ignore[override]
+    def run(
         self,
         q_nope: Tensor,
         q_pe: Tensor,

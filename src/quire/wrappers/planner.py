@@ -1,0 +1,219 @@
+"""From the arguments of `plan` to a plan, and from the arguments of `run` to the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quire.definition.items import Items
+from quire.definition.masks import PackedMask
+from quire.definition.pages import LengthTable, PageTable, RaggedLayout
+from quire.definition.spec import check, is_int
+from quire.definition.tensors import split_cache
+from quire.kernels import registry
+from quire.kernels.ops import traced
+from quire.wrappers.arguments import LayerArgs, RunArgs
+from quire.wrappers.buffers import fitting
+from quire.wrappers.capture import CaptureGuard
+from quire.wrappers.plan import Plan, make_plan
+from quire.wrappers.replay import Key, ReplayCache, Result
+from quire.wrappers.workspace import Workspace
+
+
+class Planner:
+    """Makes the plan of a wrapper, keeps its tables, and computes its runs.
+
+    Tables are kept in the buffers that the wrapper was given for CUDA graphs, or as they came. Engines read them from
+    the attributes in which FlashInfer has them, which are those named here.
+    """
+
+    _qo_buffer: ClassVar[str] = "_qo_indptr_buf"
+    _kv_buffers: ClassVar[tuple[str, ...]] = (
+        "_paged_kv_indptr_buf",
+        "_paged_kv_indices_buf",
+        "_paged_kv_last_page_len_buf",
+    )
+    _custom_mask_buf: Tensor | None
+    _mask_indptr_buf: Tensor | None
+    device: torch.device
+    checking: bool
+    invariant: bool
+    _kv_layout: str
+    _family: str
+    _use_cuda_graph: bool
+    _qo_indptr_buf: Tensor | None
+    _current: Plan | None
+    _workspace: Workspace
+    _replays: ReplayCache
+    _capture: CaptureGuard
+
+    @property
+    def planned(self) -> Plan | None:
+        """The plan that runs compute, a value that never changes; assigning an earlier plan returns to it. Where plans
+        are kept in buffers for CUDA graphs, the tables of all plans are what the buffers hold by now.
+        """
+        return self._current
+
+    @planned.setter
+    def planned(self, plan: Plan | None) -> None:
+        self._current = plan
+        self._replays.forget()
+
+    def require_plan(self) -> Plan:
+        """The plan that runs compute; RuntimeError if there is none."""
+        if self._current is None:
+            raise RuntimeError(f"{type(self).__name__}: plan() must be called before this")
+        return self._current
+
+    def _together(self, tables: Sequence[Tensor]) -> list[Tensor]:
+        """Tables on one device: on the host, to be checked, if all lie there or checks are asked for."""
+        host = self.checking or all(x.is_cpu for x in tables)
+        return [x.cpu() if host else x.to(self.device, non_blocking=True) for x in tables]
+
+    def _pages(self, tables: Sequence[Tensor], page_size: int) -> PageTable:
+        """A page table of (indptr, indices, last_page_len), int32 vectors. Its contents are checked if they lie on the
+        host or if checks are asked for.
+        """
+        indptr, indices, last_page_len = tables
+        on_host = all(x.is_cpu for x in tables)
+        if self.checking or on_host:
+            checked = PageTable(indptr.cpu(), indices.cpu(), last_page_len.cpu(), page_size)
+            if on_host:
+                return checked
+        indptr, indices, last_page_len = (x.to(self.device, non_blocking=True) for x in tables)
+        return PageTable(indptr, indices, last_page_len, page_size)
+
+    def _rows(self, indptr: Tensor) -> RaggedLayout:
+        """Ragged rows of an int32 indptr, whose contents are checked as those of `_pages`."""
+        if self.checking:
+            RaggedLayout(indptr.cpu())
+        return RaggedLayout(indptr)
+
+    def _check_q_len(self, q_len_per_req: int) -> None:
+        if not is_int(q_len_per_req) or q_len_per_req < 1:
+            raise ValueError(f"q_len_per_req must be >= 1, an int, and is {q_len_per_req!r}")
+        planned = q_len_per_req if self.planned is None else self.planned.max_q_len
+        if self._use_cuda_graph and q_len_per_req != planned:
+            raise ValueError(
+                f"q_len_per_req = {q_len_per_req}: it was {planned} in an earlier plan, which made it part of the "
+                "frozen cudagraph shape. Use another wrapper"
+            )
+
+    def _equal_rows(self, batch_size: int, q_len: int) -> RaggedLayout:
+        """The rows of requests that have q_len query tokens each: those of the last plan where they are equal, since
+        captured graphs read them.
+        """
+        plan = self._current
+        if plan is not None and plan.max_q_len == q_len and plan.qo.batch_size == batch_size:
+            return plan.qo
+        rows = torch.arange(0, batch_size * q_len + 1, q_len, dtype=torch.int32, device=self.device)
+        self._qo_indptr_buf = rows
+        return RaggedLayout(rows)
+
+    def _hold(self, name: str, values: Tensor, non_blocking: bool) -> Tensor:
+        """A table on the wrapper's device, kept in the attribute `name`: in the buffer there, or as it is."""
+        if self._use_cuda_graph:
+            buffer = fitting(getattr(self, name), values, name.removeprefix("_"))
+            if buffer is not values:
+                buffer[: len(values)].copy_(values, non_blocking=non_blocking)
+            return buffer
+        if values.device != self.device or not values.is_contiguous():
+            values = values.to(self.device, non_blocking=non_blocking).contiguous()
+        setattr(self, name, values)
+        return values
+
+    def _hold_rows(self, rows: RaggedLayout, name: str, non_blocking: bool) -> RaggedLayout:
+        """Ragged rows whose indptr is kept in the attribute `name`."""
+        held = self._hold(name, rows.indptr, non_blocking)
+        return rows if held is rows.indptr else RaggedLayout(held)
+
+    def _hold_keys(self, kv: PageTable | RaggedLayout, non_blocking: bool) -> PageTable | RaggedLayout:
+        """A page table, or ragged rows of keys, whose tables are kept in the attributes `_kv_buffers`."""
+        if isinstance(kv, RaggedLayout):
+            return self._hold_rows(kv, self._kv_buffers[0], non_blocking)
+        tables = (kv.indptr, kv.indices, kv.per_request)
+        indptr, indices, per_request = (
+            self._hold(name, x, non_blocking) for name, x in zip(self._kv_buffers, tables, strict=True)
+        )
+        if indptr is tables[0] and indices is tables[1] and per_request is tables[2]:
+            return kv
+        if isinstance(kv, LengthTable):
+            return LengthTable.of(indptr, indices, per_request, kv.page_size, "kv_len_arr")
+        return PageTable(indptr, indices, per_request, kv.page_size)
+
+    def _hold_mask(self, mask: PackedMask) -> PackedMask:
+        """Packed masks, in the buffers for CUDA graphs where there are such."""
+        if not self._use_cuda_graph:
+            return mask
+        bits = fitting(self._custom_mask_buf, mask.bits, "custom_mask_buf")
+        indptr = fitting(self._mask_indptr_buf, mask.indptr, "mask_indptr_buf")
+        bits[: len(mask.bits)] = mask.bits
+        indptr[: len(mask.indptr)] = mask.indptr
+        return PackedMask(bits, indptr)
+
+    def _again(self, layer: LayerArgs) -> bool:
+        """Whether a plan of this layer differs from the last one in its tables alone, as the steps of an engine do."""
+        return self._current is not None and layer.equals(self._current.layer)
+
+    def _move(self, pages: PageTable) -> None:
+        """Plan a batch that differs from the last in its page table alone."""
+        assert self._current is not None
+        self._current = self._current.over(pages)
+        self._replays.move()
+
+    def _commit(
+        self,
+        layer: LayerArgs,
+        qo: RaggedLayout,
+        kv: PageTable | RaggedLayout,
+        mask: PackedMask | None = None,
+        items: Items | None = None,
+        max_q_len: int = 0,
+        non_blocking: bool = True,
+    ) -> None:
+        """Check a batch's layer, keep its tables, take memory, and make the plan.
+
+        Args:
+            qo, kv, mask: as the caller gave them, on the host or on a device.
+            max_q_len: the most query tokens that a request has, 0 if it is not known.
+
+        Raises:
+            ValueError: a layer that nobody can compute, or a buffer that is too small.
+        """
+        spec = layer.spec(mask is not None, items is not None)
+        registry.choose(spec, self.device, self._family, max_q_len)
+        qo, kv = self._hold_rows(qo, self._qo_buffer, non_blocking), self._hold_keys(kv, non_blocking)
+        mask = None if mask is None else self._hold_mask(mask)
+        fixed = self.checking or self._use_cuda_graph or spec.batch_invariant  # each plan of these does all its work
+        self.planned = make_plan(
+            spec, qo, kv, mask, items, max_q_len, None if fixed else layer, self._family, self._workspace
+        )
+
+    def _replan(self, **changes: Any) -> None:
+        """Change the plan's layer by the arguments that the deprecated forward() repeats; None is the default."""
+        plan = self.require_plan()
+        changed = plan.but(**changes)
+        if changed.spec != plan.spec:
+            self.planned = changed
+
+    def _split_cache(self, cache: Any) -> tuple[Tensor, Tensor]:
+        """K and V pages of a cache in any layout, as views [pages, page_size, heads, head_dim]."""
+        k, v = split_cache(cache, self._kv_layout)
+        size = self.require_plan().kv.page_size  # type: ignore[union-attr]
+        check(k.shape[1] == size, "page size of the cache", k.shape[1], lambda: f"{size}, as planned")
+        return k, v
+
+    def _compute(self, key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: RunArgs) -> Result:
+        """Compute a run, and keep it under its key to be replayed."""
+        plan = self.require_plan()
+        out, lse, replay = plan.run(q, k, v, args, check_pages=self.checking)
+        if not traced(q):
+            self._capture.note()
+            self._replays.remember(key, replay, plan, q, k, v, out)
+        if args.return_lse:
+            assert lse is not None
+            return out, lse
+        return out
