@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +42,6 @@ class LayerArgs(NamedTuple):
     slopes: tuple[float, ...] = ()
     batch_invariant: bool = False
     latent: bool = False
-
-    def equals(self, other: LayerArgs | None) -> bool:
-        """Whether all values and their types are equal: 8.0 has to be checked where 8 was planned."""
-        return other == self and all(map(is_, map(type, self), map(type, other)))
 
     def spec(self, custom_mask: bool = False, items: bool = False) -> AttentionSpec:
         """The layer.

@@ -29,6 +29,7 @@ class Plan(NamedTuple):
         mask, items: custom masks, or the items of prompts, of the requests.
         max_q_len: the most query tokens that a request has, 0 if it is not known.
         layer: the arguments that `spec` was made of; None if a later plan must not be compared with them.
+        layer_types: the types of `layer`'s values: where 8 was planned, 8.0 is another argument, which is checked.
         backend: "auto", or the name of the kernel family that computes.
         float_workspace: float32, for partial states of tiles; None if the kernels need none.
         int_workspace: int32, zeros before and after each run.
@@ -42,6 +43,7 @@ class Plan(NamedTuple):
     items: Items | None
     max_q_len: int
     layer: LayerArgs | None
+    layer_types: tuple[type, ...]
     backend: str
     float_workspace: Tensor | None
     int_workspace: Tensor | None
@@ -49,8 +51,7 @@ class Plan(NamedTuple):
 
     def over(self, pages: PageTable) -> Plan:
         """This plan with another page table of as many requests, which has been checked."""
-        spec, qo, _kv, mask, items, max_q_len, layer, backend, floats, ints, int_size = self
-        return Plan(spec, qo, pages, mask, items, max_q_len, layer, backend, floats, ints, int_size)
+        return tuple.__new__(Plan, (*self[:2], pages, *self[3:]))  # Plan(...) takes twice as long
 
     def but(self, **changes: Any) -> Plan:
         """This plan with some fields of its spec changed and checked again; None is a field's default."""
@@ -130,7 +131,8 @@ def make_plan(
     if spec.batch_invariant:
         ints = family.int_workspace_size(spec, device, max_q_len, kv.batch_size, kv_tokens)
     float_workspace, int_workspace = workspace.take(floats, ints)
-    return Plan(spec, qo, kv, mask, items, max_q_len, layer, backend, float_workspace, int_workspace, ints)
+    types = () if layer is None else tuple(map(type, layer))
+    return Plan(spec, qo, kv, mask, items, max_q_len, layer, types, backend, float_workspace, int_workspace, ints)
 
 
 def longest_request(qo_indptr: Tensor, given: int | None, use_cuda_graph: bool, device: torch.device) -> int:

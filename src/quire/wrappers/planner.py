@@ -156,7 +156,8 @@ class Planner:
 
     def _again(self, layer: LayerArgs) -> bool:
         """Whether a plan of this layer differs from the last one in its tables alone, as the steps of an engine do."""
-        return self._current is not None and layer.equals(self._current.layer)
+        plan = self._current
+        return plan is not None and layer == plan.layer and tuple(map(type, layer)) == plan.layer_types
 
     def _move(self, pages: PageTable) -> None:
         """Plan a batch that differs from the last in its page table alone."""
