@@ -264,13 +264,13 @@ def test_check_is_green_and_repeats(capsys):
 def test_check_sees_a_wrong_kernel(capsys, monkeypatch):
     from quire.kernels.cpu import host as cpu
 
-    attend = cpu.attend
+    attend = cpu.FAMILY.attend
 
     def wrong(call, out, lse):
         attend(call, out, lse)
         out[-1:] *= 1.02
 
-    monkeypatch.setattr(cpu, "attend", wrong)
+    monkeypatch.setattr(cpu.FAMILY, "attend", wrong)
     assert main(["check", "--batches", "1", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert sum(not row["ok"] for row in rows) > len(rows) // 2

@@ -3,18 +3,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kernels.cpu.schedule import pieces, request_at, row_starts
+from quire.kernels.cpu.schedule import request_at, request_starts, segments
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7, 132])
 def test_every_block_belongs_to_one_program(programs, rng):
     heads, overhead = rng.choice((1, 2, 8)), rng.choice((1, 2, 5))
     blocks = np.array([rng.choice((0, 1, 2, 30, 400)) for _ in range(rng.randrange(1, 40))], np.int64)
-    starts = row_starts(blocks, heads, overhead)
+    starts = request_starts(blocks, heads, overhead)
     seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
     share = -(-int(starts[-1]) // programs)
     for program in range(programs):
-        work = pieces(program, programs, starts, blocks, heads)
+        work = segments(program, programs, starts, blocks, heads)
         assert sum(last - first for _, _, first, last, _ in work) <= share
         partial = [(first, last, n) for _, _, first, last, n in work if not (first == 0 and last == n)]
         assert sum(first > 0 for first, _, _ in partial) <= 1, "one row that began before"
@@ -29,8 +29,8 @@ def test_every_block_belongs_to_one_program(programs, rng):
 
 def test_shares_are_equal(rng):
     blocks = np.array([rng.randrange(1, 500) for _ in range(50)], np.int64)
-    starts = row_starts(blocks, 8, 2)
-    work = [sum(last - first for _, _, first, last, _ in pieces(p, 132, starts, blocks, 8)) for p in range(132)]
+    starts = request_starts(blocks, 8, 2)
+    work = [sum(last - first for _, _, first, last, _ in segments(p, 132, starts, blocks, 8)) for p in range(132)]
     assert max(work) <= -(-int(starts[-1]) // 132)
 
 

@@ -1,1 +1,1 @@
-"""Attention on CPUs, compiled by Numba for the machine that it runs on."""
+"""Attention on CPUs: kernels in Numba, compiled for the machine that they run on."""

@@ -1,7 +1,7 @@
-"""Attention on the CPU, in Numba: K and V are read from their pages, all arithmetic is in float32.
+"""The host side of attention on the CPU: which layers it computes, a call's `Params`, and the choice of kernels.
 
-Requests with few query rows stream over their keys in place (`streaming`); those with many go tile by tile (`tiled`).
-Which way a request goes depends on the request alone.
+Requests of few query rows go to `stream`, which reads keys and values in place; requests of many query rows, to `tile`.
+The choice depends on the layer and the request alone, not on other requests. All arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from quire.definition.masks import PackedMask
 from quire.definition.spec import FLOATS, LOG2E, AttentionSpec
 from quire.kernels.call import Call, Replay
 from quire.kernels.cpu.jit import launch
-from quire.kernels.cpu.problem import Problem
-from quire.kernels.cpu.stream import ROWS, stream
-from quire.kernels.cpu.tile import PANEL, PANELS, tile
+from quire.kernels.cpu.params import Params
+from quire.kernels.cpu.schedule import ROWS, query_tiles
+from quire.kernels.cpu.stream import stream
+from quire.kernels.cpu.tile import tile
 from quire.kernels.family import BASIC, Family
 
-STREAMED_ROWS = 16  # query rows per KV head up to which a request streams
+STREAMED_ROWS = 16  # query rows per KV head up to which `stream` computes a request
 _STORAGE = {
     torch.float32: torch.float32,
     torch.bfloat16: torch.int16,
@@ -31,66 +32,61 @@ _STORAGE = {
     torch.float8_e5m2: torch.uint8,
 }
 _NONE = np.zeros(0, np.float32)
-
-
-def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> str | None:
-    return None if device.type == "cpu" else f"it computes on the CPU, not on {device.type}"
+_NO_MASK = PackedMask(torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int32))
 
 
 def _flat(x: Tensor) -> np.ndarray:
-    """All that a tensor's strides reach, as one vector of its storage type."""
+    """All elements that a tensor's strides reach, as a vector of its storage type."""
     span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     return x.detach().as_strided((span,), (1,)).view(_STORAGE[x.dtype]).numpy()
 
 
 def _strides(x: Tensor) -> np.ndarray:
+    """int64: all strides but the last one, which is 1, in elements."""
     return np.array(x.stride()[:-1], np.int64)
 
 
-def _spread(scale: float | Tensor, heads: int) -> Tensor:
-    """A scale, given as a number or per head, as float32 [heads]."""
+def _per_head(scale: float | Tensor, heads: int) -> Tensor:
+    """A scale, which is a number or a tensor with one per (KV) head, as float32 [heads]."""
     if not isinstance(scale, Tensor):
         return torch.full((heads,), float(scale))
     return scale.float().reshape(-1).repeat_interleave(heads // scale.numel())
 
 
-def _bounds(indptr: Tensor, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Begin and length of each request, int64, inside [0, size] whatever the table says."""
-    ends = np.clip(indptr.numpy().astype(np.int64), 0, size)
-    return ends[:-1], np.maximum(ends[1:] - ends[:-1], 0)
-
-
-def _mask_arrays(mask: PackedMask | None) -> tuple[np.ndarray, np.ndarray]:
-    if mask is None:
-        return np.zeros(0, np.uint8), np.zeros(0, np.int64)
-    return mask.bits.contiguous().numpy(), np.maximum(mask.indptr.numpy().astype(np.int64), 0)
+def _starts_and_lengths(indptr: Tensor, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The start and the length of each request, int64 [batch_size], clamped to [0, size] whatever the table says."""
+    offsets = np.clip(indptr.numpy().astype(np.int64), 0, size)
+    return offsets[:-1], np.maximum(offsets[1:] - offsets[:-1], 0)
 
 
 @lru_cache(maxsize=8)
-def _angles(positions: int, head_dim: int, rope_scale: float, rope_theta: float) -> np.ndarray:
+def _rope_table(positions: int, head_dim: int, rope_scale: float, rope_theta: float) -> np.ndarray:
+    """Cosines, then sines, of the head_dim / 2 angles of each position: float32 [positions * head_dim]."""
     steps = np.arange(head_dim // 2) / (head_dim // 2)
     angles = np.outer(np.arange(positions) / rope_scale, rope_theta**-steps)
     return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32).reshape(-1)
 
 
 def _rope(spec: AttentionSpec, q_len: np.ndarray, kv_len: np.ndarray) -> np.ndarray:
+    """The table for all positions of a batch; empty without ROPE_LLAMA."""
     if spec.pos_encoding != "ROPE_LLAMA":
         return _NONE
     # Positions go from kv_len - q_len, which is negative where there are more queries than keys, to kv_len.
     longest = int(np.maximum(kv_len, q_len - kv_len).max(initial=0))
-    positions = 1 << max(longest, 256).bit_length()  # few sizes, so that the cache serves growing requests
-    return _angles(positions, spec.head_dim_qk, spec.rope_scale, spec.rope_theta)
+    positions = 1 << max(longest, 256).bit_length()  # a power of two, so that the cache serves growing requests
+    return _rope_table(positions, spec.head_dim_qk, spec.rope_scale, spec.rope_theta)
 
 
-def _problem(call: Call, out: Tensor, lse: Tensor) -> Problem:
+def _params(call: Call, out: Tensor, lse: Tensor) -> Params:
+    """A call's arguments for kernels that write to out, [tokens, heads, head_dim_vo], and lse, contiguous float32."""
     spec, heads = call.spec, call.spec.num_qo_heads
     k, v, table = call.paged()
-    q_start, q_len = _bounds(call.qo.indptr, len(call.q))
-    kv_start, pages = _bounds(table.indptr, len(table.indices))
+    q_start, q_len = _starts_and_lengths(call.qo.indptr, len(call.q))
+    kv_start, pages = _starts_and_lengths(table.indptr, len(table.indices))
     last = np.minimum(table.last_page_len.numpy().astype(np.int64), table.page_size)
     kv_len = np.where((pages > 0) & (len(k) > 0), np.maximum((pages - 1) * table.page_size + last, 0), 0)
-    mask, mask_start = _mask_arrays(call.mask)
-    return Problem(
+    mask = _NO_MASK if call.mask is None else call.mask
+    return Params(
         q=_flat(call.q),
         k=_flat(k),
         v=_flat(v),
@@ -111,65 +107,25 @@ def _problem(call: Call, out: Tensor, lse: Tensor) -> Problem:
         group=spec.group_size,
         dim_qk=spec.head_dim_qk,
         dim_vo=spec.head_dim_vo,
-        scale=(_spread(call.q_scale, heads) * _spread(call.k_scale, heads) * spec.sm_scale * LOG2E).numpy(),
-        v_scale=_spread(call.v_scale, heads).numpy(),
+        scale=(_per_head(call.q_scale, heads) * _per_head(call.k_scale, heads) * spec.sm_scale * LOG2E).numpy(),
+        v_scale=_per_head(call.v_scale, heads).numpy(),
         slopes=(spec.alibi_slopes() * LOG2E).numpy() if spec.pos_encoding == "ALIBI" else _NONE,
         sinks=(call.sinks.float() * LOG2E).numpy() if call.sinks is not None else _NONE,
-        mask=mask,
-        mask_start=mask_start,
+        mask=mask.bits.contiguous().numpy(),
+        mask_start=np.maximum(mask.indptr.numpy().astype(np.int64), 0),
         cap=float(spec.logits_soft_cap * LOG2E),
         causal=spec.causal,
-        window=spec.window_left,
+        window_left=spec.window_left,
         rope=_rope(spec, q_len, kv_len),
     )
 
 
-def _stream(p: Problem, requests: np.ndarray, name: str) -> None:
+def _stream(p: Params, requests: np.ndarray, dtypes: str) -> None:
     programs = 4 * numba.get_num_threads()
     rows = p.num_kv_heads * -(-int(p.q_len[requests].max()) * p.group // ROWS) * ROWS
-    part_acc = np.empty((2 * programs, rows * p.dim_vo), np.float32)
-    part_m, part_l = np.empty((2 * programs, rows), np.float32), np.empty((2 * programs, rows), np.float32)
-    launch(stream, name, p, requests, programs, part_acc, part_m, part_l)
-
-
-def _tile(p: Problem, requests: np.ndarray, name: str) -> None:
-    step = max(1, PANEL * PANELS // p.group)
-    found = [(b, i, min(i + step, int(p.q_len[b]))) for b in requests.tolist() for i in range(0, int(p.q_len[b]), step)]
-    b, i0, i1 = np.array(found, np.int64).T
-    end = p.kv_len[b] - p.q_len[b] + i1 if p.causal else p.kv_len[b]
-    begin = np.maximum(p.kv_len[b] - p.q_len[b] + i0 - p.window, 0) if p.window >= 0 else 0
-    costliest = np.argsort(-(end - begin) * (i1 - i0), kind="stable")
-    tiles = np.stack([b, np.zeros_like(b), i0, i1], 1)[costliest]
-    items = np.repeat(tiles, p.num_kv_heads, 0)
-    items[:, 1] = np.tile(np.arange(p.num_kv_heads), len(tiles))
-    launch(tile, name, p, items, numba.get_num_threads())
-
-
-def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
-    call = call.plain()
-    spec = call.spec
-    # fp8 outputs, and strides that are not plain, go through a copy.
-    plain = out.dtype in FLOATS and out.stride(-1) == 1
-    direct = out if plain else torch.empty(out.shape)
-    sums = lse if lse is not None and lse.is_contiguous() else torch.empty(out.shape[:2])
-    p = _problem(call, direct, sums)
-    if p.q_len.sum() < len(call.q):  # rows that belong to no request
-        direct.zero_()
-        sums.fill_(-torch.inf)
-    name = " x ".join(str(t).removeprefix("torch.") for t in (spec.q_dtype, spec.kv_dtype))
-    if direct.dtype != spec.q_dtype:
-        name += f" to {str(direct.dtype).removeprefix('torch.')}"
-    # Keys that have to be rotated are, in tiles; otherwise few rows read them in place.
-    tiled = p.q_len > (0 if len(p.rope) or spec.batch_invariant else STREAMED_ROWS // p.group)
-    streamed = np.flatnonzero(~tiled & (p.q_len > 0))
-    if len(streamed):
-        _stream(p, streamed, name)
-    if tiled.any():
-        _tile(p, np.flatnonzero(tiled), name)
-    if direct is not out:
-        out.copy_(direct)
-    if lse is not None and sums is not lse:
-        lse.copy_(sums)
+    acc = np.empty((2 * programs, rows * p.dim_vo), np.float32)
+    m, l = np.empty((2 * programs, rows), np.float32), np.empty((2 * programs, rows), np.float32)
+    launch(stream, dtypes, p, requests, programs, acc, m, l)
 
 
 class _Cpu(Family):
@@ -180,10 +136,36 @@ class _Cpu(Family):
     })  # fmt: skip
 
     def declines(self, spec: AttentionSpec, device: torch.device, max_q_len: int) -> str | None:
-        return declines(spec, device, max_q_len)
+        return None if device.type == "cpu" else f"it computes on the CPU, not on {device.type}"
 
     def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
-        attend(call, out, lse)
+        """Compute a call into out, [tokens, num_qo_heads, head_dim_vo], and, unless it is None, lse, float32 [tokens,
+        num_qo_heads]. Rows of out that belong to no request become 0, and those of lse -inf.
+        """
+        call = call.plain()
+        spec = call.spec
+        # Kernels write neither fp8 nor rows with a stride between elements: such outputs are copied from a new tensor.
+        writable = out.dtype in FLOATS and out.stride(-1) == 1
+        target = out if writable else torch.empty(out.shape)
+        target_lse = lse if lse is not None and lse.is_contiguous() else torch.empty(out.shape[:2])
+        p = _params(call, target, target_lse)
+        if p.q_len.sum() < len(call.q):  # some rows belong to no request
+            target.zero_()
+            target_lse.fill_(-torch.inf)
+        dtypes = " x ".join(str(t).removeprefix("torch.") for t in (spec.q_dtype, spec.kv_dtype))
+        if target.dtype != spec.q_dtype:
+            dtypes += f" to {str(target.dtype).removeprefix('torch.')}"
+        # Only `tile` rotates keys, and only its results do not depend on how work is divided among programs.
+        tiled = p.q_len > (0 if len(p.rope) or spec.batch_invariant else STREAMED_ROWS // p.group)
+        streamed = np.flatnonzero(~tiled & (p.q_len > 0))
+        if len(streamed):
+            _stream(p, streamed, dtypes)
+        if tiled.any():
+            launch(tile, dtypes, p, query_tiles(p, np.flatnonzero(tiled)), numba.get_num_threads())
+        if target is not out:
+            out.copy_(target)
+        if lse is not None and target_lse is not lse:
+            lse.copy_(target_lse)
         return None
 
 

@@ -229,7 +229,7 @@ def maximum(typingctx, a, b):
 
 
 @intrinsic
-def total(typingctx, a):
+def reduce_add(typingctx, a):
     """The sum of the lanes, by halves."""
 
     def codegen(context, builder, signature, args):
@@ -241,7 +241,7 @@ def total(typingctx, a):
 
 
 @intrinsic
-def highest(typingctx, a):
+def reduce_max(typingctx, a):
     """The largest lane."""
     name = f"llvm.vector.reduce.fmax.v{a.lanes}f32"
     return types.float32(a), lambda context, builder, signature, args: _call(builder, name, _F32, *args)

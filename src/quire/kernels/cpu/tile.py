@@ -1,8 +1,8 @@
-"""Attention of many query rows: tiles of keys, widened once, against panels of rows.
+"""Attention of many query rows: tiles of keys, widened to float32 once, against panels of query rows.
 
-A work item is a tile of queries of one KV head of one request. It walks over the keys that it sees; of each tile of
-keys it computes, panel by panel and inside the first-level cache, transposed logits S' = K Q', their softmax, and O' +=
-V' P'. Rows are the lanes of the vectors throughout: nothing but the queries and the outputs is ever transposed, and the
+A work tile is a run of queries of one request and one KV head. It walks over the keys that its queries see in tiles. For
+each tile of keys it computes, panel by panel and inside the first-level cache, the transposed logits S' = K Q', their
+softmax, and O' += V' P'. Query rows are the lanes of all vectors: only queries and outputs are ever transposed, and the
 softmax needs no sums across lanes.
 """
 
@@ -12,26 +12,11 @@ import numpy as np
 from numba import prange
 
 from quire.kernels.cpu.jit import function, kernel
-from quire.kernels.cpu.problem import all_seen, close, first_key, key_offset, sees
-from quire.kernels.cpu.simd import (
-    LANES,
-    WIDE,
-    exp2,
-    f32,
-    fma,
-    load,
-    load_wide,
-    maximum,
-    splat,
-    splat_wide,
-    store,
-    tanh,
-    where_below,
-)
-
-PANEL = 4 * WIDE  # rows
-PANELS = 256 // PANEL  # in a tile of queries
-KEYS = 128  # in a tile
+from quire.kernels.cpu.mask import apply_mask, key_range, visible_to_all
+from quire.kernels.cpu.params import key_offset, position
+from quire.kernels.cpu.schedule import PANEL, TILE_KEYS, TILE_ROWS
+from quire.kernels.cpu.simd import LANES, WIDE, f32, fma, load, load_wide, splat, splat_wide, store, tanh
+from quire.kernels.cpu.softmax import finalize, update_panel
 
 
 @function
@@ -48,8 +33,10 @@ def store_four(c, o, x0, x1, x2, x3):
 
 
 @function
-def multiply(a, a_row, a_column, b, b0, c, c0, rows, depth, add):
-    """c[i, :] = (c[i, :] if add) + sum over x of a[i, x] * b[x, :] for panels b and c; rows is a multiple of 4."""
+def matmul(a, a_row, a_column, b, b0, c, c0, rows, depth, add):
+    """C = A B or, if `add`, C += A B. A has `rows` rows, a multiple of 4, and `depth` columns, with strides a_row and
+    a_column; B is [depth, PANEL] from b0, C is [rows, PANEL] from c0.
+    """
     zero = splat_wide(f32(0))
     for i in range(0, rows, 4):
         o = c0 + i * PANEL
@@ -78,49 +65,49 @@ def multiply(a, a_row, a_column, b, b0, c, c0, rows, depth, add):
 
 
 @function
-def rotate(p, x, x0, position):
-    """A head in place by ROPE_LLAMA: element d with element d + half, by the position's angles."""
+def rotate(p, x, x0, pos):
+    """Apply ROPE_LLAMA to the head x[x0 : x0 + dim_qk] in place: element d is paired with element d + dim_qk // 2."""
     half = p.dim_qk // 2
-    angles = abs(position) * p.dim_qk
-    back = f32(-1 if position < 0 else 1)  # queries may lie before the first key: their angles are negative
+    angles = abs(pos) * p.dim_qk
+    sign = f32(-1 if pos < 0 else 1)  # positions of queries are negative if there are more queries than keys
     for d in range(half):
-        cos, sin = p.rope[angles + d], back * p.rope[angles + half + d]
-        a, b = x[x0 + d], x[x0 + d + half]
-        x[x0 + d], x[x0 + d + half] = a * cos - b * sin, b * cos + a * sin
+        cos, sin = p.rope[angles + d], sign * p.rope[angles + half + d]
+        x1, x2 = x[x0 + d], x[x0 + d + half]
+        x[x0 + d], x[x0 + d + half] = x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 
 @function
-def widen(p, x, strides, b, h, t0, n, dim, tile):
-    """Keys t0 to t0 + n of a KV head to float32 [n rounded up to 4, dim], zeros behind them."""
+def load_keys(p, x, strides, b, h, j0, n, dim, target):
+    """Widen n keys or values from j0 of a KV head to float32 [n rounded up to 4, dim], with zeros in the last rows."""
     for t in range(n):
-        source = key_offset(p, strides, b, t0 + t) + h * strides[2]
+        source = key_offset(p, strides, b, j0 + t) + h * strides[2]
         for d in range(0, dim, LANES):
-            store(tile, t * dim + d, load(x, source + d))
-    tile[n * dim : (n + 3) // 4 * 4 * dim] = 0
+            store(target, t * dim + d, load(x, source + d))
+    target[n * dim : (n + 3) // 4 * 4 * dim] = 0
 
 
 @function
-def pack_queries(p, b, h, first, rows, q):
-    """Rows of a KV head as panels [panel, dim_qk, PANEL], scaled and rotated; rows that there are not stay 0."""
+def load_queries(p, b, h, r0, rows, q):
+    """Load rows from r0 of a KV head into panels q, [panels, dim_qk, PANEL], scaled and rotated. q is zero before."""
     row = np.empty(p.dim_qk, np.float32)
-    for r in range(first, first + rows):
+    for r in range(r0, r0 + rows):
         i, head = r // p.group, h * p.group + r % p.group
         source = (p.q_start[b] + i) * p.q_strides[0] + head * p.q_strides[1]
         for d in range(0, p.dim_qk, LANES):
             store(row, d, load(p.q, source + d) * splat(p.scale[head]))
         if len(p.rope):
-            rotate(p, row, 0, i + p.kv_len[b] - p.q_len[b])
-        target = (r - first) // PANEL * PANEL * p.dim_qk + (r - first) % PANEL
+            rotate(p, row, 0, position(p, b, i))
+        target = (r - r0) // PANEL * PANEL * p.dim_qk + (r - r0) % PANEL
         for d in range(p.dim_qk):
             q[target + d * PANEL] = row[d]
 
 
 @function
-def shape_panel(p, b, h, r0, s, t0, n):
-    """ALiBi, then the soft cap, on a panel's logits of n keys."""
+def transform_logits(p, b, h, r0, s, j0, n):
+    """Add ALiBi and apply the soft cap to the logits s, [n, PANEL], of rows from r0 of a KV head and keys from j0."""
     slopes, positions = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float32)
     for r in range(PANEL):
-        positions[r] = (r0 + r) // p.group + p.kv_len[b] - p.q_len[b]
+        positions[r] = position(p, b, (r0 + r) // p.group)
         if len(p.slopes):
             slopes[r] = p.slopes[h * p.group + (r0 + r) % p.group]
     cap = splat_wide(f32(p.cap))
@@ -128,115 +115,74 @@ def shape_panel(p, b, h, r0, s, t0, n):
         for r in range(0, PANEL, WIDE):
             x = load_wide(s, t * PANEL + r)
             if len(p.slopes):
-                x = fma(load_wide(slopes, r), splat_wide(f32(t0 + t)) - load_wide(positions, r), x)
+                x = fma(load_wide(slopes, r), splat_wide(f32(j0 + t)) - load_wide(positions, r), x)
             if p.cap > 0:
                 x = cap * tanh(x / cap)
             store(s, t * PANEL + r, x)
 
 
 @function
-def hide_panel(p, b, r0, s, t0, n):
-    """-inf where a row does not see a key."""
-    past = p.kv_len[b] - p.q_len[b] - t0
-    for r in range(PANEL):
-        i = (r0 + r) // p.group
-        first = min(max(past + i - p.window, 0), n) if p.window >= 0 else 0
-        end = min(max(past + i + 1, 0), n) if p.causal else n
-        for t in range(first):
-            s[t * PANEL + r] = -np.inf
-        for t in range(end, n):
-            s[t * PANEL + r] = -np.inf
-        if len(p.mask):
-            for t in range(first, end):
-                if not sees(p, b, i, t0 + t):
-                    s[t * PANEL + r] = -np.inf
-
-
-@function
-def soften_panel(s, n, m, l, row, acc, acc0, dim):
-    """Logits of n keys to weights, the rows' maxima and sums brought up to date, their outputs so far rescaled."""
-    lowest, zero = splat_wide(f32(-3e38)), splat_wide(f32(0))
-    for r in range(0, PANEL, WIDE):
-        m_old = load_wide(m, row + r)
-        top = m_old
-        for t in range(n):
-            top = maximum(top, load_wide(s, t * PANEL + r))
-        base = where_below(top, lowest, zero, top)  # -inf: nothing seen so far
-        rescale = exp2(m_old - base)
-        weights = zero
-        for t in range(n):
-            x = exp2(load_wide(s, t * PANEL + r) - base)
-            store(s, t * PANEL + r, x)
-            weights = weights + x
-        store(l, row + r, fma(load_wide(l, row + r), rescale, weights))
-        store(m, row + r, top)
-        for d in range(dim):
-            o = acc0 + d * PANEL + r
-            store(acc, o, load_wide(acc, o) * rescale)
-
-
-@function
-def finish(p, b, h, first, rows, acc, m, l):
-    """A tile's panels [panel, dim_vo, PANEL] to its rows of out, and their lse."""
+def store_output(p, b, h, r0, rows, acc, m, l):
+    """Write rows from r0 of a KV head to out and lse from the state (acc, m, l); acc is [panels, dim_vo, PANEL]."""
     row = np.empty(p.dim_vo, np.float32)
     for r in range(rows):
-        head, token = h * p.group + (first + r) % p.group, p.q_start[b] + (first + r) // p.group
-        gain, lse = close(p, head, m[r], l[r])
+        head, token = h * p.group + (r0 + r) % p.group, p.q_start[b] + (r0 + r) // p.group
+        factor, lse = finalize(p, head, m[r], l[r])
         p.lse[token * p.num_kv_heads * p.group + head] = lse
         source = r // PANEL * PANEL * p.dim_vo + r % PANEL
         for d in range(p.dim_vo):
-            row[d] = acc[source + d * PANEL] * gain
+            row[d] = acc[source + d * PANEL] * factor
         target = token * p.out_strides[0] + head * p.out_strides[1]
         for d in range(0, p.dim_vo, LANES):
             store(p.out, target + d, load(row, d))
 
 
 @function
-def attend_panel(p, b, h, r0, clear, k, v, q, q0, s, acc, acc0, m, l, row, t0, n):
-    """One panel, whose first row is r0 of the KV head, against n keys from t0."""
-    multiply(k, p.dim_qk, 1, q, q0, s, 0, (n + 3) // 4 * 4, p.dim_qk, False)
+def attend_panel(p, b, h, r0, k, v, q, q0, s, acc, acc0, m, l, row, j0, n):
+    """Update the state of a panel by n keys from j0. The panel's rows start at r0 of the KV head and at `row` of m and
+    l, its queries at q[q0] and its acc at acc[acc0].
+    """
+    i0, i1 = r0 // p.group, min((r0 + PANEL - 1) // p.group + 1, p.q_len[b])
+    n = min(n, key_range(p, b, i0, i1)[1] - j0)
+    if n <= 0:
+        return
+    matmul(k, p.dim_qk, 1, q, q0, s, 0, (n + 3) // 4 * 4, p.dim_qk, False)
     if len(p.slopes) > 0 or p.cap > 0:
-        shape_panel(p, b, h, r0, s, t0, n)
-    if not clear:
-        hide_panel(p, b, r0, s, t0, n)
-    soften_panel(s, n, m, l, row, acc, acc0, p.dim_vo)
-    multiply(v, 1, p.dim_vo, s, 0, acc, acc0, p.dim_vo, n, True)
+        transform_logits(p, b, h, r0, s, j0, n)
+    if not visible_to_all(p, b, i0, i1, j0, j0 + n):
+        for r in range(PANEL):
+            apply_mask(p, b, (r0 + r) // p.group, j0, n, s, r, PANEL)
+    update_panel(s, n, m, l, row, acc, acc0, p.dim_vo)
+    matmul(v, 1, p.dim_vo, s, 0, acc, acc0, p.dim_vo, n, True)
 
 
 @function
 def attend_tile(p, b, h, i0, i1, k, v, q, s, acc, m, l):
-    """Queries i0 to i1 of one KV head of a request; the other arguments are scratch."""
-    past, first, rows = p.kv_len[b] - p.q_len[b], i0 * p.group, (i1 - i0) * p.group
+    """Compute queries i0 to i1 of one KV head of a request; the arguments from k on are scratch memory."""
+    r0, rows = i0 * p.group, (i1 - i0) * p.group
     q[:], acc[:], m[:], l[:] = 0, 0, -np.inf, 0
-    pack_queries(p, b, h, first, rows, q)
-    end = min(p.kv_len[b], past + i1) if p.causal else p.kv_len[b]
-    for t0 in range(first_key(p, b, i0) // KEYS * KEYS, end, KEYS):
-        n = min(KEYS, end - t0)
-        widen(p, p.k, p.k_strides, b, h, t0, n, p.dim_qk, k)
-        widen(p, p.v, p.v_strides, b, h, t0, n, p.dim_vo, v)
+    load_queries(p, b, h, r0, rows, q)
+    start, end = key_range(p, b, i0, i1)
+    for j0 in range(start // TILE_KEYS * TILE_KEYS, end, TILE_KEYS):
+        n = min(TILE_KEYS, end - j0)
+        load_keys(p, p.k, p.k_strides, b, h, j0, n, p.dim_qk, k)
+        load_keys(p, p.v, p.v_strides, b, h, j0, n, p.dim_vo, v)
         if len(p.rope):
             for t in range(n):
-                rotate(p, k, t * p.dim_qk, t0 + t)
+                rotate(p, k, t * p.dim_qk, j0 + t)
         for row in range(0, rows, PANEL):
-            i, j = (first + row) // p.group, min((first + row + PANEL - 1) // p.group, p.q_len[b] - 1)
-            seen = min(n, past + j + 1 - t0) if p.causal else n
-            if seen > 0:
-                clear = all_seen(p, b, i, j - i + 1, t0, seen)
-                q0, acc0 = row * p.dim_qk, row * p.dim_vo
-                attend_panel(p, b, h, first + row, clear, k, v, q, q0, s, acc, acc0, m, l, row, t0, seen)
-    finish(p, b, h, first, rows, acc, m, l)
+            attend_panel(p, b, h, r0 + row, k, v, q, row * p.dim_qk, s, acc, row * p.dim_vo, m, l, row, j0, n)
+    store_output(p, b, h, r0, rows, acc, m, l)
 
 
 @kernel
-def tile(p, items, programs):
-    """Attention by tiles of queries. items: int64 [n, 4] of (request, KV head, first query, end query), costliest
-    first; program i takes items i, i + programs, ...
-    """
+def tile(p, work, programs):
+    """Compute attention by the tiles of `query_tiles`, int64 [n, 4]: program i computes tiles i, i + programs, ..."""
     for program in prange(programs):
-        rows = PANEL * PANELS
-        k, v = np.empty((KEYS + 4) * p.dim_qk, np.float32), np.empty((KEYS + 4) * p.dim_vo, np.float32)
-        q, acc = np.empty(rows * p.dim_qk, np.float32), np.empty(rows * p.dim_vo, np.float32)
-        s, m, l = np.empty((KEYS + 4) * PANEL, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
-        for item in range(program, len(items), programs):
-            b, h, i0, i1 = items[item]
+        k, v = np.empty((TILE_KEYS + 4) * p.dim_qk, np.float32), np.empty((TILE_KEYS + 4) * p.dim_vo, np.float32)
+        q, acc = np.empty(TILE_ROWS * p.dim_qk, np.float32), np.empty(TILE_ROWS * p.dim_vo, np.float32)
+        s = np.empty((TILE_KEYS + 4) * PANEL, np.float32)
+        m, l = np.empty(TILE_ROWS, np.float32), np.empty(TILE_ROWS, np.float32)
+        for index in range(program, len(work), programs):
+            b, h, i0, i1 = work[index]
             attend_tile(p, b, h, i0, i1, k, v, q, s, acc, m, l)
