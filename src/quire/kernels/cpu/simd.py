@@ -257,6 +257,31 @@ def where_below(typingctx, x, bound, below, otherwise):
     return x(x, x, x, x), codegen
 
 
+@function
+def load_four(x, o, step):
+    """Four vectors of eight lanes, from offsets o, o + step, ..."""
+    return load(x, o), load(x, o + step), load(x, o + 2 * step), load(x, o + 3 * step)
+
+
+@function
+def load_four_wide(x, o, step):
+    """Four vectors of WIDE lanes, from offsets o, o + step, ..."""
+    return load_wide(x, o), load_wide(x, o + step), load_wide(x, o + 2 * step), load_wide(x, o + 3 * step)
+
+
+@function
+def store_four(x, o, step, four):
+    """Store four vectors at offsets o, o + step, ..."""
+    for i in range(4):
+        store(x, o + i * step, four[i])
+
+
+@function
+def fma_four(a, four, c):
+    """Multiply four vectors by vector a and add four others."""
+    return fma(a, four[0], c[0]), fma(a, four[1], c[1]), fma(a, four[2], c[2]), fma(a, four[3], c[3])
+
+
 def _binary(symbol, method: str) -> None:
     @intrinsic
     def operation(typingctx, a, b):

@@ -17,7 +17,20 @@ from quire.kernels.cpu.jit import function, kernel
 from quire.kernels.cpu.mask import apply_mask, visible_to_all
 from quire.kernels.cpu.params import key_offset, position
 from quire.kernels.cpu.schedule import BLOCK, ROWS, block_range, request_starts, segments
-from quire.kernels.cpu.simd import LANES, f32, fma, load, prefetch, reduce_add, splat, store, tanh
+from quire.kernels.cpu.simd import (
+    LANES,
+    f32,
+    fma,
+    fma_four,
+    load,
+    load_four,
+    prefetch,
+    reduce_add,
+    splat,
+    store,
+    store_four,
+    tanh,
+)
 from quire.kernels.cpu.softmax import finalize, merge_states, update_row
 
 PREFETCH = 32  # elements between prefetches: a cache line of 16-bit elements
@@ -34,25 +47,15 @@ def scores(q, q0, k, offsets, h_offset, s, rows, n, dim):
     """s[r, t] = q[r] . k[t] for n keys, four rows by two keys at a time; n is even, s is [rows, BLOCK]."""
     zero = splat(f32(0))
     for r in range(0, rows, ROWS):
-        q1 = q0 + r * dim
         for t in range(0, n, 2):
-            k0, k1 = offsets[t] + h_offset, offsets[t + 1] + h_offset
-            a0, a1, a2, a3, b0, b1, b2, b3 = zero, zero, zero, zero, zero, zero, zero, zero
+            x, y = (zero, zero, zero, zero), (zero, zero, zero, zero)
             for d in range(0, dim, LANES):
-                x, y = load(k, k0 + d), load(k, k1 + d)
-                w = load(q, q1 + d)
-                a0, b0 = fma(x, w, a0), fma(y, w, b0)
-                w = load(q, q1 + dim + d)
-                a1, b1 = fma(x, w, a1), fma(y, w, b1)
-                w = load(q, q1 + 2 * dim + d)
-                a2, b2 = fma(x, w, a2), fma(y, w, b2)
-                w = load(q, q1 + 3 * dim + d)
-                a3, b3 = fma(x, w, a3), fma(y, w, b3)
-            o = r * BLOCK + t
-            s[o], s[o + 1] = reduce_add(a0), reduce_add(b0)
-            s[o + BLOCK], s[o + BLOCK + 1] = reduce_add(a1), reduce_add(b1)
-            s[o + 2 * BLOCK], s[o + 2 * BLOCK + 1] = reduce_add(a2), reduce_add(b2)
-            s[o + 3 * BLOCK], s[o + 3 * BLOCK + 1] = reduce_add(a3), reduce_add(b3)
+                four = load_four(q, q0 + r * dim + d, dim)
+                x = fma_four(load(k, offsets[t] + h_offset + d), four, x)
+                y = fma_four(load(k, offsets[t + 1] + h_offset + d), four, y)
+            for i in range(ROWS):
+                o = (r + i) * BLOCK + t
+                s[o], s[o + 1] = reduce_add(x[i]), reduce_add(y[i])
 
 
 @function
@@ -62,27 +65,14 @@ def accumulate(s, v, offsets, h_offset, acc, acc0, rows, n, dim):
         for d in range(0, dim, 2 * LANES):
             e = min(d + LANES, dim - LANES)  # an odd last vector is computed twice, with equal results
             o, u = acc0 + r * dim + d, acc0 + r * dim + e
-            a0, a1, a2, a3 = load(acc, o), load(acc, o + dim), load(acc, o + 2 * dim), load(acc, o + 3 * dim)
-            b0, b1, b2, b3 = load(acc, u), load(acc, u + dim), load(acc, u + 2 * dim), load(acc, u + 3 * dim)
+            x, y = load_four(acc, o, dim), load_four(acc, u, dim)
             for t in range(n):
-                x, y = load(v, offsets[t] + h_offset + d), load(v, offsets[t] + h_offset + e)
                 i = r * BLOCK + t
-                w = splat(s[i])
-                a0, b0 = fma(w, x, a0), fma(w, y, b0)
-                w = splat(s[i + BLOCK])
-                a1, b1 = fma(w, x, a1), fma(w, y, b1)
-                w = splat(s[i + 2 * BLOCK])
-                a2, b2 = fma(w, x, a2), fma(w, y, b2)
-                w = splat(s[i + 3 * BLOCK])
-                a3, b3 = fma(w, x, a3), fma(w, y, b3)
-            store(acc, o, a0)
-            store(acc, o + dim, a1)
-            store(acc, o + 2 * dim, a2)
-            store(acc, o + 3 * dim, a3)
-            store(acc, u, b0)
-            store(acc, u + dim, b1)
-            store(acc, u + 2 * dim, b2)
-            store(acc, u + 3 * dim, b3)
+                four = splat(s[i]), splat(s[i + BLOCK]), splat(s[i + 2 * BLOCK]), splat(s[i + 3 * BLOCK])
+                x = fma_four(load(v, offsets[t] + h_offset + d), four, x)
+                y = fma_four(load(v, offsets[t] + h_offset + e), four, y)
+            store_four(acc, o, dim, x)
+            store_four(acc, u, dim, y)
 
 
 @function
@@ -173,8 +163,8 @@ def store_output(p, b, acc, m, l):
 
 @function
 def combine(p, b, first, last, acc, m, l):
-    """Merge the partial states that programs first to last, included, have of request b, in the order of their keys, and
-    write its output. acc, m and l are the workspace of `stream`.
+    """Merge the partial states of request b of programs first to last, included, in the order of their keys, and write
+    its output; acc, m and l are the workspace of `stream`.
     """
     slot, rows = 2 * first + 1, p.num_kv_heads * padded_rows(p, b)
     for other in range(2 * first + 2, 2 * last + 1, 2):

@@ -1,9 +1,9 @@
 """Attention of many query rows: tiles of keys, widened to float32 once, against panels of query rows.
 
-A work tile is a run of queries of one request and one KV head. It walks over the keys that its queries see in tiles. For
-each tile of keys it computes, panel by panel and inside the first-level cache, the transposed logits S' = K Q', their
-softmax, and O' += V' P'. Query rows are the lanes of all vectors: only queries and outputs are ever transposed, and the
-softmax needs no sums across lanes.
+A work tile is a run of queries of one request and one KV head. It walks over the keys that its queries see, tile by
+tile. For each tile of keys it computes, panel by panel and inside the first-level cache, the transposed logits
+S' = K Q', their softmax, and O' += V' P'. Query rows are the lanes of all vectors: only queries and outputs are ever
+transposed, and the softmax needs no sums across lanes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from quire.kernels.cpu.jit import function, kernel
 from quire.kernels.cpu.mask import apply_mask, key_range, visible_to_all
 from quire.kernels.cpu.params import key_offset, position
 from quire.kernels.cpu.schedule import PANEL, TILE_KEYS, TILE_ROWS
-from quire.kernels.cpu.simd import LANES, WIDE, f32, fma, load, load_wide, splat, splat_wide, store, tanh
+from quire.kernels.cpu.simd import (
+    LANES,
+    WIDE,
+    f32,
+    fma,
+    fma_four,
+    load,
+    load_four_wide,
+    load_wide,
+    splat,
+    splat_wide,
+    store,
+    store_four,
+    tanh,
+)
 from quire.kernels.cpu.softmax import finalize, update_panel
-
-
-@function
-def load_four(c, o):
-    return load_wide(c, o), load_wide(c, o + WIDE), load_wide(c, o + 2 * WIDE), load_wide(c, o + 3 * WIDE)
-
-
-@function
-def store_four(c, o, x0, x1, x2, x3):
-    store(c, o, x0)
-    store(c, o + WIDE, x1)
-    store(c, o + 2 * WIDE, x2)
-    store(c, o + 3 * WIDE, x3)
 
 
 @function
@@ -40,28 +41,21 @@ def matmul(a, a_row, a_column, b, b0, c, c0, rows, depth, add):
     zero = splat_wide(f32(0))
     for i in range(0, rows, 4):
         o = c0 + i * PANEL
-        w0, w1, w2, w3, x0, x1, x2, x3 = zero, zero, zero, zero, zero, zero, zero, zero
-        y0, y1, y2, y3, z0, z1, z2, z3 = zero, zero, zero, zero, zero, zero, zero, zero
+        w = x = y = z = (zero, zero, zero, zero)
         if add:
-            w0, w1, w2, w3 = load_four(c, o)
-            x0, x1, x2, x3 = load_four(c, o + PANEL)
-            y0, y1, y2, y3 = load_four(c, o + 2 * PANEL)
-            z0, z1, z2, z3 = load_four(c, o + 3 * PANEL)
-        for x in range(depth):
-            b_0, b_1, b_2, b_3 = load_four(b, b0 + x * PANEL)
-            e = i * a_row + x * a_column
-            t = splat_wide(a[e])
-            w0, w1, w2, w3 = fma(t, b_0, w0), fma(t, b_1, w1), fma(t, b_2, w2), fma(t, b_3, w3)
-            t = splat_wide(a[e + a_row])
-            x0, x1, x2, x3 = fma(t, b_0, x0), fma(t, b_1, x1), fma(t, b_2, x2), fma(t, b_3, x3)
-            t = splat_wide(a[e + 2 * a_row])
-            y0, y1, y2, y3 = fma(t, b_0, y0), fma(t, b_1, y1), fma(t, b_2, y2), fma(t, b_3, y3)
-            t = splat_wide(a[e + 3 * a_row])
-            z0, z1, z2, z3 = fma(t, b_0, z0), fma(t, b_1, z1), fma(t, b_2, z2), fma(t, b_3, z3)
-        store_four(c, o, w0, w1, w2, w3)
-        store_four(c, o + PANEL, x0, x1, x2, x3)
-        store_four(c, o + 2 * PANEL, y0, y1, y2, y3)
-        store_four(c, o + 3 * PANEL, z0, z1, z2, z3)
+            w, x = load_four_wide(c, o, WIDE), load_four_wide(c, o + PANEL, WIDE)
+            y, z = load_four_wide(c, o + 2 * PANEL, WIDE), load_four_wide(c, o + 3 * PANEL, WIDE)
+        for t in range(depth):
+            four = load_four_wide(b, b0 + t * PANEL, WIDE)
+            e = i * a_row + t * a_column
+            w = fma_four(splat_wide(a[e]), four, w)
+            x = fma_four(splat_wide(a[e + a_row]), four, x)
+            y = fma_four(splat_wide(a[e + 2 * a_row]), four, y)
+            z = fma_four(splat_wide(a[e + 3 * a_row]), four, z)
+        store_four(c, o, WIDE, w)
+        store_four(c, o + PANEL, WIDE, x)
+        store_four(c, o + 2 * PANEL, WIDE, y)
+        store_four(c, o + 3 * PANEL, WIDE, z)
 
 
 @function
