@@ -1,4 +1,4 @@
-"""How the CPU's kernels are compiled: once, onto disk, and not in silence; and in which processes they run."""
+"""Compiling the CPU kernels once, onto disk and with a message, and launching them in processes that can run them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 import numba
 from numba.core import event
 
-# Kernels run one at a time, each on all threads: Numba's simplest threading layer ends the process otherwise.
+# Kernels run one at a time, each on all threads, because concurrent ones abort Numba's workqueue threading layer.
 _one_at_a_time = threading.Lock()
 _compiled: set[tuple[str, str]] = set()
-_lost_threads = False  # whether this process was forked from one whose kernels ran in GNU OpenMP's threads
+_lost_threads = False  # whether this process was forked from one whose kernels ran in threads of GNU OpenMP
 
 
 def _after_fork() -> None:
-    """In a forked child: see which threads it was forked from, and let go of the lock, which `fork` took."""
+    """In a forked child: note which threads its parent used, and release the lock, which the fork acquired."""
     global _lost_threads
     try:
         layer = numba.threading_layer()
@@ -32,7 +32,7 @@ def _after_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # A fork waits for the kernel that another thread runs or compiles: its child would find all that half done.
+    # A fork waits for a kernel that another thread runs or compiles, because the child would inherit it unfinished.
     os.register_at_fork(
         before=_one_at_a_time.acquire, after_in_parent=_one_at_a_time.release, after_in_child=_after_fork
     )
@@ -40,20 +40,20 @@ if hasattr(os, "register_at_fork"):
 
 @lru_cache(maxsize=1)
 def _digest() -> str:
-    """A stamp of every file that compiled code comes from."""
+    """A digest of every file that compiled code comes from."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 
-# What kernels call. No wrappers for callers in Python: they took a third of the time to compile.
+# The decorator of functions that kernels call. Wrappers for callers in Python would take half as long again to compile.
 function = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def kernel(body: Callable) -> Callable:
-    """Compile with Numba over all threads, and keep the result on disk.
+    """The decorator of kernels: Numba compiles them for all threads and keeps the result on disk.
 
-    Numba's own stamp is the age of the one file that a kernel is in. A kernel is stale as well when a function that it
-    calls has changed, so the stamp becomes a digest of all of them.
+    Numba recompiles a kernel if the file that it is in has changed. A kernel is also stale if a function that it calls
+    has changed, so the digest of all files replaces Numba's stamp.
     """
     compiled = numba.njit(parallel=True, cache=True)(body)
     compiled._cache._cache_file._source_stamp = _digest()
@@ -61,14 +61,14 @@ def kernel(body: Callable) -> Callable:
 
 
 class _Announcement(event.Listener):
-    """Says on stderr that a kernel is being compiled; not where Numba finds it on disk."""
+    """Tells on stderr that a kernel is being compiled, unless Numba finds it on disk."""
 
-    def __init__(self, compiled: Any, storage: str) -> None:
-        self._compiled, self._storage = compiled, storage
+    def __init__(self, compiled: Any, dtypes: str) -> None:
+        self._compiled, self._dtypes = compiled, dtypes
 
     def on_start(self, event: Any) -> None:
         if event.data["dispatcher"] is self._compiled:
-            what = f"{self._compiled.__name__} for {self._storage}"
+            what = f"{self._compiled.__name__} for {self._dtypes}"
             message = f"quire: compiling the CPU kernel {what} (once; kept on disk for later runs) ..."
             print(message, file=sys.stderr, flush=True)
 
@@ -76,12 +76,11 @@ class _Announcement(event.Listener):
         pass
 
 
-def launch(compiled: Any, storage: str, *args: Any) -> None:
-    """Run a kernel; `storage` names the dtypes that a kernel is compiled for on its own.
+def launch(compiled: Any, dtypes: str, *args: Any) -> None:
+    """Run a kernel. `dtypes` names the dtypes of its arguments, for each of which it is compiled once.
 
     Raises:
-        RuntimeError: the process was forked from one whose kernels ran in GNU OpenMP's threads, which do not survive
-            that.
+        RuntimeError: the process was forked from one whose kernels ran in threads of GNU OpenMP, which a fork loses.
     """
     if _lost_threads:
         raise RuntimeError(
@@ -91,10 +90,10 @@ def launch(compiled: Any, storage: str, *args: Any) -> None:
             "NUMBA_THREADING_LAYER=workqueue, which is slower"
         )
     with _one_at_a_time:
-        key = (compiled.__name__, storage)
+        key = (compiled.__name__, dtypes)
         if key in _compiled:
             compiled(*args)
             return
-        with event.install_listener("numba:compile", _Announcement(compiled, storage)):
+        with event.install_listener("numba:compile", _Announcement(compiled, dtypes)):
             compiled(*args)
         _compiled.add(key)

@@ -1,10 +1,9 @@
 """How work is divided among programs: sizes of blocks and tiles, split-KV segments, and tiles of queries.
 
-Requests of few query rows (`stream.py`) are divided by split-KV. A (request, head) pair with n blocks of keys costs
-n + overhead work units. All units have one linear index, request by request and head by head, and program p computes
-units [p * share, (p + 1) * share). A prefix sum over requests tells each program where it starts, so that nobody has to
-write a list. A program stores at most two partial states, whatever the batch: one of a pair that an earlier program
-started, and one of a pair that a later program continues.
+Requests of few query rows (`stream.py`) are divided by split-KV. A request with n key blocks costs n + 1 work units.
+All units have one linear index, request by request, and program p computes units [p * share, (p + 1) * share). A prefix
+sum over requests tells each program where it starts, so that nobody has to write a list. A program has at most two
+partial states, whatever the batch: of a request that an earlier program started, and of one that a later one continues.
 
 The functions for split-KV are plain Python, which kernels compile as they are.
 """
@@ -32,64 +31,42 @@ def block_range(p, b):
 
 
 @register_jitable
-def request_starts(blocks: np.ndarray, num_heads: int, overhead: int) -> np.ndarray:
+def request_starts(blocks: np.ndarray) -> np.ndarray:
     """The first work unit of each request: int64 [batch_size + 1], from its number of blocks, int64 [batch_size]."""
     starts = np.zeros(len(blocks) + 1, np.int64)
     for b in range(len(blocks)):
-        starts[b + 1] = starts[b] + (blocks[b] + overhead) * num_heads
+        starts[b + 1] = starts[b] + blocks[b] + 1
     return starts
 
 
 @register_jitable
-def request_at(starts: np.ndarray, unit: int) -> int:
-    """The request that owns a work unit, by bisection: the last one that starts at or before it."""
-    low, high = 0, len(starts) - 2
-    while low < high:
-        middle = (low + high + 1) // 2
-        if starts[middle] <= unit:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def segments(program: int, num_programs: int, starts: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """The work of one program: int64 [segments, 3] of (request, start block, end block).
 
-
-@register_jitable
-def segments(program: int, num_programs: int, starts: np.ndarray, blocks: np.ndarray, num_heads: int) -> np.ndarray:
-    """The work of one program: int64 [segments, 5] of (request, head, first block, end block, blocks of the pair).
-
-    A segment from 0 to the pair's number of blocks is a whole pair. A pair without blocks is a segment of one program,
-    (b, h, 0, 0, 0), which writes the pair's output.
+    A request without blocks is a segment of one program, (b, 0, 0), which writes the request's output.
     """
     total = starts[-1]
     share = (total + num_programs - 1) // num_programs
     unit, end = program * share, min((program + 1) * share, total)
-    found = np.empty((max(end - unit, 0), 5), np.int64)
-    count = 0
+    found = np.empty((max(end - unit, 0), 3), np.int64)
+    count, b = 0, np.searchsorted(starts, unit, side="right") - 1
     while unit < end:
-        b = request_at(starts, unit)
-        cost = (starts[b + 1] - starts[b]) // num_heads
-        h = (unit - starts[b]) // cost
-        pair = starts[b] + h * cost
-        first, last = unit - pair, min(end - pair, blocks[b])
-        if first < last or (first == 0 and blocks[b] == 0):
-            found[count, 0], found[count, 1], found[count, 2] = b, h, first
-            found[count, 3], found[count, 4] = max(first, last), blocks[b]
+        start_block, end_block = unit - starts[b], min(end - starts[b], blocks[b])
+        if start_block < end_block or blocks[b] == 0:
+            found[count, 0], found[count, 1], found[count, 2] = b, start_block, end_block
             count += 1
-        unit = pair + cost
+        b += 1
+        unit = starts[b]
     return found[:count]
 
 
 def query_tiles(p, requests: np.ndarray) -> np.ndarray:
     """Tiles of queries for `tile`: int64 [n, 4] of (request, KV head, first query, end query), costliest first."""
     step = max(1, TILE_ROWS // p.group)
-    tiles, costs = [], []
-    for b in requests.tolist():
-        for i0 in range(0, int(p.q_len[b]), step):
-            i1 = min(i0 + step, int(p.q_len[b]))
-            start, end = key_range(p, b, i0, i1)
-            tiles.append((b, 0, i0, i1))
-            costs.append((end - start) * (i1 - i0))
-    order = np.argsort(np.negative(costs), kind="stable")
-    work = np.repeat(np.array(tiles, np.int64)[order], p.num_kv_heads, 0)
+    starts = [(b, i) for b in requests.tolist() for i in range(0, int(p.q_len[b]), step)]
+    tiles = np.array([(b, 0, i, min(i + step, int(p.q_len[b]))) for b, i in starts], np.int64)
+    keys = np.array([key_range(p, b, i0, i1) for b, _, i0, i1 in tiles.tolist()])
+    costs = (tiles[:, 3] - tiles[:, 2]) * (keys[:, 1] - keys[:, 0])
+    work = np.repeat(tiles[np.argsort(-costs, kind="stable")], p.num_kv_heads, 0)
     work[:, 1] = np.tile(np.arange(p.num_kv_heads), len(tiles))
     return work

@@ -1,14 +1,14 @@
 """Vectors of float32 as values in Numba: loads that widen any storage type, arithmetic, fma, exp2, tanh.
 
-There are two widths. Along a head, vectors have eight lanes, since head_dim is a multiple of 8: no loop has anything
-left over. Where lanes are ours to choose they are WIDE, as many as the CPU's registers hold best. LLVM turns either
-into what the CPU has (AVX2, AVX-512, NEON).
+Vectors along a head have eight lanes, because head_dim is a multiple of 8 and loops then need no remainder. Vectors
+along query rows have WIDE lanes, the number that suits the CPU's registers best. LLVM compiles both to the instructions
+that the CPU has (AVX2, AVX-512, NEON).
 
-Arrays are flat and stand for their storage type by an integer type:
+Arrays are flat. The dtype of an array stands for a storage type:
 
     float32 float32 · int16 bfloat16 · uint16 float16 · int8 float8_e4m3fn · uint8 float8_e5m2
 
-Offsets are not checked: the caller has bounded them.
+Loads and stores do not check offsets: callers keep them within the arrays.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntTy
 
 
 class VecType(types.Type):
-    """`lanes` float32 in a register (or two)."""
+    """The Numba type of a vector of `lanes` float32, which takes one register or two."""
 
     def __init__(self, lanes: int) -> None:
         super().__init__(name=f"f32x{lanes}")
@@ -68,37 +68,35 @@ def _load_as(builder, pointer, element, lanes: int):
     return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=1)
 
 
-# How each storage type is widened to float32 ...
-
-
 def _widen_bf16(builder, pointer, vec):
     bits = builder.zext(_load_as(builder, pointer, _I16, vec.lanes), vec.ints)
     return builder.bitcast(builder.shl(bits, _const(vec.ints, 16)), vec.floats)
 
 
-def _halves(builder, bits, vec):
+def _extend_f16(builder, bits, vec):
+    """Convert 16-bit integers that hold the bits of float16."""
     return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), vec.lanes)), vec.floats)
 
 
 def _widen_f16(builder, pointer, vec):
-    return _halves(builder, _load_as(builder, pointer, _I16, vec.lanes), vec)
+    return _extend_f16(builder, _load_as(builder, pointer, _I16, vec.lanes), vec)
 
 
 def _widen_e5m2(builder, pointer, vec):
-    """An e5m2 number is the upper byte of a half."""
+    """The bits of an e5m2 number are the upper byte of an equal float16."""
     shorts = ir.VectorType(_I16, vec.lanes)
     bits = builder.zext(_load_as(builder, pointer, _I8, vec.lanes), shorts)
-    return _halves(builder, builder.shl(bits, _const(shorts, 8)), vec)
+    return _extend_f16(builder, builder.shl(bits, _const(shorts, 8)), vec)
 
 
 def _widen_e4m3(builder, pointer, vec):
-    """Exponent and mantissa moved to a half's place read as 2**-8 of the value; 0x7f is the only NaN."""
+    """Exponent and mantissa, at their place in a float16, are 2**-8 of the value; the only NaN has magnitude 0x7f."""
     shorts = ir.VectorType(_I16, vec.lanes)
     bits = builder.zext(_load_as(builder, pointer, _I8, vec.lanes), shorts)
     magnitude = builder.and_(bits, _const(shorts, 0x7F))
     sign = builder.shl(builder.and_(bits, _const(shorts, 0x80)), _const(shorts, 8))
     half = builder.or_(sign, builder.shl(magnitude, _const(shorts, 7)))
-    value = builder.fmul(_halves(builder, half, vec), _const(vec.floats, 256.0))
+    value = builder.fmul(_extend_f16(builder, half, vec), _const(vec.floats, 256.0))
     is_nan = builder.icmp_unsigned("==", magnitude, _const(shorts, 0x7F))
     return builder.select(is_nan, _const(vec.floats, float("nan")), value)
 
@@ -112,11 +110,8 @@ _WIDEN = {
 }
 
 
-# ... and float32 narrowed.
-
-
 def _narrow_bf16(builder, value, vec):
-    """Round to nearest even; a NaN stays one."""
+    """Round to nearest even; NaN stays NaN."""
     bits = builder.bitcast(value, vec.ints)
     odd = builder.and_(builder.lshr(bits, _const(vec.ints, 16)), _const(vec.ints, 1))
     rounded = builder.add(builder.add(bits, _const(vec.ints, 0x7FFF)), odd)
@@ -132,25 +127,20 @@ def _narrow_f16(builder, value, vec):
 _NARROW = {types.float32: lambda builder, value, vec: value, types.int16: _narrow_bf16, types.uint16: _narrow_f16}
 
 
-def _load(array, vec):
-    widen = _WIDEN[array.dtype]
+def _loader(vec):
+    """A function (array, offset) that loads array[offset : offset + lanes] and widens it to float32."""
 
-    def codegen(context, builder, signature, args):
-        return widen(builder, _pointer(context, builder, signature.args[0], *args), vec)
+    @intrinsic
+    def load(typingctx, array, offset):
+        def codegen(context, builder, signature, args):
+            return _WIDEN[array.dtype](builder, _pointer(context, builder, signature.args[0], *args), vec)
 
-    return vec(array, types.intp), codegen
+        return vec(array, types.intp), codegen
 
-
-@intrinsic
-def load(typingctx, array, offset):
-    """array[offset : offset + 8], widened to float32."""
-    return _load(array, _EIGHT)
+    return load
 
 
-@intrinsic
-def load_wide(typingctx, array, offset):
-    """array[offset : offset + WIDE], widened to float32."""
-    return _load(array, _WIDE)
+load, load_wide = _loader(_EIGHT), _loader(_WIDE)
 
 
 @intrinsic
@@ -169,7 +159,7 @@ def store(typingctx, array, offset, value):
 
 @intrinsic
 def prefetch(typingctx, array, offset):
-    """Ask for the cache line of array[offset]."""
+    """Prefetch the cache line of array[offset]."""
 
     def codegen(context, builder, signature, args):
         pointer = builder.bitcast(_pointer(context, builder, signature.args[0], *args), _I8.as_pointer())
@@ -208,7 +198,7 @@ def splat_like(typingctx, v, x):
 
 
 def _llvm(name: str, vec, arity: int):
-    """The typing and code of a lane-by-lane LLVM intrinsic."""
+    """The signature and code of an LLVM intrinsic that computes lane by lane."""
 
     def codegen(context, builder, signature, args):
         return _call(builder, f"llvm.{name}.v{vec.lanes}f32", vec.floats, *args)
@@ -218,7 +208,7 @@ def _llvm(name: str, vec, arity: int):
 
 @intrinsic
 def fma(typingctx, a, b, c):
-    """A * b + c"""
+    """The lanes of a * b + c, each rounded once."""
     return _llvm("fma", a, 3)
 
 
@@ -230,7 +220,7 @@ def maximum(typingctx, a, b):
 
 @intrinsic
 def reduce_add(typingctx, a):
-    """The sum of the lanes, by halves."""
+    """The sum of the lanes, in an order that LLVM chooses."""
 
     def codegen(context, builder, signature, args):
         name = f"llvm.vector.reduce.fadd.v{a.lanes}f32"
@@ -258,31 +248,33 @@ def where_below(typingctx, x, bound, below, otherwise):
 
 
 @function
-def load_four(x, o, step):
-    """Four vectors of eight lanes, from offsets o, o + step, ..."""
+def load4(x, o, step):
+    """Four vectors of eight lanes, from offsets o, o + step, o + 2 * step and o + 3 * step."""
     return load(x, o), load(x, o + step), load(x, o + 2 * step), load(x, o + 3 * step)
 
 
 @function
-def load_four_wide(x, o, step):
-    """Four vectors of WIDE lanes, from offsets o, o + step, ..."""
-    return load_wide(x, o), load_wide(x, o + step), load_wide(x, o + 2 * step), load_wide(x, o + 3 * step)
+def load4_wide(x, o):
+    """Four vectors of WIDE lanes that follow each other, from offset o."""
+    return load_wide(x, o), load_wide(x, o + WIDE), load_wide(x, o + 2 * WIDE), load_wide(x, o + 3 * WIDE)
 
 
 @function
-def store_four(x, o, step, four):
-    """Store four vectors at offsets o, o + step, ..."""
+def store4(x, o, step, four):
+    """Store four vectors at offsets o, o + step, o + 2 * step and o + 3 * step."""
     for i in range(4):
         store(x, o + i * step, four[i])
 
 
 @function
-def fma_four(a, four, c):
-    """Multiply four vectors by vector a and add four others."""
+def fma4(a, four, c):
+    """Four vectors, a * four + c: a is one vector, `four` and c are four each."""
     return fma(a, four[0], c[0]), fma(a, four[1], c[1]), fma(a, four[2], c[2]), fma(a, four[3], c[3])
 
 
 def _binary(symbol, method: str) -> None:
+    """Define an operator of two vectors of equal widths by a method of the LLVM builder."""
+
     @intrinsic
     def operation(typingctx, a, b):
         return a(a, a), lambda context, builder, signature, args: getattr(builder, method)(*args)
@@ -301,7 +293,7 @@ _binary(operator.truediv, "fdiv")
 
 @intrinsic
 def _scale_by_power(typingctx, p, shifted):
-    """P * 2**n, where n is in the low bits of `shifted` = n + 1.5 * 2**23."""
+    """Multiply p by 2**n, where n is in the low bits of `shifted` = n + 1.5 * 2**23."""
 
     def codegen(context, builder, signature, args):
         exponent = builder.shl(builder.bitcast(args[1], p.ints), _const(p.ints, 23))
@@ -310,22 +302,22 @@ def _scale_by_power(typingctx, p, shifted):
     return p(p, p), codegen
 
 
+_EXP2 = tuple(map(f32, (1.5252734e-5, 1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 0.24022651, 0.69314718)))
+
+
 @function
 def _fraction_power(r):
-    """(2**r - 1) / r for |r| <= 1/2, to one part in 10**8: the series of exp(r ln 2)."""
-    p = splat_like(r, f32(1.5252734e-5))
-    p = fma(p, r, splat_like(r, f32(1.5403530e-4)))
-    p = fma(p, r, splat_like(r, f32(1.3333558e-3)))
-    p = fma(p, r, splat_like(r, f32(9.6181291e-3)))
-    p = fma(p, r, splat_like(r, f32(5.5504109e-2)))
-    p = fma(p, r, splat_like(r, f32(2.4022651e-1)))
-    return fma(p, r, splat_like(r, f32(6.9314718e-1)))
+    """(2**r - 1) / r for |r| <= 1/2, to one part in 10**8, by a polynomial."""
+    p = splat_like(r, _EXP2[0])
+    for c in _EXP2[1:]:
+        p = fma(p, r, splat_like(r, c))
+    return p
 
 
 @function
 def exp2(x):
-    """2**x for x <= 0; 0 below -126 (so also for -inf), NaN for NaN."""
-    magic = splat_like(x, f32(12582912.0))  # 1.5 * 2**23: adding it rounds to an integer that stands in the low bits
+    """2**x for x <= 0; 0 for x < -126, NaN for NaN."""
+    magic = splat_like(x, f32(12582912.0))  # 1.5 * 2**23: adding it rounds x to an integer in the low bits
     low = splat_like(x, f32(-126.0))
     bounded = where_below(x, low, low, x)
     shifted = bounded + magic
@@ -336,7 +328,7 @@ def exp2(x):
 
 @function
 def tanh(x):
-    """tanh(x), to a few parts in 10**7 also near 0: e / (e + 2) with e = exp(2x) - 1 built without cancellation."""
+    """tanh(x), to a few parts in 10**7 also near 0: e / (e + 2), with e = exp(2x) - 1 free of cancellation."""
     y = x * splat_like(x, f32(2.8853900817779268))
     top, low = splat_like(x, f32(40.0)), splat_like(x, f32(-40.0))
     y = where_below(top, y, top, where_below(y, low, low, y))

@@ -1,4 +1,4 @@
-"""Online softmax: the state of rows, its update by a block of logits, the merge of two states, and the final division.
+"""Logits to weights: ALiBi and soft cap, and the online softmax with its state, the merge of two states, and its end.
 
 A row's state is the maximum m of its base-2 logits so far, the sum l of 2**(logit - m), and acc, the sum of values
 weighted by 2**(logit - m), which is divided by l at the end (Milakov and Gimelshein, 2018). A row that has seen no key
@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.jit import function
+from quire.kernels.cpu.params import position
 from quire.kernels.cpu.schedule import BLOCK, PANEL
 from quire.kernels.cpu.simd import (
     LANES,
@@ -25,8 +26,43 @@ from quire.kernels.cpu.simd import (
     splat,
     splat_wide,
     store,
+    tanh,
     where_below,
 )
+
+
+@function
+def transform_row(p, b, h, r, s, s0, j0):
+    """Add ALiBi and apply the soft cap to row r's logits s[s0 : s0 + BLOCK] of keys from j0."""
+    lanes = np.arange(LANES).astype(np.float32)
+    lane, cap = load(lanes, 0), splat(f32(p.cap))
+    here = position(p, b, r // p.group)
+    for t in range(0, BLOCK, LANES):
+        x = load(s, s0 + t)
+        if len(p.slopes):
+            x = fma(splat(p.slopes[h * p.group + r % p.group]), lane + splat(f32(j0 + t - here)), x)
+        if p.cap > 0:
+            x = cap * tanh(x / cap)
+        store(s, s0 + t, x)
+
+
+@function
+def transform_panel(p, b, h, r0, s, j0, n):
+    """Add ALiBi and apply the soft cap to the logits s, [n, PANEL], of rows from r0 of a KV head and keys from j0."""
+    slopes, positions = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float32)
+    for r in range(PANEL):
+        positions[r] = position(p, b, (r0 + r) // p.group)
+        if len(p.slopes):
+            slopes[r] = p.slopes[h * p.group + (r0 + r) % p.group]
+    cap = splat_wide(f32(p.cap))
+    for t in range(n):
+        for r in range(0, PANEL, WIDE):
+            x = load_wide(s, t * PANEL + r)
+            if len(p.slopes):
+                x = fma(load_wide(slopes, r), splat_wide(f32(j0 + t)) - load_wide(positions, r), x)
+            if p.cap > 0:
+                x = cap * tanh(x / cap)
+            store(s, t * PANEL + r, x)
 
 
 @function
@@ -90,15 +126,17 @@ def merge_states(rows, dim, acc, m, l, other_acc, other_m, other_l):
 
 
 @function
-def finalize(p, head, m, l):
-    """(factor, lse): the factor from a row's acc to its output, its head's v_scale and sink included, and its base-2
-    lse. They are (0, -inf) for a row without a sink that has seen no key.
+def finalize(p, b, h, r, m, l):
+    """Write the base-2 lse of row r of KV head h, its sink included; return where the row starts in out, and the factor
+    from its acc to its output, v_scale included. Without a sink, a row that has seen no key has lse -inf and factor 0.
     """
+    token, head = p.q_start[b] + r // p.group, h * p.group + r % p.group
     top, weight, factor = m, l, f32(1)
     if len(p.sinks):
         top = max(m, p.sinks[head])
         factor = np.exp2(m - top)
         weight = l * factor + np.exp2(p.sinks[head] - top)
-    if weight == 0:
-        return f32(0), f32(-np.inf)
-    return factor / weight * p.v_scale[head], top + np.log2(weight)
+    seen = weight != 0
+    p.lse[token * p.num_kv_heads * p.group + head] = top + np.log2(weight) if seen else -np.inf
+    start = token * p.out_strides[0] + head * p.out_strides[1]
+    return start, factor / weight * p.v_scale[head] if seen else f32(0)

@@ -15,30 +15,17 @@ from numba import prange
 
 from quire.kernels.cpu.jit import function, kernel
 from quire.kernels.cpu.mask import apply_mask, visible_to_all
-from quire.kernels.cpu.params import key_offset, position
+from quire.kernels.cpu.params import key_offset
 from quire.kernels.cpu.schedule import BLOCK, ROWS, block_range, request_starts, segments
-from quire.kernels.cpu.simd import (
-    LANES,
-    f32,
-    fma,
-    fma_four,
-    load,
-    load_four,
-    prefetch,
-    reduce_add,
-    splat,
-    store,
-    store_four,
-    tanh,
-)
-from quire.kernels.cpu.softmax import finalize, merge_states, update_row
+from quire.kernels.cpu.simd import LANES, f32, fma4, load, load4, prefetch, reduce_add, splat, store, store4
+from quire.kernels.cpu.softmax import finalize, merge_states, transform_row, update_row
 
 PREFETCH = 32  # elements between prefetches: a cache line of 16-bit elements
 
 
 @function
 def padded_rows(p, b):
-    """Query rows of one KV head of request b, padded to a multiple of ROWS."""
+    """The number of query rows of one KV head of request b, rounded up to a multiple of ROWS."""
     return (p.q_len[b] * p.group + ROWS - 1) // ROWS * ROWS
 
 
@@ -50,9 +37,9 @@ def scores(q, q0, k, offsets, h_offset, s, rows, n, dim):
         for t in range(0, n, 2):
             x, y = (zero, zero, zero, zero), (zero, zero, zero, zero)
             for d in range(0, dim, LANES):
-                four = load_four(q, q0 + r * dim + d, dim)
-                x = fma_four(load(k, offsets[t] + h_offset + d), four, x)
-                y = fma_four(load(k, offsets[t + 1] + h_offset + d), four, y)
+                four = load4(q, q0 + r * dim + d, dim)
+                x = fma4(load(k, offsets[t] + h_offset + d), four, x)
+                y = fma4(load(k, offsets[t + 1] + h_offset + d), four, y)
             for i in range(ROWS):
                 o = (r + i) * BLOCK + t
                 s[o], s[o + 1] = reduce_add(x[i]), reduce_add(y[i])
@@ -65,14 +52,14 @@ def accumulate(s, v, offsets, h_offset, acc, acc0, rows, n, dim):
         for d in range(0, dim, 2 * LANES):
             e = min(d + LANES, dim - LANES)  # an odd last vector is computed twice, with equal results
             o, u = acc0 + r * dim + d, acc0 + r * dim + e
-            x, y = load_four(acc, o, dim), load_four(acc, u, dim)
+            x, y = load4(acc, o, dim), load4(acc, u, dim)
             for t in range(n):
                 i = r * BLOCK + t
                 four = splat(s[i]), splat(s[i + BLOCK]), splat(s[i + 2 * BLOCK]), splat(s[i + 3 * BLOCK])
-                x = fma_four(load(v, offsets[t] + h_offset + d), four, x)
-                y = fma_four(load(v, offsets[t] + h_offset + e), four, y)
-            store_four(acc, o, dim, x)
-            store_four(acc, u, dim, y)
+                x = fma4(load(v, offsets[t] + h_offset + d), four, x)
+                y = fma4(load(v, offsets[t] + h_offset + e), four, y)
+            store4(acc, o, dim, x)
+            store4(acc, u, dim, y)
 
 
 @function
@@ -81,21 +68,6 @@ def prefetch_head(x, offsets, h_offset, n, dim):
     for t in range(n):
         for d in range(0, dim, PREFETCH):
             prefetch(x, offsets[t] + h_offset + d)
-
-
-@function
-def transform_logits(p, b, h, r, s, s0, j0):
-    """Add ALiBi and apply the soft cap to row r's logits s[s0 : s0 + BLOCK] of keys from j0."""
-    lanes = np.arange(LANES).astype(np.float32)
-    lane, cap = load(lanes, 0), splat(f32(p.cap))
-    here = position(p, b, r // p.group)
-    for t in range(0, BLOCK, LANES):
-        x = load(s, s0 + t)
-        if len(p.slopes):
-            x = fma(splat(p.slopes[h * p.group + r % p.group]), lane + splat(f32(j0 + t - here)), x)
-        if p.cap > 0:
-            x = cap * tanh(x / cap)
-        store(s, s0 + t, x)
 
 
 @function
@@ -112,8 +84,8 @@ def load_queries(p, b, rows):
 
 
 @function
-def attend_segment(p, b, first, last, acc, m, l):
-    """Compute the state (acc, m, l) of a request over blocks first to last, counted from the first one that it sees."""
+def attend_segment(p, b, start, end, acc, m, l):
+    """Compute the state (acc, m, l) of a request over blocks start to end, counted from the first one that it sees."""
     rows = padded_rows(p, b)
     q = load_queries(p, b, rows)
     s = np.empty(rows * BLOCK, np.float32)
@@ -121,11 +93,11 @@ def attend_segment(p, b, first, last, acc, m, l):
     acc[: p.num_kv_heads * rows * p.dim_vo] = 0
     m[: p.num_kv_heads * rows] = -np.inf
     l[: p.num_kv_heads * rows] = 0
-    start = block_range(p, b)[0]
+    skipped = block_range(p, b)[0]
     k, v, dim_qk, dim_vo = p.k, p.v, p.dim_qk, p.dim_vo  # each use of an array of p would count references, atomically
     k_head, v_head = p.k_strides[2], p.v_strides[2]
     transformed = len(p.slopes) > 0 or p.cap > 0
-    for j0 in range((start + first) * BLOCK, (start + last) * BLOCK, BLOCK):
+    for j0 in range((skipped + start) * BLOCK, (skipped + end) * BLOCK, BLOCK):
         n = min(BLOCK, p.kv_len[b] - j0)
         even = n + n % 2
         for t in range(even):
@@ -140,7 +112,7 @@ def attend_segment(p, b, first, last, acc, m, l):
             scores(q, h * rows * dim_qk, k, k_offsets, h * k_head, s, rows, even, dim_qk)
             for r in range(rows):
                 if transformed:
-                    transform_logits(p, b, h, r, s, r * BLOCK, j0)
+                    transform_row(p, b, h, r, s, r * BLOCK, j0)
                 if masked:
                     apply_mask(p, b, r // p.group, j0, BLOCK, s, r * BLOCK, 1)
                 update_row(s, r * BLOCK, m, l, h * rows + r, acc, dim_vo)
@@ -153,18 +125,16 @@ def store_output(p, b, acc, m, l):
     rows = padded_rows(p, b)
     for h in range(p.num_kv_heads):
         for r in range(p.q_len[b] * p.group):
-            head, row, token = h * p.group + r % p.group, h * rows + r, p.q_start[b] + r // p.group
-            factor, lse = finalize(p, head, m[row], l[row])
-            p.lse[token * p.num_kv_heads * p.group + head] = lse
-            target = token * p.out_strides[0] + head * p.out_strides[1]
+            row = h * rows + r
+            start, factor = finalize(p, b, h, r, m[row], l[row])
             for d in range(0, p.dim_vo, LANES):
-                store(p.out, target + d, load(acc, row * p.dim_vo + d) * splat(factor))
+                store(p.out, start + d, load(acc, row * p.dim_vo + d) * splat(factor))
 
 
 @function
 def combine(p, b, first, last, acc, m, l):
-    """Merge the partial states of request b of programs first to last, included, in the order of their keys, and write
-    its output; acc, m and l are the workspace of `stream`.
+    """Merge the partial states of request b that programs first to last, both included, have stored, in the order of
+    their keys, and write its output; acc, m and l are the workspace of `stream`.
     """
     slot, rows = 2 * first + 1, p.num_kv_heads * padded_rows(p, b)
     for other in range(2 * first + 2, 2 * last + 1, 2):
@@ -184,16 +154,15 @@ def stream(p, requests, programs, acc, m, l):
     for i in range(len(requests)):
         start, end = block_range(p, requests[i])
         blocks[i] = end - start
-    starts = request_starts(blocks, 1, 1)
+    starts = request_starts(blocks)
     share = (starts[-1] + programs - 1) // programs
     for program in prange(programs):
-        for segment in segments(program, programs, starts, blocks, 1):
-            b, first, last = requests[segment[0]], segment[2], segment[3]
-            slot = 2 * program + (1 if first == 0 else 0)
-            attend_segment(p, b, first, last, acc[slot], m[slot], l[slot])
-            if first == 0 and last == segment[4]:
+        for i, start, end in segments(program, programs, starts, blocks):
+            b, slot = requests[i], 2 * program + (1 if start == 0 else 0)
+            attend_segment(p, b, start, end, acc[slot], m[slot], l[slot])
+            if start == 0 and end == blocks[i]:
                 store_output(p, b, acc[slot], m[slot], l[slot])
     for program in range(programs):  # too little work for a second parallel loop
-        for segment in segments(program, programs, starts, blocks, 1):
-            if segment[2] > 0 and segment[3] == segment[4]:
-                combine(p, requests[segment[0]], starts[segment[0]] // share, program, acc, m, l)
+        for i, start, end in segments(program, programs, starts, blocks):
+            if start > 0 and end == blocks[i]:
+                combine(p, requests[i], starts[i] // share, program, acc, m, l)

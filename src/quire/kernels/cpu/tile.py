@@ -15,22 +15,8 @@ from quire.kernels.cpu.jit import function, kernel
 from quire.kernels.cpu.mask import apply_mask, key_range, visible_to_all
 from quire.kernels.cpu.params import key_offset, position
 from quire.kernels.cpu.schedule import PANEL, TILE_KEYS, TILE_ROWS
-from quire.kernels.cpu.simd import (
-    LANES,
-    WIDE,
-    f32,
-    fma,
-    fma_four,
-    load,
-    load_four_wide,
-    load_wide,
-    splat,
-    splat_wide,
-    store,
-    store_four,
-    tanh,
-)
-from quire.kernels.cpu.softmax import finalize, update_panel
+from quire.kernels.cpu.simd import LANES, WIDE, f32, fma4, load, load4_wide, splat, splat_wide, store, store4
+from quire.kernels.cpu.softmax import finalize, transform_panel, update_panel
 
 
 @function
@@ -43,19 +29,19 @@ def matmul(a, a_row, a_column, b, b0, c, c0, rows, depth, add):
         o = c0 + i * PANEL
         w = x = y = z = (zero, zero, zero, zero)
         if add:
-            w, x = load_four_wide(c, o, WIDE), load_four_wide(c, o + PANEL, WIDE)
-            y, z = load_four_wide(c, o + 2 * PANEL, WIDE), load_four_wide(c, o + 3 * PANEL, WIDE)
+            w, x = load4_wide(c, o), load4_wide(c, o + PANEL)
+            y, z = load4_wide(c, o + 2 * PANEL), load4_wide(c, o + 3 * PANEL)
         for t in range(depth):
-            four = load_four_wide(b, b0 + t * PANEL, WIDE)
+            four = load4_wide(b, b0 + t * PANEL)
             e = i * a_row + t * a_column
-            w = fma_four(splat_wide(a[e]), four, w)
-            x = fma_four(splat_wide(a[e + a_row]), four, x)
-            y = fma_four(splat_wide(a[e + 2 * a_row]), four, y)
-            z = fma_four(splat_wide(a[e + 3 * a_row]), four, z)
-        store_four(c, o, WIDE, w)
-        store_four(c, o + PANEL, WIDE, x)
-        store_four(c, o + 2 * PANEL, WIDE, y)
-        store_four(c, o + 3 * PANEL, WIDE, z)
+            w = fma4(splat_wide(a[e]), four, w)
+            x = fma4(splat_wide(a[e + a_row]), four, x)
+            y = fma4(splat_wide(a[e + 2 * a_row]), four, y)
+            z = fma4(splat_wide(a[e + 3 * a_row]), four, z)
+        store4(c, o, WIDE, w)
+        store4(c, o + PANEL, WIDE, x)
+        store4(c, o + 2 * PANEL, WIDE, y)
+        store4(c, o + 3 * PANEL, WIDE, z)
 
 
 @function
@@ -97,38 +83,16 @@ def load_queries(p, b, h, r0, rows, q):
 
 
 @function
-def transform_logits(p, b, h, r0, s, j0, n):
-    """Add ALiBi and apply the soft cap to the logits s, [n, PANEL], of rows from r0 of a KV head and keys from j0."""
-    slopes, positions = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float32)
-    for r in range(PANEL):
-        positions[r] = position(p, b, (r0 + r) // p.group)
-        if len(p.slopes):
-            slopes[r] = p.slopes[h * p.group + (r0 + r) % p.group]
-    cap = splat_wide(f32(p.cap))
-    for t in range(n):
-        for r in range(0, PANEL, WIDE):
-            x = load_wide(s, t * PANEL + r)
-            if len(p.slopes):
-                x = fma(load_wide(slopes, r), splat_wide(f32(j0 + t)) - load_wide(positions, r), x)
-            if p.cap > 0:
-                x = cap * tanh(x / cap)
-            store(s, t * PANEL + r, x)
-
-
-@function
 def store_output(p, b, h, r0, rows, acc, m, l):
     """Write rows from r0 of a KV head to out and lse from the state (acc, m, l); acc is [panels, dim_vo, PANEL]."""
     row = np.empty(p.dim_vo, np.float32)
     for r in range(rows):
-        head, token = h * p.group + (r0 + r) % p.group, p.q_start[b] + (r0 + r) // p.group
-        factor, lse = finalize(p, head, m[r], l[r])
-        p.lse[token * p.num_kv_heads * p.group + head] = lse
+        start, factor = finalize(p, b, h, r0 + r, m[r], l[r])
         source = r // PANEL * PANEL * p.dim_vo + r % PANEL
         for d in range(p.dim_vo):
             row[d] = acc[source + d * PANEL] * factor
-        target = token * p.out_strides[0] + head * p.out_strides[1]
         for d in range(0, p.dim_vo, LANES):
-            store(p.out, target + d, load(row, d))
+            store(p.out, start + d, load(row, d))
 
 
 @function
@@ -142,7 +106,7 @@ def attend_panel(p, b, h, r0, k, v, q, q0, s, acc, acc0, m, l, row, j0, n):
         return
     matmul(k, p.dim_qk, 1, q, q0, s, 0, (n + 3) // 4 * 4, p.dim_qk, False)
     if len(p.slopes) > 0 or p.cap > 0:
-        transform_logits(p, b, h, r0, s, j0, n)
+        transform_panel(p, b, h, r0, s, j0, n)
     if not visible_to_all(p, b, i0, i1, j0, j0 + n):
         for r in range(PANEL):
             apply_mask(p, b, (r0 + r) // p.group, j0, n, s, r, PANEL)
@@ -172,11 +136,11 @@ def attend_tile(p, b, h, i0, i1, k, v, q, s, acc, m, l):
 @kernel
 def tile(p, work, programs):
     """Compute attention by the tiles of `query_tiles`, int64 [n, 4]: program i computes tiles i, i + programs, ..."""
+    rows = TILE_ROWS
     for program in prange(programs):
         k, v = np.empty((TILE_KEYS + 4) * p.dim_qk, np.float32), np.empty((TILE_KEYS + 4) * p.dim_vo, np.float32)
-        q, acc = np.empty(TILE_ROWS * p.dim_qk, np.float32), np.empty(TILE_ROWS * p.dim_vo, np.float32)
-        s = np.empty((TILE_KEYS + 4) * PANEL, np.float32)
-        m, l = np.empty(TILE_ROWS, np.float32), np.empty(TILE_ROWS, np.float32)
+        q, acc = np.empty(rows * p.dim_qk, np.float32), np.empty(rows * p.dim_vo, np.float32)
+        s, m, l = np.empty((TILE_KEYS + 4) * PANEL, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
         for index in range(program, len(work), programs):
             b, h, i0, i1 = work[index]
             attend_tile(p, b, h, i0, i1, k, v, q, s, acc, m, l)
