@@ -184,6 +184,12 @@ def test_per_head_scales_of_queries(family, rng):
     assert relative_error(out, scaled.exact()[0]) < BOUNDS[family][torch.float32]
 
 
+def test_more_heads_than_rows_of_a_tile(family):
+    spec = AttentionSpec(num_qo_heads=300, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
+    batch = random_batch(spec, [1, 3], [30, 40], 16)
+    check(batch, *compute(batch, family), family)
+
+
 def test_scales_that_reverse_logits(family, rng):
     spec = layer(rng, torch.float32, torch.float32)
     batch = random_batch(spec, [1, 20], [30, 90], 16)

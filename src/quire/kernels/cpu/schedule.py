@@ -19,7 +19,7 @@ from quire.kernels.cpu.simd import WIDE
 BLOCK = 32  # keys in a block of `stream`
 ROWS = 4  # query rows that share a loaded key in `stream`
 PANEL = 4 * WIDE  # query rows in a panel of `tile`
-TILE_ROWS = 256  # query rows in a tile of `tile`: a number of whole panels
+TILE_ROWS = 256  # query rows in a tile of `tile`, in whole panels; more if one query token has more
 TILE_KEYS = 128  # keys in a tile of `tile`
 
 

@@ -136,7 +136,7 @@ def attend_tile(p, b, h, i0, i1, k, v, q, s, acc, m, l):
 @kernel
 def tile(p, work, programs):
     """Compute attention by the tiles of `query_tiles`, int64 [n, 4]: program i computes tiles i, i + programs, ..."""
-    rows = TILE_ROWS
+    rows = max(TILE_ROWS, (p.group + PANEL - 1) // PANEL * PANEL)
     for program in prange(programs):
         k, v = np.empty((TILE_KEYS + 4) * p.dim_qk, np.float32), np.empty((TILE_KEYS + 4) * p.dim_vo, np.float32)
         q, acc = np.empty(rows * p.dim_qk, np.float32), np.empty(rows * p.dim_vo, np.float32)
