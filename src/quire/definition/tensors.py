@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.definition.spec import AttentionSpec, check
+from quire.definition.spec import FLOATS8, AttentionSpec, check
 
 LAYOUTS = ("NHD", "HND")
 
@@ -75,12 +75,56 @@ def split_cache(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[
     return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
 
 
+def split_rope_cache(
+    cache: tuple[Tensor, Tensor],
+    k: Tensor,
+    k_nope: Tensor,
+    v: Tensor | None,
+    dtype: torch.dtype,
+    page_size: int,
+    kv_layout: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Where fused RoPE writes k_rope (`k`), k_nope and v: views [pages, page_size, heads, dim] of a checked cache.
+
+    Args:
+        cache: keys, k_rope before k_nope, and values, in a layout; for k [tokens, rope_dim], as in MLA, the pair
+            of k_nope's [pages, page_size, nope_dim] and k_rope's [pages, page_size, rope_dim], and v is None.
+    """
+    pair = isinstance(cache, (tuple, list)) and len(cache) == 2
+    if not pair or not all(isinstance(x, Tensor) for x in cache):
+        raise ValueError("paged_kv_cache must be a pair of tensors")
+    rope_dim, dim = k.shape[-1], k.shape[-1] + k_nope.shape[-1]
+    if k.ndim == 2:
+        if v is not None:
+            raise ValueError(f"v has shape {list(v.shape)}: it must be None where k_rope has a single head, as in MLA")
+        check_tensor(cache[0], "ckv_cache", (None, page_size, k_nope.shape[-1]), dtype, k.device)
+        check_tensor(cache[1], "kpe_cache", (len(cache[0]), page_size, rope_dim), dtype, k.device)
+        return cache[1].unsqueeze(2), cache[0].unsqueeze(2), None
+    if v is None:
+        raise ValueError("v is None: it must be given where k_rope is [tokens, num_kv_heads, rope_dim]")
+    heads = k.shape[1]
+    check_tensor(v, "v", (len(k), heads, None), k.dtype, k.device)
+    rows = (page_size, heads) if check_layout(kv_layout) == "NHD" else (heads, page_size)
+    check_tensor(cache[0], "k_cache", (None, *rows, dim), dtype, k.device)
+    check_tensor(cache[1], "v_cache", (len(cache[0]), *rows, v.shape[-1]), dtype, k.device)
+    k_cache, v_cache = (x if kv_layout == "NHD" else x.transpose(1, 2) for x in cache)
+    return k_cache[..., :rope_dim], k_cache[..., rope_dim:], v_cache
+
+
 def as_nhd(x: Tensor, kv_layout: str, name: str) -> Tensor:
     """[tokens, heads, head_dim] of a key or value tensor in either layout."""
     check_tensors(**{name: x})
     if x.ndim != 3:
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be 3-D ({kv_layout})")
     return x if kv_layout == "NHD" else x.transpose(0, 1)
+
+
+def split_heads(x: Tensor, name: str, head_size: int) -> Tensor:
+    """A view [tokens, heads, head_size] of a tensor [tokens, heads * head_size] or [tokens, heads, head_size]."""
+    if x.ndim not in (2, 3) or x.shape[-1] % head_size or (x.ndim == 3 and x.shape[-1] != head_size):
+        wanted = f"[tokens, heads * {head_size}] or [tokens, heads, {head_size}]"
+        raise ValueError(f"{name} has shape {list(x.shape)}: it must be {wanted}")
+    return x if x.ndim == 3 else x.unflatten(-1, (x.shape[-1] // head_size, head_size))
 
 
 def check_tensor(
@@ -191,3 +235,22 @@ def outputs(
     elif want_lse:
         lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
     return out, lse
+
+
+def fp8_outputs(
+    sources: dict[str, tuple[Tensor, Tensor | None]], dtype: torch.dtype | None
+) -> tuple[list[Tensor], torch.dtype]:
+    """fp8 outputs, checked or allocated, and their dtype.
+
+    Args:
+        sources: for each argument's name an input and its output, which has the input's shape; None: allocate it.
+        dtype: float8_e4m3fn or float8_e5m2; None: that of the first output, or float8_e4m3fn.
+    """
+    present = [out for _, out in sources.values() if out is not None]
+    dtype = (present[0].dtype if present else torch.float8_e4m3fn) if dtype is None else dtype
+    check(dtype in FLOATS8, "quantize_dtype", dtype, "torch.float8_e4m3fn or torch.float8_e5m2")
+    for name, (x, out) in sources.items():
+        if out is not None:
+            check_tensor(out, name, tuple(x.shape), dtype, x.device)
+            check_apart(out, name)
+    return [torch.empty_like(x, dtype=dtype) if out is None else out for x, out in sources.values()], dtype

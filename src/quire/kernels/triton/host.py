@@ -18,7 +18,7 @@ from quire.definition.spec import LOG2E, AttentionSpec
 from quire.kernels.call import Call, Replay
 from quire.kernels.family import BASIC, Family
 from quire.kernels.gpu.launch import INTERPRETED, Launcher, Repeat, into, reach, split_scales, steps
-from quire.kernels.rope import turns_of
+from quire.kernels.rope import rope_frequencies
 from quire.kernels.triton import kernel
 from quire.kernels.triton.config import Config, Machine, Tuning, parts, product_types, tune
 
@@ -234,7 +234,9 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
             items.prefix_lens if items is not None else None,
             items.positions if items is not None else None,
             _slopes(spec, device) if cut.c.alibi else None,
-            turns_of(spec.head_dim_qk, spec.rope_scale, spec.rope_theta, 1.0, 4.0, 0.0, device) if cut.c.rope else None,
+            rope_frequencies(spec.head_dim_qk, spec.rope_scale, spec.rope_theta, 1.0, 4.0, 0.0, device)
+            if cut.c.rope
+            else None,
             q_scale,
             k_scale,
             v_scale,

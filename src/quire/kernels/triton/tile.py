@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
 class Layer(NamedTuple):
     """What logits and sums meet; `scale` and `cap` in base 2. `pe_gain`: a factor of what the second parts of queries
-    and keys multiply to. `turns`: see `quire.kernels.rope.turns_of`.
+    and keys multiply to. `turns`: see `quire.kernels.rope.rope_frequencies`.
     """
 
     scale: tl.tensor
