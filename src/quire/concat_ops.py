@@ -1,4 +1,4 @@
-"""Keys of latent attention that is not absorbed, put together from their parts.
+"""Concatenation of the NoPE and RoPE elements of keys, for MLA without weight absorption.
 
 Names, parameters and meanings are those of `flashinfer.concat_ops`.
 """
@@ -15,13 +15,13 @@ __all__ = ["concat_mla_k"]
 
 
 def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor, *, backend: str = "default") -> None:
-    """Write each head's own part and the part that all heads share into k.
+    """Write each head's NoPE elements and the RoPE elements that all heads share into k.
 
     Args:
-        k: [tokens, heads, nope_dim + rope_dim], where to write; any dtype, any strides with the last one 1.
-        k_nope: [tokens, heads, nope_dim], and k_rope: [tokens, 1, rope_dim], of k's dtype, on its device, any strides
-            with the last one 1.
-        backend: "default" or "cake"; accepted, of no consequence.
+        k: where to write, [tokens, heads, nope_dim + rope_dim], any dtype, any strides with the last one 1.
+        k_nope: [tokens, heads, nope_dim], of k's dtype, on k's device, any strides with the last one 1.
+        k_rope: [tokens, 1, rope_dim], of k's dtype, on k's device, any strides with the last one 1.
+        backend: "default" or "cake"; accepted, without effect.
 
     Raises:
         ValueError: a tensor that does not fit.
@@ -33,7 +33,7 @@ def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor, *, backend: str = "d
     check_tensor(k, "k", (tokens, heads, dim + k_rope.shape[-1]), k.dtype, k.device)
     check_tensor(k_nope, "k_nope", (tokens, heads, dim), k.dtype, k.device)
     check_tensor(k_rope, "k_rope", (tokens, 1, k.shape[-1] - dim), k.dtype, k.device)
-    if k.element_size() == 1:  # fp8, which torch does not copy everywhere; bytes are bytes
+    if k.element_size() == 1:  # torch does not copy fp8 on every device, but bytes
         k, k_nope, k_rope = (x.view(torch.uint8) for x in (k, k_nope, k_rope))
     k[..., :dim] = k_nope
     k[..., dim:] = k_rope

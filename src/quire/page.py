@@ -1,4 +1,4 @@
-"""Writing keys and values into pages, and the small tables around it.
+"""Appending keys and values to a paged cache, and the tables that this needs.
 
 Names, parameters and meanings are those of `flashinfer.page`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.definition.pages import table
+from quire.definition.pages import appended_tokens, page_lengths, table
 from quire.definition.tensors import check_apart, check_layout, check_tensor, check_tensors, split_cache
 from quire.kernels.append import append
 
@@ -26,11 +26,11 @@ def append_paged_kv_cache(
     kv_last_page_len: Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Write new keys and values to their places in the cache. The tables already count the new tokens.
+    """Append new keys and values to a paged cache. The page tables already include the new tokens.
 
     Args:
         append_key, append_value: [tokens, num_kv_heads, head_dim], of the cache's dtype.
-        batch_indices: int32 or int64 [tokens], each token's request; tokens of request -1 are skipped.
+        batch_indices: int32 or int64 [tokens], each token's request; tokens with a negative request are skipped.
         positions: int32 or int64 [tokens], each token's position in its request.
         paged_kv_cache: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
         kv_indices, kv_indptr, kv_last_page_len: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
@@ -39,8 +39,7 @@ def append_paged_kv_cache(
     Raises:
         ValueError: a tensor that does not fit; on the host also a token outside its request's pages.
 
-    What is stored is detached: keys, values and caches that require grad are taken, and the cache never becomes part of
-    an autograd graph.
+    Keys, values and caches that require grad are detached, so the cache never becomes part of an autograd graph.
     """
     k, v = split_cache(paged_kv_cache, check_layout(kv_layout))
     check_tensors(append_key=append_key, append_value=append_value)
@@ -50,8 +49,8 @@ def append_paged_kv_cache(
     check_tensor(append_value, "append_value", (tokens, *v.shape[2:]), v.dtype, device)
     check_apart(k, "paged_kv_cache's keys")
     check_apart(v, "paged_kv_cache's values")
-    places = _places(batch_indices, positions, tokens, device)
-    append(k, v, append_key, append_value, *places, kv_indptr, kv_indices, kv_last_page_len)
+    batch_indices, positions = _check_tokens(batch_indices, positions, tokens, device)
+    append(k, v, append_key, append_value, batch_indices, positions, kv_indptr, kv_indices, kv_last_page_len)
 
 
 def append_paged_mla_kv_cache(
@@ -65,12 +64,13 @@ def append_paged_mla_kv_cache(
     kv_indptr: Tensor,
     kv_last_page_len: Tensor,
 ) -> None:
-    """Write new tokens to their places in a latent cache (MLA). The tables already count the new tokens.
+    """Append new tokens to a paged latent cache (MLA). The page tables already include the new tokens.
 
     Args:
-        append_ckv: [tokens, head_dim_ckv], and append_kpe: [tokens, head_dim_kpe], of the cache's dtype.
-        ckv_cache: [pages, page_size, head_dim_ckv], and kpe_cache: [pages, page_size, head_dim_kpe]; any strides with
-            the last one 1, so that they may be slices of one tensor.
+        append_ckv: [tokens, head_dim_ckv], of the cache's dtype.
+        append_kpe: [tokens, head_dim_kpe], of the cache's dtype.
+        ckv_cache: [pages, page_size, head_dim_ckv], any strides with the last one 1.
+        kpe_cache: [pages, page_size, head_dim_kpe], any strides with the last one 1; both may be slices of one tensor.
 
     The other arguments and errors are those of `append_paged_kv_cache`.
     """
@@ -87,13 +87,13 @@ def append_paged_mla_kv_cache(
     check_tensor(append_kpe, "append_kpe", (tokens, kpe_cache.shape[2]), kpe_cache.dtype, device)
     check_apart(ckv_cache, "ckv_cache")
     check_apart(kpe_cache, "kpe_cache")
-    places = _places(batch_indices, positions, tokens, device)
+    batch_indices, positions = _check_tokens(batch_indices, positions, tokens, device)
     caches, rows = (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), (append_ckv.unsqueeze(1), append_kpe.unsqueeze(1))
-    append(*caches, *rows, *places, kv_indptr, kv_indices, kv_last_page_len)
+    append(*caches, *rows, batch_indices, positions, kv_indptr, kv_indices, kv_last_page_len)
 
 
-def _places(batch_indices: Tensor, positions: Tensor, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Each token's request and position, int32."""
+def _check_tokens(batch_indices: Tensor, positions: Tensor, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Each token's request and position, checked, as int32."""
     batch_indices, positions = table(batch_indices, "batch_indices"), table(positions, "positions")
     check_tensor(batch_indices, "batch_indices", (tokens,), torch.int32, device)
     check_tensor(positions, "positions", (tokens,), torch.int32, device)
@@ -107,50 +107,46 @@ def get_batch_indices_positions(
     batch_indices: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The request and the position of each appended token: the last tokens of each request, in order.
+    """The request and the position of each appended token. The appended tokens are the last ones of each request.
 
     Args:
-        append_indptr: int32 or int64 [batch_size + 1], the requests' begins among the appended tokens.
-        seq_lens: int32 or int64 [batch_size], the requests' lengths with the appended tokens.
-        nnz: the number of entries to return, at least append_indptr[-1]; those beyond it have request -1, position 0.
-        batch_indices, positions: int32 [nnz], where to write.
+        append_indptr: int32 or int64 [batch_size + 1], where each request starts among the appended tokens.
+        seq_lens: int32 or int64 [batch_size], the requests' lengths in tokens, with the appended ones.
+        nnz: the number of entries to return, at least append_indptr[-1]. Entries beyond it have request -1, position 0.
+        batch_indices, positions: int32 [nnz], where to write; None: new tensors.
 
     Returns:
         (batch_indices, positions), int32 [nnz]. Never waits for a device.
+
+    Raises:
+        ValueError: a table or an output that does not fit.
     """
     append_indptr, seq_lens = table(append_indptr, "append_indptr"), table(seq_lens, "seq_lens")
     if len(seq_lens) != len(append_indptr) - 1:
         raise ValueError(f"seq_lens has {len(seq_lens)} entries: append_indptr has {len(append_indptr) - 1} requests")
-    token = torch.arange(nnz, dtype=torch.int32, device=append_indptr.device)
-    request = torch.searchsorted(append_indptr, token, right=True, out_int32=True) - 1
-    inside = (token >= append_indptr[0]) & (token < append_indptr[-1])
-    owner = request.clamp(0, max(len(seq_lens) - 1, 0)).long()
-    if len(seq_lens):
-        place = token - append_indptr[owner + 1] + seq_lens.to(token.device)[owner]
-    else:
-        place = token
-    request, place = torch.where(inside, request, -1), torch.where(inside, place, 0)
-    if batch_indices is not None:
-        check_tensor(batch_indices, "batch_indices", (nnz,), torch.int32, token.device)
-        request = batch_indices.copy_(request)
-    if positions is not None:
-        check_tensor(positions, "positions", (nnz,), torch.int32, token.device)
-        place = positions.copy_(place)
-    return request, place
+    found = appended_tokens(append_indptr, seq_lens, nnz)
+    outputs = (batch_indices, "batch_indices"), (positions, "positions")
+    for x, (out, name) in zip(found, outputs, strict=True):
+        if out is not None:
+            check_tensor(out, name, (nnz,), torch.int32, x.device)
+            out.copy_(x)
+    return found[0] if batch_indices is None else batch_indices, found[1] if positions is None else positions
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """The requests' lengths, int32 [batch_size], from their page tables (a request without pages has length 0).
+    """The requests' lengths in tokens from their page tables; a request without pages has length 0.
 
     Args:
-        kv_indptr: int32 or int64 [batch_size + 1], and kv_last_page_len: int32 or int64 [batch_size], as in
-            `BatchDecodeWithPagedKVCacheWrapper.plan`.
+        kv_indptr: int32 or int64 [batch_size + 1], as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+        kv_last_page_len: int32 or int64 [batch_size], as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
         page_size: tokens in a page.
+
+    Returns:
+        int32 [batch_size].
 
     Raises:
         ValueError: a table that does not fit.
     """
     kv_indptr = table(kv_indptr, "kv_indptr")
     kv_last_page_len = table(kv_last_page_len, "kv_last_page_len", len(kv_indptr) - 1)
-    pages = kv_indptr.diff()
-    return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0).int()
+    return page_lengths(kv_indptr, kv_last_page_len, page_size)

@@ -1,6 +1,6 @@
-"""Attention under a block-sparse mask: a row of blocks is a request, the blocks that it has are its pages.
+"""Attention with block-sparse masks, computed by paged prefill: each row of blocks is a request, its blocks are pages.
 
-Names, parameters and meanings are those of `flashinfer.sparse`. What computes is paged prefill.
+Names, parameters and meanings are those of `flashinfer.sparse`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.definition.blocks import VariableBlocks, fixed_blocks, mask_by_rows
+from quire.definition.blocks import VariableBlocks, as_pages, fixed_blocks, mask_by_rows
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import check, is_int
 from quire.definition.tensors import check_optional, check_tensors
@@ -23,22 +23,30 @@ from quire.wrappers.composite import CompositeWrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 
-# FlashInfer's names for kernels that compute some of these matrices only; here all are one.
-_KERNELS = {"cake", "cake_cute", "vsa_blackwell", "vsa_blackwell_blk64"}
-_KERNELS |= {"vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64"}
+# FlashInfer's names of backends for block-sparse attention alone, which mean "auto" here.
+_BACKENDS = {"cake", "cake_cute", "vsa_blackwell", "vsa_blackwell_blk64"}
+_BACKENDS |= {"vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64"}
 
 
 def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
-    """A mask of blocks, [blocks, R, C], as a flat custom mask: one row of blocks after another, each row by row.
+    """Reorder a mask stored block by block into a flat custom mask: the rows of blocks in order, each row-major.
 
-    indptr: int [rows of blocks + 1], where each one's blocks begin.
+    Args:
+        mask: [blocks, R, C], any dtype.
+        indptr: int32 or int64 [rows of blocks + 1], the offset of each row's blocks.
+
+    Returns:
+        [blocks * R * C], of mask's dtype.
+
+    Raises:
+        ValueError: an argument that is no tensor.
     """
     check_tensors(mask=mask, indptr=indptr)
     return mask_by_rows(mask, indptr.to(mask.device))
 
 
 class _BlockSparseWrapper(CompositeWrapper):
-    """A prefill wrapper, and the plan that it was given.
+    """A prefill wrapper over the rows of blocks, and its latest plan.
 
     Args:
         float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
@@ -46,7 +54,7 @@ class _BlockSparseWrapper(CompositeWrapper):
     """
 
     def __init__(self, float_workspace_buffer: Tensor | None, backend: str = "auto") -> None:
-        backend = "auto" if backend in _KERNELS else backend
+        backend = "auto" if backend in _BACKENDS else backend
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, backend=backend)
         self._wrappers = (self._prefill,)
         self.device = self._prefill.device
@@ -61,7 +69,7 @@ class _BlockSparseWrapper(CompositeWrapper):
         """Replace the workspace buffers; both must lie on the wrapper's device."""
         self._prefill.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
-    def _begin(self, qo: RaggedLayout, kv: PageTable, **layer: Any) -> None:
+    def _plan_blocks(self, qo: RaggedLayout, kv: PageTable, **layer: Any) -> None:
         tables = (qo.indptr, kv.indptr, kv.indices, kv.last_page_len)
         plan = partial(self._prefill.plan, *tables, page_size=kv.page_size, **layer)
         plan()
@@ -74,7 +82,7 @@ class _BlockSparseWrapper(CompositeWrapper):
 
 
 class BlockSparseAttentionWrapper(_BlockSparseWrapper):
-    """Attention whose mask is a matrix of blocks [R, C], given as in SciPy's `bsr_matrix`, the same for all heads.
+    """Attention with a mask of [R, C] blocks in the format of SciPy's `bsr_matrix`. All heads have the mask in common.
 
     Args:
         float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
@@ -115,30 +123,30 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
-        """Record the matrix, and the layer that runs share. Never waits for a device.
+        """Record the block mask and the layer for later runs. Never waits for a device.
 
         Args:
-            indptr: int32 or int64 [ceil(M / R) + 1], where each row's blocks begin in `indices`.
-            indices: int32 or int64 [blocks], the blocks' columns, 0 to N / C - 1.
-            M, N: rows and columns of the matrix: queries and keys. N is a multiple of C; if M is none of R, the last
-                row of blocks has fewer rows.
+            indptr: int32 or int64 [ceil(M / R) + 1], the offset of each row's blocks in `indices`.
+            indices: int32 or int64 [blocks], the column of each block, 0 to N / C - 1.
+            M, N: the numbers of queries and keys. N is a multiple of C; if M is not a multiple of R, the last row of
+                blocks has fewer rows.
             R, C: rows and columns of a block.
-            num_qo_heads, num_kv_heads, head_dim: of q, and of k and v.
-            mask: bool [blocks, R, C], the entries to see within each block; all by default.
-            packed_mask: uint8, the same for each row of blocks as [rows, its blocks * C], bits packed little end
-                first, each row of blocks on a new byte. Goes before `mask`.
+            num_qo_heads, num_kv_heads, head_dim: heads of q, heads of k and v, and the elements of a head.
+            mask: bool [blocks, R, C], the visible entries of each block; None: all.
+            packed_mask: uint8, for each row of blocks the visible entries [rows, its blocks * C], bit-packed, lowest
+                bit first, each row of blocks on a new byte. If it is given, `mask` is not used.
             causal: without a mask, query i of a row of blocks sees the first i + 1 + (keys of the row) - (its queries)
-                of the keys that it has. Positions of ROPE_LLAMA and ALIBI are counted in the same way.
-            o_data_type: dtype of the output, float16 unless said otherwise, whatever q's is.
-            use_fp16_qk_reduction: accepted; sums are float32.
+                keys of the row. Positions of ROPE_LLAMA and ALIBI are counted among the keys of the row, too.
+            o_data_type: dtype of the output; float16 by default, whatever q_data_type is.
+            use_fp16_qk_reduction: accepted, without effect; accumulation is float32.
             block_mask, kv_block_lens, q2k_indices, q2k_num, kv_splits, use_clc, q_scale, k_scale, v_scale: refused;
-                they are for kernels of FlashInfer's that compute on Blackwell only.
+                FlashInfer has them for kernels that run on Blackwell only.
 
         The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Raises:
-            ValueError: an argument that does not fit, named with its value and what is allowed; whether columns are
-                in range is checked for tables on the host.
+            ValueError: an argument that does not fit, named with its value and what is allowed; for tables on the host
+                also a column out of range.
         """
         refuse(block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices, q2k_num=q2k_num)
         refuse(kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
@@ -153,7 +161,7 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
             packed_mask = pack_blocks(mask, kv.indptr)
         if packed_mask is not None:
             packed_mask = packed_mask.to(self.device, non_blocking=non_blocking)
-        self._begin(
+        self._plan_blocks(
             qo,
             kv,
             num_qo_heads=num_qo_heads,
@@ -193,7 +201,7 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
         Args:
             q: [M, num_qo_heads, head_dim].
             k, v: [N, num_kv_heads, head_dim].
-            scale_q, scale_k, scale_v: factors of what is stored, as numbers or one per head.
+            scale_q, scale_k, scale_v: factors of q, k and v, each a number or one per head.
             out: [M, num_qo_heads, head_dim] of o_data_type, and lse: float32 [M, num_qo_heads], to write to.
             enable_pdl: accepted, without effect.
 
@@ -202,15 +210,14 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
 
         Raises:
             ValueError: a tensor that does not fit the plan.
-            RuntimeError: there is no plan.
+            RuntimeError: nothing has been planned.
         """
         self._planned()
         check_tensors(q=q, k=k, v=v)
         for name, x, length in (("q", q, self.M), ("k", k, self.N), ("v", v, self.N)):
             fits = x.ndim == 3 and len(x) == length
             check(fits, f"{name}.shape", list(x.shape), partial("[{}, heads, head_dim]".format, length))
-        pages = (self.N // self.C, self.C)
-        cache = (k.unflatten(0, pages), v.unflatten(0, pages))
+        cache = as_pages(k, self.C), as_pages(v, self.C)
         return self._prefill.run(q, cache, scale_q, scale_k, scale_v, return_lse=return_lse, out=out, lse=lse)
 
     def forward(
@@ -228,7 +235,7 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
+        """Deprecated: plan again with these settings of the layer, then `run`."""
         self._planned()(
             pos_encoding_mode=pos_encoding_mode,
             logits_soft_cap=logits_soft_cap,
@@ -240,7 +247,7 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
 
 
 class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
-    """Attention whose mask is a matrix of blocks with heights and widths of their own, another for each KV head.
+    """Attention with a mask of blocks of variable sizes for each KV head.
 
     Args:
         float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
@@ -266,13 +273,15 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
         q_data_type: DType = "float16",
         kv_data_type: DType | None = None,
     ) -> None:
-        """Record the matrices, and the layer that runs share. Waits once for the device that the map lies on, since
-        how many keys it selects decides how large the tables are.
+        """Record the block masks and the layer for later runs. Waits once for the device of block_mask_map, because the
+        number of visible keys determines the size of the tables.
 
         Args:
-            block_mask_map: bool [num_kv_heads, rows of blocks, columns of blocks], the blocks to see.
-            block_row_sz, block_col_sz: int32 or int64 [num_kv_heads, rows of blocks] and [num_kv_heads, columns of
-                blocks], heights and widths of blocks; those of each head add up to all its queries and keys.
+            block_mask_map: bool [num_kv_heads, rows of blocks, columns of blocks], the visible blocks.
+            block_row_sz: int32 or int64 [num_kv_heads, rows of blocks], the queries of each row of blocks. Each KV
+                head's add up to the number of queries.
+            block_col_sz: int32 or int64 [num_kv_heads, columns of blocks], the keys of each column of blocks. Each KV
+                head's add up to the number of keys.
             num_qo_heads: a multiple of num_kv_heads; query heads that share a KV head share its mask.
             pos_encoding_mode: NONE or ROPE_LLAMA.
             q_data_type: dtype of q and of the output.
@@ -287,11 +296,11 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
             check(is_int(heads) and heads > 0, name, heads, "a positive int")
         fits = num_qo_heads % num_kv_heads == 0
         check(fits, "num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
-        given = len(block_mask_map)
-        check(given == num_kv_heads, "len(block_mask_map)", given, f"num_kv_heads = {num_kv_heads}")
+        heads = len(block_mask_map)
+        check(heads == num_kv_heads, "len(block_mask_map)", heads, f"num_kv_heads = {num_kv_heads}")
         self._refuse_alibi(pos_encoding_mode)
         blocks = VariableBlocks.from_map(block_mask_map, block_row_sz, block_col_sz)
-        self._begin(
+        self._plan_blocks(
             blocks.qo,
             blocks.kv,
             num_qo_heads=num_qo_heads // num_kv_heads,
@@ -307,13 +316,13 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
             kv_data_type=kv_data_type,
             non_blocking=non_blocking,
         )
-        self._heads, self._rows, self._keys = (num_kv_heads, num_qo_heads), blocks.num_rows, blocks.num_keys
+        self._blocks, self._num_kv_heads, self._num_qo_heads = blocks, num_kv_heads, num_qo_heads
 
     begin_forward = plan
 
     @staticmethod
     def _refuse_alibi(pos_encoding_mode: str) -> None:
-        """All heads are one to prefill, which would take them for the first ones and give them their slopes."""
+        """Refuse ALIBI: prefill is planned with the heads of one group, and would give all groups their slopes."""
         check(pos_encoding_mode != "ALIBI", "pos_encoding_mode", pos_encoding_mode, "NONE or ROPE_LLAMA")
 
     def run(
@@ -331,8 +340,8 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
         Args:
             q: [num_qo_heads, queries, head_dim].
             k, v: [num_kv_heads, keys, head_dim].
-            out: [num_kv_heads * queries, num_qo_heads / num_kv_heads, head_dim] of q's dtype, and lse: float32
-                [num_kv_heads * queries, num_qo_heads / num_kv_heads], to write to, in this order too.
+            out: where to write, of q's dtype, [num_kv_heads * queries, num_qo_heads / num_kv_heads, head_dim].
+            lse: where to write, float32 [num_kv_heads * queries, num_qo_heads / num_kv_heads].
             enable_pdl: accepted, without effect.
 
         Returns:
@@ -341,23 +350,21 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
 
         Raises:
             ValueError: a tensor that does not fit the plan.
-            RuntimeError: there is no plan.
+            RuntimeError: nothing has been planned.
         """
         self._planned()
         check_tensors(q=q, k=k, v=v)
-        num_kv_heads, num_qo_heads = self._heads
-        queries, keys = (num_qo_heads, self._rows), (num_kv_heads, self._keys)
+        blocks, num_kv_heads = self._blocks, self._num_kv_heads
+        queries, keys = (self._num_qo_heads, blocks.num_rows), (num_kv_heads, blocks.num_keys)
         for name, x, shape in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
             fits = x.ndim == 3 and x.shape[:2] == shape
             check(fits, f"{name}.shape", list(x.shape), partial("[{}, {}, head_dim]".format, *shape))
-        rows = q.unflatten(0, (num_kv_heads, num_qo_heads // num_kv_heads)).transpose(1, 2).flatten(0, 1)
-        cache = (k.flatten(0, 1)[:, None, None], v.flatten(0, 1)[:, None, None])
+        cache = as_pages(k.flatten(0, 1)[:, None], 1), as_pages(v.flatten(0, 1)[:, None], 1)
+        rows = blocks.flatten_queries(q, num_kv_heads)
         found = self._prefill.run(rows, cache, return_lse=return_lse, out=out, lse=lse)
-        return self._by_head(found) if isinstance(found, Tensor) else (self._by_head(found[0]), self._by_head(found[1]))
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        """[num_kv_heads * queries, group, ...] as [num_qo_heads, queries, ...]."""
-        return x.unflatten(0, (self._heads[0], self._rows)).transpose(1, 2).flatten(0, 1).contiguous()
+        if isinstance(found, Tensor):
+            return blocks.unflatten_outputs(found, num_kv_heads)
+        return blocks.unflatten_outputs(found[0], num_kv_heads), blocks.unflatten_outputs(found[1], num_kv_heads)
 
     def forward(
         self,
@@ -371,7 +378,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Deprecated: `run`, with what the layer fixes given again; these values replace the plan's."""
+        """Deprecated: plan again with these settings of the layer, then `run`."""
         self._refuse_alibi(pos_encoding_mode)
         self._planned()(
             pos_encoding_mode=pos_encoding_mode,

@@ -1,4 +1,4 @@
-"""What attention is, with no device in mind: a layer's spec, who owns which tokens, partial results, the oracle."""
+"""What attention is, on any device: a layer's spec, page tables, masks, partial states, and the oracle in float64."""
 
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout

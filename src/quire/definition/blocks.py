@@ -1,4 +1,4 @@
-"""Block-sparse matrices as batches: a row of blocks is a request, the blocks that it has are its keys."""
+"""Block-sparse attention as batches over pages: each row of blocks is a request, and the blocks in it are its pages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quire.definition.spec import check
 
 
 def fixed_blocks(indptr: Tensor, indices: Tensor, M: int, N: int, R: int, C: int) -> tuple[RaggedLayout, PageTable]:
-    """Rows and pages of an [M, N] matrix of blocks [R, C], in SciPy's BSR form; blocks are pages of C keys.
+    """The query layout and the page table of an [M, N] mask of [R, C] blocks in SciPy's BSR format. A page has C keys.
 
     Args:
-        indptr: int32 or int64 [ceil(M / R) + 1], where each row's blocks begin in `indices`; the last row may be lower
-            than R.
-        indices: int32 or int64 [blocks], the blocks' columns, 0 to N / C - 1.
+        indptr: int32 or int64 [ceil(M / R) + 1], the offset of each row's blocks in `indices`. The last row of blocks
+            may have fewer than R rows.
+        indices: int32 or int64 [blocks], the column of each block, 0 to N / C - 1.
 
     Raises:
         ValueError: sizes that do not fit; on the host also columns that are out of range.
@@ -33,41 +33,46 @@ def fixed_blocks(indptr: Tensor, indices: Tensor, M: int, N: int, R: int, C: int
     check_indptr(indptr, "indptr", len(indices), "the number of indices")
     if indices.device.type == "cpu":
         refuse_first((indices < 0) | (indices >= N // C), "indices", indices, f"0 to N / C - 1 = {N // C - 1}")
-    begins = (torch.arange(rows + 1, device=indptr.device) * R).clamp(max=M)
-    return RaggedLayout(begins.int()), PageTable(indptr, indices, torch.full_like(indptr[1:], C), C)
+    qo_indptr = (torch.arange(rows + 1, device=indptr.device) * R).clamp(max=M)
+    return RaggedLayout(qo_indptr.int()), PageTable(indptr, indices, torch.full_like(indptr[1:], C), C)
+
+
+def as_pages(x: Tensor, page_size: int) -> Tensor:
+    """[tokens, heads, head_dim] as [tokens / page_size, page_size, heads, head_dim]."""
+    return x.unflatten(0, (len(x) // page_size, page_size))
 
 
 def mask_by_rows(mask: Tensor, indptr: Tensor) -> Tensor:
-    """A mask given block by block, as attention wants it: one row of blocks after another, each of them row by row.
+    """Reorder a mask that is stored block by block into flat custom masks, one per row of blocks, each row-major.
 
     Args:
         mask: [blocks, R, C].
-        indptr: int [rows of blocks + 1], on mask's device, where each one's blocks begin.
+        indptr: int [rows of blocks + 1], on mask's device, the offset of each row's blocks.
 
     Returns:
         [blocks * R * C]. Never waits for a device.
     """
     blocks, R, C = mask.shape
-    block, line = torch.arange(blocks, device=mask.device), torch.arange(R, device=mask.device)
-    row = torch.searchsorted(indptr, block.to(indptr.dtype), right=True)[:, None] - 1
-    begins, last = indptr.long(), len(indptr) - 1
-    first = begins[row.clamp(min=0)]
-    width = begins[(row + 1).clamp(max=last)] - first
-    within = block[:, None] - first
-    spare = blocks * R  # a line past the end takes blocks of no row
-    target = torch.where((within >= 0) & (within < width), first * R + within + line * width, spare).clamp(0, spare)
-    lines = mask.new_empty(spare + 1, C).index_copy_(0, target.flatten(), mask.reshape(spare, C))
-    return lines[:spare].flatten()
+    block, row = torch.arange(blocks, device=mask.device), torch.arange(R, device=mask.device)
+    block_row = torch.searchsorted(indptr, block.to(indptr.dtype), right=True)[:, None] - 1
+    offsets, last = indptr.long(), len(indptr) - 1
+    start = offsets[block_row.clamp(min=0)]
+    width = offsets[(block_row + 1).clamp(max=last)] - start
+    column = block[:, None] - start
+    spare = blocks * R  # an extra row, to which blocks of no row are written
+    target = torch.where((column >= 0) & (column < width), start * R + column + row * width, spare).clamp(0, spare)
+    rows = mask.new_empty(spare + 1, C).index_copy_(0, target.flatten(), mask.reshape(spare, C))
+    return rows[:spare].flatten()
 
 
 @dataclass(frozen=True, eq=False)
 class VariableBlocks:
-    """Matrices of blocks that have sizes of their own, one for each head, as a batch: a request is a row of blocks.
+    """Masks of blocks with variable sizes, one mask per KV head, as a batch whose requests are rows of blocks.
 
     Attributes:
-        qo: row m of head h is row ``h * num_rows + m`` of the queries.
-        kv: key n of head h is page ``h * num_keys + n``; pages have size 1.
-        num_rows, num_keys: of each head.
+        qo: the query layout; row m of KV head h is row ``h * num_rows + m``.
+        kv: the page table, with pages of size 1; key n of KV head h is page ``h * num_keys + n``.
+        num_rows, num_keys: the queries and the keys of each KV head.
     """
 
     qo: RaggedLayout
@@ -77,14 +82,16 @@ class VariableBlocks:
 
     @classmethod
     def from_map(cls, mask_map: Tensor, row_sizes: Tensor, col_sizes: Tensor) -> VariableBlocks:
-        """From the blocks that are there, and their sizes. Reads once from a device: how many keys there are in all.
+        """From the blocks that are visible, and the sizes of all blocks. Waits once for the device, for the numbers of
+        rows and keys.
 
         Args:
-            mask_map: bool [heads, rows of blocks, columns of blocks].
-            row_sizes, col_sizes: int32 or int64 [heads, rows of blocks] and [heads, columns of blocks].
+            mask_map: bool [kv_heads, rows of blocks, columns of blocks].
+            row_sizes: int32 or int64 [kv_heads, rows of blocks], the queries in each.
+            col_sizes: int32 or int64 [kv_heads, columns of blocks], the keys in each.
 
         Raises:
-            ValueError: shapes that do not fit, sizes below 0, or heads that do not have the same size.
+            ValueError: shapes that do not fit, negative sizes, or KV heads with different numbers of queries or keys.
         """
         check(mask_map.ndim == 3 and mask_map.numel() > 0, "block_mask_map.shape", list(mask_map.shape), "three sizes")
         for name, sizes, dim in (("block_row_sz", row_sizes, 1), ("block_col_sz", col_sizes, 2)):
@@ -95,17 +102,25 @@ class VariableBlocks:
         widths = (mask_map.bool() * col_sizes[:, None]).flatten()
         ends = widths.cumsum(0)
         num_rows, num_keys, total = _totals(row_sizes, col_sizes, ends[-1])
-        begins = (col_sizes.flatten().cumsum(0).view_as(col_sizes) - col_sizes)[:, None].expand(mask_map.shape)
-        shift = (begins.flatten() - (ends - widths)).int()
+        starts = (col_sizes.flatten().cumsum(0).view_as(col_sizes) - col_sizes)[:, None].expand(mask_map.shape)
+        shift = (starts.flatten() - (ends - widths)).int()
         indices = torch.arange(total, dtype=torch.int32, device=ends.device)
         indices += torch.repeat_interleave(shift, widths, output_size=total)
         indptr = pad(ends.view(-1, mask_map.shape[2])[:, -1], (1, 0)).int()
         rows = RaggedLayout(pad(row_sizes.flatten().cumsum(0), (1, 0)).int())
         return cls(rows, PageTable.from_slots(indices, indptr), num_rows, num_keys)
 
+    def flatten_queries(self, q: Tensor, num_kv_heads: int) -> Tensor:
+        """[num_qo_heads, num_rows, head_dim] as a batch's queries [num_kv_heads * num_rows, group, head_dim]."""
+        return q.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).flatten(0, 1)
+
+    def unflatten_outputs(self, x: Tensor, num_kv_heads: int) -> Tensor:
+        """[num_kv_heads * num_rows, group, ...] as [num_qo_heads, num_rows, ...], contiguous."""
+        return x.unflatten(0, (num_kv_heads, self.num_rows)).transpose(1, 2).flatten(0, 1).contiguous()
+
 
 def _totals(row_sizes: Tensor, col_sizes: Tensor, selected: Tensor) -> tuple[int, int, int]:
-    """Rows and keys of a head, and selected keys of all requests, on the host; refuses sizes that cannot be."""
+    """Queries and keys of a KV head, and visible keys of all requests, on the host. Refuses sizes that are invalid."""
     both = [f for sizes in (row_sizes, col_sizes) for f in (sizes.min(), *sizes.sum(1).aminmax())]
     *facts, total = torch.stack([*both, selected]).tolist()
     for name, (least, low, high) in (("block_row_sz", facts[:3]), ("block_col_sz", facts[3:])):

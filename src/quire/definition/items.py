@@ -1,8 +1,9 @@
 """Prompts of several items: a prefix, then items that do not see each other (multi-item scoring).
 
-The tokens after the prefix are numbered within their items, from 1; the delimiter before an item has number 0. Besides
-being causal, a token with number n sees the prefix and the n - 1 tokens before it, that is the keys beyond its position
-minus n; a delimiter sees the prefix alone. Tokens of the prefix see what causal ones see.
+Each token after the prefix has a position in its item, counted from 1; the delimiter before an item has position 0. In
+addition to causality, a token at position n > 0 of its item sees the prefix and the n keys that end with its own: those
+beyond its position in the request minus n. A delimiter sees the prefix alone. Tokens of the prefix are subject to
+causality alone.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class Items:
     """The items of a batch's prompts.
 
     Attributes:
-        prefix_lens: uint32 or int32 [batch_size], tokens in each prefix.
-        positions: uint16 or int32 [batch_size * length], each request's numbers, padded to `length`. The last request's
-            padding may be left out: zeros are put in its place.
-        length: numbers per request; 0 with a single request: all that there are.
+        prefix_lens: uint32 or int32 [batch_size], the tokens in each prefix.
+        positions: uint16 or int32 [batch_size * length], each request's positions in items, padded to `length`. The
+            last request's padding may be omitted, and is then filled with zeros.
+        length: positions per request; 0, which only a single request may have, stands for all positions.
 
-    Tensors of int64 are converted to int32.
+    Int64 tensors are converted to int32.
 
     Raises:
-        ValueError: another dtype or shape, or fewer numbers than the requests but the last take.
+        ValueError: another dtype or shape, or fewer positions than the requests before the last one need.
     """
 
     prefix_lens: Tensor
@@ -61,19 +62,20 @@ class Items:
             object.__setattr__(self, "positions", padded)
 
     def mask(self, b: int, q_len: int, kv_len: int) -> Tensor:
-        """Bool [q_len, kv_len]: what the queries of request b see, besides being causal."""
+        """Which keys the items let each query of request b see, before causality: bool [q_len, kv_len]."""
         prefix = int(self.prefix_lens[b])
-        numbers = self.positions[b * self.length : (b + 1) * self.length].long()
-        position = torch.arange(kv_len - q_len, kv_len, device=numbers.device)[:, None]
-        at = (position - prefix)[:, 0]
-        there = (at >= 0) & (at < self.length)
-        number = torch.zeros_like(at)
-        number[there] = numbers[at[there]]
-        key = torch.arange(kv_len, device=numbers.device)[None, :]
-        return (position < prefix) | (key < prefix) | (key > position - number[:, None])
+        in_items = self.positions[b * self.length : (b + 1) * self.length].long()
+        query = torch.arange(kv_len - q_len, kv_len, device=in_items.device)
+        index = query - prefix
+        valid = (index >= 0) & (index < self.length)
+        in_item = torch.zeros_like(index)
+        in_item[valid] = in_items[index[valid]]
+        query, in_item = query[:, None], in_item[:, None]
+        key = torch.arange(kv_len, device=query.device)[None, :]
+        return (query < prefix) | (key < prefix) | (key > query - in_item)
 
     def packed(self, q_lens: Tensor, kv_lens: Tensor) -> PackedMask:
-        """The same as packed masks, for kernels that know no items. Reads the lengths on the host."""
+        """The masks of `mask`, packed, for kernels without items. Reads the lengths on the host."""
         sizes = zip(q_lens.tolist(), kv_lens.tolist(), strict=True)
         masks = [self.mask(b, q_len, kv_len).flatten() for b, (q_len, kv_len) in enumerate(sizes)]
         bits = torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool, device=q_lens.device)

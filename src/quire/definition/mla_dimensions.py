@@ -1,4 +1,4 @@
-"""Sizes of models with latent attention; public in `quire.mla`."""
+"""Head and layer sizes of models with multi-head latent attention (MLA); public in `quire.mla`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MLAHeadDimensions:
-    """The sizes of a head of latent attention.
+    """The sizes of a head in multi-head latent attention.
 
     Attributes:
-        qk_nope_head_dim: elements of a query or key without positions, before its projection is absorbed.
-        qk_rope_head_dim: those that turn with the position.
+        qk_nope_head_dim: elements of a query or key without RoPE, before its projection is absorbed.
+        qk_rope_head_dim: elements of a query or key with RoPE.
         v_head_dim: elements of a value, before its projection is absorbed.
         kv_lora_rank: elements of the latent vector that all heads share.
     """
@@ -24,7 +24,7 @@ class MLAHeadDimensions:
 
 @dataclass(frozen=True)
 class MLALayerDimensions:
-    """A layer of latent attention: the sizes of its heads, and how many it has."""
+    """The sizes of a layer in multi-head latent attention: those of its heads, and the number of query heads."""
 
     head_dimensions: MLAHeadDimensions
     num_heads: int

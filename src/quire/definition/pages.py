@@ -1,7 +1,7 @@
-"""Which tokens belong to which request: ragged rows and page tables, their builders and their checks.
+"""Which tokens belong to which request: ragged layouts and page tables, their constructors and their checks.
 
-The values of tables that lie on the host are checked wherever they are made, since that costs nothing; tables on a
-device are checked by shape and dtype only, since reading them would wait for the device.
+The values of tables on the host are checked wherever a table is made, since that needs no synchronization. Tables on a
+device are checked by shape and dtype only, because reading their values would wait for the device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from quire.definition.spec import is_int
 
 
 def as_int32(x: Tensor) -> Tensor:
-    """An int64 tensor as int32, any other one as it is. A number that int32 does not hold becomes the largest or the
-    smallest that it holds, which no table may have, where wrapping might give a valid one. Never waits for a device.
+    """An int64 tensor as int32, any other tensor unchanged. Values beyond int32 saturate: no table admits the limits of
+    int32, while a wrapped value might be valid. Never waits for a device.
     """
     if not isinstance(x, Tensor) or x.dtype != torch.int64:
         return x
@@ -27,8 +27,8 @@ def as_int32(x: Tensor) -> Tensor:
 
 
 def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
-    """An int32 vector, x itself or what it is as int64; refuses anything else (and another length than the given; and,
-    where the name says indptr, an empty one).
+    """An int32 or int64 vector as int32. ValueError for anything else, for another length than `length`, and for an
+    empty vector whose name contains indptr.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}: it must be an int32 or int64 tensor")
@@ -44,7 +44,7 @@ def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
 
 
 def refuse_first(bad: Tensor, name: str, values: Tensor, bound: str) -> None:
-    """ValueError that names the first bad entry of a host table, if there is one."""
+    """Raise a ValueError that names the first entry of a host table for which `bad` is set, if there is one."""
     if bool(bad.any()):
         i = int(bad.nonzero()[0])
         raise ValueError(f"{name}[{i}] = {int(values[i])} is out of range: {bound}")
@@ -56,7 +56,7 @@ def _check_page_size(page_size: int) -> None:
 
 
 def _refuse_devices(**tables: Tensor) -> None:
-    """Refuse tables that do not lie on one device."""
+    """Refuse tables that are on different devices."""
     devices = sorted({str(x.device) for x in tables.values()})
     if len(devices) > 1:
         *names, last = tables
@@ -64,18 +64,44 @@ def _refuse_devices(**tables: Tensor) -> None:
 
 
 def _page_count(lengths: Tensor, page_size: int) -> Tensor:
-    """int32: pages of requests of these lengths."""
+    """The number of pages of requests of these lengths, int32."""
     _check_page_size(page_size)
     return (lengths + (page_size - 1)) // page_size
 
 
 def _last_page_len(lengths: Tensor, pages: Tensor, page_size: int) -> Tensor:
-    """int32: tokens in the last page of requests of these lengths, 0 for no pages; less than 1 with pages to spare."""
+    """Tokens in the last page of requests of these lengths, int32: 0 without pages, less than 1 with more pages than
+    the length fills.
+    """
     return torch.sub(lengths, (pages - 1).clamp_(min=0), alpha=page_size)
 
 
+def page_lengths(indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
+    """The requests' lengths in tokens, int32 [batch_size], from an indptr in pages; 0 without pages."""
+    pages = indptr.diff()
+    return torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0).int()
+
+
+def appended_tokens(indptr: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The request and the position of each appended token, int32 [count] each; appended tokens are a request's last.
+
+    Args:
+        indptr: int32 [batch_size + 1], where each request starts among the appended tokens.
+        lengths: int32 [batch_size], the requests' lengths with the appended tokens.
+        count: the number of entries to return; those outside indptr have request -1 and position 0.
+    """
+    token = torch.arange(count, dtype=torch.int32, device=indptr.device)
+    request = torch.searchsorted(indptr, token, right=True, out_int32=True) - 1
+    inside = (token >= indptr[0]) & (token < indptr[-1])
+    position = token
+    if len(lengths):
+        owner = request.clamp(0, len(lengths) - 1).long()
+        position = token - indptr[owner + 1] + lengths.to(token.device)[owner]
+    return torch.where(inside, request, -1), torch.where(inside, position, 0)
+
+
 def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name: str = "") -> None:
-    """A host indptr must not start below 0, must never fall, and must not end beyond `total`."""
+    """Refuse a host indptr that starts below 0, decreases anywhere, or ends beyond `total`."""
     if indptr.device.type != "cpu":
         return
     if int(indptr[0]) < 0:
@@ -123,14 +149,13 @@ class RaggedLayout:
 class PageTable:
     """The pages of each request, in order: request b owns ``indices[indptr[b]:indptr[b + 1]]``.
 
-    Tables of int64 are converted (see `as_int32`).
+    Int64 tensors are converted (see `as_int32`).
 
     Attributes:
         indptr: int32 [batch_size + 1]; a slice of a longer indptr is fine, so it need not start at 0.
         indices: int32 [at least indptr[-1]], page ids.
-        last_page_len: int32 [batch_size], tokens in the last page, 1 to page_size; any value where there is no page. On
-            a device, less than 1 means that pages before it are not full either: a request has page_size tokens for
-            each page but one, and last_page_len.
+        last_page_len: int32 [batch_size], tokens in the last page, 1 to page_size; any value without pages. On a device
+            it may be less than 1: a request has (pages - 1) * page_size + last_page_len tokens.
         page_size: tokens in a page.
     """
 
@@ -142,9 +167,9 @@ class PageTable:
 
     @property
     def per_request(self) -> Tensor:
-        """int32 [batch_size]: last_page_len or, of a `LengthTable`, kv_lens."""
-        numbers: Tensor = self.__dict__[self._per_request]
-        return numbers
+        """int32 [batch_size]: last_page_len or, in a `LengthTable`, kv_lens."""
+        lengths: Tensor = self.__dict__[self._per_request]
+        return lengths
 
     def __post_init__(self) -> None:
         _check_page_size(self.page_size)
@@ -178,25 +203,24 @@ class PageTable:
             raise ValueError(f"kv_indices[{bad}] = {page} of request {request} is out of range: 0 to {num_pages - 1}")
 
     def like(self, indptr: Tensor, indices: Tensor, per_request: Tensor) -> PageTable | None:
-        """These tables, if this table's checks hold for them too; else None. Those on the host have values to check."""
+        """A table of these tensors without checks, if they have this table's dtypes, shapes and device; None otherwise,
+        and on the host, where values have to be checked.
+        """
         if self.indptr.is_cpu:
             return None
-        own, device, int32 = self.per_request, self.indptr.device, torch.int32
+        device, int32 = self.indptr.device, torch.int32
         for x in (indptr, indices, per_request):
             if type(x) is not Tensor or x.dtype is not int32 or x.device != device or not x.is_contiguous():
                 return None
-            if x.ndim != 1:
-                return None
-        if indptr.numel() != self.indptr.numel() or per_request.numel() != own.numel():
+        if indptr.shape != self.indptr.shape or per_request.shape != self.per_request.shape or indices.ndim != 1:
             return None
         other = object.__new__(type(self))  # without its checks
-        fields = other.__dict__
-        fields["indptr"], fields["indices"], fields["page_size"] = indptr, indices, self.page_size
-        fields[self._per_request] = per_request
+        other.__dict__.update(indptr=indptr, indices=indices, page_size=self.page_size)
+        other.__dict__[self._per_request] = per_request
         return other
 
     def to(self, device: torch.device | str) -> PageTable:
-        """The table on another device; its values are checked if that is the host."""
+        """The table on another device. Its values are checked if that device is the host."""
         return PageTable(self.indptr.to(device), self.indices.to(device), self.last_page_len.to(device), self.page_size)
 
     @property
@@ -205,8 +229,7 @@ class PageTable:
 
     def lengths(self) -> Tensor:
         """int32 [batch_size]: tokens of each request."""
-        pages = self.indptr.diff()
-        return torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0).int()
+        return page_lengths(self.indptr, self.last_page_len, self.page_size)
 
     @classmethod
     def from_block_tables(cls, block_tables: Tensor, lengths: Tensor, page_size: int) -> PageTable:
@@ -228,16 +251,17 @@ class PageTable:
         indptr = RaggedLayout.from_lengths(pages).indptr
         columns = torch.arange(width, dtype=torch.int32, device=lengths.device)
         used = columns < pages[:, None]
-        spare = block_tables.numel()  # one slot past the end takes what is not used
+        spare = block_tables.numel()  # an entry past the end, where unused pages are scattered
         target = torch.where(used, indptr[:-1, None] + columns, spare).flatten().long()
         indices = block_tables.new_zeros(spare + 1).scatter_(0, target, block_tables.flatten())
         return cls(indptr, indices[:spare], _last_page_len(lengths, pages, page_size), page_size)
 
     @classmethod
     def from_pages(cls, indices: Tensor, lengths: Tensor, page_size: int) -> PageTable:
-        """From the requests' pages one after another, as many as [batch_size] lengths in tokens fill, int32 or int64.
+        """From the requests' pages, concatenated, and [batch_size] lengths in tokens, int32 or int64. A request has as
+        many pages as its length fills.
 
-        Never waits for a device; entries beyond the last request's are left alone.
+        Never waits for a device; `indices` may be longer than the pages of all requests.
         """
         lengths = table(lengths, "lengths")
         pages = _page_count(lengths, page_size)
@@ -248,15 +272,15 @@ class PageTable:
     def from_lengths(
         cls, indptr: Tensor, indices: Tensor, lengths: Tensor, page_size: int, name: str = "lengths"
     ) -> PageTable:
-        """From [batch_size] lengths in tokens, int32 or int64; a request may own more pages than they fill, which are
-        left out or, on a device, stay empty.
+        """From [batch_size] lengths in tokens, int32 or int64. A request may own more pages than its length fills: the
+        host's table leaves these out, and a device's table has them as empty pages.
 
-        indptr and indices are those of a PageTable, and not changed. Never waits for a device.
+        indptr and indices are as in a PageTable, and not changed. Never waits for a device.
         """
         _check_page_size(page_size)
         lengths, indices = table(lengths, name), table(indices, "kv_indices")
         indptr = table(indptr, "kv_indptr", len(lengths) + 1)
-        if not lengths.is_cpu:  # where leaving pages out takes a dozen launches
+        if not lengths.is_cpu:  # on a device, removing empty pages would take a dozen launches
             return LengthTable.of(indptr, indices, lengths, page_size, name)
         check_indptr(indptr, "kv_indptr", len(indices), "the number of kv_indices")
         owned = indptr[1:] - indptr[:-1]
@@ -269,12 +293,12 @@ class PageTable:
 
     @classmethod
     def from_slots(cls, slots: Tensor, indptr: Tensor) -> PageTable:
-        """From one cache slot per token: [tokens] slots and [batch_size + 1] indptr. Pages have size 1."""
+        """From a cache slot per token: slots [tokens] and indptr [batch_size + 1]. Pages have size 1."""
         return cls(indptr, slots, torch.ones_like(indptr[1:]), page_size=1)
 
     @classmethod
     def from_ragged(cls, layout: RaggedLayout, tokens: int) -> PageTable:
-        """Rows stored one after another, `tokens` in all, seen as pages of size 1."""
+        """From `tokens` rows stored one after another, each of which is a page of size 1."""
         indices = torch.arange(tokens, dtype=torch.int32, device=layout.indptr.device)
         return cls.from_slots(indices, layout.indptr)
 
@@ -289,12 +313,12 @@ class PageTable:
         entries: int | None = None,
     ) -> PageTable:
         """From a matrix of cache slots, int [max_requests, max_context]: row req_pool_indices[b] holds the slots of
-        request b in order. With pages larger than 1, the slots of a page follow each other.
+        request b in order. With page_size > 1, the slots of a page are consecutive.
 
         Args:
-            starts: [batch_size], the columns in which the requests begin; by default the first. Multiples of page_size.
-            entries: how many pages the requests have in all, or more. Without it `indices` has room for the longest
-                requests that there could be, since what they have is not read from a device.
+            starts: [batch_size], the requests' first columns, multiples of page_size; None: 0.
+            entries: an upper bound of the number of pages of all requests. None: on a device, where lengths are not
+                read, the pages of batch_size requests of max_context tokens.
         """
         lengths = table(lengths, "lengths")
         count, width = len(lengths), req_to_token.shape[1]
@@ -320,8 +344,8 @@ class PageTable:
 
 
 class LengthTable(PageTable):
-    """A page table on a device that has the requests' lengths in tokens, int32 [batch_size] `kv_lens`, as kernels for
-    GPUs read them, too. last_page_len takes a few launches each time, and is what lengths are then.
+    """A page table on a device that stores the requests' lengths in tokens, int32 [batch_size] `kv_lens`, which GPU
+    kernels read in place of last_page_len. Here last_page_len is computed at each access, by a few launches.
     """
 
     kv_lens: Tensor
@@ -329,7 +353,7 @@ class LengthTable(PageTable):
 
     @classmethod
     def of(cls, indptr: Tensor, indices: Tensor, kv_lens: Tensor, page_size: int, name: str) -> LengthTable:
-        """From int32 vectors; `name` is what messages call the lengths. ValueError if their devices differ."""
+        """From int32 vectors; error messages call the lengths `name`. ValueError if devices differ."""
         _refuse_devices(kv_indptr=indptr, kv_indices=indices, **{name: kv_lens})
         made = object.__new__(cls)
         made.__dict__.update(indptr=indptr, indices=indices, kv_lens=kv_lens, page_size=page_size)

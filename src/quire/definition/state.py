@@ -1,8 +1,8 @@
-"""Partial results of attention and how they merge.
+"""Partial states of attention, and how they are merged.
 
-Attention over a set of keys is a state (v, s): the output, and the base-2 logarithm of the softmax's denominator. The
-states of two disjoint sets of keys determine the state of their union; the state of no key is (0, -inf). (Section
-2.2 of the FlashInfer paper, Ye et al., 2025.)
+Attention over a set of keys has a state (v, s): the output v, and the LSE s, which is the base-2 logarithm of the
+softmax's denominator. The states of two disjoint sets of keys determine the state of their union. The state of no keys
+is (0, -inf), and merging it changes nothing, whatever its v holds. See section 2.2 of the FlashInfer paper.
 """
 
 from __future__ import annotations
@@ -12,43 +12,39 @@ from torch import Tensor
 
 
 def merge(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of the union. v: [tokens, heads, head_dim], s: float32 [tokens, heads]; v keeps v_a's dtype."""
+    """The state of the union of two sets, of v_a's dtype. v: [tokens, heads, head_dim], s: float32 [tokens, heads]."""
     v, s = merge_many(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
     return v.to(v_a.dtype), s
 
 
 def merge_ragged(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
-    """For each i the state of the union of sets indptr[i] to indptr[i + 1]. v: [sets, heads, head_dim], s: float32
-    [sets, heads].
+    """For each row i, the state of the union of the sets indptr[i] to indptr[i + 1]. Never waits for a device.
 
-    A set without keys adds nothing, whatever its v holds. Never waits for a device.
+    v: [sets, heads, head_dim], s: float32 [sets, heads], indptr: int [rows + 1].
     """
     s = s.to(torch.promote_types(s.dtype, torch.float32))
-    begins = indptr.long().clamp(0, len(s))
+    offsets = indptr.long().clamp(0, len(s))
 
-    def reduce(x: Tensor, kind: str, nothing: float) -> Tensor:
-        return torch.segment_reduce(x, kind, offsets=begins, axis=0, initial=nothing)
+    def reduce(x: Tensor, kind: str, initial: float) -> Tensor:
+        return torch.segment_reduce(x, kind, offsets=offsets, axis=0, initial=initial)
 
-    top = reduce(s, "max", -torch.inf)
-    safe = torch.where(torch.isinf(top), 0.0, top)  # as in `merge_many`
-    owner = torch.searchsorted(begins, torch.arange(len(s), device=s.device), right=True) - 1
-    weight = torch.exp2(s - safe[owner.clamp(0, len(top) - 1)]) if len(top) else s
-    total = reduce(weight, "sum", 0.0)
-    parts = torch.where(weight[..., None] == 0, 0.0, v.to(weight.dtype) * weight[..., None])
-    out = reduce(parts, "sum", 0.0) / torch.where(total == 0, 1.0, total)[..., None]
-    return out.to(v.dtype), safe + torch.log2(total)
+    row_max = reduce(s, "max", -torch.inf)
+    shift = torch.where(torch.isinf(row_max), 0.0, row_max)  # as in `merge_many`
+    row = torch.searchsorted(offsets, torch.arange(len(s), device=s.device), right=True) - 1
+    weight = torch.exp2(s - shift[row.clamp(0, len(row_max) - 1)]) if len(row_max) else s
+    denominator = reduce(weight, "sum", 0.0)
+    weighted = torch.where(weight[..., None] == 0, 0.0, v.to(weight.dtype) * weight[..., None])
+    out = reduce(weighted, "sum", 0.0) / torch.where(denominator == 0, 1.0, denominator)[..., None]
+    return out.to(v.dtype), shift + torch.log2(denominator)
 
 
 def merge_many(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of the union of n sets, 0 or more. v: [tokens, n, heads, head_dim], s: float32 [tokens, n, heads].
-
-    A set without keys adds nothing, whatever its v holds.
-    """
+    """The state of the union of n sets, n >= 0. v: [tokens, n, heads, head_dim], s: float32 [tokens, n, heads]."""
     s = s.to(torch.promote_types(s.dtype, torch.float32))
-    top = torch.cat([s, s.new_full((len(s), 1, s.shape[2]), -torch.inf)], 1).amax(1)  # amax of nothing is no number
-    safe = torch.where(torch.isinf(top), 0.0, top)  # -inf - -inf is no number; neither is inf - inf
-    weight = torch.exp2(s - safe[:, None])[..., None]
-    total = weight.sum(1)
-    parts = torch.where(weight == 0, 0.0, v.to(weight.dtype) * weight)
-    out = parts.sum(1) / torch.where(total == 0, 1.0, total)
-    return out.to(v.dtype), safe + torch.log2(total[..., 0])
+    row_max = torch.cat([s, s.new_full((len(s), 1, s.shape[2]), -torch.inf)], 1).amax(1)  # amax refuses n = 0
+    shift = torch.where(torch.isinf(row_max), 0.0, row_max)  # -inf - -inf and inf - inf are NaN
+    weight = torch.exp2(s - shift[:, None])[..., None]
+    denominator = weight.sum(1)
+    weighted = torch.where(weight == 0, 0.0, v.to(weight.dtype) * weight)
+    out = weighted.sum(1) / torch.where(denominator == 0, 1.0, denominator)
+    return out.to(v.dtype), shift + torch.log2(denominator[..., 0])
