@@ -1,11 +1,12 @@
-"""Attention in levels, and merging attention states: the outputs over disjoint sets of keys into that over all of them.
+"""Cascade attention, and merging the partial states of attention over disjoint sets of keys.
 
 Names, parameters and meanings are those of `flashinfer.cascade`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,14 +41,15 @@ def _check_state(v: Tensor, s: Tensor, names: tuple[str, str]) -> None:
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the states of two disjoint sets of keys.
+    """Merge the partial states of two disjoint sets of keys.
 
     Args:
-        v_a, v_b: outputs, [tokens, heads, head_dim], of one dtype.
-        s_a, s_b: their lse (base 2), [tokens, heads]; other dtypes than float32 are converted.
+        v_a, v_b: outputs, [tokens, heads, head_dim], of one floating-point dtype.
+        s_a, s_b: the LSE (base 2) of v_a and v_b, [tokens, heads]; converted to float32.
 
     Returns:
-        (v, s) of the union; v has v_a's dtype, s is float32. Where neither saw a key, v is 0 and s is -inf.
+        (v, s) over the union of the sets: [tokens, heads, head_dim] of v_a's dtype, and float32 [tokens, heads]. If
+        neither set has a visible key, v is 0 and s is -inf.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit; in grad mode, a state that requires grad.
@@ -64,15 +66,16 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
 
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
-    """Merge the state (v_other, s_other) into (v, s).
+    """Merge the partial state (v_other, s_other) into (v, s).
 
     Args:
-        v, v_other, s_other: as in `merge_state`.
-        s: float32 [tokens, heads].
-        mask: bool [tokens], any stride: the tokens to merge; the others keep their state.
+        v, v_other: outputs, [tokens, heads, head_dim], of one floating-point dtype.
+        s: float32 [tokens, heads], the LSE (base 2) of v.
+        s_other: [tokens, heads], the LSE (base 2) of v_other; converted to float32.
+        mask: bool [tokens], any stride: the tokens to merge; v and s of other tokens stay. None: all tokens.
 
     Raises:
-        ValueError: as `merge_state`; a state to be written to whose elements overlap.
+        ValueError: as in `merge_state`; also v or s with overlapping elements.
     """
     check_tensors(v=v, s=s, v_other=v_other, s_other=s_other)
     refuse_grad(v=v, s=s, v_other=v_other, s_other=s_other)
@@ -84,23 +87,23 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
     check_apart(s, "s")
     check_optional(mask=mask)
     if mask is not None and ((mask.shape, mask.dtype, mask.device) != (v.shape[:1], torch.bool, v.device)):
-        given = f"{mask.dtype} of shape {list(mask.shape)} on {mask.device}"
-        raise ValueError(f"mask is {given}: it must be torch.bool of shape [{len(v)}] on {v.device}")
+        found = f"{mask.dtype} of shape {list(mask.shape)} on {mask.device}"
+        raise ValueError(f"mask is {found}: it must be torch.bool of shape [{len(v)}] on {v.device}")
     merge.merge_state_in_place(v, s, v_other, s_other, mask)
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the states of several disjoint sets of keys, or of none.
+    """Merge the partial states of any number of disjoint sets of keys, which may be 0.
 
     Args:
         v: outputs, [tokens, sets, heads, head_dim].
-        s: their lse (base 2), [tokens, sets, heads]; other dtypes than float32 are converted.
+        s: the LSE (base 2) of v, [tokens, sets, heads]; converted to float32.
 
     Returns:
-        v [tokens, heads, head_dim] and s float32 [tokens, heads] of the union.
+        (v, s) over the union of the sets: [tokens, heads, head_dim] of v's dtype, and float32 [tokens, heads].
 
     Raises:
-        ValueError: as `merge_state`.
+        ValueError: as in `merge_state`.
     """
     check_tensors(v=v, s=s)
     refuse_grad(v=v, s=s)
@@ -116,19 +119,20 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge states of which each row has a number of its own, as `flashinfer.triton.cascade` does.
+    """Merge a variable number of partial states for each row, as `flashinfer.triton.cascade` does.
 
     Args:
-        v: outputs, [sets, heads, head_dim], those of a row one after another.
-        s: their lse (base 2), [sets, heads]; other dtypes than float32 are converted.
-        indptr: int32 or int64 [rows + 1]: row i has the sets indptr[i] to indptr[i + 1], which may be none.
+        v: outputs, [sets, heads, head_dim], ordered by row.
+        s: the LSE (base 2) of v, [sets, heads]; converted to float32.
+        indptr: int32 or int64 [rows + 1]: row i has the sets indptr[i] to indptr[i + 1], any number of them.
 
     Returns:
-        v [rows, heads, head_dim] and s float32 [rows, heads] of each row's union. Never waits for a device.
+        (v, s) over each row's union: [rows, heads, head_dim] of v's dtype, and float32 [rows, heads]. Never waits for a
+        device.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit; in grad mode, a state that requires grad; on the
-            host also an indptr that falls or ends beyond the sets.
+            host also an indptr that decreases or ends beyond the sets.
     """
     check_tensors(v=v, s=s)
     refuse_grad(v=v, s=s)
@@ -140,29 +144,17 @@ def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[
     return merge_ragged(v, s, indptr)
 
 
-def _merge_levels(levels: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """The output over all levels' keys. Each level's (v, s) is float32; they are rounded once, at the end."""
-    v, s = levels[0]
-    out = torch.empty_like(v, dtype=dtype)
-    merge.merge_levels(levels, out, torch.empty_like(s))
-    return out
-
-
-def _check_variant(variant: str) -> None:
-    check(variant == "independent", "variant", variant, "independent")
-
-
 class MultiLevelCascadeAttentionWrapper(CompositeWrapper):
-    """Attention of requests that share prefixes, level by level: each level is a batch of its own over the same pages.
+    """Attention of requests that share prefixes, by levels: each level is a prefill batch over the same paged cache.
 
-    All requests of a level see that level's keys; what the levels saw is merged. The first level has the keys that
-    most requests share, the last one those of single requests.
+    A request of a level is a group of neighbouring requests that share the level's keys. The partial states of all
+    levels are merged. The first level has the keys that most requests share, the last one those of single requests.
 
     Args:
-        num_levels: how many levels there are.
+        num_levels: the number of levels, 1 or more.
         float_workspace_buffer, kv_layout, use_cuda_graph: as in `BatchPrefillWithPagedKVCacheWrapper`.
-        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: for each
-            level, that wrapper's buffer; with use_cuda_graph.
+        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: with
+            use_cuda_graph, a buffer for each level, as in `BatchPrefillWithPagedKVCacheWrapper`.
 
     Raises:
         ValueError: a list with another length than num_levels.
@@ -198,20 +190,20 @@ class MultiLevelCascadeAttentionWrapper(CompositeWrapper):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether plans go into buffers given once, with fixed batch sizes."""
+        """Whether plans are copied to fixed buffers, with fixed batch sizes."""
         return self._use_cuda_graph
 
     def _levels(self, suffix: str, **arrays: Sequence[Tensor] | None) -> list[dict[str, Any]]:
-        """Lists with a tensor for each level, as one set of tensors for each level, named without the suffix."""
+        """For each level, a dict of its tensors by name, from lists of a tensor per level whose names have a suffix."""
         for name, array in arrays.items():
             have = None if array is None else len(array)
             check(have == self._num_levels, f"len({name})", have, f"num_levels = {self._num_levels}")
             check_tensors(**{f"{name}[{i}]": x for i, x in enumerate(array or ())})
-        given = {name.removesuffix(suffix): array for name, array in arrays.items() if array}
-        return [{name: array[i] for name, array in given.items()} for i in range(self._num_levels)]
+        named = {name.removesuffix(suffix): array for name, array in arrays.items() if array}
+        return [{name: array[i] for name, array in named.items()} for i in range(self._num_levels)]
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: Sequence[Tensor]) -> None:
-        """Replace the workspace buffers, of which each level has an own for integers."""
+        """Replace the workspace buffers: one for floats, and one for integers for each level."""
         levels = self._levels("s", int_workspace_buffers=int_workspace_buffers)
         for wrapper, level in zip(self._batch_prefill_wrappers, levels, strict=True):
             wrapper.reset_workspace_buffer(float_workspace_buffer, **level)
@@ -237,13 +229,13 @@ class MultiLevelCascadeAttentionWrapper(CompositeWrapper):
         q_data_type: DType = "float16",
         kv_data_type: DType | None = None,
     ) -> None:
-        """Record each level's query rows and pages, and the layer that runs share.
+        """Record each level's query layout and page table, and the layer for later runs.
 
         Args:
             qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: for each level, the
                 tensor of that name of `BatchPrefillWithPagedKVCacheWrapper.plan`.
-            causal: of the last level; in the others, all queries see all keys.
-            pos_encoding_mode, window_left: their positions count within a level, as FlashInfer's do.
+            causal: whether the last level is causal; in other levels all queries see all keys.
+            pos_encoding_mode, window_left: applied with positions within each level, as in FlashInfer.
 
         The other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
@@ -276,32 +268,59 @@ class MultiLevelCascadeAttentionWrapper(CompositeWrapper):
     begin_forward = plan
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Accepted: k and v may differ in strides without any preparation."""
-        _check_variant(variant)
+        """Accepted, without effect: k and v may have different strides. ValueError for another variant."""
+        check(variant == "independent", "variant", variant, "independent")
 
     def run(self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Attention of one layer.
 
         Args:
-            q: [tokens, num_qo_heads, head_dim], the rows of every level.
+            q: [tokens, num_qo_heads, head_dim], the queries of every level.
             paged_kv_cache: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Returns:
-            [tokens, num_qo_heads, head_dim], of q's dtype; levels are computed and merged in float32.
+            [tokens, num_qo_heads, head_dim], of q's dtype; partial states are float32.
 
         Raises:
             RuntimeError: nothing has been planned.
             ValueError: a tensor that does not fit the plan.
         """
-        return _merge_levels([x.run_return_lse(q, paged_kv_cache) for x in self._batch_prefill_wrappers], q.dtype)
+        levels: list[Any] = [x.run_return_lse(q, paged_kv_cache) for x in self._batch_prefill_wrappers]
+        return merge.merge_levels(levels, dtype=q.dtype)[0]
 
     forward = run
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
-    """Decode attention of a batch whose requests all begin with one prefix, kept apart from their pages.
+_Paged = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 
-    `MultiLevelCascadeAttentionWrapper` does the same with the prefix in pages, too.
+
+class _SharedPrefixWrapper(CompositeWrapper):
+    """A wrapper over the requests' own pages, and one prefix of all requests that is not paged."""
+
+    def __init__(self, wrapper: _Paged, kv_layout: str) -> None:
+        self._wrappers, self._kv_layout = (wrapper,), kv_layout
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Replace the workspace buffers; both must be on the wrapper's device."""
+        self._wrappers[0].reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def _run(
+        self, run: Callable[..., Any], q: Tensor, k_shared: Tensor, v_shared: Tensor, cache: Any, sm_scale: float | None
+    ) -> Tensor:
+        """Merge `run` over the requests' own pages with attention over the prefix."""
+        check_tensors(k_shared=k_shared, v_shared=v_shared)
+        check_cache(cache, "unique_kv_cache")
+        own = run(q, cache)
+        shared: Any = single_prefill_with_kv_cache_return_lse(
+            q, k_shared, v_shared, o_dtype=torch.float32, kv_layout=self._kv_layout, sm_scale=sm_scale
+        )
+        return merge.merge_levels([own, shared], dtype=q.dtype)[0]
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
+    """Decode attention of a batch whose requests all start with one prefix, which is stored apart from their pages.
+
+    `MultiLevelCascadeAttentionWrapper` computes the same attention for a prefix that is stored in pages.
 
     Args:
         float_workspace_buffer, kv_layout: as in `BatchDecodeWithPagedKVCacheWrapper`.
@@ -309,12 +328,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
 
     def __init__(self, float_workspace_buffer: Tensor | None = None, kv_layout: str = "NHD") -> None:
         self._batch_decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._wrappers = (self._batch_decode_wrapper,)
-        self._kv_layout = kv_layout
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Replace the workspace buffers; both must lie on the wrapper's device."""
-        self._batch_decode_wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        super().__init__(self._batch_decode_wrapper, kv_layout)
 
     def begin_forward(
         self,
@@ -327,7 +341,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
         page_size: int,
         data_type: DType = "float16",
     ) -> None:
-        """Record the pages of what follows the prefix: the arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`."""
+        """Record the pages after the prefix, with the arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`."""
         self._batch_decode_wrapper.plan(
             table(unique_kv_indptr, "unique_kv_indptr"),
             table(unique_kv_indices, "unique_kv_indices"),
@@ -353,19 +367,13 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
         Returns:
             [batch_size, num_qo_heads, head_dim], of q's dtype.
         """
-        check_tensors(k_shared=k_shared, v_shared=v_shared)
-        check_cache(unique_kv_cache, "unique_kv_cache")
-        own = self._batch_decode_wrapper.run_return_lse(q, unique_kv_cache)
-        shared = single_prefill_with_kv_cache_return_lse(
-            q, k_shared, v_shared, o_dtype=torch.float32, kv_layout=self._kv_layout
-        )
-        return _merge_levels([own, shared], q.dtype)
+        return self._run(self._batch_decode_wrapper.run_return_lse, q, k_shared, v_shared, unique_kv_cache, None)
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
-    """Prefill attention of a batch whose requests all begin with one prefix, kept apart from their pages.
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
+    """Prefill attention of a batch whose requests all start with one prefix, which is stored apart from their pages.
 
-    `MultiLevelCascadeAttentionWrapper` does the same with the prefix in pages, too.
+    `MultiLevelCascadeAttentionWrapper` computes the same attention for a prefix that is stored in pages.
 
     Args:
         float_workspace_buffer, kv_layout: as in `BatchPrefillWithPagedKVCacheWrapper`.
@@ -373,12 +381,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
 
     def __init__(self, float_workspace_buffer: Tensor | None = None, kv_layout: str = "NHD") -> None:
         self._batch_prefill_wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._wrappers = (self._batch_prefill_wrapper,)
-        self._kv_layout = kv_layout
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Replace the workspace buffers; both must lie on the wrapper's device."""
-        self._batch_prefill_wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        super().__init__(self._batch_prefill_wrapper, kv_layout)
 
     def begin_forward(
         self,
@@ -392,10 +395,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
         page_size: int,
         data_type: DType = "float16",
     ) -> None:
-        """Record the query rows, and the pages of what follows the prefix.
+        """Record the query layout, and the pages after the prefix.
 
-        The arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`; `data_type`, which FlashInfer does not
-        have here, is the dtype of q and of the cache.
+        The arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`. `data_type`, which FlashInfer's function
+        does not have, is the dtype of q and of the cache.
         """
         self._batch_prefill_wrapper.plan(
             qo_indptr,
@@ -410,9 +413,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
             o_data_type=torch.float32,
         )
 
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Accepted: k and v may differ in strides without any preparation."""
-        _check_variant(variant)
+    prewarm_paged_kv_stride_variant = MultiLevelCascadeAttentionWrapper.prewarm_paged_kv_stride_variant
 
     def forward(
         self,
@@ -432,17 +433,13 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             k_shared, v_shared: NHD [prefix_len, num_kv_heads, head_dim] or HND [num_kv_heads, prefix_len, head_dim].
             unique_kv_cache: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
-            causal: among a request's own tokens; all of them see all of the prefix.
-            sm_scale: the logits' factor, 1/sqrt(head_dim) by default.
-            use_fp16_qk_reduction, rope_scale, rope_theta: accepted: sums are float32, and nothing is rotated here.
+            causal: whether attention is causal among a request's own tokens; all tokens see all of the prefix.
+            sm_scale: the factor of logits; None: 1/sqrt(head_dim).
+            use_fp16_qk_reduction, rope_scale, rope_theta: accepted, without effect: accumulation is float32, and there
+                is no RoPE.
 
         Returns:
             [qo_indptr[-1], num_qo_heads, head_dim], of q's dtype.
         """
-        check_tensors(k_shared=k_shared, v_shared=v_shared)
-        check_cache(unique_kv_cache, "unique_kv_cache")
-        own = self._batch_prefill_wrapper.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale)
-        shared = single_prefill_with_kv_cache_return_lse(
-            q, k_shared, v_shared, o_dtype=torch.float32, kv_layout=self._kv_layout, sm_scale=sm_scale
-        )
-        return _merge_levels([own, shared], q.dtype)
+        run = partial(self._batch_prefill_wrapper.forward_return_lse, causal=causal, sm_scale=sm_scale)
+        return self._run(run, q, k_shared, v_shared, unique_kv_cache, sm_scale)

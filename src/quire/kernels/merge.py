@@ -1,4 +1,4 @@
-"""Merging attention states: by the definition in torch, on a GPU by a kernel. See `quire.definition.state`."""
+"""Merging partial states of attention: in torch by `quire.definition.state`, on a GPU by a Triton kernel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from quire.kernels.ops import on_triton, operation
 
 @operation("merge_state", "out", "lse")
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, out: Tensor, lse: Tensor) -> None:
-    """The state of two sets into out and lse. v and out: [tokens, heads, head_dim]; s and lse: float32 [tokens, heads].
+    """Merge two states into out and lse. v and out: [tokens, heads, head_dim]; s and lse: float32 [tokens, heads].
 
-    Any strides with the last one 1.
+    Tensors have any strides with the last one 1.
     """
     if on_triton(v_a.device):
         from quire.kernels.triton.merge import merge
@@ -30,7 +30,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, out: Tensor,
 
 @operation("merge_state_in_place", "v", "s")
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None) -> None:
-    """(v_other, s_other) into (v, s), shaped as in `merge_state`, for a bool mask's tokens [tokens], any stride."""
+    """Merge (v_other, s_other), shaped as in `merge_state`, into (v, s), for the tokens of a bool mask [tokens]."""
     if on_triton(v.device):
         from quire.kernels.triton.merge import merge
 
@@ -45,8 +45,8 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 @operation("merge_states", "out", "lse")
 def merge_states(v: Tensor, s: Tensor, out: Tensor, lse: Tensor) -> None:
-    """The state of n sets into out and lse, shaped as in `merge_state`. v: [tokens, n, heads, head_dim], s: float32
-    [tokens, n, heads]; n may be 0.
+    """Merge n >= 0 states into out and lse, shaped as in `merge_state`. v: [tokens, n, heads, head_dim], s: float32
+    [tokens, n, heads].
     """
     if on_triton(v.device):
         from quire.kernels.triton.merge import merge
@@ -58,20 +58,35 @@ def merge_states(v: Tensor, s: Tensor, out: Tensor, lse: Tensor) -> None:
     lse.copy_(merged_s)
 
 
-def merge_levels(levels: Iterable[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> None:
-    """The states of one or more levels of attention, in float32 all the way, into out, of any dtype, and lse.
+def merge_levels(
+    levels: Iterable[tuple[Tensor, Tensor]],
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Merge the partial states of one or more levels of attention in float32, and round the output once, at the end.
 
-    The first state is overwritten. Levels have tensors of their own, and are merged two by two: parts of one tensor,
-    each written by an operation, can get wrong contents where Inductor compiles for changing shapes.
+    Args:
+        levels: states (v, s), float32 [tokens, heads, head_dim] and [tokens, heads]; the first one is overwritten. Each
+            has tensors of its own, since Inductor's graphs for dynamic shapes can get views of one tensor wrong when
+            operations write to them.
+        out: [tokens, heads, head_dim], any dtype, where to write; None: a new tensor of `dtype`.
+        lse: float32 [tokens, heads], where to write; None: a new tensor.
+
+    Returns:
+        (out, lse) over the keys of all levels.
     """
     (v, s), *others = levels
+    out = torch.empty_like(v, dtype=dtype) if out is None else out
+    lse = torch.empty_like(s) if lse is None else lse
     for other in others[:-1]:
         merge_state_in_place(v, s, *other, None)
     if not others:
         out.copy_(v)
         lse.copy_(s)
-        return
+        return out, lse
     merged = out if out.dtype in FLOATS else torch.empty_like(v)
     merge_state(v, s, *others[-1], merged, lse)
     if merged is not out:
         out.copy_(merged)
+    return out, lse
