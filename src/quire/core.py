@@ -1,4 +1,4 @@
-"""The short way in: a cache that owns its page tables, and attention that asks it for them.
+"""A short interface: a paged cache that owns its page tables, and attention over the sequences in it.
 
 cache = PagedKVCache(num_layers=1, num_kv_heads=8, head_dim=128, page_size=16, max_num_pages=128, device="cpu")
 decode = BatchDecodeWithPagedKVCache(kv_cache=cache, num_heads=32, kv_heads=8, head_dim=128)
@@ -29,11 +29,14 @@ class BatchDecodeWithPagedKVCache:
 
     Args:
         kv_cache: the cache.
-        num_heads: query heads, a multiple of kv_heads.
-        kv_heads, head_dim: those of the cache.
-        sm_scale: the logits' factor, 1/sqrt(head_dim) by default.
-        dtype: of queries and outputs, the cache's by default.
+        num_heads: the number of query heads, a multiple of kv_heads.
+        kv_heads, head_dim: the cache's number of heads and their size.
+        sm_scale: the factor of logits; None: 1/sqrt(head_dim).
+        dtype: of queries and outputs; None: the cache's.
         backend: "auto" or a kernel family.
+
+    Raises:
+        ValueError: kv_heads or head_dim differ from the cache's.
     """
 
     def __init__(
@@ -60,11 +63,15 @@ class BatchDecodeWithPagedKVCache:
 
         Args:
             query: [batch, 1, num_heads, head_dim] or [batch, num_heads, head_dim], one row per sequence.
-            layer: which layer's keys and values.
-            sequences: whose rows these are; by default all living sequences, oldest first.
+            layer: the index of the layer in the cache.
+            sequences: the sequence of each row; None: all sequences in the cache, oldest first.
+            return_lse: whether to return the LSE, too.
 
         Returns:
-            the output in the query's shape; with return_lse also float32 [batch, num_heads], base 2.
+            The output in the query's shape, or (output, lse) with lse float32 [batch, num_heads], in base 2.
+
+        Raises:
+            ValueError: a query that does not fit the sequences or the layer.
         """
         cache = self.kv_cache
         ids = cache.sequences if sequences is None else list(sequences)
@@ -92,14 +99,14 @@ class BatchDecodeWithPagedKVCache:
 
 
 class BatchPrefillWithRaggedKVCache:
-    """Causal prefill attention over keys and values that are stored one request after another.
+    """Prefill attention over ragged keys and values, which are stored one request after another.
 
     Args:
-        num_heads, kv_heads, head_dim: of the layer.
-        sm_scale: the logits' factor, 1/sqrt(head_dim) by default.
+        num_heads, kv_heads, head_dim: the layer's query heads and KV heads, and the size of a head.
+        sm_scale: the factor of logits; None: 1/sqrt(head_dim).
         dtype: of queries, keys, values and outputs.
-        device: where to compute.
-        causal: whether tokens see only those before them, and themselves.
+        device: the device of all tensors.
+        causal: whether tokens see only themselves and tokens before them.
         backend: "auto" or a kernel family.
     """
 
@@ -125,12 +132,16 @@ class BatchPrefillWithRaggedKVCache:
         """Attention of a batch.
 
         Args:
-            query: [tokens, num_heads, head_dim]; key, value: [kv_tokens, kv_heads, head_dim].
-            qo_indptr, kv_indptr: int32 or int64 [batch + 1], the requests' begins; the keys' are the queries' by
-                default.
+            query: [tokens, num_heads, head_dim].
+            key, value: [kv_tokens, kv_heads, head_dim].
+            qo_indptr: int32 or int64 [batch + 1], where each request starts among the queries.
+            kv_indptr: int32 or int64 [batch + 1], where each request starts among the keys; None: qo_indptr.
 
         Returns:
             [tokens, num_heads, head_dim].
+
+        Raises:
+            ValueError: a tensor that does not fit.
         """
         check_tensors(query=query, key=key, value=value)
         self._wrapper.plan(

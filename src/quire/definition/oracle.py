@@ -1,6 +1,6 @@
-"""The definition of attention, in float64: slow, obvious, and the only truth that tests compare with.
+"""The definition of attention in float64: slow, simple, and the reference of all tests.
 
-`attend` is the formula, for one request. `attend_batch` finds each request's queries, keys and mask, and calls it.
+`attend` is the formula for one request. `attend_batch` calls it with the queries, keys and mask of each request.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Scale = float | Tensor
 
 
 def rotate(x: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
-    """Rotary position encoding of x, [tokens, heads, head_dim], the halves of a head paired (ROPE_LLAMA)."""
+    """Rotary position embedding of x, [tokens, heads, head_dim]; elements j and j + head_dim / 2 are a pair."""
     half = x.shape[-1] // 2
-    steps = torch.arange(half, dtype=torch.float64, device=x.device)
-    angles = positions.double()[:, None] / spec.rope_scale * spec.rope_theta ** (-steps / half)
+    pair = torch.arange(half, dtype=torch.float64, device=x.device)
+    angles = positions.double()[:, None] / spec.rope_scale * spec.rope_theta ** (-pair / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def visible(q_len: int, kv_len: int, spec: AttentionSpec, device: torch.device) -> Tensor:
-    """Bool [q_len, kv_len]: which keys each query sees, before any custom mask."""
+    """Which keys each query sees, by causality and window alone: bool [q_len, kv_len]."""
     i = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
     j = torch.arange(kv_len, device=device)[None, :]
     seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
@@ -39,7 +39,7 @@ def visible(q_len: int, kv_len: int, spec: AttentionSpec, device: torch.device) 
 
 
 def per_head(scale: Scale, heads: int) -> Tensor | float:
-    """A scale as a factor of [tokens, heads, ...]: a number as it is, a tensor [kv_heads] spread over `heads`."""
+    """A scale as a factor of [tokens, heads, ...]: a number, or a tensor [kv_heads] repeated for the query heads."""
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return float(scale)
     return scale.double().repeat_interleave(heads // scale.numel())[:, None]
@@ -61,13 +61,13 @@ def attend(
 
     Args:
         q: [q_len, num_qo_heads, head_dim_qk]; k, v: [kv_len, num_kv_heads, head_dim_qk or head_dim_vo].
-        mask: bool [q_len, kv_len], a further condition for a query to see a key.
-        sinks: [num_qo_heads], a logit per head that takes part in the denominator only.
-        q_scale, k_scale, v_scale: what the stored numbers are to be multiplied by, as a number or one per head.
+        mask: bool [q_len, kv_len], an additional condition for a query to see a key.
+        sinks: [num_qo_heads], a logit per head that is added to the softmax's denominator alone.
+        q_scale, k_scale, v_scale: factors of q, k and v, each a number or one per head.
 
     Returns:
         out, float64 [q_len, num_qo_heads, head_dim_vo], and lse, float64 [q_len, num_qo_heads], in base 2. A query
-        that sees nothing has out 0 and lse -inf (with a sink: the sink's).
+        without visible keys has out 0 and lse -inf or, with a sink, the sink's.
     """
     q_len, kv_len = len(q), len(k)
     heads, group = spec.num_qo_heads, spec.group_size
@@ -115,14 +115,15 @@ def attend_batch(
     """Attention of a batch over pages, request by request.
 
     Args:
-        q: [tokens, num_qo_heads, head_dim_qk], the rows of request b being those that `qo` gives it.
+        q: [tokens, num_qo_heads, head_dim_qk]; request b has the rows qo.indptr[b] to qo.indptr[b + 1].
         k_cache, v_cache: [pages, page_size, num_kv_heads, head_dim], any strides.
-        mask: the requests' packed masks; items: the items of their prompts.
+        mask: the packed custom masks of all requests.
+        items: the items of all prompts.
         extras: sinks and scales, as in `attend`.
 
     Returns:
-        out, float64 [tokens, num_qo_heads, head_dim_vo] and lse, float64 [tokens, num_qo_heads]; rows that belong to
-        no request are 0 and -inf.
+        out, float64 [tokens, num_qo_heads, head_dim_vo], and lse, float64 [tokens, num_qo_heads]; rows of no request
+        are 0 and -inf.
     """
     out = q.new_zeros(len(q), spec.num_qo_heads, spec.head_dim_vo, dtype=torch.float64)
     lse = q.new_full((len(q), spec.num_qo_heads), -torch.inf, dtype=torch.float64)

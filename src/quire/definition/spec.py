@@ -1,4 +1,4 @@
-"""What is fixed for one attention layer, and the only place that says what goes together."""
+"""The settings of one attention layer, and the only validator of their combinations."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ LOG2E = math.log2(math.e)
 
 
 def check(ok: bool, name: str, value: object, allowed: str | Callable[[], str]) -> None:
-    """Refuse an argument with a ValueError that names it, its value and what is allowed.
+    """Raise a ValueError that names an argument, its value and what is allowed, unless `ok`.
 
-    Checks that torch.compile traces give a function for `allowed` where the text has numbers in it: they may be symbols
-    there, which cannot be formatted, and the text of a check that passes is not needed.
+    `allowed` is a function where torch.compile may trace the check and the text contains sizes: sizes may be symbols
+    then, which cannot be formatted, and the text is only needed if the check fails.
     """
     if not ok:
         raise ValueError(f"{name} = {value!r} is not supported: {allowed if isinstance(allowed, str) else allowed()}")
 
 
 def is_int(value: object) -> bool:
-    """Whether an argument is an int. True and NumPy's integers, though equal to one, are not."""
+    """Whether an argument is an int; booleans and NumPy integers are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_finite(value: object) -> bool:
-    """Whether an argument is a finite number, of Python's or NumPy's. A tensor is none: its value may change later."""
+    """Whether an argument is a finite number of Python or NumPy. A tensor is not: its value may change later."""
     return isinstance(value, Real) and math.isfinite(value)
 
 
 def as_dtype(dtype: str | torch.dtype, name: str = "dtype") -> torch.dtype:
-    """A torch dtype from itself or from its name ("float16", "bfloat16", "float8_e4m3fn", ...)."""
+    """A torch dtype, from a torch dtype or its name ("float16", "bfloat16", "float8_e4m3fn", ...)."""
     if isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
@@ -50,43 +50,45 @@ def as_dtype(dtype: str | torch.dtype, name: str = "dtype") -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """One layer's attention, everything that does not change from batch to batch.
+    """The attention of one layer: everything that does not change from batch to batch.
 
     Query token i of a request with q_len query and kv_len key tokens sees key j when
 
     - ``j <= i + kv_len - q_len`` if `causal` (aligned to the bottom right),
     - ``j >= i + kv_len - q_len - window_left`` if `window_left` >= 0,
     - its bit in the custom mask is set, if `custom_mask`,
-    - its prompt's items allow it, if `items` (see `quire.definition.items`).
+    - the items of its prompt allow it, if `items` (see `quire.definition.items`).
 
-    Its logits are ``sm_scale * q . k``, with ALIBI plus ``slope(head) * (j - (i + kv_len - q_len))``, and with a soft
-    cap c > 0 then ``c * tanh(logit / c)``. `sinks` adds one more logit per head to the softmax's denominator.
+    A logit is ``sm_scale * q . k``. ALIBI adds ``slope(head) * (j - (i + kv_len - q_len))`` to it. A soft cap c > 0
+    then maps it to ``c * tanh(logit / c)``. `sinks` adds a logit per head to the softmax's denominator alone.
 
     Attributes:
         num_qo_heads: query (and output) heads, a multiple of `num_kv_heads`.
         num_kv_heads: key and value heads.
         head_dim_qk: size of a query or key head; a multiple of 8 up to 256, of 64 up to 512, or 576 with head_dim_vo
             512 (MLA).
-        head_dim_vo: size of a value or output head; the same as head_dim_qk where not given.
-        q_dtype, kv_dtype, o_dtype: dtypes of queries, cache and output; kv and output follow q where not given.
-        causal, window_left, logits_soft_cap, sm_scale: see above; None is no window, and `sm_scale` defaults to
-            1/sqrt(head_dim_qk).
+        head_dim_vo: size of a value or output head; head_dim_qk by default.
+        q_dtype, kv_dtype, o_dtype: dtypes of queries, cache and output; kv_dtype and o_dtype are q_dtype by default.
+        causal: whether queries see no later keys.
+        window_left: how many keys before its own position a query sees; -1 or None: all.
+        logits_soft_cap: the soft cap of logits; 0: none.
+        sm_scale: the factor of logits; 1/sqrt(head_dim_qk) by default.
         pos_encoding: NONE, ROPE_LLAMA (q and k are rotated, halves paired, at positions i + kv_len - q_len and j by
             ``pos / rope_scale * rope_theta**(-2k/head_dim)``) or ALIBI.
-        slopes: those of ALIBI, one per query head; the usual ones where not given, see `alibi_slopes`.
+        slopes: the ALIBI slopes, one per query head; those of `alibi_slopes` by default.
         custom_mask, items, sinks: whether calls pass a mask, the items of prompts, or a sink logit per head.
-        latent: keys and values are one (MLA): values are the first head_dim_vo elements of keys, 128, 256 or 512,
-            whose rest, 64, is stored apart, as it is of queries. One KV head.
-        batch_invariant: the bits of a row depend on its query and keys alone, not on how they came here.
+        latent: whether values are the first head_dim_vo elements of keys (MLA), 128, 256 or 512 elements. The other 64
+            elements of keys, and of queries, are in tensors of their own. There is one KV head.
+        batch_invariant: whether the bits of an output row depend on its query and its keys alone, not on the batch.
 
     Raises:
-        ValueError: naming the argument, its value and what is allowed.
+        ValueError: a setting that is not supported, named with its value and what is allowed.
     """
 
     num_qo_heads: int
     num_kv_heads: int
     head_dim_qk: int
-    head_dim_vo: int = None  # type: ignore[assignment]  # the Nones are filled in below
+    head_dim_vo: int = None  # type: ignore[assignment]  # __post_init__ replaces these Nones
     q_dtype: torch.dtype = torch.float16
     kv_dtype: torch.dtype = None  # type: ignore[assignment]
     o_dtype: torch.dtype = None  # type: ignore[assignment]
@@ -107,30 +109,27 @@ class AttentionSpec:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        default = object.__setattr__
+        set_field = object.__setattr__
         if self.head_dim_vo is None:
-            default(self, "head_dim_vo", self.head_dim_qk)
+            set_field(self, "head_dim_vo", self.head_dim_qk)
         if self.kv_dtype is None:
-            default(self, "kv_dtype", self.q_dtype)
+            set_field(self, "kv_dtype", self.q_dtype)
         if self.o_dtype is None:
-            default(self, "o_dtype", self.q_dtype)
+            set_field(self, "o_dtype", self.q_dtype)
         for name, value in _DEFAULTS.items():
             if getattr(self, name) is None:
-                default(self, name, value)
+                set_field(self, name, value)
         self._check_shape()
         if self.sm_scale is None:
-            default(self, "sm_scale", 1.0 / math.sqrt(self.head_dim_qk))
+            set_field(self, "sm_scale", 1.0 / math.sqrt(self.head_dim_qk))
         self._check_types()
         self._check_logits()
-        for name, kind in _KINDS.items():  # equal layers are the same also in their text, and for compilers
-            default(self, name, kind(getattr(self, name)))
+        for name, cast in _CASTS.items():  # so that equal layers have equal text, and compile once
+            set_field(self, name, cast(getattr(self, name)))
         values = tuple(getattr(self, f.name) for f in fields(self) if f.init)
-        default(
-            self,
-            "text",
-            repr(tuple(str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x for x in values)),
-        )
-        default(self, "_hash", hash(values))
+        texts = (str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x for x in values)
+        set_field(self, "text", repr(tuple(texts)))
+        set_field(self, "_hash", hash(values))
 
     def __hash__(self) -> int:
         return self._hash
@@ -138,10 +137,10 @@ class AttentionSpec:
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> AttentionSpec:
-        """The layer whose `text` this is: how it passes through a torch operation."""
+        """The layer with this `text`, in which form a spec is passed to torch operations."""
         names = [f.name for f in fields(AttentionSpec) if f.init]
-        given = dict(zip(names, literal_eval(text), strict=True))
-        layer: dict[str, Any] = {k: as_dtype(x) if k.endswith("dtype") else x for k, x in given.items()}
+        values = zip(names, literal_eval(text), strict=True)
+        layer: dict[str, Any] = {k: as_dtype(x) if k.endswith("dtype") else x for k, x in values}
         return AttentionSpec(**layer)
 
     def _check_shape(self) -> None:
@@ -183,16 +182,16 @@ class AttentionSpec:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head."""
+        """The number of query heads that share a KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
     def but(self, **changes: Any) -> AttentionSpec:
-        """The same layer with some attributes changed, checked again."""
+        """A copy with some attributes replaced, and checked."""
         return replace(self, **changes) if changes else self
 
     def alibi_slopes(self) -> torch.Tensor:
-        """float32 [num_qo_heads]: as given, or (Press et al., 2022) a geometric series over the largest power of two
-        of heads, the heads beyond it on the odd steps of the series for twice as many.
+        """`slopes`, or by default (Press et al., 2022) a geometric series over the largest power of two n of heads, and
+        for further heads the odd steps of the series for 2n heads: float32 [num_qo_heads].
         """
         if self.slopes:
             return torch.tensor(self.slopes, dtype=torch.float32)
@@ -202,9 +201,9 @@ class AttentionSpec:
         return torch.exp2(exponent).float()
 
 
-# The values of arguments that are None, as FlashInfer's callers give them.
+# The values of arguments that are None, as callers of FlashInfer may pass them.
 _DEFAULTS = {"window_left": -1, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
-_KINDS: dict[str, Callable[[Any], Any]] = {
+_CASTS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "window_left"), int),
     **dict.fromkeys(("logits_soft_cap", "sm_scale", "rope_scale", "rope_theta"), float),
     **dict.fromkeys(("causal", "custom_mask", "items", "sinks", "latent", "batch_invariant"), bool),

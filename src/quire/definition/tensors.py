@@ -1,7 +1,7 @@
-"""The tensors of a call: caches in one view whatever their layout, and the checks against the spec.
+"""The tensors of a call: views of caches that do not depend on the layout, and checks against the spec.
 
 Layouts (as in FlashInfer's tutorial on KV layouts): NHD is [..., tokens, heads, head_dim], HND is [..., heads, tokens,
-head_dim]. Kernels see NHD views; strides carry the difference, and may be any as long as the last one is 1.
+head_dim]. Kernels get NHD views, with any strides whose last one is 1.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ def check_layout(kv_layout: str) -> str:
     return kv_layout
 
 
-def check_tensors(**given: Any) -> None:
-    """Refuse arguments, by name, that are no tensors."""
-    for name, x in given.items():
+def check_tensors(**arguments: Any) -> None:
+    """Refuse arguments, by name, that are not tensors."""
+    for name, x in arguments.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}: it must be a tensor")
 
 
-def check_optional(**given: Any) -> None:
+def check_optional(**arguments: Any) -> None:
     """Refuse arguments, by name, that are neither None nor tensors."""
-    check_tensors(**{name: x for name, x in given.items() if x is not None})
+    check_tensors(**{name: x for name, x in arguments.items() if x is not None})
 
 
 def check_cache(cache: Any, name: str) -> None:
     """Refuse a paged cache that is neither one tensor nor a pair of tensors."""
     if isinstance(cache, Tensor):
         return
-    given = f"a {type(cache).__name__}"
+    kind = f"a {type(cache).__name__}"
     if isinstance(cache, (tuple, list)):
         if len(cache) == 2 and isinstance(cache[0], Tensor) and isinstance(cache[1], Tensor):
             return
-        given += f" of {', '.join(type(x).__name__ for x in cache) or 'nothing'}"
-    raise ValueError(f"{name} is {given}: it must be one 5-D tensor or a pair (k, v) of 4-D tensors")
+        kind += f" of {', '.join(type(x).__name__ for x in cache) or 'nothing'}"
+    raise ValueError(f"{name} is {kind}: it must be one 5-D tensor or a pair (k, v) of 4-D tensors")
 
 
 def split_cache(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[Tensor, Tensor]:
     """K and V pages as two views [pages, page_size, heads, head_dim].
 
     Args:
-        cache: a pair of 4-D tensors, or one 5-D tensor with K and V at dim 1. For pages of one token, page_size may be
-            left out: a pair of 3-D tensors, or one 4-D tensor.
+        cache: a pair of 4-D tensors, or one 5-D tensor with K and V at dim 1. With pages of one token, the dimension
+            page_size may be omitted: a pair of 3-D tensors, or one 4-D tensor.
         kv_layout: NHD: [pages, page_size, heads, head_dim]; HND: [pages, heads, page_size, head_dim].
     """
     check_cache(cache, "paged_kv_cache")
@@ -112,7 +112,7 @@ def split_rope_cache(
 
 
 def as_nhd(x: Tensor, kv_layout: str, name: str) -> Tensor:
-    """[tokens, heads, head_dim] of a key or value tensor in either layout."""
+    """A view [tokens, heads, head_dim] of a key or value tensor in either layout."""
     check_tensors(**{name: x})
     if x.ndim != 3:
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be 3-D ({kv_layout})")
@@ -130,7 +130,9 @@ def split_heads(x: Tensor, name: str, head_size: int) -> Tensor:
 def check_tensor(
     x: Tensor, name: str, shape: tuple[int | None, ...], dtype: torch.dtype | None, device: torch.device
 ) -> None:
-    """Refuse a tensor whose shape (None: any), dtype (None: any of floats), device or last stride does not fit."""
+    """Refuse a tensor whose shape (None: any size), dtype (None: any floating-point type), device or last stride does
+    not fit.
+    """
     if not isinstance(x, Tensor):
         check_tensors(**{name: x})
     if x.ndim != len(shape) or any(
@@ -151,8 +153,7 @@ def check_tensor(
 def refuse_grad(**tensors: Tensor | None) -> None:
     """Refuse tensors, by name, whose gradients would be lost: those that require grad while grad mode is on.
 
-    Operations that only store what they are given, and those that take weights of a layer (sinks, scales), detach them
-    instead.
+    Operations that only store tensors, and arguments that are weights of a layer (sinks, scales), detach them instead.
     """
     if not torch.is_grad_enabled():
         return
@@ -165,19 +166,19 @@ def refuse_grad(**tensors: Tensor | None) -> None:
 
 
 def check_apart(x: Tensor, name: str) -> None:
-    """Refuse a tensor to write to whose strides let two elements share a place in memory."""
+    """Refuse an output whose strides give two elements the same address."""
     if x.is_contiguous() or not x.numel():
         return
-    dims = [(step, i, n) for i, (step, n) in enumerate(zip(x.stride(), x.shape, strict=True)) if n > 1]
-    for step, i, _ in dims:
-        reach = sum((n - 1) * smaller for smaller, j, n in dims if smaller < step or (smaller == step and j > i))
-        if step <= reach:
+    dims = [(stride, i, n) for i, (stride, n) in enumerate(zip(x.stride(), x.shape, strict=True)) if n > 1]
+    for stride, i, _ in dims:
+        span = sum((n - 1) * inner for inner, j, n in dims if inner < stride or (inner == stride and j > i))
+        if stride <= span:
             raise ValueError(f"{name} has strides {list(x.stride())}: elements overlap, and are to be written")
 
 
 def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Tensor:
-    """A scale that is a number, 1 for None, or a tensor with one number or one for each head, detached; ValueError for
-    others.
+    """A scale as a number (1 for None), or as a detached tensor with one element or one per head. ValueError for
+    anything else.
     """
     if scale is None:
         return 1.0
@@ -192,15 +193,15 @@ def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Ten
 
 
 def as_slopes(slopes: Sequence[float] | Tensor | None) -> tuple[float, ...]:
-    """ALiBi's slopes as numbers, of which there are none for None; waits for the device that a tensor lies on."""
+    """ALiBi slopes as a tuple of numbers, empty for None. Waits for the device of a tensor."""
     if isinstance(slopes, Tensor):
         slopes = slopes.flatten().tolist()
     return () if slopes is None else tuple(slopes)
 
 
 def check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, device: torch.device) -> None:
-    """ValueError for another base or layout, and for an lse of the caller's that is not contiguous float32 of this
-    shape, [tokens, heads] ("NH"), or of the shape turned ("HN").
+    """Refuse an unknown base or layout, and an lse that is not contiguous float32 of the layout's shape: `shape`, [tokens,
+    heads], for "NH", and its transpose for "HN".
     """
     check(base in ("log2", "ln"), "lse_base", base, "log2 or ln")
     check(layout in ("NH", "HN"), "lse_layout", layout, "NH or HN")
@@ -211,7 +212,7 @@ def check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, dev
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, device: torch.device) -> None:
-    """Q [tokens, heads, dim], and k and v [..., heads, dim] with the same leading sizes, against a spec."""
+    """Check q [tokens, heads, dim], and k and v [..., heads, dim] with equal leading sizes, against a spec."""
     check_tensor(q, "q", (None, spec.num_qo_heads, spec.head_dim_qk), spec.q_dtype, device)
     lead = tuple(k.shape[:-2])
     check_tensor(k, "k", (*lead, spec.num_kv_heads, spec.head_dim_qk), spec.kv_dtype, device)
@@ -221,7 +222,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, device: torc
 def outputs(
     tokens: int, spec: AttentionSpec, device: torch.device, out: Tensor | None, lse: Tensor | None, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`out` [tokens, heads, head_dim_vo] and, if wanted, `lse` float32 [tokens, heads]: the given ones, or new."""
+    """`out` [tokens, heads, head_dim_vo] and, if wanted, `lse` float32 [tokens, heads]: checked, or allocated."""
     shape = (tokens, spec.num_qo_heads, spec.head_dim_vo)
     refuse_grad(out=out, lse=lse)
     if out is None:

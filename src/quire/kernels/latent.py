@@ -1,19 +1,19 @@
-"""Latent caches (MLA) with scales that attention kernels do not know."""
+"""Dequantization of latent caches (MLA) whose scales attention kernels do not support."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-GROUP = 128  # elements of a token that share a scale
+GROUP = 128  # consecutive elements of a token that share a scale
 
 
 def widen(cache: Tensor, scales: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """A copy of an fp8 cache, [pages, page_size, head_dim], as `dtype`, multiplied by a number or by a scale for each
-    token and 128 elements, float32 [pages, page_size, head_dim / 128]. Reads and writes the whole pool: slow.
+    """A copy of an fp8 cache [pages, page_size, head_dim] in `dtype`, multiplied by one scale, or by a scale per token
+    and GROUP elements, float32 [pages, page_size, head_dim / GROUP]. Slow, since it reads and writes the whole pool.
     """
-    wide = cache.to(dtype, copy=True)
-    if isinstance(scales, Tensor):
-        wide.unflatten(-1, (-1, GROUP)).mul_(scales.detach().unsqueeze(-1))
-        return wide
-    return wide.mul_(scales)
+    scaled = cache.to(dtype, copy=True)
+    if not isinstance(scales, Tensor):
+        return scaled.mul_(scales)
+    scaled.unflatten(-1, (-1, GROUP)).mul_(scales.detach().unsqueeze(-1))
+    return scaled

@@ -1,4 +1,4 @@
-"""How operations become torch's: `torch.ops.quire.*`, which torch.compile and export see as one node each."""
+"""Registration of torch operations, `torch.ops.quire.*`, which torch.compile and export see as single nodes."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ P = ParamSpec("P")
 
 
 def asked(variable: str) -> bool:
-    """Whether an environment variable is set to something other than 0."""
+    """Whether an environment variable is set to anything but 0 or nothing."""
     return os.environ.get(variable, "0") not in ("", "0")
 
 
 def on_triton(device: torch.device) -> bool:
-    """Whether operations other than attention, whose families decline by themselves, go to kernels in Triton there."""
+    """Whether operations other than attention, which has kernel families, run Triton kernels on a device."""
     return device.type == "cuda" or asked("TRITON_INTERPRET")
 
 
 def traced(x: object) -> bool:
-    """Whether a call with this tensor is being traced, rather than computed."""
+    """Whether a call with this tensor is traced by torch.compile or export, rather than computed."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
 def operation(name: str, *mutates: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Register a function as ``torch.ops.quire.<name>``.
 
-    It returns nothing and writes only into the arguments that `mutates` names, so that its fake does nothing. Its
-    first argument is a tensor, and its tensors are given by position. Called on plain tensors outside of a trace it
-    runs as it is: torch's dispatcher would cost more than all the rest of a call.
+    The function returns None and writes to no arguments but those that `mutates` names, so that its fake
+    implementation is empty. Its first argument is a tensor, and all tensors are passed by position. Outside of a trace,
+    the function is called without torch's dispatcher, which would take longer than the rest of a call.
 
-    Autograd sees none of it: tensors that require grad are read, and written to, as if they were detached, and
-    inference tensors are written to outside of inference mode, too. Operations whose results would be expected to have
-    gradients refuse such tensors before (`quire.definition.tensors.refuse_grad`).
+    Autograd does not see the operation: tensors that require grad are detached, and inference tensors may be written to
+    outside of inference mode. Operations whose outputs users expect to have gradients refuse tensors that require grad
+    beforehand (`quire.definition.tensors.refuse_grad`).
     """
 
     def register(compute: Callable[P, None]) -> Callable[P, None]:
@@ -50,7 +50,7 @@ def operation(name: str, *mutates: str) -> Callable[[Callable[P, None]], Callabl
                 args = tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in args)  # type: ignore[assignment]
             if traced(args[0]):
                 op(*args, **kwargs)
-            elif torch.is_inference_mode_enabled():  # entering it again would take microseconds
+            elif torch.is_inference_mode_enabled():  # entering inference mode takes microseconds
                 compute(*args, **kwargs)
             else:
                 with torch.inference_mode():
