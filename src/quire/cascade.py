@@ -248,22 +248,11 @@ class MultiLevelCascadeAttentionWrapper(CompositeWrapper):
         )
         for i, (wrapper, tables) in enumerate(zip(self._batch_prefill_wrappers, levels, strict=True)):
             wrapper.plan(
-                **tables,
-                num_qo_heads=num_qo_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim_qk=head_dim,
-                page_size=page_size,
-                causal=causal and i == self._num_levels - 1,
-                pos_encoding_mode=pos_encoding_mode,
-                sm_scale=sm_scale,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-                o_data_type=torch.float32,
-            )
+                **tables, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim,
+                page_size=page_size, causal=causal and i == self._num_levels - 1, pos_encoding_mode=pos_encoding_mode,
+                sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale,
+                rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=torch.float32,
+            )  # fmt: skip
 
     begin_forward = plan
 

@@ -1,6 +1,6 @@
-"""Prefill and decode in one call, for batches that mix them.
+"""Attention of prefills and decodes in one call.
 
-Names, parameters and meanings are those of `flashinfer.pod`. Here a call is two launches, one after the other.
+Names, parameters and meanings are those of `flashinfer.pod`. Here a call launches the decodes, then the prefills.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
 
 class PODWithPagedKVCacheWrapper(CompositeWrapper):
-    """Attention of one prefill, whose keys are rows, and of a batch of decodes, whose keys are pages.
+    """Attention of one prefill over contiguous keys and values, and of a batch of decodes over a paged cache.
 
     Args:
         float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indptr_buffer, paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer: of the decodes, as in `BatchDecodeWithPagedKVCacheWrapper`.
+            paged_kv_last_page_len_buffer: for the decodes, as in `BatchDecodeWithPagedKVCacheWrapper`.
+        jit_args: refused unless None.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether plans go into buffers given once, with a fixed batch size."""
+        """Whether plans are copied to fixed buffers, with a fixed batch size."""
         return self._decode.is_cuda_graph_enabled
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Replace the workspace buffers; both must lie on the wrapper's device."""
+        """Replace the workspace buffers; both must be on the wrapper's device."""
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
@@ -77,27 +78,14 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Record the decodes' pages and layer: arguments and errors are those of
+        """Record the page tables and the layer of the decodes, with the arguments and errors of
         `BatchDecodeWithPagedKVCacheWrapper.plan`.
         """
         self._decode.plan(
-            indptr,
-            indices,
-            last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            data_type=data_type,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            non_blocking=non_blocking,
-        )
+            indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, data_type=data_type,
+            pos_encoding_mode=pos_encoding_mode, window_left=window_left, q_data_type=q_data_type, sm_scale=sm_scale,
+            kv_data_type=kv_data_type, rope_scale=rope_scale, rope_theta=rope_theta, non_blocking=non_blocking,
+        )  # fmt: skip
 
     begin_forward = plan
 
@@ -140,18 +128,19 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
             q_p: [q_len, num_qo_heads, head_dim]; k_p, v_p: NHD [kv_len, num_kv_heads, head_dim] or HND [num_kv_heads,
                 kv_len, head_dim]; the other arguments that end in _p as in `single_prefill_with_kv_cache`.
             q_d, paged_kv_cache_d, q_scale, k_scale, v_scale: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
-            kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: where given, what
-                was planned.
-            causal_d, use_fp16_qk_reduction, enable_pdl: accepted: a decode's query is the last of its tokens, sums are
-                float32, and kernels choose.
-            return_lse_p, return_lse_d: accepted; as in FlashInfer, the outputs alone are returned.
+            kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: None, or the
+                planned value.
+            custom_mask_d, packed_custom_mask_d: refused unless None.
+            causal_d, use_fp16_qk_reduction, enable_pdl: accepted, without effect: the query of a decode is the last of
+                its tokens, and accumulation is float32.
+            return_lse_p, return_lse_d: accepted, without effect: as in FlashInfer, only the outputs are returned.
 
         Returns:
             (out_p, out_d), [q_len, num_qo_heads, head_dim] and [batch_size, num_qo_heads, head_dim].
 
         Raises:
             RuntimeError: nothing has been planned.
-            ValueError: a tensor that does not fit, a mask for the decodes, or a setting other than planned.
+            ValueError: a tensor that does not fit, a mask for the decodes, or a setting that differs from the plan.
         """
         refuse(custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d)
         decode, spec = self._decode, self._decode.require_plan().spec
@@ -169,26 +158,17 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
         check_cache(paged_kv_cache_d, "paged_kv_cache_d")
         out_d = decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale)
         out_p = single_prefill_with_kv_cache(
-            q_p,
-            k_p,
-            v_p,
-            custom_mask=custom_mask_p,
-            packed_custom_mask=packed_custom_mask_p,
-            causal=causal_p,
-            kv_layout=kv_layout_p,
-            pos_encoding_mode=pos_encoding_mode_p,
-            sm_scale=sm_scale_p,
-            window_left=window_left_p,
-            rope_scale=rope_scale_p,
-            rope_theta=rope_theta_p,
-        )
+            q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
+            kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,
+            window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p,
+        )  # fmt: skip
         assert isinstance(out_p, Tensor)
         assert isinstance(out_d, Tensor)
         return out_p, out_d
 
 
 class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
-    """Attention of a batch of prefills and of a batch of decodes, both over pages.
+    """Attention of a batch of prefills and of a batch of decodes, both over paged caches.
 
     Args:
         float_workspace_buffer, kv_layout: as in `BatchPrefillWithPagedKVCacheWrapper`.
@@ -228,10 +208,10 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Record the query rows and pages of the prefills (_p) and of the decodes (_d), and the layer of both.
+        """Record the query layouts and page tables of the prefills (_p) and of the decodes (_d), and the layer of both.
 
-        Arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`; `data_type` is the old name for
-        both dtypes. The query tokens of one decode all see all of its keys.
+        Arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`; `data_type` is an older name of
+        both dtypes. Decodes are not causal: all query tokens of a decode see all of its keys.
         """
         qo_indptr_p, kv_indptr_p = table(qo_indptr_p, "qo_indptr_p"), table(kv_indptr_p, "kv_indptr_p")
         kv_indices_p, last_page_len_p = table(kv_indices_p, "kv_indices_p"), table(last_page_len_p, "last_page_len_p")
@@ -241,22 +221,13 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
             q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
         layer: dict[str, Any] = {
-            "num_qo_heads": num_qo_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim_qk": head_dim,
-            "page_size": page_size,
-            "pos_encoding_mode": pos_encoding_mode,
-            "window_left": window_left,
-            "q_data_type": q_data_type or "float16",
-            "kv_data_type": kv_data_type,
-            "sm_scale": sm_scale,
-            "rope_scale": rope_scale,
-            "rope_theta": rope_theta,
+            "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim_qk": head_dim, "page_size": page_size,
+            "pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "q_data_type": q_data_type or "float16",
+            "kv_data_type": kv_data_type, "sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta,
             "non_blocking": non_blocking,
-        }
-        self._plan_prefill = partial(
-            self._prefill.plan, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, **layer
-        )
+        }  # fmt: skip
+        prefills = (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)
+        self._plan_prefill = partial(self._prefill.plan, *prefills, **layer)
         self._plan_prefill()
         self._masks: tuple[Tensor | None, Tensor | None] = (None, None)
         self._planned_as: tuple[Any, ...] = (False, None, None)
@@ -283,16 +254,19 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
         """Attention of one layer.
 
         Args:
-            q_p, q_d: [qo_indptr_p[-1] or qo_indptr_d[-1], num_qo_heads, head_dim].
+            q_p: [qo_indptr_p[-1], num_qo_heads, head_dim].
+            q_d: [qo_indptr_d[-1], num_qo_heads, head_dim].
             paged_kv_cache_p, paged_kv_cache_d: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
-            custom_mask_p, packed_custom_mask_p, causal_p: of the prefills, as in its `plan`. Runs of one plan that are
-                given the same tensor take it for the same mask, unless torch has counted a change in place, which it
-                does not in inference mode, nor where a kernel of the program's own writes: plan again after those.
-            q_scale, k_scale, v_scale: of the decodes, as in its `run`.
-            use_fp16_qk_reduction, enable_pdl: accepted: sums are float32, and kernels choose.
+            custom_mask_p, packed_custom_mask_p, causal_p: for the prefills, as in
+                `BatchPrefillWithPagedKVCacheWrapper.plan`. The prefills are planned again if one of them is another
+                object, or a mask whose version torch has counted up. Torch does not count changes in place in inference
+                mode, nor those by kernels of other libraries: after such changes, call `plan` again.
+            q_scale, k_scale, v_scale: for the decodes, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+            return_lse: whether to return the LSE, too.
+            use_fp16_qk_reduction, enable_pdl: accepted, without effect: accumulation is float32.
 
         Returns:
-            (out_p, out_d), or ((out_p, out_d), (lse_p, lse_d)).
+            (out_p, out_d), of the shapes of q_p and q_d, or ((out_p, out_d), (lse_p, lse_d)) with the LSE in base 2.
 
         Raises:
             RuntimeError: nothing has been planned.
@@ -303,7 +277,7 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
         check_cache(paged_kv_cache_d, "paged_kv_cache_d")
         out_d, lse_d = self._decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale, return_lse=True)
         masks = custom_mask_p, packed_custom_mask_p
-        planned_as = (causal_p, *(_changes(x) for x in masks))
+        planned_as = (causal_p, *(_version(x) for x in masks))
         if planned_as != self._planned_as or any(x is not y for x, y in zip(masks, self._masks, strict=True)):
             self._plan_prefill(causal=causal_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p)
             self._masks, self._planned_as = masks, planned_as
@@ -311,6 +285,6 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
         return ((out_p, out_d), (lse_p, lse_d)) if return_lse else (out_p, out_d)
 
 
-def _changes(mask: Tensor | None) -> int | None:
-    """How often a mask was changed in place, where torch counts that."""
+def _version(mask: Tensor | None) -> int | None:
+    """The number of changes of a mask in place; None in inference mode, where torch does not count them."""
     return None if mask is None or mask.is_inference() else mask._version

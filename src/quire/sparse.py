@@ -162,23 +162,11 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
         if packed_mask is not None:
             packed_mask = packed_mask.to(self.device, non_blocking=non_blocking)
         self._plan_blocks(
-            qo,
-            kv,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim,
-            packed_custom_mask=packed_mask,
-            causal=causal,
-            pos_encoding_mode=pos_encoding_mode,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            non_blocking=non_blocking,
-        )
+            qo, kv, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim,
+            packed_custom_mask=packed_mask, causal=causal, pos_encoding_mode=pos_encoding_mode,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+            q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type, non_blocking=non_blocking,
+        )  # fmt: skip
         self.M, self.N, self.R, self.C = M, N, R, C
 
     begin_forward = plan
@@ -237,12 +225,9 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Deprecated: plan again with these settings of the layer, then `run`."""
         self._planned()(
-            pos_encoding_mode=pos_encoding_mode,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
+            pos_encoding_mode=pos_encoding_mode, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
         return self.run(q, k, v, scale_q, scale_k, scale_v)
 
 
@@ -301,21 +286,11 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
         self._refuse_alibi(pos_encoding_mode)
         blocks = VariableBlocks.from_map(block_mask_map, block_row_sz, block_col_sz)
         self._plan_blocks(
-            blocks.qo,
-            blocks.kv,
-            num_qo_heads=num_qo_heads // num_kv_heads,
-            num_kv_heads=1,
-            head_dim_qk=head_dim,
-            causal=causal,
-            pos_encoding_mode=pos_encoding_mode,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            non_blocking=non_blocking,
-        )
+            blocks.qo, blocks.kv, num_qo_heads=num_qo_heads // num_kv_heads, num_kv_heads=1, head_dim_qk=head_dim,
+            causal=causal, pos_encoding_mode=pos_encoding_mode, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, non_blocking=non_blocking,
+        )  # fmt: skip
         self._blocks, self._num_kv_heads, self._num_qo_heads = blocks, num_kv_heads, num_qo_heads
 
     begin_forward = plan
@@ -381,10 +356,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
         """Deprecated: plan again with these settings of the layer, then `run`."""
         self._refuse_alibi(pos_encoding_mode)
         self._planned()(
-            pos_encoding_mode=pos_encoding_mode,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
+            pos_encoding_mode=pos_encoding_mode, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
         return self.run(q, k, v)

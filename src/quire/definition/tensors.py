@@ -200,8 +200,8 @@ def as_slopes(slopes: Sequence[float] | Tensor | None) -> tuple[float, ...]:
 
 
 def check_lse(lse: Tensor | None, shape: torch.Size, base: str, layout: str, device: torch.device) -> None:
-    """Refuse an unknown base or layout, and an lse that is not contiguous float32 of the layout's shape: `shape`, [tokens,
-    heads], for "NH", and its transpose for "HN".
+    """Refuse an unknown base or layout, and an lse that is not contiguous float32 of `shape`, which is [tokens, heads],
+    or of its transpose for the layout "HN".
     """
     check(base in ("log2", "ln"), "lse_base", base, "log2 or ln")
     check(layout in ("NH", "HN"), "lse_layout", layout, "NH or HN")
