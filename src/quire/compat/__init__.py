@@ -1,7 +1,7 @@
-"""Makes `import flashinfer` mean Quire within this process, for programs that cannot be edited.
+"""Makes `import flashinfer` import Quire in this process, for programs that cannot be edited.
 
-Importing this module installs it; `uninstall` undoes that. Torch is not imported before the program asks for an
-operation. `path` tells what reaches other processes. docs/flashinfer.md tells what such programs find.
+Importing this module installs the import hook, and `uninstall` removes it. Torch is imported when the program first
+uses an operation. `path` is for other processes. docs/flashinfer.md describes what such programs find.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.compat.absent import NAMES, absent
 
 __all__ = ["FLASHINFER_VERSION", "install", "path", "uninstall"]
 
-FLASHINFER_VERSION = "0.7.2"  # whose names and meanings Quire's are
+FLASHINFER_VERSION = "0.7.2"  # the version whose names and meanings Quire has
 
 _JIT, _ABSENT, _INERT = "quire.compat.jit", "quire.compat.absent", "quire.compat.inert"
 _OPERATIONS = (
@@ -38,11 +38,11 @@ _OPERATIONS = (
     "sampling",
     "sparse",
 )
-# FlashInfer's modules, and ours that have their names. One appears where its first source exists, or where the table of
-# what Quire has not has names of it.
+# FlashInfer's modules, and the modules of Quire that provide their names. A module exists if its first source does, or
+# if `NAMES`, the table of names that Quire does not implement, has names of it.
 _SOURCES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(NAMES, ()),
-    # Programs look for FlashInfer's ready-made kernels, and without them for a compiler, which Quire does not need.
+    # Programs look for FlashInfer's precompiled kernels, and otherwise for a compiler, which Quire does not need.
     **dict.fromkeys(("flashinfer_cubin", "flashinfer_jit_cache"), ()),
     "flashinfer": ("quire", _INERT),
     **dict.fromkeys(("flashinfer.api_logging", "flashinfer.autotuner", "flashinfer.fi_trace"), (_INERT,)),
@@ -72,10 +72,10 @@ def _exists(name: str) -> bool:
 
 
 class _StandIn(ModuleType):
-    """A module of FlashInfer's, whose names are looked up in Quire's when they are first used."""
+    """A module of FlashInfer, whose names are looked up in modules of Quire when they are first used."""
 
     def _named(self) -> dict[str, ModuleType]:
-        """The public names, and the module of ours that has each."""
+        """The public names, and the module of Quire that provides each."""
         found: dict[str, ModuleType] = {}
         for source in map(import_module, filter(find_spec, _SOURCES[self.__name__])):
             for name in source.__all__:
@@ -92,7 +92,7 @@ class _StandIn(ModuleType):
         value = None if source is None else getattr(source, name)
         if source is None and name in NAMES.get(self.__name__, ()):
             value = absent(self.__name__, name)
-        if value is None or isinstance(value, ModuleType):  # a module of Quire's that FlashInfer has not
+        if value is None or isinstance(value, ModuleType):  # a submodule of Quire that FlashInfer does not have
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}: Quire, which stands in for it, has none"
             )
@@ -100,18 +100,18 @@ class _StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """`flashinfer.xqa` and `flashinfer.fi_trace` are modules, and functions of the modules' names."""
+        """Call the function of the module's name, which `flashinfer.xqa` and `flashinfer.fi_trace` also are."""
         return getattr(self, self.__name__.rpartition(".")[2])(*args, **options)
 
     def __dir__(self) -> list[str]:
-        parts = (name.rpartition(".") for name in _SOURCES if _exists(name))
-        inner = {name for parent, _, name in parts if parent == self.__name__}
+        names = (name.rpartition(".") for name in _SOURCES if _exists(name))
+        inner = {name for parent, _, name in names if parent == self.__name__}
         own = (name for name, source in self._named().items() if not isinstance(getattr(source, name), ModuleType))
         return sorted({*self.__dict__, *own, *inner, *NAMES.get(self.__name__, ())})
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds FlashInfer's modules among Quire's, and none of an installed FlashInfer."""
+    """Finds FlashInfer's modules in Quire, and none of an installed FlashInfer."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -132,7 +132,7 @@ _FINDER = _Finder()
 
 
 def install() -> None:
-    """Make `import flashinfer` mean Quire from now on, also where FlashInfer is installed. Again: without effect.
+    """Make `import flashinfer` import Quire from now on, even if FlashInfer is installed. Further calls have no effect.
 
     Raises:
         RuntimeError: another flashinfer has been imported already.
@@ -146,14 +146,14 @@ def install() -> None:
 
 
 def path() -> str:
-    """A folder that makes `import flashinfer` mean Quire in any process that has it on PYTHONPATH, before the folder of
-    an installed FlashInfer. For processes that a program starts by itself.
+    """A folder for PYTHONPATH, before that of an installed FlashInfer, which makes `import flashinfer` import Quire in
+    processes that a program starts by itself.
     """
     return str(Path(__file__).parent / "shim")
 
 
 def uninstall() -> None:
-    """Undo `install`: what has been imported stays as it is, the next import finds what is installed, if anything."""
+    """Undo `install`. Imported names stay valid; later imports find an installed FlashInfer, if there is one."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
     for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:

@@ -1,7 +1,7 @@
-"""FlashInfer's names that have nothing to do with Quire, for programs that import them whether they use them or not.
+"""FlashInfer's names that Quire does not implement, for programs that import them whether they use them or not.
 
-They exist, and raise NotImplementedError when they are called. What is not in this table does not exist. Where Quire
-has an operation of the name, that one is found.
+The names in this table exist, and raise NotImplementedError when they are called. A name of FlashInfer that is neither
+here nor in Quire does not exist. If Quire implements a name of this table, its implementation is found.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def is_cuda_tile_available(*args: object) -> bool:
 
 
 def absent(module: str, name: str) -> Any:
-    """What stands for a name in the table: a function or, where it begins with a capital, a class."""
+    """The placeholder of a name in the table: a class if the name starts with a capital, or else a function."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         hint = " (nor is NVFP4)" if "nvfp4" in name or name.endswith("_mla") else ""

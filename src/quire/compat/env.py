@@ -1,7 +1,4 @@
-"""What programs ask `flashinfer.jit.env`: the folders of a FlashInfer that builds kernels, where Quire puts nothing.
-
-Nothing is made there, and no source is found there.
-"""
+"""The paths of `flashinfer.jit.env`, into which FlashInfer builds kernels. Quire neither creates nor reads them."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ SPDLOG_INCLUDE_DIR = FLASHINFER_DATA / "spdlog" / "include"
 
 
 def has_flashinfer_cubin() -> bool:
-    """True: nothing has to be built before an operation can be called."""
+    """True: no operation needs a build before it is called."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""What programs call of FlashInfer around its operations: it is accepted, and has nothing to do here."""
+"""Functions of FlashInfer that tune, trace and log its operations. They are accepted, without effect."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["autotune", "fi_trace", "flashinfer_api"]
 
 
 def autotune(*args: Any, **options: Any) -> AbstractContextManager[None]:
-    """A context in which nothing is tuned: kernels are chosen when a layer is planned."""
+    """A context without effect: kernels are chosen when a layer is planned."""
     return nullcontext()
 
 
 def fi_trace(func_or_method: Callable[..., Any], save_dir: Any = None, **options: Any) -> dict[str, Any]:
-    """An empty description of a call; nothing is written."""
+    """An empty description of a call; no file is written."""
     return {}
 
 
 def flashinfer_api(func: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """The function as it is, with or without options: calls are not logged."""
+    """A decorator, with or without options, that returns the function itself: calls are not logged."""
     return func if func is not None else lambda func: func

@@ -1,6 +1,6 @@
-"""What programs import from `flashinfer.jit` to build kernels before they are needed.
+"""The functions of `flashinfer.jit` that build FlashInfer's kernels ahead of time. They do nothing.
 
-Quire has nothing to build, so that these do nothing. What builds kernels of a program's own is not here.
+Functions that build a program's own kernels are not provided.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ __all__ = [  # noqa: PLE0604
 ]
 
 filename_safe_dtype_map = {x: str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
-attention_sink_decl = {"fa2": "AttentionSink", "fa3": "AttentionSink"}  # a name; FlashInfer's are programs in C++
+attention_sink_decl = {"fa2": "AttentionSink", "fa3": "AttentionSink"}  # FlashInfer has C++ sources here
 
 
 @dataclass(frozen=True)
 class JitSpec:
-    """A kernel to build: a name, as there is nothing to build."""
+    """A kernel to build, of which Quire has the name alone."""
 
     name: str
 
 
 class MissingJITCacheError(RuntimeError):
-    """For programs that catch it, and ask for its `spec`; Quire does not raise it."""
+    """An exception with a `spec`, for programs that catch it; Quire does not raise it."""
 
     def __init__(self, message: str, spec: JitSpec | None = None) -> None:
         super().__init__(message)
@@ -61,8 +61,8 @@ class MissingJITCacheError(RuntimeError):
 
 
 def _spec(name: str, *args: Any, **kwargs: Any) -> JitSpec:
-    given = (*args, *kwargs.values())
-    return JitSpec("_".join([name.removeprefix("gen_"), *(str(filename_safe_dtype_map.get(x, x)) for x in given)]))
+    texts = (str(filename_safe_dtype_map.get(x, x)) for x in (*args, *kwargs.values()))
+    return JitSpec("_".join([name.removeprefix("gen_"), *texts]))
 
 
 def build_jit_specs(specs: Iterable[JitSpec], verbose: bool = False, skip_prebuilt: bool = True) -> None:
@@ -70,7 +70,7 @@ def build_jit_specs(specs: Iterable[JitSpec], verbose: bool = False, skip_prebui
 
 
 def get_page_module() -> SimpleNamespace:
-    """What programs call of `flashinfer.page` past its functions."""
+    """The compiled module behind `flashinfer.page`, of which programs call one function directly."""
     return SimpleNamespace(get_batch_indices_positions=_get_batch_indices_positions)
 
 

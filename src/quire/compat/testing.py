@@ -1,7 +1,7 @@
-"""What programs import from `flashinfer.testing`: timing, and the counts that times are compared with.
+"""The functions of `flashinfer.testing`: timing, and counts of operations and bytes.
 
-Times are of calls on the GPU, by CUDA events. Where there is none, or all tensors that a call is given lie on the host,
-they are the host's, with its caches as they are.
+Calls on a GPU are timed by CUDA events. Without a GPU, and if all tensor arguments of a call are on the host, calls are
+timed by the host's clock, and caches are not flushed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 _BF16 = torch.bfloat16
-_WARM = 3  # calls before a graph is captured: kernels are compiled, and memory is found
-_COLD = 5  # caches' worth of copies between two uses of one
+_WARM_UP = 3  # calls before a graph is captured, which compile kernels and allocate memory
+_COLD = 5  # the size of all copies of a tensor, in L2 caches, so that none is in the cache when it is used again
 
 
 def bench_gpu_time(
@@ -64,16 +64,16 @@ def bench_gpu_time(
     """Times of ``fn(*input_args, **input_kwargs)``, in milliseconds, one for each measurement.
 
     Args:
-        dry_run_iters, repeat_iters: measurements to leave out and to return; by default as many as fill dry_run_time_ms
-            and repeat_time_ms.
-        l2_flush, l2_flush_size_mb, l2_flush_device: deprecated; l2_flush is the old name of cold_l2_cache, the size is
-            that of what is written to empty the cache, twice the cache by default.
-        sleep_after_run: rest after each measurement, as long as `sleep_after_kernel_run` says.
-        enable_cupti: warns that it makes no difference: CUPTI is not used.
+        dry_run_iters, repeat_iters: the numbers of measurements to discard and to return; None: as many as take
+            dry_run_time_ms and repeat_time_ms.
+        l2_flush, l2_flush_size_mb, l2_flush_device: deprecated. l2_flush is an older name of cold_l2_cache;
+            l2_flush_size_mb is the size of the buffer that is written to flush the cache, by default twice the cache.
+        sleep_after_run: whether to sleep after each measurement (see `sleep_after_kernel_run`).
+        enable_cupti: warns that CUPTI is not used.
         use_cuda_graph: measure replays of a graph of num_iters_within_graph calls, and return the time of one call.
-        cold_l2_cache: empty the cache before each measurement or, in a graph, take turns with copies of the tensors
-            that are given. Tensors that fn does not get as arguments stay in the cache of a graph.
-        aggregate_op: what makes one time of those of all ranks, where torch.distributed is initialized.
+        cold_l2_cache: flush the cache before each measurement or, in a graph, alternate between copies of the argument
+            tensors. Tensors that fn does not get as arguments stay in the cache during a graph.
+        aggregate_op: reduces the times of all ranks to one, if torch.distributed is initialized.
     """
     if enable_cupti:
         warnings.warn("CUPTI is not used. Falling back to CUDA events.", UserWarning, stacklevel=2)
@@ -96,7 +96,7 @@ def bench_gpu_time(
         if cold_l2_cache:
             more = calculate_rotation_count(tensors) - 1
             copies += [tree_map_only(Tensor, _copy, copies[0]) for _ in range(min(more, num_iters_within_graph - 1))]
-        graph = _captured(fn, list(islice(cycle(copies), num_iters_within_graph)))
+        graph = _capture(fn, list(islice(cycle(copies), num_iters_within_graph)))
         times = _times(graph.replay, None, counts, sleep_after_run, aggregate_op, on_gpu)
         return [x / num_iters_within_graph for x in times]
     flush = None
@@ -106,16 +106,9 @@ def bench_gpu_time(
     return _times(call, flush, counts, sleep_after_run, aggregate_op, on_gpu)
 
 
-def bench_gpu_time_with_cuda_event(
-    fn: Callable[..., Any],
-    dry_run_iters: int | None = None,
-    repeat_iters: int | None = None,
-    dry_run_time_ms: float = 25,
-    repeat_time_ms: float = 100,
-    **options: Any,
-) -> list[float]:
+def bench_gpu_time_with_cuda_event(fn: Callable[..., Any], *args: Any, **options: Any) -> list[float]:
     """`bench_gpu_time` without a graph."""
-    return bench_gpu_time(fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, **options)
+    return bench_gpu_time(fn, *args, **options)
 
 
 def bench_gpu_time_with_cudagraph(
@@ -132,17 +125,9 @@ def bench_gpu_time_with_cudagraph(
     return bench_gpu_time(fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, **options)
 
 
-def bench_gpu_time_with_cupti(
-    fn: Callable[..., Any],
-    dry_run_iters: int | None = None,
-    repeat_iters: int | None = None,
-    dry_run_time_ms: float = 25,
-    repeat_time_ms: float = 100,
-    **options: Any,
-) -> list[float]:
-    """`bench_gpu_time` with enable_cupti=True: by CUDA events, which it warns of."""
-    options["enable_cupti"] = True
-    return bench_gpu_time(fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, **options)
+def bench_gpu_time_with_cupti(fn: Callable[..., Any], *args: Any, **options: Any) -> list[float]:
+    """`bench_gpu_time` with enable_cupti=True, which warns that CUDA events are used."""
+    return bench_gpu_time(fn, *args, **(options | {"enable_cupti": True}))
 
 
 def _times(
@@ -153,7 +138,7 @@ def _times(
     aggregate_op: Callable[[list[float]], float],
     on_gpu: bool,
 ) -> list[float]:
-    """Milliseconds of each of some calls, after others that are not counted."""
+    """The milliseconds of each measured call, after a warm-up that is not returned."""
     measure = _by_events if on_gpu else _by_clock
     measure(call, before, 1, 0.0)
     estimates = measure(call, before, 5, 0.0)
@@ -168,47 +153,47 @@ def _times(
 def _by_events(call: Callable[[], Any], before: Callable[[], Any] | None, count: int, rest: float) -> list[float]:
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     torch.cuda.synchronize()
-    for begin, end in events:
+    for start, end in events:
         if before is not None:
             before()
-        begin.record()
+        start.record()
         call()
         end.record()
         if rest:
             sleep_after_kernel_run(rest)
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in events]
+    return [start.elapsed_time(end) for start, end in events]
 
 
 def _by_clock(call: Callable[[], Any], before: Callable[[], Any] | None, count: int, rest: float) -> list[float]:
     times = []
     for _ in range(count):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         call()
-        times.append((time.perf_counter() - begin) * 1e3)
+        times.append((time.perf_counter() - start) * 1e3)
         if rest:
             sleep_after_kernel_run(rest)
     return times
 
 
-def _captured(fn: Callable[..., Any], calls: list[tuple[Sequence[Any], dict[str, Any]]]) -> torch.cuda.CUDAGraph:
-    """A graph of these calls. It keeps no tensors: the closure of its caller does."""
+def _capture(fn: Callable[..., Any], calls: list[tuple[Sequence[Any], dict[str, Any]]]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of these calls, which also keeps their tensors alive."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # which may still be making what calls read
+    stream.wait_stream(torch.cuda.current_stream())  # which may still compute the arguments
     with torch.cuda.stream(stream):
-        for args, kwargs in calls[:_WARM]:
+        for args, kwargs in calls[:_WARM_UP]:
             fn(*args, **kwargs)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for args, kwargs in calls:
             fn(*args, **kwargs)
-    graph._calls = calls  # type: ignore[attr-defined]  # whose tensors it reads
+    graph._calls = calls  # type: ignore[attr-defined]  # keeps the arguments alive
     return graph
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A copy with the same strides, whatever they are; tensors on the host stay."""
+    """A copy of a GPU tensor with equal strides; tensors on the host are not copied."""
     if not x.is_cuda:
         return x
     if not x.numel():
@@ -218,7 +203,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def get_l2_cache_size(device: torch.device | int | str | None = None) -> int:
-    """Bytes of a GPU's second-level cache."""
+    """The number of bytes of a GPU's L2 cache."""
     size: int = torch.cuda.get_device_properties(
         torch.cuda.current_device() if device is None else device
     ).L2_cache_size
@@ -228,44 +213,44 @@ def get_l2_cache_size(device: torch.device | int | str | None = None) -> int:
 def calculate_rotation_count(
     tensors: Sequence[Tensor], device: torch.device | int | str | None = None, min_rotations: int = 2
 ) -> int:
-    """How many copies of the tensors on a GPU take turns so that none is in its cache when it is used again."""
+    """The number of copies of GPU tensors to alternate between, so that none is in the L2 cache when it is reused."""
     size = sum(x.nbytes for x in tensors if x.is_cuda)
     enough = _COLD * get_l2_cache_size(device) if size else 0
     return 1 if size >= enough else max(min_rotations, math.ceil(enough / size) + 1)
 
 
 def count_bytes(*tensors: Any) -> int:
-    """Bytes of all tensors in nested sequences."""
+    """The number of bytes of all tensors in nested sequences."""
     return sum(x.nbytes for x in tree_flatten(tensors)[0] if isinstance(x, Tensor))
 
 
 def aggregate_gpu_time_across_ranks(x: Any, op: Callable[[list[Any]], Any]) -> Any:
-    """`op` of the ranks' numbers, or of those at each place of the ranks' lists; x itself where there is one rank."""
+    """`op` over the ranks' numbers, or over the ranks' lists element by element; x itself if there is one rank."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return x
     ranks = torch.distributed.get_world_size()
     if ranks == 1:
         return x
-    found: list[Any] = [None] * ranks
-    torch.distributed.all_gather_object(found, x)
-    return [op(list(each)) for each in zip(*found, strict=True)] if isinstance(x, list) else op(found)
+    gathered: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(gathered, x)
+    return [op(list(each)) for each in zip(*gathered, strict=True)] if isinstance(x, list) else op(gathered)
 
 
 def set_seed(random_seed: int) -> None:
-    """Seed Python's, NumPy's and torch's random numbers."""
+    """Seed the random number generators of Python, NumPy and torch."""
     random.seed(random_seed)
     np.random.seed(random_seed)
     torch.manual_seed(random_seed)
 
 
 def sleep_after_kernel_run(execution_time: float) -> None:
-    """Sleep 5 times as long as a call took (execution_time is in milliseconds), at most a second."""
+    """Sleep for 5 times the execution_time of a call, which is in milliseconds, at most a second."""
     time.sleep(min(execution_time / 200, 1.0) if math.isfinite(execution_time) else 0.01)
 
 
-def _causal(seen: Any, kv: Any, causal: bool) -> Any:
-    """Twice the pairs of a query and a key that it sees, as FlashInfer counts them: half of the last square is seen."""
-    return seen * (2 * kv - seen) if causal else 2 * seen * kv
+def _visible_pairs(qo: Any, kv: Any, causal: bool) -> Any:
+    """Twice the pairs of a query and a visible key, as FlashInfer counts them: half of the last qo keys if causal."""
+    return qo * (2 * kv - qo) if causal else 2 * qo * kv
 
 
 def attention_flops(
@@ -277,10 +262,10 @@ def attention_flops(
     num_qo_heads: int,
     causal: bool,
 ) -> int:
-    """Floating-point operations of attention over requests of one length, those of the two matrix products."""
+    """The floating-point operations of the two matrix products of attention, for requests of one length."""
     if qo_seqlen > kv_seqlen:
         raise ValueError(f"qo_seqlen = {qo_seqlen} is not supported: kv_seqlen = {kv_seqlen} at most")
-    pairs: int = _causal(qo_seqlen, kv_seqlen, causal)
+    pairs: int = _visible_pairs(qo_seqlen, kv_seqlen, causal)
     return batch_size * pairs * num_qo_heads * (head_dim_qk + head_dim_vo)
 
 
@@ -292,11 +277,11 @@ def attention_flops_with_actual_seq_lens(
     num_qo_heads: int,
     causal: bool,
 ) -> Tensor:
-    """`attention_flops` of requests of these lengths, as a tensor of one number."""
+    """`attention_flops` for requests of different lengths, as a tensor with one element."""
     if causal and bool((actual_seq_lens_q > actual_seq_lens_kv).any()):
         raise ValueError("actual_seq_lens_q exceeds actual_seq_lens_kv: causal attention needs as many keys as queries")
     q, kv = (x.double().flatten() for x in (actual_seq_lens_q, actual_seq_lens_kv))
-    pairs: Tensor = _causal(q, kv, causal).sum()
+    pairs: Tensor = _visible_pairs(q, kv, causal).sum()
     return pairs * num_qo_heads * (head_dim_qk + head_dim_vo)
 
 
@@ -314,7 +299,7 @@ def attention_tflops_per_sec(
     causal: bool,
     time: float,
 ) -> float:
-    """`attention_flops` in `time` milliseconds, in 10**12 a second; 0 if the time is NaN."""
+    """`attention_flops` per `time` milliseconds, in TFLOP/s; 0 if the time is NaN."""
     sizes = (batch_size, qo_seqlen, kv_seqlen, head_dim_qk, head_dim_vo, num_qo_heads, causal)
     return _rate(attention_flops(*sizes), time, 1e12)
 
@@ -328,7 +313,7 @@ def attention_tflops_per_sec_with_actual_seq_lens(
     causal: bool,
     ms: float,
 ) -> float:
-    """`attention_flops_with_actual_seq_lens` in `ms` milliseconds, in 10**12 a second; 0 if the time is NaN."""
+    """`attention_flops_with_actual_seq_lens` per `ms` milliseconds, in TFLOP/s; 0 if the time is NaN."""
     sizes = (actual_seq_lens_q, actual_seq_lens_kv, head_dim_qk, head_dim_vo, num_qo_heads, causal)
     return _rate(float(attention_flops_with_actual_seq_lens(*sizes)), ms, 1e12)
 
@@ -347,7 +332,7 @@ def attention_tb_per_sec(
     v_dtype: torch.dtype = _BF16,
     o_dtype: torch.dtype = _BF16,
 ) -> float:
-    """Bytes of q, k, v and the output in `time` milliseconds, in 10**12 a second; 0 if the time is NaN."""
+    """The number of bytes of q, k, v and the output per `time` milliseconds, in TB/s; 0 if the time is NaN."""
     rows, keys = batch_size * qo_seqlen * num_qo_heads, batch_size * kv_seqlen * num_kv_heads
     return _rate(_bytes(rows, keys, head_dim_qk, head_dim_vo, q_dtype, k_dtype, v_dtype, o_dtype), time, 1e12)
 
@@ -365,7 +350,7 @@ def attention_tb_per_sec_with_actual_seq_lens(
     v_dtype: torch.dtype = _BF16,
     o_dtype: torch.dtype = _BF16,
 ) -> float:
-    """`attention_tb_per_sec` of requests of these lengths."""
+    """`attention_tb_per_sec` for requests of different lengths."""
     rows, keys = int(actual_seq_lens_q.sum()) * num_qo_heads, int(actual_seq_lens_kv.sum()) * num_kv_heads
     return _rate(_bytes(rows, keys, head_dim_qk, head_dim_vo, q_dtype, k_dtype, v_dtype, o_dtype), time, 1e12)
 

@@ -1,4 +1,4 @@
-"""What programs import from `flashinfer.trace` to describe operations of their own: descriptions that nobody reads."""
+"""The classes of `flashinfer.trace`, by which programs describe their own operations. Quire ignores them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Const", "Scalar", "Tensor", "TraceTemplate", "Var"]
 
 
 class _Description:
-    """Keeps what it is given."""
+    """A description, which stores its arguments."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.args, self.options = args, options
@@ -27,7 +27,7 @@ class Tensor(_Description):
 
 
 class Scalar(_Description):
-    """Another argument."""
+    """An argument that is not a tensor."""
 
 
 class TraceTemplate(_Description):

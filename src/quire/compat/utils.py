@@ -1,4 +1,4 @@
-"""What programs import from `flashinfer.utils`: enumerations, questions about the device, small arithmetic."""
+"""The helpers of `flashinfer.utils`: enumerations, properties of devices, integer arithmetic."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
 
 
 class PosEncodingMode(Enum):
-    """FlashInfer's numbers for the position encodings that plans name."""
+    """FlashInfer's numbers for position encodings."""
 
     NONE = 0
     ROPE_LLAMA = 1
@@ -56,7 +56,7 @@ class PosEncodingMode(Enum):
 
 
 class MaskMode(Enum):
-    """FlashInfer's numbers for what queries see."""
+    """FlashInfer's numbers for kinds of masks."""
 
     NON_CAUSAL = 0
     CAUSAL = 1
@@ -88,27 +88,27 @@ log2e, ln2 = LOG2E, 1 / LOG2E
 
 
 def get_compute_capability(device: torch.device | str) -> tuple[int, int]:
-    """A GPU's major and minor number. Raises ValueError for another device."""
+    """The major and minor compute capability of a GPU. ValueError for another device."""
     device = torch.device(device)
     check(device.type == "cuda", "device", str(device), "a CUDA device")
     return torch.cuda.get_device_capability(device)
 
 
 def _is(major: int, minor: int | None, device: torch.device | str) -> bool:
-    """Whether a GPU is of this kind. It says nothing of Quire, whose kernels run on others, too."""
-    have = get_compute_capability(device)
-    return torch.version.hip is None and have[0] == major and minor in (None, have[1])
+    """Whether an NVIDIA GPU has this compute capability (None: any minor one). Quire runs on other GPUs, too."""
+    capability = get_compute_capability(device)
+    return torch.version.hip is None and capability[0] == major and minor in (None, capability[1])
 
 
-_Question = Callable[[torch.device | str], bool]
-is_sm90a_supported: _Question = partial(_is, 9, None)
-is_sm100a_supported: _Question = partial(_is, 10, None)
-is_sm100f_supported: _Question = is_sm100a_supported
-is_sm110a_supported: _Question = partial(_is, 11, None)
-is_sm120a_supported: _Question = partial(_is, 12, 0)
-is_sm120f_supported: _Question = partial(_is, 12, None)
-is_sm121a_supported: _Question = partial(_is, 12, 1)
-is_sm12x_supported: _Question = is_sm120f_supported
+_Predicate = Callable[[torch.device | str], bool]
+is_sm90a_supported: _Predicate = partial(_is, 9, None)
+is_sm100a_supported: _Predicate = partial(_is, 10, None)
+is_sm100f_supported: _Predicate = is_sm100a_supported
+is_sm110a_supported: _Predicate = partial(_is, 11, None)
+is_sm120a_supported: _Predicate = partial(_is, 12, 0)
+is_sm120f_supported: _Predicate = partial(_is, 12, None)
+is_sm121a_supported: _Predicate = partial(_is, 12, 1)
+is_sm12x_supported: _Predicate = is_sm120f_supported
 
 
 def device_support_pdl(device: torch.device | str) -> bool:
@@ -117,17 +117,17 @@ def device_support_pdl(device: torch.device | str) -> bool:
 
 
 def get_device_sm_count(device: torch.device | str) -> int:
-    """A GPU's multiprocessors."""
+    """The number of streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def is_fa3_backend_supported(*args: object, **kwargs: object) -> bool:
-    """True: backend="fa3" means "auto", as all of FlashInfer's names do, which computes whatever can be planned."""
+    """True: like all of FlashInfer's backends, "fa3" means "auto", which supports every layer that can be planned."""
     return True
 
 
 def is_fa3_prefill_head_dim_supported(head_dim_qk: int, head_dim_vo: int) -> bool:
-    """Whether heads may have these sizes."""
+    """Whether `AttentionSpec` admits these head sizes."""
     try:
         AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
     except ValueError:
@@ -136,12 +136,12 @@ def is_fa3_prefill_head_dim_supported(head_dim_qk: int, head_dim_vo: int) -> boo
 
 
 def determine_attention_backend(*args: object, **kwargs: object) -> str:
-    """Always "fa2", which means "auto" here: Quire chooses when it plans."""
+    """Always "fa2", which means "auto" here: `plan` chooses the kernel family."""
     return "fa2"
 
 
 def has_flashinfer_jit_cache() -> bool:
-    """True: nothing has to be built before an operation can be called."""
+    """True: no operation needs a build before it is called."""
     return True
 
 
@@ -154,25 +154,25 @@ def is_float8(x: Tensor) -> bool:
 
 
 def get_indptr(x: Tensor) -> Tensor:
-    """The begins of runs with these lengths, int64 [len(x) + 1]."""
+    """The indptr of segments with these lengths, int64 [len(x) + 1]."""
     return torch.cat([x.new_zeros(1, dtype=torch.int64), x.long().cumsum(0)])
 
 
 def ceil_div(x: int, y: int) -> int:
-    """X / y, rounded up."""
+    """The quotient x / y, rounded up."""
     return -(-x // y)
 
 
 def round_up(x: int, y: int) -> int:
-    """The first multiple of y from x on."""
+    """The smallest multiple of y that is at least x."""
     return ceil_div(x, y) * y
 
 
 def next_positive_power_of_2(x: int) -> int:
-    """The first power of 2 from x on; 1 for what is not positive."""
+    """The smallest power of 2 that is at least x; 1 if x is not positive."""
     return 1 << max(x - 1, 0).bit_length()
 
 
 def version_at_least(version: str, base_version: str) -> bool:
-    """Whether a version is another one or a later one."""
+    """Whether a version is base_version or a later one."""
     return TorchVersion(version) >= TorchVersion(base_version)

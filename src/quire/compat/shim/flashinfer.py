@@ -1,8 +1,8 @@
-"""On PYTHONPATH, makes `import flashinfer` mean Quire: see `quire.compat.path`."""
+"""Makes `import flashinfer` import Quire if this folder is on PYTHONPATH: see `quire.compat.path`."""
 
 import sys
 from importlib import import_module
 
-del sys.modules[__name__]  # this file, which has done its work when it has found the other
+del sys.modules[__name__]  # this file, in whose place the next import finds the stand-in
 import_module("quire.compat").install()
 import_module("flashinfer")
