@@ -1,4 +1,4 @@
-"""The arguments of all commands. Nothing here imports torch: help and mistakes are told at once."""
+"""The arguments of all commands. This module does not import torch, so help and usage errors are printed at once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _SAMPLING = "What is not given is the checkpoint's, in its generation_config.jso
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of `quire`; `command` of what it returns names the module of `quire.cli` that runs."""
-    made = argparse.ArgumentParser(prog="quire", description="Attention for LLM serving over paged key/value caches.")
-    made.add_argument("--version", action="version", version=f"quire {__version__}")
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    """The parser of `quire`. The parsed `command` is the name of the module of `quire.cli` that runs it."""
+    main = argparse.ArgumentParser(prog="quire", description="Attention for LLM serving over paged key/value caches.")
+    main.add_argument("--version", action="version", version=f"quire {__version__}")
+    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _generate(commands)
     _check(commands)
     _env(commands)
     _bench(commands)
-    return made
+    return main
 
 
 def _generate(commands: Any) -> None:

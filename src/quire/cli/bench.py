@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _module(device: str | None) -> Any:
-    """Who times on a device; None: on a GPU, if there is one."""
+    """The module of `quire.bench` that times a device; None: a GPU if there is one, or else the CPU."""
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,8 +25,8 @@ def _module(device: str | None) -> Any:
     return gpu
 
 
-def _drawing(file: Path) -> Any:
-    """What draws a result, known to be able to before hours are spent on timing."""
+def _plotter(file: Path) -> Any:
+    """The function that plots results. It is imported before hours are spent on timing, to see whether it can be."""
     if file.suffix != ".png" or not file.absolute().parent.is_dir():
         raise ValueError(f"--plot {file}: it must end in .png, in a folder that exists")
     try:
@@ -39,26 +39,26 @@ def _drawing(file: Path) -> Any:
 def run(args: argparse.Namespace) -> int:
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: it must be at least 1")
-    place = _module(args.device)
-    listed = place.DECODE if args.operation == "decode" else place.PREFILL
+    bench = _module(args.device)
+    listed = bench.DECODE if args.operation == "decode" else bench.PREFILL
     from quire.bench.cells import Cell
 
     names = [f"{args.operation} {cell}" for cell in args.cell] if args.cell else listed
     for name in names:
-        Cell.parse(name)  # refuse all before timing any
-    draw = None if args.plot is None else _drawing(args.plot)
+        Cell.parse(name)  # refuse unknown cells before timing any
+    plot = None if args.plot is None else _plotter(args.plot)
     file = None if args.json == Path("-") else args.json
     result: dict[str, Any] = {}
-    for result in place.bench(names, args.backend, args.rounds):
+    for result in bench.bench(names, args.backend, args.rounds):
         done = result["cells"]
         print(f"{len(done)} of {len(names)}: {done[-1]['cell']}", file=sys.stderr, flush=True)
-        if file is not None:  # what was timed is not lost if the rest is
+        if file is not None:  # after each cell, so that a crash loses no results
             file.write_text(json.dumps(result, indent=2) + "\n")
-    if draw is not None:
-        draw(result, args.plot)
+    if plot is not None:
+        plot(result, args.plot)
     if args.json == Path("-"):
         json.dump(result, sys.stdout, indent=2)
         print()
         return 0
-    print(place.table(result))
+    print(bench.table(result))
     return 0

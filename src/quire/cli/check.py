@@ -1,4 +1,4 @@
-"""quire check: every kernel family that this machine can run, against the oracle, on random batches."""
+"""quire check: compare every kernel family that this machine can run with the oracle, on random batches."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
         registry.canonical(args.backend)
         names = [args.backend]
     devices = [torch.device(name) for name in ("cpu", "cuda") if name == "cpu" or torch.cuda.is_available()]
-    able = [(name, device, n) for device in devices for name in names for n in _longest(name, device)]
-    if not able:
+    runnable = [(name, device, n) for device in devices for name in names for n in _longest(name, device)]
+    if not runnable:
         raise ValueError(f"this machine can't run {' or '.join(names)}: see quire env")
-    rows = [row for each in able for row in _check_family(*each, seed, args.batches)]
+    rows = [row for each in runnable for row in _check_family(*each, seed, args.batches)]
     if args.json:
         print(json.dumps({"seed": seed, "rows": rows}, indent=2))
     else:
@@ -63,23 +63,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _longest(family: str, device: torch.device) -> list[int]:
-    """The most query tokens of requests that a family computes: [0] for any number, [8] or [1] if it decodes, or none.
-    Of 8 tokens and as many heads as are drawn, there are no more than 64 query rows per KV head.
+    """The largest max_q_len that a family supports, in a list: [0] for any, [8] or [1] for decode, [] for none.
+    With 8 query tokens and the random groups of heads, a KV head has at most 64 query rows.
     """
     return [n for n in (0, 8, 1) if registry.why_not(family, _PLAIN, device, n) is None][:1]
 
 
-def _check_family(family: str, device: torch.device, most: int, seed: int, batches: int) -> Iterator[dict[str, Any]]:
-    """A row per dtype and kind of layer that the family takes: the worst errors over some batches, of requests with at
-    most so many query tokens (0: any number).
+def _check_family(
+    family: str, device: torch.device, max_q_len: int, seed: int, batches: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each dtype and kind of layer that the family supports: the largest errors over some batches. Requests
+    have at most max_q_len query tokens (0: any number).
     """
     for q_dtype, kv_dtype in _DTYPES:
         for name, layer in _LAYERS.items():
             rng = random.Random(f"{seed} {q_dtype} {kv_dtype} {name}")
             torch.manual_seed(rng.randrange(1 << 31))
-            drawn = (_layer(rng, q_dtype, kv_dtype, layer) for _ in range(50 * batches))
-            taken = (spec for spec in drawn if registry.why_not(family, spec, device, most) is None)
-            errors = [_errors(family, *_batch(rng, spec, device, most)) for spec in islice(taken, batches)]
+            specs = (_layer(rng, q_dtype, kv_dtype, layer) for _ in range(50 * batches))
+            supported = (spec for spec in specs if registry.why_not(family, spec, device, max_q_len) is None)
+            errors = [_errors(family, *_batch(rng, spec, device, max_q_len)) for spec in islice(supported, batches)]
             if not errors:
                 continue
             out, lse = (
@@ -100,7 +102,7 @@ def _check_family(family: str, device: torch.device, most: int, seed: int, batch
 
 
 def _layer(rng: random.Random, q_dtype: torch.dtype, kv_dtype: torch.dtype, layer: dict[str, Any]) -> AttentionSpec:
-    """Any heads and sizes."""
+    """A layer with random heads and head sizes."""
     kv_heads, group, dim = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 7)), rng.choice((16, 64, 72, 128))
     return AttentionSpec(
         num_qo_heads=kv_heads * group,
@@ -113,27 +115,27 @@ def _layer(rng: random.Random, q_dtype: torch.dtype, kv_dtype: torch.dtype, laye
     )
 
 
-def _batch(rng: random.Random, spec: AttentionSpec, device: torch.device, most: int) -> tuple[Batch, int]:
-    """Some requests that decode, prefill, or are empty, at any pages, of which one has more queries than keys; and the
-    most query tokens that they may have, as a plan would tell (0: nobody knows).
+def _batch(rng: random.Random, spec: AttentionSpec, device: torch.device, max_q_len: int) -> tuple[Batch, int]:
+    """Requests on random pages that decode, prefill or are empty, one of them with more queries than keys; and the
+    max_q_len of their plan (0: unknown).
     """
-    most = rng.choice((1, most)) if most else 0
-    q_lens, kv_lens = [most or 50], [rng.choice((0, 1, 17)) if most == 0 else rng.randrange(most)]
+    max_q_len = rng.choice((1, max_q_len)) if max_q_len else 0
+    q_lens, kv_lens = [max_q_len or 50], [rng.choice((0, 1, 17)) if max_q_len == 0 else rng.randrange(max_q_len)]
     for _ in range(rng.randint(0, 4)):
-        q_lens.append(min(rng.choice((1, 1, 3, 50)), most or 50))
+        q_lens.append(min(rng.choice((1, 1, 3, 50)), max_q_len or 50))
         kv_lens.append(rng.choice((0, 1, 17, 160, 700)))
     scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0} if spec.kv_dtype.itemsize == 1 else {}
     page_size, kv_layout = rng.choice((1, 4, 16, 64)), rng.choice(("NHD", "HND"))
-    return random_batch(spec, q_lens, kv_lens, page_size, kv_layout=kv_layout, device=device, **scales), most
+    return random_batch(spec, q_lens, kv_lens, page_size, kv_layout=kv_layout, device=device, **scales), max_q_len
 
 
-def _errors(family: str, batch: Batch, most: int) -> tuple[float, float]:
-    """Relative error of the output, and the largest difference of an lse (infinite where only one is)."""
+def _errors(family: str, batch: Batch, max_q_len: int) -> tuple[float, float]:
+    """The relative error of the output, and the largest absolute error of the LSE (infinite if just one is)."""
     spec = batch.spec
     out = torch.full((len(batch.q), spec.num_qo_heads, spec.head_dim_vo), torch.nan).to(batch.q.device, spec.o_dtype)
     lse = torch.full(out.shape[:2], torch.nan, device=out.device)
     extras: dict[str, Any] = {"sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
-    call = Call(batch.q, batch.k, batch.v, batch.qo, batch.kv, spec, mask=batch.mask, max_q_len=most, **extras)
+    call = Call(batch.q, batch.k, batch.v, batch.qo, batch.kv, spec, mask=batch.mask, max_q_len=max_q_len, **extras)
     registry.dispatch(call, out, lse, family)
     exact, exact_lse = batch.exact()
     gap = torch.where(exact_lse == lse, 0.0, (exact_lse - lse).abs())

@@ -49,7 +49,7 @@ def _version(package: str) -> str | None:
 
 
 def _reason(family: str, device: str) -> str | None:
-    """Why a family can't decode with an ordinary layer on a device; None if it can."""
+    """Why a family cannot decode a common layer on a device; None if it can."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, q_dtype=dtype)
     return registry.why_not(family, spec, torch.device(device), max_q_len=1)

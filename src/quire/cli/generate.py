@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
                 print(f"quire: error: {error}", file=sys.stderr)
         if not good:
             return 1
-        began = time.perf_counter()
+        start = time.perf_counter()
         done = _print_json(llm, good, params) if args.json else _print_text(llm, good, params)
-        _summarise(llm, done, time.perf_counter() - began, args.json)
+        _summarise(llm, done, time.perf_counter() - start, args.json)
         failed = [c.error for c in done if c.finish_reason == "error"]
     for message in failed:
         print(f"quire: error: {message}", file=sys.stderr)
@@ -68,13 +68,13 @@ def _split(text: str) -> list[str]:
     lines = text.splitlines()
     if "---" not in lines:
         return [line for line in lines if line]
-    parts: list[list[str]] = [[]]
+    prompts: list[list[str]] = [[]]
     for line in lines:
         if line == "---":
-            parts.append([])
+            prompts.append([])
         else:
-            parts[-1].append(line)
-    return [part for part in ("\n".join(lines) for lines in parts) if part]
+            prompts[-1].append(line)
+    return [prompt for prompt in map("\n".join, prompts) if prompt]
 
 
 def _print_text(llm: LLM, prompts: list[str], params: SamplingParams) -> list[Completion]:
@@ -128,7 +128,7 @@ def _summarise(llm: LLM, done: list[Completion], seconds: float, as_json: bool) 
     if as_json:
         print(json.dumps({"summary": summary}))
         return
-    parts = (
+    facts = (
         f"{len(done)} prompts in {seconds:.1f} s",
         f"{stats.prompt_tokens} prompt tokens ({summary['prompt_tokens_per_second']}/s)",
         f"{stats.reused_tokens} of them reused",
@@ -136,4 +136,4 @@ def _summarise(llm: LLM, done: list[Completion], seconds: float, as_json: bool) 
         f"{stats.peak_pages} of {llm.num_pages} pages used",
         f"{stats.preemptions} preemptions",
     )
-    print("\n" + " · ".join(parts), file=sys.stderr)
+    print("\n" + " · ".join(facts), file=sys.stderr)

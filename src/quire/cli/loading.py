@@ -1,7 +1,7 @@
-"""How a command starts and ends: imports without pauses for garbage, and what Ctrl-C does meanwhile and later.
+"""Startup and interruption of a command: imports without garbage collection, and handlers of Ctrl-C.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be. In the middle of an import, or of a callback,
-that is swallowed, or shown as a traceback of somebody else's code.
+Python raises KeyboardInterrupt wherever the main thread is. During an import or a callback, the exception is swallowed,
+or printed as a traceback of other people's code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-INTERRUPTED = 130  # the exit code, as shells have it
+INTERRUPTED = 130  # the exit code that shells use for SIGINT
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # it may be closed, or in the middle of a write
+        with suppress(Exception):  # the stream may be closed, or in the middle of a write
             stream.flush()
     os._exit(INTERRUPTED)
 
@@ -33,8 +33,8 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def _on_interrupt(handler: Any, for_good: bool = False) -> Iterator[None]:
-    """Inside (and, `for_good`, ever after), Ctrl-C calls `handler`; but not where it is ignored, as it is under nohup,
-    nor from another thread than the main one, which alone may set this.
+    """A context in which Ctrl-C calls `handler`, which stays installed if `for_good`. It has no effect if
+    SIGINT is ignored, as under nohup, nor in other threads than the main one, which cannot install handlers.
     """
     before = signal.getsignal(signal.SIGINT)
     if before in (signal.SIG_IGN, None) or threading.current_thread() is not threading.main_thread():
@@ -49,20 +49,20 @@ def _on_interrupt(handler: Any, for_good: bool = False) -> Iterator[None]:
 
 
 def ends_at_once(for_good: bool = False) -> Any:
-    """Inside, Ctrl-C ends the process with exit code 130."""
+    """A context in which Ctrl-C ends the process with exit code 130."""
     return _on_interrupt(_end, for_good)
 
 
 def raises_once() -> Any:
-    """Inside, the first Ctrl-C raises KeyboardInterrupt, so that what runs can end in order; a second ends at once."""
+    """A context in which Ctrl-C raises KeyboardInterrupt, for an orderly end, and a second Ctrl-C ends at once."""
     return _on_interrupt(_raise)
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """For imports and models: Ctrl-C ends at once, and no garbage is looked for, neither now nor later, among what is
-    loaded. Importing torch and Transformers makes a million objects that stay; to go through them again and again, and
-    once more at the end, takes a quarter of the time of a short command.
+    """A context for imports and models: Ctrl-C ends the process at once, and garbage collection is off, and later skips
+    the objects that were loaded. Importing torch and Transformers allocates a million objects that stay alive; to scan
+    them repeatedly would take a quarter of the time of a short command.
     """
     enabled = gc.isenabled()
     gc.disable()

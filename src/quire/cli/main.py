@@ -1,4 +1,4 @@
-"""Picks the command, and turns a user's mistakes into one line instead of a traceback."""
+"""Runs the command, and prints user errors as one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quire.cli.loading import INTERRUPTED, ends_at_once, loading, raises_once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0 done, 1 something was wrong with the result, 2 with the arguments, 130
-    Ctrl-C.
+    """Run a command, and return its exit code: 0 for success, 1 for an error in the result, 2 for an error in the
+    arguments, and 130 for Ctrl-C.
     """
-    program = arguments is None  # or a caller goes on after it
+    program = arguments is None  # otherwise a caller continues afterwards
     try:
         with ends_at_once(for_good=program):
             return _run(parser().parse_args(arguments))
@@ -34,7 +34,7 @@ def _run(args: argparse.Namespace) -> int:
             return run(args)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads any more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has closed the pipe
             return 1
         if os.environ.get("QUIRE_DEBUG"):
             raise
