@@ -1,11 +1,11 @@
-"""Which architectures run: all that Transformers has a causal language model for, with tiny random configurations.
+"""Test which architectures of causal language models in Transformers run, with tiny random configurations.
 
     python tools/architectures.py --out docs/models.md          # all of them, about 15 minutes on two cores
     python tools/architectures.py --only llama phimoe           # some, printed
 
-Each is saved as a checkpoint and asked for greedy tokens twice: by Transformers' `generate`, prompt by prompt, and by
-`LLM`, packed, in chunks, over pages of prefixes that prompts share. "Runs" says that the tokens were equal. Each few
-architectures have a process of their own, so that none can end the run by a crash, a hang or the memory that it takes.
+A model of each architecture generates greedy tokens twice: by Transformers' `generate`, prompt by prompt, and by `LLM`,
+in shared batches and chunks, with cached prefixes. "Runs" means that the tokens are equal. A process tests a few of the
+architectures, so that none can end the run by a crash, a hang or its use of memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-SECONDS, GIBIBYTES, PARAMETERS = 240, 8, 20_000_000  # that an architecture may take
-VOCAB, LAYERS, TIE = 96, 4, 1e-4  # between logits closer than TIE, float32 sums in another order may choose differently
+SECONDS, GIBIBYTES, PARAMETERS = 240, 8, 20_000_000  # the limits of an architecture
+VOCAB, LAYERS, TIE = 96, 4, 1e-4  # logits that differ by less than TIE may swap with the order of float32 sums
 KINDS = ("sliding_attention", "full_attention")
-SIZES = {  # by the end of a configuration's attribute; the first that fits
+SIZES = {  # by a pattern for the end of an attribute's name; the first match counts
     r"(vocab_size\w*|group_vocab)": VOCAB,
     r"(hidden_size|d_model|n_embd|emb(ed(ding)?)?_dim|embedding_size|word_embed_proj_dim|model_dim|dim_model)": 64,
     r"(intermediate_size\w*|ffn_dim|d_ff|dim_ff|n_inner|ffn_hidden_size|d_inner|ff_dim)": 96,
@@ -45,7 +45,7 @@ SIZES = {  # by the end of a configuration's attribute; the first that fits
     r"(first_k_dense_replace|num_dense_layers|n_dense_layers)": 1,
     r"(hidden_layers|num_layers|n_layers?|decoder_layers|encoder_layers|depth)": LAYERS,
 }
-DEFAULTS = {  # where a configuration has nothing
+DEFAULTS = {  # for attributes that are None or False
     "is_decoder": True,
     "use_sliding_window": True,
     "sliding_window": 8,
@@ -55,7 +55,7 @@ DEFAULTS = {  # where a configuration has nothing
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
 }
-OVERRIDES: dict[str, dict[str, Any]] = {  # what else a tiny configuration needs
+OVERRIDES: dict[str, dict[str, Any]] = {  # further attributes that a tiny configuration needs
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
     "cohere_compass_text": {"rope_parameters": {k: {"rope_type": "default", "rope_theta": 1e4} for k in KINDS}},
     "dbrx": {"attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 1e4}},
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the page to write; without it, results are printed")
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types, as in config.json")
     parser.add_argument("--keep", type=Path, help="a file of results: those in it are not computed again")
-    parser.add_argument("--work", nargs="+", metavar="TYPE", help=argparse.SUPPRESS)  # what a process of ours is told
+    parser.add_argument("--work", nargs="+", metavar="TYPE", help=argparse.SUPPRESS)  # for subprocesses
     args = parser.parse_args()
     if args.work:
         work(args.work)
@@ -127,14 +127,14 @@ def main() -> int:
 
 
 def architectures() -> dict[str, str]:
-    """Each model type's class."""
+    """The class of each model type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def supervise(names: list[str]) -> Iterator[dict[str, str]]:
-    """Results of processes that work on some names each; where one ends early, the name it was at has failed."""
+    """Results of subprocesses with up to 12 names each. If one ends early, the name that it was testing has failed."""
     while names:
         done = subprocess.run([sys.executable, __file__, "--work", *names[:12]], capture_output=True, text=True)
         results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -148,7 +148,7 @@ def supervise(names: list[str]) -> Iterator[dict[str, str]]:
 
 
 def work(names: list[str]) -> None:
-    """Try each, and print what came out. The alarm ends the process."""
+    """Test architectures, and print their results. The alarm ends the process."""
     import torch
     from transformers.utils import logging
 
@@ -167,7 +167,7 @@ def work(names: list[str]) -> None:
 
 
 def attempt(name: str, folder: Path, windows: bool = True) -> tuple[str, str]:
-    """What became of an architecture, and why; with windows also where the default configuration has none."""
+    """An architecture's result and its reason; `windows` adds sliding windows to configurations without them."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -183,7 +183,7 @@ def attempt(name: str, folder: Path, windows: bool = True) -> tuple[str, str]:
     try:
         for page_size, most in ((4, 7), (16, 2048)):
             with LLM(folder, num_pages=256, page_size=page_size, max_batched_tokens=most) as llm:
-                for _ in range(2):  # the second time, prompts are found in the cache
+                for _ in range(2):  # prompts are in the prefix cache the second time
                     check(network, llm, prompts, expected)
     except AssertionError as error:
         return "wrong", str(error)
@@ -195,7 +195,7 @@ def attempt(name: str, folder: Path, windows: bool = True) -> tuple[str, str]:
 
 
 def make_prompts() -> list[list[int]]:
-    """Short ones, some longer than windows, and some that begin alike."""
+    """Short prompts, some of them longer than windows, and some with a common prefix."""
     import torch
 
     start = torch.randint(10, VOCAB, (24,)).tolist()
@@ -205,7 +205,7 @@ def make_prompts() -> list[list[int]]:
 
 
 def own_tokens(network: Any, prompt: list[int], count: int = 12) -> list[int]:
-    """What `generate` makes of a prompt, alone."""
+    """The tokens that Transformers' `generate` appends to one prompt."""
     import torch
 
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -215,7 +215,7 @@ def own_tokens(network: Any, prompt: list[int], count: int = 12) -> list[int]:
 
 
 def check(network: Any, llm: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """Compare all prompts' tokens; where they part, both must be as likely."""
+    """Compare the tokens of all prompts. At the first difference, both tokens must have nearly equal logits."""
     import torch
 
     from quire.engine import SamplingParams
@@ -232,7 +232,7 @@ def check(network: Any, llm: Any, prompts: list[list[int]], expected: list[list[
 
 
 def save(name: str, folder: Path, windows: bool = True) -> None:
-    """A checkpoint with weights so large that its next token depends on all that it sees."""
+    """Save a checkpoint with weights so large that the next token depends on all visible tokens."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -252,7 +252,7 @@ def save(name: str, folder: Path, windows: bool = True) -> None:
 
 
 def shrunk(config: dict[str, Any], windows: bool) -> dict[str, Any]:
-    """The attributes of a configuration that are to be smaller."""
+    """The attributes of a configuration that change in its tiny version."""
     small: dict[str, Any] = {}
     layers = next((v for k, v in config.items() if re.search(r"(num_hidden_layers|n_layers?|num_layers)$", k)), None)
     for key, value in config.items():
@@ -278,7 +278,7 @@ def shrunk(config: dict[str, Any], windows: bool) -> dict[str, Any]:
 
 
 def page(results: list[dict[str, str]]) -> str:
-    """The page of the documentation."""
+    """The text of docs/models.md."""
     import transformers
 
     classes, counts = architectures(), Counter(r["what"] for r in results)

@@ -1,9 +1,9 @@
-"""Time on the host what a step's metadata costs: tables for all requests, copied to the device, and a plan.
+"""Time the host's work for a decode step's metadata: the page tables of all requests, their copy to the device, a plan.
 
     python tools/step_metadata.py --device cuda --requests 256 --length 4096
 
-Beside two ways of `quire.serving.base` (pages that the scheduler keeps; a matrix of slots on the device) stands the way
-of loops over Python lists. On a GPU, waiting for the device is an error.
+Two ways of `quire.serving.base` (the scheduler's lists of pages, and a matrix of slots on the device) are compared with
+loops over Python lists. On a GPU, waiting for the device is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADS = Heads(32, 8, 128, 128)
 
 
 class Step:
-    """A decode step of requests that all have the same length, at random pages."""
+    """A decode step of requests of one length on random pages."""
 
     def __init__(self, requests: int, length: int, page_size: int, device: torch.device) -> None:
         self.count, self.length, self.page_size, self.device = requests, length, page_size, device
@@ -44,18 +44,18 @@ class Step:
         self.lengths = torch.full((requests,), length, dtype=torch.int32, device=device)
         self.wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 25, dtype=torch.uint8, device=device))
 
-    def planned(self, pages: PageTable) -> None:
+    def plan(self, pages: PageTable) -> None:
         plan(self.wrapper, pages, HEADS, torch.bfloat16, torch.bfloat16)
 
     def from_arrays(self) -> None:
         pool, lengths, new = self.count * self.each, [self.length] * self.count, [1] * self.count
         tables = StepTables.from_host(self.arrays, lengths, new, self.page_size, pool, self.device)
-        self.planned(tables.pages)
+        self.plan(tables.pages)
 
     def from_matrix(self) -> None:
         entries = self.count * self.each
         pages = PageTable.from_req_to_token(self.req_to_token, self.rows, self.lengths, self.page_size, entries=entries)
-        self.planned(pages)
+        self.plan(pages)
 
     def from_loops(self) -> None:
         indices: list[int] = []
@@ -65,24 +65,24 @@ class Step:
             indices.extend(own[:bound])
             indptr.append(indptr[-1] + bound)
             last_page_len.append((self.length - 1) % self.page_size + 1)
-            at = self.length - 1
-            slots.append(own[at // self.page_size] * self.page_size + at % self.page_size)
+            position = self.length - 1
+            slots.append(own[position // self.page_size] * self.page_size + position % self.page_size)
         tables = [torch.tensor(x, dtype=torch.int32) for x in (indptr, indices, last_page_len)]
         torch.tensor(slots, device=self.device)
         on_kv, on_indices, on_last = (x.to(self.device, non_blocking=True) for x in tables)
-        self.planned(PageTable(on_kv, on_indices, on_last, self.page_size))
+        self.plan(PageTable(on_kv, on_indices, on_last, self.page_size))
 
 
 def microseconds(call: Callable[[], None], device: torch.device, rounds: int, strict: bool) -> float:
-    """The median of the host's time."""
+    """The median time of a call on the host."""
     times = []
     for i in range(rounds + 3):
         if device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error" if strict and i >= 3 else "default")
-        begin = time.perf_counter()
+        start = time.perf_counter()
         call()
-        times.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - start)
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     return median(times[3:]) * 1e6

@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 END = "<|endoftext|>"
 VOCAB = 4096
 CONTEXT = 2048
-# Words, single digits, operators, and a newline with the indentation that follows it as one piece.
-PIECES = r" ?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|\r?\n *|\s+"
+# Words, single digits, operators, and a newline with the indentation that follows it.
+PRETOKEN = r" ?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|\r?\n *|\s+"
 
 
 def read_corpus(folder: Path, max_file: int = 800_000) -> tuple[list[str], list[str]]:
@@ -59,7 +59,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PRETOKEN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -151,7 +151,7 @@ def train(model, ids: torch.Tensor, valid: torch.Tensor, valid_bytes: int, args)
     optimizer = optimizer_for(model, args.rate)
     ids = ids.to(args.device)
     offsets = torch.arange(CONTEXT + 1, device=args.device)
-    began = time.time()
+    start = time.time()
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, args.steps, args.rate)
@@ -166,7 +166,7 @@ def train(model, ids: torch.Tensor, valid: torch.Tensor, valid_bytes: int, args)
         if (step + 1) % max(1, args.steps // 20) == 0:
             bpb = bits_per_byte(model, valid[: 64 * CONTEXT], int(valid_bytes * 64 * CONTEXT / len(valid)), args.device)
             tokens = (step + 1) * args.batch * CONTEXT
-            speed = tokens / (time.time() - began)
+            speed = tokens / (time.time() - start)
             print(
                 f"step {step + 1:6d}  loss {loss.item():.3f}  held out {bpb:.3f} bit/byte  {speed:,.0f} tokens/s",
                 flush=True,
