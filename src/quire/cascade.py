@@ -16,7 +16,14 @@ from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.definition.pages import check_indptr, table
 from quire.definition.spec import check
 from quire.definition.state import merge_ragged
-from quire.definition.tensors import check_apart, check_cache, check_optional, check_tensor, check_tensors, refuse_grad
+from quire.definition.tensors import (
+    check_cache,
+    check_no_overlap,
+    check_optional,
+    check_tensor,
+    check_tensors,
+    refuse_grad,
+)
 from quire.kernels import merge
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache_return_lse
 from quire.wrappers.arguments import DType
@@ -83,8 +90,8 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
     _check_state(v, s, ("v", "s"))
     _check_state(v_other, s_other, ("v_other", "s_other"))
     check_tensor(v_other, "v_other", tuple(v.shape), v.dtype, v.device)
-    check_apart(v, "v")
-    check_apart(s, "s")
+    check_no_overlap(v, "v")
+    check_no_overlap(s, "s")
     check_optional(mask=mask)
     if mask is not None and ((mask.shape, mask.dtype, mask.device) != (v.shape[:1], torch.bool, v.device)):
         found = f"{mask.dtype} of shape {list(mask.shape)} on {mask.device}"

@@ -20,7 +20,7 @@ from quire.definition.mla_dimensions import (
     supported_mla_layer_dimensions,
 )
 from quire.definition.spec import FLOATS8, as_dtype, check, is_int
-from quire.kernels.latent import widen
+from quire.kernels.latent import dequantize
 from quire.wrappers.arguments import DType, LayerArgs, RunArgs, refuse
 from quire.wrappers.mla import FP8_QUERIES, LatentWrapper, MLAPlanMetadata, split_parts
 from quire.wrappers.plan import longest_request
@@ -258,8 +258,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         self._check_scales(spec, ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale)
         if ckv_scale_arr is not None and kpe_scale is not None:
             ckv_cache, kpe_cache = (
-                widen(ckv_cache, ckv_scale_arr, spec.q_dtype),
-                widen(kpe_cache, kpe_scale, spec.q_dtype),
+                dequantize(ckv_cache, ckv_scale_arr, spec.q_dtype),
+                dequantize(kpe_cache, kpe_scale, spec.q_dtype),
             )
             spec = spec.but(kv_dtype=spec.q_dtype)
         gain = 1.0 if ckv_scale is None or kpe_scale is None else kpe_scale / ckv_scale

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.definition.pages import appended_tokens, page_lengths, table
-from quire.definition.tensors import check_apart, check_layout, check_tensor, check_tensors, split_cache
+from quire.definition.tensors import check_layout, check_no_overlap, check_tensor, check_tensors, split_cache
 from quire.kernels.append import append
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
@@ -47,8 +47,8 @@ def append_paged_kv_cache(
     check_tensor(v, "paged_kv_cache's values", (*k.shape[:3], None), k.dtype, device)
     check_tensor(append_key, "append_key", (None, *k.shape[2:]), k.dtype, device)
     check_tensor(append_value, "append_value", (tokens, *v.shape[2:]), v.dtype, device)
-    check_apart(k, "paged_kv_cache's keys")
-    check_apart(v, "paged_kv_cache's values")
+    check_no_overlap(k, "paged_kv_cache's keys")
+    check_no_overlap(v, "paged_kv_cache's values")
     batch_indices, positions = _check_tokens(batch_indices, positions, tokens, device)
     append(k, v, append_key, append_value, batch_indices, positions, kv_indptr, kv_indices, kv_last_page_len)
 
@@ -85,8 +85,8 @@ def append_paged_mla_kv_cache(
     check_tensor(kpe_cache, "kpe_cache", (*ckv_cache.shape[:2], None), ckv_cache.dtype, device)
     check_tensor(append_ckv, "append_ckv", (None, ckv_cache.shape[2]), ckv_cache.dtype, device)
     check_tensor(append_kpe, "append_kpe", (tokens, kpe_cache.shape[2]), kpe_cache.dtype, device)
-    check_apart(ckv_cache, "ckv_cache")
-    check_apart(kpe_cache, "kpe_cache")
+    check_no_overlap(ckv_cache, "ckv_cache")
+    check_no_overlap(kpe_cache, "kpe_cache")
     batch_indices, positions = _check_tokens(batch_indices, positions, tokens, device)
     caches, rows = (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), (append_ckv.unsqueeze(1), append_kpe.unsqueeze(1))
     append(*caches, *rows, batch_indices, positions, kv_indptr, kv_indices, kv_last_page_len)

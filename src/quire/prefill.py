@@ -16,7 +16,7 @@ from quire.definition.pages import table
 from quire.definition.spec import check
 from quire.definition.tensors import as_nhd, as_scale, as_slopes, check_layout, check_tensors
 from quire.kernels.attention import attend_one
-from quire.kernels.ops import asked
+from quire.kernels.ops import env_flag
 from quire.kernels.registry import canonical
 from quire.wrappers.arguments import DType, LayerArgs, RunArgs, Scale, by_position, refuse
 from quire.wrappers.buffers import check_buffers
@@ -334,7 +334,7 @@ def single_prefill_with_kv_cache(
         sm_scale=sm_scale,
         rope_scale=rope_scale,
         rope_theta=rope_theta,
-        batch_invariant=asked("QUIRE_BATCH_INVARIANT"),
+        batch_invariant=env_flag("QUIRE_BATCH_INVARIANT"),
         backend=canonical(backend),
     )
     return out if lse is None else (out, lse)

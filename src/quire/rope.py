@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.definition.spec import FLOATS, check
 from quire.definition.tensors import (
-    check_apart,
+    check_no_overlap,
     check_tensor,
     check_tensors,
     fp8_outputs,
@@ -91,8 +91,8 @@ def _apply(
     frequencies = [float(x) for x in (rope_scale, rope_theta, *scaling)]
     indptr = requests[0] if requests else None
     if inplace:
-        check_apart(q, "q")
-        check_apart(k, "k")
+        check_no_overlap(q, "q")
+        check_no_overlap(k, "k")
         rotate(q, k, None, None, start, indptr, None, rotary_dim, interleave, *frequencies)
         return q, k
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
@@ -220,8 +220,8 @@ def _apply_cache(
     _check_ints(positions, "positions", len(q), q.device)
     angles = (positions, None, cache, cache.shape[1], not is_neox, 1.0, 1.0, *_PLAIN)
     if inplace:
-        check_apart(query, "query")
-        check_apart(key, "key")
+        check_no_overlap(query, "query")
+        check_no_overlap(key, "key")
         rotate(q, k, None, None, *angles)
         return query, key
     q_out, k_out = torch.empty_like(query), torch.empty_like(key)

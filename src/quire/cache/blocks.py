@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.definition.tensors import check_apart, check_tensors
+from quire.definition.tensors import check_no_overlap, check_tensors
 
 
 def _pairs(mapping: Tensor, name: str, sources: int, targets: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) 
         src_to_dst: integers [n, 2], (page in src, page in dst).
     """
     check_tensors(src_kv_cache=src_kv_cache, dst_kv_cache=dst_kv_cache)
-    check_apart(dst_kv_cache, "dst_kv_cache")
+    check_no_overlap(dst_kv_cache, "dst_kv_cache")
     if src_kv_cache.shape[1:] != dst_kv_cache.shape[1:] or src_kv_cache.dtype != dst_kv_cache.dtype:
         raise ValueError(
             f"the caches differ: {list(src_kv_cache.shape)} {src_kv_cache.dtype} and {list(dst_kv_cache.shape)} "
@@ -55,7 +55,7 @@ def copy_blocks(kv_caches: Sequence[Tensor], src_to_dists: Tensor) -> None:
     """
     for i, cache in enumerate(kv_caches):
         check_tensors(**{f"kv_caches[{i}]": cache})
-        check_apart(cache, f"kv_caches[{i}]")
+        check_no_overlap(cache, f"kv_caches[{i}]")
     for cache in kv_caches:
         source, target = _pairs(src_to_dists, "src_to_dists", len(cache), len(cache))
         _assign(cache, target, cache[source.to(cache.device)])

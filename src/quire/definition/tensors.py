@@ -165,7 +165,7 @@ def refuse_grad(**tensors: Tensor | None) -> None:
             )
 
 
-def check_apart(x: Tensor, name: str) -> None:
+def check_no_overlap(x: Tensor, name: str) -> None:
     """Refuse an output whose strides give two elements the same address."""
     if x.is_contiguous() or not x.numel():
         return
@@ -229,10 +229,10 @@ def outputs(
         out = torch.empty(shape, dtype=spec.o_dtype, device=device)
     else:
         check_tensor(out, "out", shape, spec.o_dtype, device)
-        check_apart(out, "out")
+        check_no_overlap(out, "out")
     if lse is not None:
         check_tensor(lse, "lse", shape[:2], torch.float32, device)
-        check_apart(lse, "lse")
+        check_no_overlap(lse, "lse")
     elif want_lse:
         lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
     return out, lse
@@ -253,5 +253,5 @@ def fp8_outputs(
     for name, (x, out) in sources.items():
         if out is not None:
             check_tensor(out, name, tuple(x.shape), dtype, x.device)
-            check_apart(out, name)
+            check_no_overlap(out, name)
     return [torch.empty_like(x, dtype=dtype) if out is None else out for x, out in sources.values()], dtype

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.definition.pages import PageTable
-from quire.kernels.ops import asked, on_triton, operation
+from quire.kernels.ops import env_flag, on_triton, operation
 
 
 @operation("append", "k_cache", "v_cache")
@@ -30,7 +30,7 @@ def append(
     table = PageTable(kv_indptr, kv_indices, kv_last_page_len, k_cache.shape[1])
     if k_cache.element_size() == 1:  # torch and Triton do not copy all fp8 types, but bytes
         k_cache, v_cache, key, value = (x.view(torch.uint8) for x in (k_cache, v_cache, key, value))
-    if requests.is_cuda and asked("QUIRE_CHECK"):
+    if requests.is_cuda and env_flag("QUIRE_CHECK"):
         _check(requests.cpu(), positions.cpu(), table.to("cpu"), len(k_cache))
     if on_triton(requests.device):
         from quire.kernels.triton.append import append as append_on_gpu
@@ -52,7 +52,7 @@ def write(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, slots: T
     ValueError on the host, and on a GPU if QUIRE_CHECK is set; otherwise the GPU's kernel skips them.
     """
     room = k_cache.shape[0] * k_cache.shape[1]
-    if (slots.is_cpu or asked("QUIRE_CHECK")) and len(slots) and int(slots.max()) >= room:
+    if (slots.is_cpu or env_flag("QUIRE_CHECK")) and len(slots) and int(slots.max()) >= room:
         i = int(slots.argmax())
         raise ValueError(f"slots[{i}] = {int(slots[i])} is out of range: the cache has {room} slots")
     if k_cache.element_size() == 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 GROUP = 128  # consecutive elements of a token that share a scale
 
 
-def widen(cache: Tensor, scales: Tensor | float, dtype: torch.dtype) -> Tensor:
+def dequantize(cache: Tensor, scales: Tensor | float, dtype: torch.dtype) -> Tensor:
     """A copy of an fp8 cache [pages, page_size, head_dim] in `dtype`, multiplied by one scale, or by a scale per token
     and GROUP elements, float32 [pages, page_size, head_dim / GROUP]. Slow, since it reads and writes the whole pool.
     """

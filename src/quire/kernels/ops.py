@@ -13,14 +13,14 @@ from torch import Tensor
 P = ParamSpec("P")
 
 
-def asked(variable: str) -> bool:
+def env_flag(variable: str) -> bool:
     """Whether an environment variable is set to anything but 0 or nothing."""
     return os.environ.get(variable, "0") not in ("", "0")
 
 
 def on_triton(device: torch.device) -> bool:
     """Whether operations other than attention, which has kernel families, run Triton kernels on a device."""
-    return device.type == "cuda" or asked("TRITON_INTERPRET")
+    return device.type == "cuda" or env_flag("TRITON_INTERPRET")
 
 
 def traced(x: object) -> bool:

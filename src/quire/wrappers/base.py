@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.definition.spec import check
 from quire.definition.tensors import check_layout
 from quire.kernels import registry
-from quire.kernels.ops import asked
+from quire.kernels.ops import env_flag
 from quire.wrappers.arguments import takes_sink
 from quire.wrappers.buffers import check_workspace
 from quire.wrappers.capture import CaptureGuard
@@ -81,8 +81,8 @@ class AttentionWrapper(Planner):
             self.device = torch.device("cuda", torch.cuda.current_device())
         else:
             self.device = torch.device("cpu")
-        self.checking = asked("QUIRE_CHECK") if check is None else check
-        self.invariant = asked("QUIRE_BATCH_INVARIANT") if batch_invariant is None else batch_invariant
+        self.checking = env_flag("QUIRE_CHECK") if check is None else check
+        self.invariant = env_flag("QUIRE_BATCH_INVARIANT") if batch_invariant is None else batch_invariant
         self._use_cuda_graph = use_cuda_graph
         self._workspace = Workspace(float_workspace_buffer, self.device)
         self._capture = CaptureGuard(self.device, use_cuda_graph)
