@@ -48,7 +48,7 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
             paged_kv_indices_buffer=paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
         )
-        self._wrappers = (self._decode,)
+        self._wrappers, self._kv_layout = (self._decode,), kv_layout
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -143,9 +143,9 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
             ValueError: a tensor that does not fit, a mask for the decodes, or a setting that differs from the plan.
         """
         refuse(custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d)
-        decode, spec = self._decode, self._decode.require_plan().spec
+        spec = self._decode.require_plan().spec
         for name, value, planned in (
-            ("kv_layout_d", kv_layout_d, decode._kv_layout),
+            ("kv_layout_d", kv_layout_d, self._kv_layout),
             ("pos_encoding_mode_d", pos_encoding_mode_d, spec.pos_encoding),
             ("sm_scale_d", sm_scale_d, spec.sm_scale),
             ("window_left_d", window_left_d, spec.window_left),
@@ -156,7 +156,7 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
                 raise ValueError(f"{name} = {value!r} differs from the value planned, {planned!r}")
         check_tensors(q_p=q_p, k_p=k_p, v_p=v_p, q_d=q_d)
         check_cache(paged_kv_cache_d, "paged_kv_cache_d")
-        out_d = decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale)
+        out_d = self._decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale)
         out_p = single_prefill_with_kv_cache(
             q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
             kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,

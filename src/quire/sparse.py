@@ -46,12 +46,7 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
 
 
 class _BlockSparseWrapper(CompositeWrapper):
-    """A prefill wrapper over the rows of blocks, and its latest plan.
-
-    Args:
-        float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
-        backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
-    """
+    """A prefill wrapper over the rows of blocks, and its latest plan."""
 
     def __init__(self, float_workspace_buffer: Tensor | None, backend: str = "auto") -> None:
         backend = "auto" if backend in _BACKENDS else backend
@@ -66,7 +61,7 @@ class _BlockSparseWrapper(CompositeWrapper):
         return self._prefill.backend
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Replace the workspace buffers; both must lie on the wrapper's device."""
+        """Replace the workspace buffers; both must be on the wrapper's device."""
         self._prefill.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def _plan_blocks(self, qo: RaggedLayout, kv: PageTable, **layer: Any) -> None:
@@ -85,8 +80,8 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
     """Attention with a mask of [R, C] blocks in the format of SciPy's `bsr_matrix`. All heads have the mask in common.
 
     Args:
-        float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
-        backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
+        float_workspace_buffer: any tensor on the device to compute on; None: the first GPU, or the CPU.
+        backend: "auto", a kernel family of Quire, or a backend of FlashInfer, all of which mean "auto".
     """
 
     def plan(
@@ -235,8 +230,8 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
     """Attention with a mask of blocks of variable sizes for each KV head.
 
     Args:
-        float_workspace_buffer: any tensor on the device to compute on, or None (the first GPU, or the CPU).
-        backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
+        float_workspace_buffer: any tensor on the device to compute on; None: the first GPU, or the CPU.
+        backend: "auto", a kernel family of Quire, or a backend of FlashInfer, all of which mean "auto".
     """
 
     def plan(

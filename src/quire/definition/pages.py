@@ -334,9 +334,9 @@ class PageTable:
         last_page_len = _last_page_len(lengths, pages, page_size)
         if count == 0:
             return cls(indptr, lengths, last_page_len, page_size)
-        place = torch.arange(entries, dtype=torch.int32, device=lengths.device)
-        owner = torch.searchsorted(indptr[1:], place, right=True).clamp(max=count - 1)
-        column = (place - indptr[owner]) * page_size
+        entry = torch.arange(entries, dtype=torch.int32, device=lengths.device)
+        owner = torch.searchsorted(indptr[1:], entry, right=True).clamp(max=count - 1)
+        column = (entry - indptr[owner]) * page_size
         if starts is not None:
             column += starts[owner].int()
         slots = req_to_token[req_pool_indices[owner].long(), column.clamp(0, width - 1)]
