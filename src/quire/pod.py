@@ -258,9 +258,9 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
             q_d: [qo_indptr_d[-1], num_qo_heads, head_dim].
             paged_kv_cache_p, paged_kv_cache_d: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
             custom_mask_p, packed_custom_mask_p, causal_p: for the prefills, as in
-                `BatchPrefillWithPagedKVCacheWrapper.plan`. The prefills are planned again if one of them is another
-                object, or a mask whose version torch has counted up. Torch does not count changes in place in inference
-                mode, nor those by kernels of other libraries: after such changes, call `plan` again.
+                `BatchPrefillWithPagedKVCacheWrapper.plan`. `run` plans the prefills again if one of these is another
+                object than in the last run, or if torch's version counter of a mask has changed. Torch does not count
+                changes in inference mode, nor by kernels of other libraries: after such changes, call `plan` again.
             q_scale, k_scale, v_scale: for the decodes, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
             return_lse: whether to return the LSE, too.
             use_fp16_qk_reduction, enable_pdl: accepted, without effect: accumulation is float32.
