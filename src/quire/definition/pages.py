@@ -212,11 +212,14 @@ class PageTable:
         for x in (indptr, indices, per_request):
             if type(x) is not Tensor or x.dtype is not int32 or x.device != device or not x.is_contiguous():
                 return None
-        if indptr.shape != self.indptr.shape or per_request.shape != self.per_request.shape or indices.ndim != 1:
+            if x.ndim != 1:
+                return None
+        if indptr.numel() != self.indptr.numel() or per_request.numel() != indptr.numel() - 1:
             return None
         other = object.__new__(type(self))  # without its checks
-        other.__dict__.update(indptr=indptr, indices=indices, page_size=self.page_size)
-        other.__dict__[self._per_request] = per_request
+        fields = other.__dict__
+        fields["indptr"], fields["indices"], fields["page_size"] = indptr, indices, self.page_size
+        fields[self._per_request] = per_request
         return other
 
     def to(self, device: torch.device | str) -> PageTable:
