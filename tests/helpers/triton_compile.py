@@ -17,9 +17,8 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from quire.definition import AttentionSpec
 from quire.kernels.hopper.decode import host as decode_call
 from quire.kernels.hopper.mla import host as latent_call
-from quire.kernels.triton import host as family
 from quire.kernels.triton import kernel
-from quire.kernels.triton.config import Machine, tune
+from quire.kernels.triton.config import Machine, choose_block_m, make_config, tune
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 << 10),
@@ -51,25 +50,21 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
     """The attention kernel for requests of about `rows` query rows."""
     target, limit = TARGETS[name]
     native = name in ("sm_89", "sm_90", "sm_100", "sm_120")
-    machine = Machine(
-        processors=132, shared_memory=limit, fp8=native, hip=target.backend == "hip", wgmma=name == "sm_90"
-    )
-    tuning = tune(spec, family._block_m(spec, rows, machine), page_size > 0, limit)
-    c = family._config(
-        spec, page_size, tuning, split, 64, (False, False, False, True, False, False, spec.latent), machine
-    )
+    machine = Machine(num_sms=132, shared_memory=limit, fp8=native, hip=target.backend == "hip", wgmma=name == "sm_90")
+    tuning = tune(spec, choose_block_m(spec, rows, machine), page_size > 0, limit)
+    c = make_config(spec, page_size, tuning, split, 64, (False, False, False, True, False, False, spec.latent), machine)
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype] if native or spec.kv_dtype.itemsize > 1 else "u8"
     pointers = {
-        "q": q, "k": kv, "v": kv, "out": q, "part": "fp32", "lse": "fp32", "arrivals": "i32", "qo_indptr": "i32",
+        "q": q, "k": kv, "v": kv, "out": q, "partials": "fp32", "lse": "fp32", "arrivals": "i32", "qo_indptr": "i32",
         "kv_indptr": "i32", "last_page_len": "i32", "indices": "i32",
         "q_pe": q if c.latent else None, "k_pe": kv if c.latent else None,
-        "mask_bits": "u8" if c.mask else None, "mask_indptr": "i32" if c.mask else None,
-        "prefix_lens": "u32" if c.items else None, "item_positions": "u16" if c.items else None,
+        "mask_bits": "u8" if spec.custom_mask else None, "mask_indptr": "i32" if spec.custom_mask else None,
+        "prefix_lens": "u32" if spec.items else None, "item_positions": "u16" if spec.items else None,
         "sinks": "fp32" if c.sinks else None, "slopes": "fp32" if c.alibi else None,
-        "turns": "i64" if c.rope else None, "q_scale": None, "k_scale": None, "v_scale": None,
+        "inv_freq": "i64" if c.rope else None, "q_scales": None, "k_scales": None, "v_scales": None,
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
-    given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "pe_gain": "fp32", "cap": "fp32"}
+    given |= {"c": c, "sm_scale": "fp32", "v_scale": "fp32", "pe_scale": "fp32", "soft_cap": "fp32"}
     return compile_kernel(kernel.attend, name, given, num_warps=tuning.num_warps, num_stages=tuning.num_stages)
 
 

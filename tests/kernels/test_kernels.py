@@ -277,9 +277,9 @@ def test_tables_that_change_after_their_check_never_lead_outside(family, rng):
 @pytest.mark.interpret
 def test_scratch_ends_where_it_was_said_to():
     """Requests whose tables overlap have more keys together, and so more parts, than a plan can know of."""
-    triton = pytest.importorskip("quire.kernels.triton.host")
+    triton = pytest.importorskip("quire.kernels.triton.host").FAMILY
     device = torch.device("cpu" if INTERPRETED else "cuda", None if INTERPRETED else 0)
-    if triton.declines(AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=16), device) or not (
+    if triton.why_not(AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=16), device) or not (
         INTERPRETED or torch.cuda.is_available()
     ):
         pytest.skip("there is no GPU")
@@ -287,7 +287,7 @@ def test_scratch_ends_where_it_was_said_to():
     batch = random_batch(spec, [1] * 6, [2300, 1, 1, 1, 1, 1], 16)
     every = int(batch.kv.indptr[-1])
     batch.kv.indptr.copy_(torch.tensor([0, every, 0, every, 0, every, 0]))
-    size = triton.scratch(spec, device, 1, 6, every * 16) // 4
+    size = triton.float_workspace_size(spec, device, 1, 6, every * 16) // 4
     scratch = torch.full((size + 100_000,), 7.0, device=device)
     compute(batch, "triton", max_q_len=1, scratch=scratch)
     assert (scratch[size:] == 7).all()

@@ -40,7 +40,7 @@ def test_a_launch_over_another_page_table():
     first, second, part = table_of(8), table_of(20), torch.zeros(4)
     compiled = Compiled()
     others = (part, first.indptr, first.indices, first.last_page_len)
-    repeat = launch.Repeat(compiled, 1, others, (8, 0.5), entries=4)
+    repeat = launch.LaunchReplay(compiled, 1, others, (8, 0.5), entries=4)
     for which in (repeat, repeat.moved(first, second), repeat.moved(first, second).moved(second, first)):
         assert which(0, None, 0, 0, None, 0, None, None, 0)
     tables = [[x.data_ptr() for x in (y.indptr, y.indices, y.last_page_len)] for y in (first, second, first)]
@@ -54,17 +54,17 @@ def test_a_launch_over_another_page_table():
 def test_a_launch_that_read_no_pages_is_not_moved():
     first = table_of(8)
     others = (torch.zeros(4), first.indptr, first.indices, first.last_page_len)
-    assert launch.Repeat(Compiled(), 1, others, (0, 0.5), entries=4).moved(first, table_of(20)) is None
+    assert launch.LaunchReplay(Compiled(), 1, others, (0, 0.5), entries=4).moved(first, table_of(20)) is None
 
 
 def test_a_launch_with_programs_for_few():
     first, second = table_of(8), table_of(20)
     others = (first.indptr, first.indices, first.last_page_len)
-    repeat = launch.Repeat(Compiled(), 1, others, (8,), entries=3)
-    repeat.most = 19
+    repeat = launch.LaunchReplay(Compiled(), 1, others, (8,), entries=3)
+    repeat.max_entries = 19
     assert repeat.moved(first, second) is None
-    repeat.most = 20
-    assert repeat.moved(first, second).most == 20
+    repeat.max_entries = 20
+    assert repeat.moved(first, second).max_entries == 20
 
 
 def test_a_launch_that_read_lengths():
@@ -73,12 +73,12 @@ def test_a_launch_that_read_lengths():
     tables = zip((table_of(8), plain), lengths, strict=True)
     first, second = (LengthTable.of(t.indptr, t.indices, x, 16, "kv_lens") for t, x in tables)
     compiled, others = Compiled(), (torch.zeros(4), first.indptr, first.indices, first.kv_lens)
-    repeat = launch.Repeat(compiled, 1, others, (8, 0.5), entries=4)
+    repeat = launch.LaunchReplay(compiled, 1, others, (8, 0.5), entries=4)
     assert repeat.moved(first, second)(0, None, 0, 0, None, 0, None, None, 0)
     assert compiled.launched[0][1:4] == tuple(x.data_ptr() for x in (second.indptr, second.indices, second.kv_lens))
     assert repeat.moved(first, plain) is None
     others = (torch.zeros(4), plain.indptr, plain.indices, plain.last_page_len)
-    assert launch.Repeat(compiled, 1, others, (20, 0.5), entries=4).moved(plain, first) is None
+    assert launch.LaunchReplay(compiled, 1, others, (20, 0.5), entries=4).moved(plain, first) is None
 
 
 class Repeat:

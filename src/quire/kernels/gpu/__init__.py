@@ -1,1 +1,1 @@
-"""What the kernel families of GPUs share: how compiled kernels are launched, and launched again."""
+"""What the kernel families for GPUs share: launching compiled kernels, and replaying a launch."""

@@ -1,5 +1,5 @@
-"""Starting compiled kernels: Triton's own way looks at each of fifty arguments, and takes longer than small kernels.
-And what kernels need to know of tensors before.
+"""Launches of compiled kernels by address. Triton's own launch path inspects each of some fifty arguments, which takes
+longer than a small kernel runs. And what a family must know of tensors before a launch.
 """
 
 from __future__ import annotations
@@ -18,88 +18,80 @@ from quire.kernels.call import Call
 
 
 @triton.jit
-def _nothing():
+def _empty_kernel():
     pass
 
 
-ALIGNED = 6  # tensors of a launch for whose alignment the kernel is compiled
-DIRECT = torch.version.cuda is not None and triton.__version__.startswith("3.6.")  # whose launcher is known
-INTERPRETED = isinstance(_nothing, InterpretedFunction)  # TRITON_INTERPRET=1: on the CPU, slowly
+NUM_ALIGNED = 6  # leading tensors of a launch whose alignment a kernel is compiled for
+DIRECT = torch.version.cuda is not None and triton.__version__.startswith("3.6.")  # versions whose launcher is known
+INTERPRETED = isinstance(_empty_kernel, InterpretedFunction)  # TRITON_INTERPRET=1: kernels run on the CPU, slowly
 
 
-class Repeat:
-    """A launch that is to be repeated with other tensors of the same kinds, for a fraction of what the first took.
+class LaunchReplay:
+    """A launch that can be replayed with other tensors of the same shapes, strides, dtypes and device.
 
     Attributes:
-        most: page ids of a table that it has programs enough for, if that is not any number.
+        max_entries: the most page ids of a table that the launch has enough programs for; None if any number will do.
     """
 
-    most: int | None = None
+    max_entries: int | None = None
 
     def __init__(
         self, compiled: Any, programs: int, others: tuple[Tensor | None, ...], rest: tuple[Any, ...], entries: int
     ) -> None:
-        """entries: which of others and rest says how many page ids there are."""
-        self._kept, self._entries = others, entries
+        """entries: the index into (*others, *rest) of the number of page ids."""
+        self._others, self._entries = others, entries
         self._rest = (*(None if x is None else x.data_ptr() for x in others), *rest)
         self._grid, self._run = (programs, 1, 1), compiled.run
         self._handle: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
         if DIRECT and compiled.run.global_scratch_size == compiled.run.profile_scratch_size == 0:
-            # What Triton's launcher written in Python calls, which takes a microsecond to see that nothing is to be
-            # allocated.
+            # Triton's Python launcher takes a microsecond to find that it has no scratch memory to allocate. This is
+            # the function that it calls.
             launcher, self._run = compiled.run, compiled.run.launch
             modes = (launcher.launch_cooperative_grid, launcher.launch_pdl)
             self._handle = (compiled.function, *modes, None, None, compiled.packed_metadata, None, None, None)
 
     def __call__(
-        self,
-        q: int,
-        q_pe: int | None,
-        k: int,
-        v: int,
-        k_pe: int | None,
-        out: int,
-        lse: int | None,
-        sinks: int | None,
+        self, q: int, q_pe: int | None, k: int, v: int, k_pe: int | None, out: int, lse: int | None, sinks: int | None,
         stream: int,
-    ) -> bool:
-        """Launch with these addresses in place of the first tensors; False, and nothing done, if one is not aligned."""
+    ) -> bool:  # fmt: skip
+        """Launch with these addresses in place of the first tensors; False, without a launch, if one is not aligned."""
         if (q | k | v | out | (q_pe or 0) | (k_pe or 0)) & 15:
             return False
         self._run(*self._grid, stream, *self._handle, q, q_pe, k, v, k_pe, out, lse, sinks, *self._rest)
         return True
 
-    def moved(self, table: PageTable, other: PageTable) -> Repeat | None:
-        """The same over another page table of as many requests; None if it did not read the first one's ids, or if the
-        other is of another kind or has more than it is for.
+    def moved(self, table: PageTable, other: PageTable) -> LaunchReplay | None:
+        """A replay that reads page table `other` in place of `table`, for as many requests. None if the launch did not
+        read table's page ids, or if `other` is of another kind or has more than max_entries.
         """
         entries = other.indices.shape[0]
-        if self._rest[self._entries] != table.indices.shape[0] or (self.most is not None and entries > self.most):
+        if self._rest[self._entries] != table.indices.shape[0]:
             return None
-        if type(other) is not type(table):
+        if type(other) is not type(table) or (self.max_entries is not None and entries > self.max_entries):
             return None
-        kept, rest = list(self._kept), list(self._rest)
+        others, rest = list(self._others), list(self._rest)
         rest[self._entries] = entries
-        theirs = {
+        replacements = {
             id(table.indptr): other.indptr,
             id(table.indices): other.indices,
             id(table.per_request): other.per_request,
         }
-        for i, x in enumerate(self._kept):
-            if id(x) in theirs:
-                kept[i] = theirs[id(x)]
-                rest[i] = theirs[id(x)].data_ptr()
-        repeat = object.__new__(Repeat)  # copy() takes longer than all this
-        repeat.__dict__.update(self.__dict__, _kept=tuple(kept), _rest=tuple(rest))
-        return repeat
+        for i, x in enumerate(self._others):
+            if id(x) in replacements:
+                others[i] = replacements[id(x)]
+                rest[i] = replacements[id(x)].data_ptr()
+        replay = object.__new__(LaunchReplay)  # copy() takes longer than this whole method
+        replay.__dict__.update(self.__dict__, _others=tuple(others), _rest=tuple(rest))
+        return replay
 
 
 class Launcher:
     """Launches of one kernel with one set of constants.
 
-    Triton compiles a kernel for the kinds of its arguments, for whether addresses are multiples of 16 bytes, and for
-    strides that are. So what it compiled for given strides and aligned addresses is kept, and launched with addresses;
-    anything else goes Triton's way.
+    Triton compiles a kernel anew for other dtypes, for whether addresses are multiples of 16 bytes, and for whether
+    strides are multiples of 16. A Launcher keeps the kernels that were compiled for aligned addresses, by dtypes and
+    strides, and launches them by address. All other launches take Triton's own path.
     """
 
     def __init__(self, kernel: Any, constants: Any, **options: int) -> None:
@@ -114,16 +106,17 @@ class Launcher:
         others: tuple[Tensor | None, ...],
         numbers: tuple[int | float, ...],
         strides: tuple[int, ...],
-    ) -> Repeat | None:
-        """Launch on the device of the first tensor. The kernel's arguments are the tuples' and then the constants.
+    ) -> LaunchReplay | None:
+        """Launch on the first tensor's device. The kernel's arguments are those of the tuples and then the constants.
 
         Args:
-            tensors: those that differ from call to call; the kernel is compiled for the alignment of the first ALIGNED.
-            others: tensors whose alignment does not count, but for the first.
-            numbers: what the kernel is not compiled for; strides: what it is.
+            tensors: those that a replay replaces; the kernel is compiled for the alignment of the first NUM_ALIGNED.
+            others: tensors for whose alignment it is not compiled, except for the first.
+            numbers: numbers that the kernel is not compiled for.
+            strides: numbers that it is compiled for.
 
         Returns:
-            what repeats the launch, if it can be.
+            the launch's replay, if it has one.
         """
         device = tensors[0].device.index  # type: ignore[union-attr]
         if not INTERPRETED and device != torch.cuda.current_device():
@@ -131,56 +124,60 @@ class Launcher:
                 return self(programs, tensors, others, numbers, strides)
         rest = (*numbers, *strides, self._constants)
         addresses = [None if x is None else x.data_ptr() for x in tensors]
-        low = 0
-        for address in (*addresses[:ALIGNED], None if others[0] is None else others[0].data_ptr()):
-            low |= address or 0
-        kinds = tuple(None if x is None else x.dtype for x in (*tensors, *others))
-        key = (low & 15, device, strides, kinds)
+        low_bits = 0
+        for address in (*addresses[:NUM_ALIGNED], None if others[0] is None else others[0].data_ptr()):
+            low_bits |= address or 0
+        dtypes = tuple(None if x is None else x.dtype for x in (*tensors, *others))
+        key = (low_bits & 15, device, strides, dtypes)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._kernel[(programs,)](*tensors, *others, *rest, **self._options)
-            if low & 15 or compiled is None:
+            if low_bits & 15 or compiled is None:
                 return None
             self._compiled[key] = compiled
-            return Repeat(compiled, programs, others, rest, self._entries - len(tensors))
-        repeat = Repeat(compiled, programs, others, rest, self._entries - len(tensors))
-        repeat(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type, call-arg]
-        return repeat
+            return LaunchReplay(compiled, programs, others, rest, self._entries - len(tensors))
+        replay = LaunchReplay(compiled, programs, others, rest, self._entries - len(tensors))
+        replay(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type, call-arg]
+        return replay
 
 
-def into(
-    launch: Callable[[Call, Tensor, Tensor | None], Repeat | None], call: Call, out: Tensor, lse: Tensor | None
-) -> Repeat | None:
-    """Launch into out and lse or, where kernels cannot write them as they are, into others that are copied there."""
-    plain = out.dtype in FLOATS and out.stride(-1) == 1
-    direct = out if plain else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    sums = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    repeat = launch(call, direct, sums)
-    if direct is out and sums is lse:
-        return repeat
-    if direct is not out:
-        out.copy_(direct)
-    if lse is not None and sums is not None and sums is not lse:
-        lse.copy_(sums)
+def launch_into(
+    launch: Callable[[Call, Tensor, Tensor | None], LaunchReplay | None], call: Call, out: Tensor, lse: Tensor | None
+) -> LaunchReplay | None:
+    """Launch into out and lse, through a temporary where kernels cannot write to one of them directly."""
+    writable = out.dtype in FLOATS and out.stride(-1) == 1
+    kernel_out = out if writable else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    kernel_lse = lse
+    if lse is not None and not lse.is_contiguous():
+        kernel_lse = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    replay = launch(call, kernel_out, kernel_lse)
+    if kernel_out is out and kernel_lse is lse:
+        return replay
+    if kernel_out is not out:
+        out.copy_(kernel_out)
+    if lse is not None and kernel_lse is not None and kernel_lse is not lse:
+        lse.copy_(kernel_lse)
     return None
 
 
 def split_scales(call: Call) -> tuple[tuple[float, float, float], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """The scales of q, k and v as numbers, and per head where they are tensors (whose values nobody waits for)."""
+    """The scales of q, k and v as numbers, and those that are tensors as float32 per head, which the host never reads.
+    Where one is given the other is 1 or None.
+    """
     scales = (call.q_scale, call.k_scale, call.v_scale)
     if type(scales[0]) is type(scales[1]) is type(scales[2]) is float:  # nearly always
         return scales, (None, None, None)  # type: ignore[return-value]
     heads = (call.spec.num_qo_heads, call.spec.num_kv_heads, call.spec.num_kv_heads)
-    q_gain, k_gain, v_gain = (1.0 if isinstance(x, Tensor) else float(x) for x in scales)
-    q_scale, k_scale, v_scale = (
+    q_scale, k_scale, v_scale = (1.0 if isinstance(x, Tensor) else float(x) for x in scales)
+    q_scales, k_scales, v_scales = (
         x.float().reshape(-1).expand(n).contiguous() if isinstance(x, Tensor) else None
         for x, n in zip(scales, heads, strict=True)
     )
-    return (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale)
+    return (q_scale, k_scale, v_scale), (q_scales, k_scales, v_scales)
 
 
-def steps(x: Tensor) -> tuple[int, int, int]:
-    """Strides of a cache's pages, tokens and heads; rows that are not in pages are pages of one token."""
+def kv_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of a cache's pages, tokens and heads, in elements. Ragged rows count as pages of one token."""
     if x.ndim == 4:
         page, token, head, _one = x.stride()
         return page, token, head
@@ -188,11 +185,11 @@ def steps(x: Tensor) -> tuple[int, int, int]:
     return row, 0, head
 
 
-def aligned(x: Tensor, dims: int, step: int = 16) -> bool:
+def is_aligned(x: Tensor, dims: int, step: int = 16) -> bool:
     """Whether an address is a multiple of 16 bytes and the first `dims` strides are multiples of `step` elements."""
     return not (x.data_ptr() & 15 or any(n % step for n in x.stride()[:dims]))
 
 
-def reach(x: Tensor) -> int:
-    """How many elements lie between the first and the last."""
-    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+def extent_in_elements(x: Tensor) -> int:
+    """The distance of a tensor's first element from its last in memory, in elements."""
+    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))

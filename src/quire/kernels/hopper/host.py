@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.definition.spec import AttentionSpec
 from quire.kernels.call import Call, Replay
 from quire.kernels.family import BASIC, Family
-from quire.kernels.gpu.launch import INTERPRETED, Repeat, into
+from quire.kernels.gpu.launch import INTERPRETED, LaunchReplay, launch_into
 from quire.kernels.hopper.decode import host as decode_call
 from quire.kernels.hopper.mla import host as latent_call
 
@@ -44,11 +44,11 @@ def zeros(spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size:
     return decode_call.zeros(spec, _processors(device), max_q_len, batch_size, keys)
 
 
-def attend(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
-    return into(_launch, call, out, lse)
+def attend(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
+    return launch_into(_launch, call, out, lse)
 
 
-def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Repeat | None:
+def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
     return (latent_call if call.spec.latent else decode_call).launch(call, out, lse, _processors(out.device))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.call import Call
-from quire.kernels.gpu.launch import Launcher, Repeat, aligned, reach, split_scales, steps
+from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, kv_strides, split_scales
 from quire.kernels.hopper.decode.kernel import Config, decode
 from quire.kernels.hopper.schedule import FEW, scanned
 
@@ -153,7 +153,7 @@ def zeros(spec: AttentionSpec, processors: int, max_q_len: int, batch: int, keys
 def refuses(call: Call) -> str | None:
     """Copies of 16 bytes want keys and values that are aligned to them, by strides as the kernel is compiled for."""
     step = 16 * _width(call.k)
-    if all(aligned(x, x.ndim - 1, step) for x in (call.k, call.v)):
+    if all(is_aligned(x, x.ndim - 1, step) for x in (call.k, call.v)):
         return None
     return f"keys and values must be aligned to 16 bytes, their strides to {step} elements"
 
@@ -171,13 +171,13 @@ def _few(c: Config, processors: int, batch: int) -> int:
     return -1 if c.whole or c.programs == 1 else blocks * c.block // max(c.page_size, 1)
 
 
-def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
+def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> LaunchReplay | None:
     """Compute a call, with programs for as many as run at a time, if there is room for their parts of tiles."""
     spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
     page_size, indices, lengths, by_length, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
-    far = max(reach(k), reach(v)) >= 1 << 31
+    far = max(extent_in_elements(k), extent_in_elements(v)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far, by_length)
     c, tuning = config(spec, page_size, batch, call.max_q_len, flags), tune(spec, call.max_q_len)
     each, programs = c.part_rows * (spec.head_dim_vo + 2), processors * tuning.programs
@@ -219,9 +219,9 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repe
             v_gain,
             spec.logits_soft_cap * LOG2E,
         ),
-        (*q.stride()[:2], *(n // _width(x) for x in (k, v) for n in steps(x)), *out.stride()[:2]),
+        (*q.stride()[:2], *(n // _width(x) for x in (k, v) for n in kv_strides(x)), *out.stride()[:2]),
     )
     if repeat is not None and entries <= few:
-        repeat.most = few
+        repeat.max_entries = few
     # What is to be repeated must read the caller's own tensors.
     return repeat if (part is None or part is call.zeros) and q_scale is k_scale is v_scale is None else None

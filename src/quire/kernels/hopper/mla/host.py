@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.definition.pages import PageTable
 from quire.definition.spec import LOG2E, AttentionSpec
 from quire.kernels.call import Call
-from quire.kernels.gpu.launch import Launcher, Repeat, aligned, reach, split_scales
+from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, split_scales
 from quire.kernels.hopper.mla.kernel import REGISTERS, Config, decode_latent
 from quire.kernels.hopper.schedule import scanned
 
@@ -86,22 +86,22 @@ def refuses(call: Call) -> str | None:
         return "keys must lie in pages"
     if call.pe_gain != 1.0:
         return f"pe_gain = {call.pe_gain!r}, which is not 1"
-    if call.k_pe is None or not (aligned(call.k, 2) and aligned(call.k_pe, 2)):
+    if call.k_pe is None or not (is_aligned(call.k, 2) and is_aligned(call.k_pe, 2)):
         return "keys must be aligned to 16 bytes, their strides to 16 elements"
     return None
 
 
-def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Repeat | None:
+def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> LaunchReplay | None:
     """Compute a call, with one program for each multiprocessor."""
     spec, kv, k, q, q_pe, k_pe = call.spec, call.kv, call.k, call.q, call.q_pe, call.k_pe
     assert q_pe is not None  # of a latent layer
     assert k_pe is not None
     page_size, indices, lengths, by_length, entries = call.table()
-    if not (aligned(q, 2) and aligned(q_pe, 2)):
+    if not (is_aligned(q, 2) and is_aligned(q_pe, 2)):
         q, q_pe = (x.clone(memory_format=torch.contiguous_format) for x in (q, q_pe))
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
-    far = max(reach(k), reach(k_pe)) >= 1 << 31
+    far = max(extent_in_elements(k), extent_in_elements(k_pe)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far, by_length)
     c = config(spec, page_size, batch, call.max_q_len, flags)
     programs, rows = processors // c.lanes * c.lanes, _part_rows(spec, call.max_q_len)
