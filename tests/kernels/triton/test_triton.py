@@ -38,12 +38,12 @@ def test_latent_kernels_compile_for_every_architecture(target):
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_appending_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
-    from quire.kernels.triton.append import _append, _write
+    from quire.kernels.triton.append import append_tokens, write_tokens
 
     tables = dict.fromkeys(("requests", "positions", "indptr", "indices"), "*i32")
     for dtype in ("*bf16", "*u8"):
         rows = dict.fromkeys(("k_cache", "v_cache", "key", "value"), dtype)
-        for kernel, given in ((_append, tables), (_write, {"slots": "*i64"})):
+        for kernel, given in ((append_tokens, tables), (write_tokens, {"slots": "*i64"})):
             usage = compile_kernel(kernel, target, {**rows, **given, "block": 1024})
             assert usage.shared <= usage.limit
             assert usage.spills == 0, usage.spills
@@ -67,22 +67,22 @@ def test_merging_compiles_for_every_architecture(target):
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_turning_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
-    from quire.kernels.triton.rope import rotate_heads, shape
+    from quire.kernels.triton.rope import rope_config, rotate_heads
 
     def part(dtype):
         return ("*bf16", f"*{dtype}", *["i32"] * 5)
 
-    plain = {"positions": "*i32", "indptr": "*i32", "turns": "*i64", "cache": None, "table": None, "v": None}
+    plain = {"positions": "*i32", "indptr": "*i32", "inv_freq": "*i64", "cache": None, "table": None, "v": None}
     plain |= {"q": part("bf16"), "k": part("bf16"), "q_rest": None, "k_rest": None, "q_scale": 1.0, "k_scale": 1.0}
     rests = {"q_rest": part("bf16"), "k_rest": part("bf16")}
-    cached = {**plain, **rests, "positions": "*i64", "indptr": None, "turns": None, "cache": "*fp32"}
+    cached = {**plain, **rests, "positions": "*i64", "indptr": None, "inv_freq": None, "cache": "*fp32"}
     quantized = {**cached, **dict.fromkeys(("q", "q_rest", "k", "k_rest", "v"), part("u8"))}
     quantized |= {"table": ("*i32",) * 4 + ("i32",) * 4, "q_scale": "fp32", "k_scale": "fp32"}
     for given, c in (
-        (plain, shape(64, 0, 32, False)),
-        (cached, shape(48, 64, 32, True)),
-        (quantized, shape(32, 512, 128, True, 512, 3)),
-        (quantized, shape(32, 32, 16, False, 96, 2)),
+        (plain, rope_config(64, 0, 32, False)),
+        (cached, rope_config(48, 64, 32, True)),
+        (quantized, rope_config(32, 512, 128, True, 512, 3)),
+        (quantized, rope_config(32, 32, 16, False, 96, 2)),
     ):
         usage = compile_kernel(rotate_heads, target, {**given, "c": c}, num_warps=c.num_warps)
         assert usage.shared <= usage.limit

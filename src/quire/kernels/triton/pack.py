@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-BLOCK = 256  # bytes made by one program
+BLOCK = 256  # bytes that one program writes
 
 
 @triton.jit(do_not_specialize=["length", "count", "segments", "steps"])
@@ -17,7 +17,7 @@ def pack_bytes(
     byte = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     if indptr is None:
         first, end = byte * 8, length
-    else:  # the last segment that begins at this byte or before it: empty ones begin where the next one does
+    else:  # a binary search for the last segment that starts at or before this byte, so that empty ones are passed over
         owner = tl.full((block,), 0, tl.int32)
         last = owner + (segments - 1)
         for _ in range(steps):
@@ -34,23 +34,13 @@ def pack_bytes(
 
 
 def pack(x: Tensor, indptr: Tensor | None, bytes_at: Tensor | None, bits: Tensor, big: bool) -> None:
-    """`quire.kernels.pack.pack` on a GPU, where segments that leave x are cut off."""
+    """`quire.kernels.pack.pack` on a GPU. Of segments that leave x only what lies inside is packed."""
     segments = 0 if indptr is None else len(indptr) - 1
     if not len(bits):
         return
     if indptr is not None and not segments:
         bits.zero_()
         return
-    pack_bytes[(triton.cdiv(len(bits), BLOCK),)](
-        x.view(torch.uint8),
-        indptr,
-        bytes_at,
-        bits,
-        x.stride(0),
-        len(x),
-        len(bits),
-        segments,
-        segments.bit_length(),
-        big,
-        BLOCK,
-    )
+    sizes = x.stride(0), len(x), len(bits), segments, segments.bit_length()
+    grid = (triton.cdiv(len(bits), BLOCK),)
+    pack_bytes[grid](x.view(torch.uint8), indptr, bytes_at, bits, *sizes, big, BLOCK)

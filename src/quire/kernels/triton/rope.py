@@ -1,4 +1,4 @@
-"""Rotary position embedding: the queries and the keys of a batch in one launch, each number read and written once."""
+"""Rotary position embedding of a batch's queries and keys in one launch, which reads and writes each element once."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-STEP = tl.constexpr(2 * math.pi / 2**32)  # of an angle, where a turn is 2**32 steps
-FULL = 1024  # tokens, whose programs keep a GPU busy
+STEP = tl.constexpr(2 * math.pi / 2**32)  # radians in 2**-32 of a full rotation
+FULL = 1024  # tokens from which on one program per token fills a GPU
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the kernel is compiled for: pairs in a head, and how much of it a program takes at once."""
+class RopeConfig:
+    """The constants that the kernel is compiled for."""
 
-    half: int
-    rest: int  # elements that do not turn
+    half: int  # pairs of a head that are rotated
+    rest: int  # elements of a head that are copied
     dim_v: int  # elements of a value's head
-    pad: int  # half, as a power of two
-    block: int  # heads
-    width: int  # elements that are copied
+    block_half: int  # half, padded to a power of two
+    block_heads: int  # heads of a block
+    block_copy: int  # elements of a head that are copied at a time
     interleave: bool
-    mantissa: int  # bits of it in fp8, 0 for other dtypes
+    mantissa: int  # mantissa bits of fp8 outputs, 0 for other dtypes
 
     @property
     def num_warps(self) -> int:
-        """A thread for each 8 pairs."""
-        return min(max(self.pad * self.block // 256, 1), 8)
+        """One thread for 8 pairs."""
+        return min(max(self.block_half * self.block_heads // 256, 1), 8)
 
 
 @lru_cache(maxsize=1024)
-def shape(half: int, rest: int, heads: int, interleave: bool, dim_v: int = 0, mantissa: int = 0) -> Shape:
-    """For the larger of q's and k's numbers of heads."""
-    pad = triton.next_power_of_2(half)
-    block = min(max(1024 // pad, 1), triton.next_power_of_2(heads))
-    width = min(max(2048 // block, 1), triton.next_power_of_2(max(rest, dim_v, 1)))
-    return Shape(half, rest, dim_v, pad, block, width, interleave, mantissa)
+def rope_config(half: int, rest: int, heads: int, interleave: bool, dim_v: int = 0, mantissa: int = 0) -> RopeConfig:
+    """The constants for heads of these sizes. heads: the larger of the numbers of q's and k's heads."""
+    block_half = triton.next_power_of_2(half)
+    block_heads = min(max(1024 // block_half, 1), triton.next_power_of_2(heads))
+    block_copy = min(max(2048 // block_heads, 1), triton.next_power_of_2(max(rest, dim_v, 1)))
+    return RopeConfig(half, rest, dim_v, block_half, block_heads, block_copy, interleave, mantissa)
 
 
 @triton.jit
-def position_of(i, positions, indptr, batch):
-    """The position of token i: its entry or, with indptr, its place in its request after the request's offset.
-    Tokens of no request are at 0, where nothing turns.
+def load_position(i, positions, indptr, batch):
+    """The position of token i: positions[i] or, with indptr, its request's offset plus its index in the request. Tokens
+    of no request are at position 0, where rotation changes nothing.
     """
     if indptr is None:
         position = tl.load(positions + i).to(tl.int64)
     else:
-        low, high = batch * 0, batch + 1  # between them is how many entries of indptr are at most i
+        low, high = batch * 0, batch + 1  # a binary search for the number of entries of indptr that are at most i
         while low < high:
             middle = (low + high) // 2
             passed = tl.load(indptr + middle) <= i
             low, high = tl.where(passed, middle + 1, low), tl.where(passed, high, middle)
         known = (low > 0) & (low <= batch)
-        begin = tl.load(indptr + low - 1, known, 0).to(tl.int64)
+        start = tl.load(indptr + low - 1, known, 0).to(tl.int64)
         offset = tl.load(positions + low - 1, known, 0).to(tl.int64)
-        position = tl.where(known, offset + i - begin, 0)
+        position = tl.where(known, offset + i - start, 0)
     return position
 
 
 @triton.jit
-def cos_sin(turned):
-    """Cosine and sine of angles in fractions of 2**64 of a turn: Taylor's series in the nearest quarter of a turn.
-    Libdevice's would reduce each angle twice more, and hold a stack for angles that are never met.
+def cos_sin(rotation):
+    """Cosine and sine of angles in 2**-64 of a full rotation, by a Taylor series around the nearest quarter rotation.
+    Libdevice's functions would reduce each angle twice more, and need a stack for angles that never occur.
     """
-    angle = (turned >> 32).to(tl.int32)
+    angle = (rotation >> 32).to(tl.int32)
     quarter = (angle + (1 << 29)) >> 30
     x = (angle - (quarter << 30)).to(tl.float32) * STEP
     xx = x * x
@@ -80,127 +80,129 @@ def cos_sin(turned):
 
 
 @triton.jit
-def cos_sin_at(position, turns, cache, cache_row, rows, c: tl.constexpr):
-    """Cosines and sines of a position's angles, [1, c.pad]: from the cache's row, NaN if it has none, or computed.
+def load_cos_sin(position, inv_freq, cache, stride_cache, cache_len, c: tl.constexpr):
+    """Cosines and sines of a position's angles, [1, c.block_half]: the cache's row, NaN if it has none, or computed.
 
-    Turns are fractions of 2**64. Products that wrap drop whole turns, so that far angles are as exact as near ones.
+    inv_freq counts 2**-64 of a full rotation. Products that overflow int64 drop full rotations, so that the angles of
+    far positions are as exact as those of near ones.
     """
-    j = tl.arange(0, c.pad)
+    j = tl.arange(0, c.block_half)
     if cache is not None:
-        known = (j < c.half) & (position >= 0) & (position < rows)
-        row = cache + position * cache_row
+        known = (j < c.half) & (position >= 0) & (position < cache_len)
+        row = cache + position * stride_cache
         cos = tl.load(row + j, known, float("nan"))
         sin = tl.load(row + c.half + j, known, float("nan"))
     else:
-        cos, sin = cos_sin(position * tl.load(turns + j, j < c.half, 0))
+        cos, sin = cos_sin(position * tl.load(inv_freq + j, j < c.half, 0))
     return cos[None, :], sin[None, :]
 
 
 @triton.jit
-def stored(x, scale, dtype: tl.constexpr, c: tl.constexpr):
-    """Float32 as what is stored: bytes of fp8 after scaling, rounded to even and saturated, or `dtype`."""
+def convert(x, scale, dtype: tl.constexpr, c: tl.constexpr):
+    """Float32 as `dtype` or, scaled, rounded to even and saturated, as the bytes of fp8."""
     if c.mantissa == 0:
         return x.to(dtype)
-    else:  # in whole numbers, as not all GPUs convert to fp8
+    else:  # by integer arithmetic, as not all GPUs convert to fp8
         bias: tl.constexpr = 7 if c.mantissa == 3 else 15
         largest: tl.constexpr = 448.0 if c.mantissa == 3 else 57344.0
-        one: tl.constexpr = 2.0 ** (24 - bias - c.mantissa)  # a float32 whose last bit is the smallest fp8
-        cut: tl.constexpr = 23 - c.mantissa
+        one: tl.constexpr = 2.0 ** (24 - bias - c.mantissa)  # the last bit of this float32 is the smallest fp8 number
+        dropped: tl.constexpr = 23 - c.mantissa
         x = x * scale
         size = tl.minimum(tl.abs(x), largest)
         bits = size.to(tl.int32, bitcast=True)
-        normal = (bits + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1) >> cut) - ((127 - bias) << c.mantissa)
-        small = (size + one).to(tl.int32, bitcast=True) - tl.full((), one, tl.float32).to(tl.int32, bitcast=True)
-        code = tl.where(size < 2.0 ** (1 - bias), small, normal)
+        rounded = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
+        normal = (rounded >> dropped) - ((127 - bias) << c.mantissa)
+        subnormal = (size + one).to(tl.int32, bitcast=True) - tl.full((), one, tl.float32).to(tl.int32, bitcast=True)
+        code = tl.where(size < 2.0 ** (1 - bias), subnormal, normal)
         code = tl.where(x != x, 0x7F, code) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
         return code.to(tl.uint8)
 
 
 @triton.jit
-def turn(x, out, rows, cos, sin, scale, c: tl.constexpr):
-    """Heads that begin at x, [heads, 1], where `rows`, turned into those at out. Elements 2j and 2j + 1 are a pair, or
-    j and j + c.half.
+def rotate_rows(x, out, valid, cos, sin, scale, c: tl.constexpr):
+    """Rotate heads that start at x, [heads, 1], into those at `out`. Pairs are elements 2j and 2j + 1, or j and
+    j + c.half.
     """
     dtype: tl.constexpr = out.dtype.element_ty
     if c.interleave:
-        e = tl.arange(0, 2 * c.pad)[None, :]
-        inside = rows & (e < 2 * c.half)
+        e = tl.arange(0, 2 * c.block_half)[None, :]
+        inside = valid & (e < 2 * c.half)
         pairs = tl.load(x + e, inside, 0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(pairs, (c.block, c.pad, 2)))
-        pairs = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (c.block, 2 * c.pad))
-        tl.store(out + e, stored(pairs, scale, dtype, c), inside)
+        a, b = tl.split(tl.reshape(pairs, (c.block_heads, c.block_half, 2)))
+        pairs = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (c.block_heads, 2 * c.block_half))
+        tl.store(out + e, convert(pairs, scale, dtype, c), inside)
     else:
-        j = tl.arange(0, c.pad)[None, :]
-        inside = rows & (j < c.half)
+        j = tl.arange(0, c.block_half)[None, :]
+        inside = valid & (j < c.half)
         a = tl.load(x + j, inside, 0.0).to(tl.float32)
         b = tl.load(x + c.half + j, inside, 0.0).to(tl.float32)
-        tl.store(out + j, stored(a * cos - b * sin, scale, dtype, c), inside)
-        tl.store(out + c.half + j, stored(b * cos + a * sin, scale, dtype, c), inside)
+        tl.store(out + j, convert(a * cos - b * sin, scale, dtype, c), inside)
+        tl.store(out + c.half + j, convert(b * cos + a * sin, scale, dtype, c), inside)
 
 
 @triton.jit
-def carry(x, out, rows, scale, dim: tl.constexpr, c: tl.constexpr):
-    """Heads that begin at x, [heads, 1], where `rows`, as they are into those at out."""
-    for start in range(0, dim, c.width):
-        d = start + tl.arange(0, c.width)[None, :]
-        inside = rows & (d < dim)
-        tl.store(out + d, stored(tl.load(x + d, inside, 0.0).to(tl.float32), scale, out.dtype.element_ty, c), inside)
+def copy_rows(x, out, valid, scale, dim: tl.constexpr, c: tl.constexpr):
+    """Convert heads that start at x, [heads, 1], into those at `out`."""
+    for start in range(0, dim, c.block_copy):
+        d = start + tl.arange(0, c.block_copy)[None, :]
+        inside = valid & (d < dim)
+        tl.store(out + d, convert(tl.load(x + d, inside, 0.0).to(tl.float32), scale, out.dtype.element_ty, c), inside)
 
 
 @triton.jit
-def places_of(part, i, page, slot, h):
-    """Where heads h of token i begin, and where they go: see `_part`."""
-    x, out, x_token, x_head, out_page, out_slot, out_head = part
+def pointers(tensors, i, page, slot, h):
+    """Where heads h of token i start in the input and in the output; tensors: see `_tensors`."""
+    x, out, x_token, x_head, out_page, out_slot, out_head = tensors
     return x + i * x_token + h * x_head, out + page * out_page + slot * out_slot + h * out_head
 
 
 @triton.jit
-def rotate_block(part, rest, i, page, slot, b, heads, cos, sin, scale, c: tl.constexpr):
-    """Block b of the heads of token i: what turns, and the rest."""
-    h = (b * c.block + tl.arange(0, c.block)).to(tl.int64)[:, None]
-    x, out = places_of(part, i, page, slot, h)
-    turn(x, out, h < heads, cos, sin, scale, c)
+def rotate_block(tensors, rest, i, page, slot, b, heads, cos, sin, scale, c: tl.constexpr):
+    """Block b of the heads of token i: rotate their first elements, and copy the rest."""
+    h = (b * c.block_heads + tl.arange(0, c.block_heads)).to(tl.int64)[:, None]
+    x, out = pointers(tensors, i, page, slot, h)
+    rotate_rows(x, out, h < heads, cos, sin, scale, c)
     if rest is not None:
-        x, out = places_of(rest, i, page, slot, h)
-        carry(x, out, h < heads, scale, c.rest, c)
+        x, out = pointers(rest, i, page, slot, h)
+        copy_rows(x, out, h < heads, scale, c.rest, c)
 
 
 @triton.jit
-def carry_block(part, i, page, slot, b, heads, scale, c: tl.constexpr):
-    """Block b of the heads of token i, of which nothing turns."""
-    h = (b * c.block + tl.arange(0, c.block)).to(tl.int64)[:, None]
-    x, out = places_of(part, i, page, slot, h)
-    carry(x, out, h < heads, scale, c.dim_v, c)
+def copy_block(tensors, i, page, slot, b, heads, scale, c: tl.constexpr):
+    """Block b of the heads of token i's value: copy it."""
+    h = (b * c.block_heads + tl.arange(0, c.block_heads)).to(tl.int64)[:, None]
+    x, out = pointers(tensors, i, page, slot, h)
+    copy_rows(x, out, h < heads, scale, c.dim_v, c)
 
 
 @triton.jit
-def slot_of(i, table):
-    """The page and slot of token i, page -1 if it has none; without a table, page i has one slot."""
+def load_slot(i, table):
+    """The page and slot of token i; page -1 if it has none. Without a table, token i has page i, of one slot."""
     if table is None:
         page, slot = i, i * 0
     else:
-        requests, places, indptr, indices, batch, entries, pages, page_size = table
-        request, place = tl.load(requests + i), tl.load(places + i)
-        known = (request >= 0) & (request < batch) & (place >= 0)
-        begin, end = tl.load(indptr + request, known, 0), tl.load(indptr + request + 1, known, 0)
-        entry = place // page_size  # compared before the sum, which could be beyond int32
-        known = known & (begin >= 0) & (entry < end - begin) & (entry < entries - begin)
-        page, slot = tl.load(indices + begin + entry, known, -1).to(tl.int64), (place % page_size).to(tl.int64)
+        requests, positions, indptr, indices, batch, entries, pages, page_size = table
+        request, position = tl.load(requests + i), tl.load(positions + i)
+        known = (request >= 0) & (request < batch) & (position >= 0)
+        start, end = tl.load(indptr + request, known, 0), tl.load(indptr + request + 1, known, 0)
+        entry = position // page_size  # compared before it is added, as the sum could overflow int32
+        known = known & (start >= 0) & (entry < end - start) & (entry < entries - start)
+        page, slot = tl.load(indices + start + entry, known, -1).to(tl.int64), (position % page_size).to(tl.int64)
         page = tl.where(page < pages, page, -1)
     return page, slot
 
 
-@triton.jit(do_not_specialize=["batch", "rows", "q_heads", "k_heads"])
+@triton.jit(do_not_specialize=["batch", "cache_len", "q_heads", "k_heads"])
 def rotate_heads(
-    q, q_rest, k, k_rest, v, positions, indptr, turns, cache, cache_row, table, batch, rows, q_heads, k_heads,
-    q_scale, k_scale, c: tl.constexpr,
+    q, q_rest, k, k_rest, v, positions, indptr, inv_freq, cache, stride_cache, table, batch, cache_len, q_heads,
+    k_heads, q_scale, k_scale, c: tl.constexpr,
 ):  # fmt: skip
-    """Those blocks of a token's heads that axis 1 of the grid deals to this program."""
+    """Program (i, n) computes every num_programs(1)-th block of the heads of token i, from block n on."""
     i = tl.program_id(0).to(tl.int64)
-    position = position_of(i, positions, indptr, batch)
-    cos, sin = cos_sin_at(position, turns, cache, cache_row, rows, c)
-    page, slot = slot_of(i, table)
-    q_blocks, k_blocks = tl.cdiv(q_heads, c.block), tl.cdiv(k_heads, c.block)
+    position = load_position(i, positions, indptr, batch)
+    cos, sin = load_cos_sin(position, inv_freq, cache, stride_cache, cache_len, c)
+    page, slot = load_slot(i, table)
+    q_blocks, k_blocks = tl.cdiv(q_heads, c.block_heads), tl.cdiv(k_heads, c.block_heads)
     blocks = q_blocks + k_blocks if v is None else q_blocks + 2 * k_blocks
     for b in range(tl.program_id(1), blocks, tl.num_programs(1)):
         if b < q_blocks:
@@ -209,38 +211,31 @@ def rotate_heads(
             if b < q_blocks + k_blocks:
                 rotate_block(k, k_rest, i, page, slot, b - q_blocks, k_heads, cos, sin, k_scale, c)
             elif v is not None:
-                carry_block(v, i, page, slot, b - q_blocks - k_blocks, k_heads, k_scale, c)
+                copy_block(v, i, page, slot, b - q_blocks - k_blocks, k_heads, k_scale, c)
 
 
-def _part(x: Tensor, out: Tensor, paged: bool = False) -> tuple[Tensor | int, ...] | None:
-    """Heads [tokens, heads, dim] and where they go, [tokens, heads, dim] or [pages, slots, heads, dim], with their
-    strides; None if they are empty.
+def _tensors(x: Tensor, out: Tensor, paged: bool = False) -> tuple[Tensor | int, ...] | None:
+    """Input [tokens, heads, dim] and output, [tokens, heads, dim] or [pages, slots, heads, dim], with their strides;
+    None if they are empty.
     """
     page, slot, head = out.stride()[:3] if paged else (out.stride(0), 0, out.stride(1))
     return (x, out, x.stride(0), x.stride(1), page, slot, head) if x.shape[-1] else None
 
 
-def _launch(parts: tuple, places: tuple, table: tuple | None, heads: tuple[int, int], scales: tuple, c: Shape) -> None:
-    (q, *_), (positions, indptr, turns, cache) = parts, places
+def _launch(
+    tensors: tuple, angles: tuple, table: tuple | None, heads: tuple[int, int], scales: tuple, c: RopeConfig
+) -> None:
+    (q, *_, v), (_positions, indptr, _inv_freq, cache) = tensors, angles
     tokens, (q_heads, k_heads) = len(q[0]), heads
-    blocks = triton.cdiv(q_heads, c.block) + triton.cdiv(k_heads, c.block) * (1 if parts[4] is None else 2)
+    blocks = triton.cdiv(q_heads, c.block_heads) + triton.cdiv(k_heads, c.block_heads) * (1 if v is None else 2)
     if not tokens or not blocks:
         return
-    # Many tokens fill a GPU, and the angles of each are found once; few are spread over it.
-    rotate_heads[(tokens, 1 if tokens > FULL else blocks)](
-        *parts,
-        positions,
-        indptr,
-        turns,
-        cache,
-        0 if cache is None else cache.stride(0),
-        table,
-        0 if indptr is None else len(indptr) - 1,
-        0 if cache is None else len(cache),
-        *heads,
-        *scales,
-        c,
-        num_warps=c.num_warps,
+    stride_cache, cache_len = (0, 0) if cache is None else (cache.stride(0), len(cache))
+    batch = 0 if indptr is None else len(indptr) - 1
+    # Many tokens fill a GPU with one program each, which finds the token's angles once. Few are spread over it.
+    grid = (tokens, 1 if tokens > FULL else blocks)
+    rotate_heads[grid](
+        *tensors, *angles, stride_cache, table, batch, cache_len, *heads, *scales, c, num_warps=c.num_warps
     )
 
 
@@ -251,44 +246,41 @@ def rotate(
     k: Tensor | None,
     positions: Tensor,
     indptr: Tensor | None,
-    turns: Tensor | None,
+    inv_freq: Tensor | None,
     cos_sin_cache: Tensor | None,
     rotary_dim: int,
     interleave: bool,
 ) -> None:
-    """`quire.kernels.rope.rotate` on a GPU, with the turns of one position where there is no cache."""
-    parts: list = []
+    """`quire.kernels.rope.rotate` on a GPU; inv_freq, where there is no cache: see `quire.kernels.rope.turns_of`."""
+    tensors: list = []
     for x, out in ((q, q_out), (k, k_out)):
-        parts += [
-            _part(out if x is None else x, out),
-            None if x is None else _part(x[..., rotary_dim:], out[..., rotary_dim:]),
-        ]
+        rest = None if x is None else _tensors(x[..., rotary_dim:], out[..., rotary_dim:])
+        tensors += [_tensors(out if x is None else x, out), rest]
     heads = q_out.shape[1], k_out.shape[1]
-    c = shape(rotary_dim // 2, q_out.shape[2] - rotary_dim, max(heads), interleave)
-    _launch((*parts, None), (positions, indptr, turns, cos_sin_cache), None, heads, (1.0, 1.0), c)
+    c = rope_config(rotary_dim // 2, q_out.shape[2] - rotary_dim, max(heads), interleave)
+    _launch((*tensors, None), (positions, indptr, inv_freq, cos_sin_cache), None, heads, (1.0, 1.0), c)
 
 
 def rotate_quantized(
     outs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     positions: Tensor,
     cos_sin_cache: Tensor,
-    places: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    table: tuple[Tensor, Tensor, Tensor, Tensor] | None,
     interleave: bool,
     scales: tuple[float, float],
 ) -> None:
     """`quire.kernels.rope.rotate_quantized` on a GPU: q, its rest, k, its rest, and v where they are appended to pages.
-    Tokens whose place does not exist are skipped, as nobody can be told.
+    Tokens without a slot are skipped, as a kernel cannot raise.
     """
-    q, q_rest, k, _, v = parts
-    heads, dim_v = (q.shape[1], k.shape[1]), 0 if v is None else v.shape[2]
+    q, q_rest, k, _, v = inputs
+    heads, dim_v, paged = (q.shape[1], k.shape[1]), 0 if v is None else v.shape[2], table is not None
     mantissa = 3 if outs[0].dtype == torch.float8_e4m3fn else 2
-    c = shape(q.shape[2] // 2, q_rest.shape[2], max(heads), interleave, dim_v, mantissa)
-    table = None
-    if places is not None:
-        table = (*places, len(places[2]) - 1, len(places[3]), *outs[2].shape[:2])
-    given = [
-        None if x is None or out is None else _part(x, out.view(torch.uint8), paged=places is not None and n >= 2)
-        for n, (x, out) in enumerate(zip(parts, outs, strict=True))
-    ]
-    _launch(tuple(given), (positions, None, None, cos_sin_cache), table, heads, scales, c)
+    c = rope_config(q.shape[2] // 2, q_rest.shape[2], max(heads), interleave, dim_v, mantissa)
+    sizes = () if table is None else (len(table[2]) - 1, len(table[3]), *outs[2].shape[:2])
+    tensors = tuple(
+        None if x is None or out is None else _tensors(x, out.view(torch.uint8), paged=paged and n >= 2)
+        for n, (x, out) in enumerate(zip(inputs, outs, strict=True))
+    )
+    angles = positions, None, None, cos_sin_cache
+    _launch(tensors, angles, None if table is None else (*table, *sizes), heads, scales, c)
