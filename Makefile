@@ -1,18 +1,30 @@
 # make demo: set up, and complete the prompts of examples/prompts.txt
-# make test: set up, and run the tests
+# make test: set up, and run the tests but those marked slow, in WORKERS processes
+# make test-all: the same with those marked slow
+# make test-gpu: run the tests that need a GPU
 # make lint: set up, and check style and types
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-all test-gpu lint format clean
 
 demo: $(VENV)/ready
 	$(BIN)/quire generate --file examples/prompts.txt --max-tokens 80 --temperature 0.5 --repetition-penalty 1.1 --seed 3
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(PYTEST) -n $(WORKERS) -m "not slow"
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS)
+
+test-all: $(VENV)/ready
+	$(PYTEST) -n $(WORKERS)
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS)
+
+test-gpu: $(VENV)/ready
+	$(PYTEST) -n 15 -m gpu
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

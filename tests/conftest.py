@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
+from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+if WORKERS > 1:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # which OpenMP reads when it is loaded
 pytest.register_assert_rewrite("helpers")
 
-from helpers.interpret import INTERPRETED, check_counts, is_chosen  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from numba.core.caching import IndexDataCacheFile  # noqa: E402
+
+from helpers.interpret import COUNTS, INTERPRETED, check_counts, is_chosen  # noqa: E402
+from helpers.paths import TESTS  # noqa: E402
 
 SEED = int(os.environ.get("QUIRE_TEST_SEED", random.randrange(1 << 31)))
 
 
 def pytest_report_header() -> str:
     return f"quire: random inputs from QUIRE_TEST_SEED={SEED}"
+
+
+def pytest_configure() -> None:
+    """Share the cores among the workers of pytest-xdist. Only one of them at a time writes Numba's index of compiled
+    kernels, which is read, changed and written: two would give one name to two kernels.
+    """
+    if WORKERS > 1:
+        torch.set_num_threads(max((os.cpu_count() or 1) // WORKERS, 1))
+        save = IndexDataCacheFile.save
+
+        def save_alone(self, key, data) -> None:
+            with (Path(self._cache_path) / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                save(self, key, data)
+
+        IndexDataCacheFile.save = save_alone
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out modules without tests that are interpreted, in a run with TRITON_INTERPRET=1."""
+    is_module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if INTERPRETED and is_module and str(collection_path.relative_to(TESTS)) not in COUNTS else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -90,13 +90,15 @@ def test_greedy_tokens_are_those_of_transformers(reference, engine, rng):
     assert stats.preemptions == 0
 
 
-def test_a_pool_so_small_that_requests_are_preempted(reference, rng):
+@pytest.mark.parametrize(
+    "page_size", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)]
+)
+def test_a_pool_so_small_that_requests_are_preempted(reference, page_size, rng):
     prompts, counts = batch(rng, reference.network.config.vocab_size)
     counts = [n + 24 for n in counts]  # all grow over the end of a page or two
     longest = max(len(p) + n for p, n in zip(prompts, counts, strict=True))
-    for page_size in (1, 4, 16):
-        stats = check(reference, prompts, counts, page_size=page_size, num_pages=-(-longest // page_size) + 1)
-        assert stats.preemptions > 0
+    stats = check(reference, prompts, counts, page_size=page_size, num_pages=-(-longest // page_size) + 1)
+    assert stats.preemptions > 0
 
 
 def test_the_second_time_prompts_are_found_in_the_cache(reference, rng):

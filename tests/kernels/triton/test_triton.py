@@ -9,8 +9,15 @@ pytest.importorskip("triton")
 
 from quire.definition import AttentionSpec
 
+TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
+SLOW = ["sm_89", "sm_100", "sm_120"]  # for kernels that take seconds to compile
+targets = pytest.mark.parametrize("target", TARGETS)
+main_targets = pytest.mark.parametrize(
+    "target", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in TARGETS]
+)
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+
+@main_targets
 def test_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_attend
 
@@ -21,7 +28,7 @@ def test_kernels_compile_for_every_architecture(target):
         assert usage.spills <= 128, usage.spills
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+@main_targets
 def test_latent_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_attend
 
@@ -35,7 +42,7 @@ def test_latent_kernels_compile_for_every_architecture(target):
         assert usage.spills <= 512, usage.spills  # between the loops over keys, which have all registers
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+@targets
 def test_appending_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.append import append_tokens, write_tokens
@@ -49,7 +56,7 @@ def test_appending_compiles_for_every_architecture(target):
             assert usage.spills == 0, usage.spills
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+@targets
 def test_merging_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.merge import merge_rows
@@ -64,7 +71,7 @@ def test_merging_compiles_for_every_architecture(target):
             assert usage.spills == 0, usage.spills
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+@targets
 def test_turning_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.rope import rope_config, rotate_heads
@@ -89,7 +96,7 @@ def test_turning_compiles_for_every_architecture(target):
         assert usage.spills == 0, usage.spills
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+@targets
 def test_packing_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.pack import BLOCK, pack_bytes
