@@ -22,8 +22,9 @@ ROOMS = {  # what each may import, besides itself; files of the package that are
     "face": {"definition", "kernels", "wrappers"},
     "cache": {"definition", "kernels", "face"},
     "core": {"definition", "kernels", "wrappers", "face", "cache"},
-    "serving": {"definition", "kernels", "wrappers", "face", "cache"},
-    "engine": {"definition", "kernels", "face", "cache", "serving"},
+    "steps": {"definition", "kernels", "face"},
+    "serving": {"definition", "face", "cache", "steps"},
+    "engine": {"definition", "face", "cache", "steps"},
     "bench": {"definition", "kernels", "face"},
     "cli": {"definition", "kernels", "face", "engine", "bench"},
 }

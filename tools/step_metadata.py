@@ -2,7 +2,7 @@
 
     python tools/step_metadata.py --device cuda --requests 256 --length 4096
 
-Two ways of `quire.serving.base` (the scheduler's lists of pages, and a matrix of slots on the device) are compared with
+Two ways of `quire.steps` (the scheduler's lists of pages, and a matrix of slots on the device) are compared with
 loops over Python lists. On a GPU, waiting for the device is an error.
 """
 
@@ -24,7 +24,7 @@ import torch
 from quire import __version__
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.definition.pages import PageTable
-from quire.serving.base import Heads, StepTables, plan
+from quire.steps import Heads, StepTables, plan
 
 HEADS = Heads(32, 8, 128, 128)
 

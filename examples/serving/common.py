@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.engine import LLM, Completion, SamplingParams
 from quire.engine.runner import Runner
-from quire.serving.base import StepTables
+from quire.steps import StepTables
 
 START = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 PROMPTS = (

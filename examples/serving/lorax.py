@@ -23,7 +23,7 @@ from common import DecodeGraph, arguments, compare
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Chunk
 from quire.serving import lorax
-from quire.serving.base import Layer, StepTables, store
+from quire.steps import Layer, StepTables, store
 
 
 class LoraxRunner(Runner):

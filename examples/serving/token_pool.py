@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Chunk
-from quire.serving.base import Layer, StepTables, store
+from quire.steps import Layer, StepTables, store
 
 
 class KVPool:

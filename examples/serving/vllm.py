@@ -25,7 +25,7 @@ from common import arguments, compare
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Chunk
 from quire.serving import vllm
-from quire.serving.base import Layer
+from quire.steps import Layer
 
 SIZES = (1, 2, 4, 8)  # batch sizes to capture
 

@@ -54,7 +54,7 @@ _HOME = {
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_MODULES = (*_HOME, "batch", "cache", "concat_ops", "engine", "serving")
+_MODULES = (*_HOME, "batch", "cache", "concat_ops", "engine", "serving", "steps")
 
 if TYPE_CHECKING:
     from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper

@@ -11,8 +11,8 @@ import torch
 import quire
 from quire.cache import copy_blocks, swap_blocks
 from quire.cascade import variable_length_merge_states
-from quire.serving.base import store
 from quire.sparse import convert_bsr_mask_layout
+from quire.steps import store
 
 F32 = torch.float32
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4

@@ -14,8 +14,8 @@ import torch
 
 from quire.bench.batches import relative_error
 from quire.definition import AttentionSpec, oracle
-from quire.serving.base import store
 from quire.serving.pymllm import VerifyInput
+from quire.steps import store
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 6e-3}

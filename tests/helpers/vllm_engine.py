@@ -11,8 +11,8 @@ import torch
 
 from quire.bench.batches import relative_error
 from quire.definition import AttentionSpec, oracle
-from quire.serving.base import quantize
 from quire.serving.vllm import FlashInferBackend, FlashInferImpl
+from quire.steps import quantize
 
 SLOPES = (0.3, 0.1, 0.02, 0.7)
 MIXED = [

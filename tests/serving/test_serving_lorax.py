@@ -12,7 +12,7 @@ import torch
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.serving import lorax
-from quire.serving.base import StepTables, store
+from quire.steps import StepTables, store
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}

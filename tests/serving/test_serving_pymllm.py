@@ -22,7 +22,6 @@ from helpers.token_engine import (
 )
 from quire.bench.batches import relative_error
 from quire.definition import oracle
-from quire.serving.base import pack_mask, prefix_window_mask
 from quire.serving.pymllm import (
     DecodeMetadata,
     FlashInferAttnBackend,
@@ -33,6 +32,7 @@ from quire.serving.pymllm import (
     WrapperDispatch,
     should_use_tensor_core,
 )
+from quire.steps import pack_mask, prefix_window_mask
 
 
 class Face:

@@ -10,7 +10,7 @@ import torch
 from helpers.vllm_engine import MIXED, Graphs, Sequence, engine_of, prompt, started
 from quire.bench.batches import relative_error
 from quire.serving import vllm
-from quire.serving.base import quantize
+from quire.steps import quantize
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -11,7 +11,7 @@ import torch
 from quire.bench.batches import relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.kernels.append import write
-from quire.serving.base import GraphBuffers, Heads, StepTables, fp8_dtype, plan, quantize, store, workspace
+from quire.steps import GraphBuffers, Heads, StepTables, fp8_dtype, plan, quantize, store, workspace
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -35,7 +35,7 @@ def storing(form: str, device: str):
         ), held  # fmt: skip
     if form == "store":
         slots = torch.tensor([9, 10, 13], device=device)
-        return lambda key, value, held: quire.serving.base.store(tuple(held), key, value, slots), list(cache(device))
+        return lambda key, value, held: quire.steps.store(tuple(held), key, value, slots), list(cache(device))
     if form == "rope":
         return storing_fp8(where[:2], places, device)
     layout = form[:3]

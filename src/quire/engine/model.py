@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.generation import read_generation_config
-from quire.serving.base import Heads, Layer
+from quire.steps import Heads, Layer
 
 NAME = "quire"
 _IGNORED = {

@@ -15,7 +15,7 @@ from quire.engine.params import SamplingParams
 from quire.engine.request import Request
 from quire.engine.scheduler import Chunk
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.serving.base import Layer, StepTables, plan, store
+from quire.steps import Layer, StepTables, plan, store
 
 
 class Runner:

@@ -1,1 +1,1 @@
-"""Attention backends of serving engines, each under its own names: lorax, pymllm, vllm, sglang. All stand on `base`."""
+"""Attention backends of other serving engines, with the names that each engine uses: lorax, pymllm, sglang, vllm."""

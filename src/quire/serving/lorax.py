@@ -1,16 +1,16 @@
-"""LoRAX's way to attention: wrappers as states that a context manager plans and makes current.
+"""The attention states of LoRAX: wrappers that a context manager plans and puts into a context variable.
 
-Names, parameters and meanings are those of `lorax_server.utils.flashinfer_attention`. A state is made once; each batch
-enters the manager of its phase, and attention layers, which are not handed a state, find it in the context variable::
+Names, parameters and meanings are those of `lorax_server.utils.flashinfer_attention`. A state is made once. Each batch
+enters the context manager of its phase, and attention layers read the state from the context variable::
 
     state = create_decode_state(device=device, num_heads=32, num_kv_heads=8)
     with use_decode_state(state=state, input_lengths=..., block_tables=..., ...):
         ...  # in a layer:
         out = decode_state.get().run(query, (k_cache, v_cache))
 
-Managers plan layers that are causal. Within a manager's body, `run` and `forward` keep what was planned where they are
-given nothing, or None; what `forward` is given holds for that call alone, so that layers may differ. (The `forward` of
-FlashInfer's wrappers changes the plan, and is not causal unless told so.)
+The context managers plan causal attention. Arguments of `run` and `forward` that are omitted or None have the planned
+value, and arguments of `forward` hold for one call, so layers may differ. (In FlashInfer, `forward` changes the plan
+and is not causal by default.)
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from torch import Tensor
 from quire import decode, prefill
 from quire.definition.pages import PageTable, as_int32, refuse_first, table
 from quire.definition.spec import FLOATS8, as_dtype, check
-from quire.serving.base import Heads, plan, workspace
-from quire.wrappers.base import AttentionWrapper
+from quire.steps import Heads, plan, workspace
 
 __all__ = [
     "create_decode_state",
@@ -48,8 +47,7 @@ __all__ = [
 
 WORKSPACE_SIZE = 128 << 20  # bytes
 
-
-# What `run` has no arguments for, and the attributes of `AttentionSpec` that they are.
+# Arguments of `forward` that `run` does not have, and their names in `AttentionSpec`.
 _PLANNED = {
     "causal": "causal",
     "pos_encoding_mode": "pos_encoding",
@@ -58,13 +56,15 @@ _PLANNED = {
 }
 
 
-class _State(AttentionWrapper):
-    """A wrapper whose `forward` is `run` with other values for this call: the plan stays."""
+class _State:
+    """A wrapper whose `forward` leaves the plan as it was."""
 
-    _of_forward: Signature  # FlashInfer's
+    _of_forward: Signature  # of FlashInfer's `forward`
 
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """`run` by the arguments of FlashInfer's deprecated `forward`; those left out, or None, are as planned."""
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        """`run` with the arguments of FlashInfer's deprecated `forward`, for this call only. Arguments that are omitted
+        or None have the planned value.
+        """
         given = self._of_forward.bind(self, *args, **options).arguments
         del given["self"]
         given.pop("use_fp16_qk_reduction", None)
@@ -100,7 +100,7 @@ decode_state: ContextVar[decode.BatchDecodeWithPagedKVCacheWrapper] = ContextVar
 
 
 def get_workspace(device: torch.device | str) -> Tensor:
-    """The 128 MB, uint8, that all states of a device share; taken when first asked for."""
+    """The workspace of 128 MiB, uint8, that all states of a device share. The first call allocates it."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -108,19 +108,19 @@ def get_workspace(device: torch.device | str) -> Tensor:
 
 
 def create_prefill_with_paged_kv_state(*, device: torch.device | str) -> prefill.BatchPrefillWithPagedKVCacheWrapper:
-    """A state for prefills that read the cache."""
+    """A state for prefill over a paged cache."""
     return _PagedState(get_workspace(device), "NHD")
 
 
 def create_prefill_state(*, device: torch.device | str) -> prefill.BatchPrefillWithRaggedKVCacheWrapper:
-    """A state for prefills whose keys and values are rows beside the queries."""
+    """A state for prefill over ragged keys and values, which are not read from a cache."""
     return _RaggedState(get_workspace(device), "NHD")
 
 
 def create_decode_state(
     *, device: torch.device | str, num_heads: int, num_kv_heads: int
 ) -> decode.BatchDecodeWithPagedKVCacheWrapper:
-    """A state for decode; with tensor cores where more than 4 query heads share a KV head."""
+    """A state for decode; it uses tensor cores if more than 4 query heads share a KV head."""
     return _DecodeState(get_workspace(device), "NHD", use_tensor_cores=num_heads // num_kv_heads > 4)
 
 
@@ -133,15 +133,15 @@ def create_decode_state_cuda_graphs(
     num_heads: int,
     num_kv_heads: int,
 ) -> decode.BatchDecodeWithPagedKVCacheWrapper:
-    """A state for decode in CUDA graphs, whose plans go into these buffers.
+    """A state for decode in CUDA graphs, which writes its plans into these buffers.
 
     Args:
-        block_tables: int32 [as many pages as a batch may have].
+        block_tables: int32 [the largest number of pages of a batch].
         block_tables_ptr: int32 [batch_size + 1].
         last_page_len: int32 [batch_size].
 
     Raises:
-        ValueError: a buffer that does not fit.
+        ValueError: a buffer has another dtype, device or size.
     """
     return _DecodeState(
         get_workspace(device),
@@ -168,29 +168,29 @@ def use_prefill_with_paged_kv_state(
     window_left: int | None,
     query_dtype: torch.dtype | str | None = None,
 ) -> AbstractContextManager[None]:
-    """A context manager: within it, `prefill_with_paged_kv_state` is this state, planned for a batch, causal.
+    """A context manager that plans a state for a batch, causal, and sets `prefill_with_paged_kv_state` to it.
 
     Args:
         state: from `create_prefill_with_paged_kv_state`.
-        block_tables: the requests' pages one after another, as many as input_lengths fill.
-        cu_seqlens: [batch_size + 1], the requests' begins among the queries.
-        input_lengths: [batch_size], the requests' tokens in the cache, the new ones counted. These tables are int32 or
-            int64 vectors.
+        block_tables: the pages of all requests, concatenated; each request has as many as its length needs.
+        cu_seqlens: [batch_size + 1], the offsets of the requests among the queries.
+        input_lengths: [batch_size], tokens of each request in the cache, including the new ones. All three tables are
+            int32 or int64 vectors.
         head_size, page_size, dtype: of the cache.
-        window_left: how many keys before its own a query sees; 0, -1 or None: all.
-        query_dtype: of the queries, by default the cache's, or float16 where that is fp8. An fp8 cache is read with the
-            k_scale and v_scale of `run` or `forward`.
+        window_left: the number of keys to the left of a query that it sees; 0, -1 or None: all.
+        query_dtype: of the queries; by default the cache's dtype, or float16 if that is fp8. `run` and `forward` take
+            the k_scale and v_scale of an fp8 cache.
 
     Raises:
-        ValueError: an argument that does not fit.
-        RuntimeError: the state is in use by another thread or task.
+        ValueError: an argument is invalid, or tables contradict each other.
+        RuntimeError: another thread or task uses the state.
     """
     _check_state(state, prefill.BatchPrefillWithPagedKVCacheWrapper)
     pages = _pages(block_tables, input_lengths, page_size)
-    rows = table(_int32(cu_seqlens, "cu_seqlens"), "cu_seqlens", pages.batch_size + 1)
+    indptr = table(_int32(cu_seqlens, "cu_seqlens"), "cu_seqlens", pages.batch_size + 1)
     layer = (Heads(num_heads, num_kv_heads, head_size, head_size), *_dtypes(dtype, query_dtype))
     options: Any = {"causal": True, "window_left": window_left or -1}
-    return _use(prefill_with_paged_kv_state, state, lambda: plan(state, pages, *layer, rows, **options))
+    return _use(prefill_with_paged_kv_state, state, lambda: plan(state, pages, *layer, indptr, **options))
 
 
 def use_prefill_state(
@@ -203,31 +203,20 @@ def use_prefill_state(
     query_dtype: torch.dtype | str = "float16",
     window_left: int | None,
 ) -> AbstractContextManager[None]:
-    """A context manager: within it, `prefill_state` is this state, planned for a batch, causal.
+    """A context manager that plans a state for a batch, causal, and sets `prefill_state` to it.
 
     Args:
         state: from `create_prefill_state`.
-        cu_seqlens: [batch_size + 1], the requests' begins among the queries and among the keys.
-        query_dtype: of queries, keys and values, or its name.
+        cu_seqlens: [batch_size + 1], the offsets of the requests among the queries and among the keys.
+        query_dtype: the dtype of queries, keys and values, or its name.
 
     The other arguments and errors are those of `use_prefill_with_paged_kv_state`.
     """
     _check_state(state, prefill.BatchPrefillWithRaggedKVCacheWrapper)
-    rows = _int32(cu_seqlens, "cu_seqlens")
-
-    def begin() -> None:
-        state.plan(
-            rows,
-            rows,
-            num_heads,
-            num_kv_heads,
-            head_size,
-            causal=True,
-            window_left=window_left or -1,
-            q_data_type=query_dtype,
-        )
-
-    return _use(prefill_state, state, begin)
+    indptr = _int32(cu_seqlens, "cu_seqlens")
+    heads = (num_heads, num_kv_heads, head_size)
+    options: Any = {"causal": True, "window_left": window_left or -1, "q_data_type": query_dtype}
+    return _use(prefill_state, state, lambda: state.plan(indptr, indptr, *heads, **options))
 
 
 def use_decode_state(
@@ -243,11 +232,11 @@ def use_decode_state(
     window_left: int | None,
     query_dtype: torch.dtype | str | None = None,
 ) -> AbstractContextManager[None]:
-    """A context manager: within it, `decode_state` is this state, planned for a batch of one new token per request.
+    """A context manager that plans a state for a batch of one new token per request, and sets `decode_state` to it.
 
     The state is from `create_decode_state` or `create_decode_state_cuda_graphs`; the other arguments and the errors are
-    those of `use_prefill_with_paged_kv_state`. A state for CUDA graphs copies the tables into its buffers, so that what
-    was captured reads this batch.
+    those of `use_prefill_with_paged_kv_state`. A state for CUDA graphs copies the tables into its buffers, which its
+    captured graphs read.
     """
     _check_state(state, decode.BatchDecodeWithPagedKVCacheWrapper)
     pages = _pages(block_tables, input_lengths, page_size)
@@ -255,12 +244,12 @@ def use_decode_state(
     return _use(decode_state, state, lambda: plan(state, pages, *layer, window_left=window_left or -1))
 
 
-def _check_state(state: object, kind: type[AttentionWrapper]) -> None:
+def _check_state(state: object, kind: type) -> None:
     check(isinstance(state, kind), "state", type(state).__name__, f"a {kind.__name__} is needed here")
 
 
 def _int32(x: Tensor, name: str) -> Tensor:
-    """A table, int32 where it is int64, as LoRAX's sums of lengths may be. Never waits for the device."""
+    """A table as int32, converted if it is int64, as LoRAX's cumulative lengths may be. Never waits for the device."""
     if not isinstance(x, Tensor) or x.dtype != torch.int64:
         return table(x, name)
     short = as_int32(x)
@@ -275,27 +264,27 @@ def _pages(block_tables: Tensor, input_lengths: Tensor, page_size: int) -> PageT
 
 
 def _dtypes(dtype: torch.dtype | str, query_dtype: torch.dtype | str | None) -> tuple[torch.dtype, torch.dtype]:
-    """Of queries, and of the cache."""
-    of_cache = as_dtype(dtype)
+    """The dtypes of the queries and of the cache."""
+    kv_dtype = as_dtype(dtype)
     if query_dtype is not None:
-        return as_dtype(query_dtype, "query_dtype"), of_cache
-    return torch.float16 if of_cache in FLOATS8 else of_cache, of_cache
+        return as_dtype(query_dtype, "query_dtype"), kv_dtype
+    return torch.float16 if kv_dtype in FLOATS8 else kv_dtype, kv_dtype
 
 
-_users: dict[int, tuple[int, int]] = {}  # states in use, by id, and the thread and task that use them
+_users: dict[int, tuple[int, int]] = {}  # for the id of each state in use, the thread and task that use it
 
 
 def _user() -> tuple[int, int]:
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # no event loop runs here
+    except RuntimeError:  # this thread has no running event loop
         task = None
     return threading.get_ident(), id(task)
 
 
 @contextmanager
 def _use(variable: ContextVar[Any], state: Any, begin: Callable[[], None]) -> Iterator[None]:
-    """Plan a state and make it current. Nested in itself, it has the outer plan again afterwards."""
+    """Plan a state and set the context variable to it. A state that is nested in itself gets its outer plan back."""
     outer = _users.get(id(state))
     if outer not in (None, _user()):
         raise RuntimeError("this state is in use by another thread or task, whose plan it holds: make another state")

@@ -1,7 +1,7 @@
-"""The attention backend of SGLang 0.5.23: the methods of its `AttentionBackend`, over pymllm's backend.
+"""The attention backend of SGLang 0.5.23: the methods of its `AttentionBackend`, based on pymllm's backend.
 
-SGLang itself is not needed: a model runner, its batches and its layers are read by the names that they have there. A
-plugin registers a factory, which SGLang calls with its runner:
+SGLang itself is not needed: objects with the attributes of its model runner, batches and layers are accepted. A plugin
+registers a factory, which SGLang calls with its runner:
 
     @register_attention_backend("quire")
     def make(runner):
@@ -15,11 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.serving import _radix as radix
 from quire.serving import pymllm
-from quire.serving._forward_batch import ForwardMode, KVPool, RadixAttention
-from quire.serving._indices import DecodeMetadata, IndicesUpdaterPrefill, PrefillMetadata, WrapperDispatch
 from quire.serving.pymllm import should_use_tensor_core
+from quire.serving.token_pool import radix
+from quire.serving.token_pool.batch import ForwardMode, KVPool, RadixAttention
+from quire.serving.token_pool.slots import WrapperDispatch
+from quire.serving.token_pool.updaters import DecodeMetadata, IndicesUpdaterPrefill, PrefillMetadata
 
 __all__ = [
     "DecodeMetadata",
@@ -35,16 +36,16 @@ __all__ = [
 
 
 class ModelRunner(Protocol):
-    """What is read of SGLang's model runner.
+    """The attributes of SGLang's model runner that the backend reads.
 
     Attributes:
-        device: where everything lies.
-        dtype, kv_cache_dtype: of queries and outputs, and of the pool.
+        device: the device of all tensors.
+        dtype, kv_cache_dtype: the dtype of queries and outputs, and that of the pool.
         sliding_window_size: None: no layer has a window.
-        req_to_token_pool: with `req_to_token`, int32 [max_reqs, max_context], and `size`, the requests at once.
-        token_to_kv_pool: with get_kv_buffer(layer_id) and set_kv_buffer(layer, loc, k, v, k_scale, v_scale).
-        model_config: with num_attention_heads, get_num_kv_heads(tensor parallel size), head_dim, context_len, and
-            perhaps v_head_dim and is_encoder_decoder.
+        req_to_token_pool: has `req_to_token`, int32 [max_reqs, max_context], and `size`, the most requests at once.
+        token_to_kv_pool: has get_kv_buffer(layer_id) and set_kv_buffer(layer, loc, k, v, k_scale, v_scale).
+        model_config: has num_attention_heads, get_num_kv_heads(tensor parallel size), head_dim, context_len, and
+            optionally v_head_dim and is_encoder_decoder.
     """
 
     device: Any
@@ -57,7 +58,7 @@ class ModelRunner(Protocol):
 
 
 class _IndicesUpdaterPrefill(IndicesUpdaterPrefill):
-    """SGLang's masks lie in buffers that are longer than they are, and leave out requests that fill a batch up."""
+    """Accepts masks in buffers that are longer than the masks, and masks that lack the requests of padding."""
 
     def sized(self, mask: Tensor, area: int | None) -> Tensor:
         if area is None or mask.numel() == area:
@@ -69,21 +70,21 @@ class FlashInferAttnBackend(pymllm.FlashInferAttnBackend):
     """Attention for SGLang, eager and in graphs of decode and target-verify.
 
     Args:
-        model_runner: whose model it is.
-        skip_prefill, kv_indptr_buf, kv_last_page_len_buf, init_new_workspace: as in pymllm's.
-        attn_tp_size: devices among which attention's heads are divided; by default the runner's attn_tp_size or
+        model_runner: see `ModelRunner`.
+        skip_prefill, kv_indptr_buf, kv_last_page_len_buf, init_new_workspace: see `pymllm.FlashInferAttnBackend`.
+        attn_tp_size: the number of devices that share the attention heads; by default the runner's attn_tp_size or
             tp_size, or 1.
 
     Attributes:
-        data_type, kv_cache_dtype: of the pool.
-        needs_cpu_seq_lens: seq_lens_cpu or seq_lens_sum are read, so that nothing waits for the device.
-        attn_backend_list: None: there are no backends below this one.
-        prefill_attention_backend_str, decode_attention_backend_str: what the runner calls this backend in each phase.
-        extend_dummy_seqs_capped_by_req_pool: no: tables of extend steps are made for them.
+        data_type, kv_cache_dtype: the dtype of the pool.
+        needs_cpu_seq_lens: True: seq_lens_cpu or seq_lens_sum are read, which avoids waiting for the device.
+        attn_backend_list: None: this backend does not combine others.
+        prefill_attention_backend_str, decode_attention_backend_str: the runner's names of this backend in each phase.
+        extend_dummy_seqs_capped_by_req_pool: False: extend steps allocate tables for their own batch size.
 
     Raises:
-        ValueError: a pool that gives windows slots of their own (start SGLang with --disable-hybrid-swa-memory), or
-            what pymllm's backend refuses.
+        ValueError: the pool has separate slots for windows (start SGLang with --disable-hybrid-swa-memory), or pymllm's
+            backend refuses an argument.
     """
 
     prefill_attention_backend_str: str | None = None
@@ -129,15 +130,15 @@ class FlashInferAttnBackend(pymllm.FlashInferAttnBackend):
         self.data_type = runner.kv_cache_dtype
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a batch that is computed without a graph."""
+        """Plan a batch that is computed without a graph."""
         _refuse_mode(forward_batch.forward_mode)
         super().init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare the capture of a graph, or its replay.
+        """Plan for the capture or the replay of a graph.
 
         Raises:
-            ValueError: another mode than decode, idle and target-verify, or no graph of this batch size.
+            ValueError: the mode is not decode, idle or target-verify, or no graph has this batch size.
         """
         batch, spec = forward_batch, getattr(forward_batch, "spec_info", None)
         _refuse_mode(batch.forward_mode)
@@ -154,20 +155,20 @@ class FlashInferAttnBackend(pymllm.FlashInferAttnBackend):
             self.init_forward_metadata_replay_cuda_graph(bs, rows, lengths, known, mode, on_host, **extras)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Nothing: all is prepared before a graph runs."""
+        """Do nothing: everything is planned before a graph runs."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, kv_indices_buf: Tensor | None = None) -> None:
-        """Allocate what captured graphs read; max_bs may be larger than the pool of requests."""
+        """Allocate the tables that captured graphs read; max_bs may be larger than the pool of requests."""
         if max_bs > len(self.kv_last_page_len):
             self._allocate(max_bs)
         super().init_cuda_graph_state(max_bs, max_num_tokens, kv_indices_buf)
 
     def support_triton(self) -> bool:
-        """Whether SGLang's own kernels may prepare batches."""
+        """Whether SGLang may prepare batches with its Triton kernels."""
         return True
 
     def on_after_cuda_graph_warmup(self) -> None:
-        """Nothing: warming up changes nothing that is prepared."""
+        """Do nothing: a warm-up does not change what is planned."""
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> None:
         """None: there is no sparse indexer."""

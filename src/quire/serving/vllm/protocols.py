@@ -1,4 +1,4 @@
-"""What `quire.serving.vllm` needs of vLLM's objects: whatever has these attributes will do."""
+"""The attributes of vLLM's objects that `quire.serving.vllm` reads; any object that has them is accepted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class AttentionLayer(Protocol):
-    """A layer's scales of keys and values, which an fp8 cache is multiplied by: on the device, and as numbers."""
+    """The scales of an fp8 cache's keys and values, as tensors on the device and as Python numbers."""
 
     _k_scale: Tensor
     _v_scale: Tensor
@@ -21,7 +21,7 @@ class AttentionLayer(Protocol):
 
 @runtime_checkable
 class LayerImpl(Protocol):
-    """What a layer asks of attention; sliding_window is (keys to the left, 0), or (-1, -1)."""
+    """The attention parameters of a layer; sliding_window is (keys to the left, 0), or (-1, -1) for no window."""
 
     scale: float
     sliding_window: tuple[int, int] | None
@@ -29,19 +29,19 @@ class LayerImpl(Protocol):
 
 
 class CompilationConfig(Protocol):
-    """static_forward_context: layers by name; those of attention have an `impl`."""
+    """static_forward_context: layers by name; attention layers have an `impl`."""
 
     static_forward_context: Mapping[str, Any]
 
 
 class VllmConfig(Protocol):
-    """The part of the configuration that knows the layers."""
+    """The part of the configuration that lists the layers."""
 
     compilation_config: CompilationConfig
 
 
 class ModelConfig(Protocol):
-    """The model's dtype and heads; those of this process, where heads are spread over several."""
+    """The dtype and the heads of the model; with tensor parallelism, the heads of this process."""
 
     dtype: torch.dtype
 
@@ -53,21 +53,21 @@ class ModelConfig(Protocol):
 
 
 class CacheConfig(Protocol):
-    """num_gpu_blocks: of the cache; None before it has been measured."""
+    """num_gpu_blocks: pages in the cache; None before the cache has been sized."""
 
     num_gpu_blocks: int | None
 
 
 class ModelRunner(Protocol):
-    """Who runs the model.
+    """The model runner.
 
     Attributes:
         kv_cache_dtype: "auto" (the model's), a dtype's name, or fp8, fp8_e4m3, fp8_e5m2.
         block_size: tokens in a page.
         attn_backend: the class `FlashInferBackend`.
         graph_block_tables: int32 [largest captured batch, pages of the longest captured sequence].
-        graph_runners: for each virtual engine, what was captured: by (batch size, whether inputs are embeddings),
-            objects with the `attn_state` that `FlashInferState.graph_clone` gave.
+        graph_runners: for each virtual engine, the captured graphs by (batch size, whether inputs are embeddings);
+            each has as `attn_state` the result of `FlashInferState.graph_clone`.
     """
 
     device: torch.device
@@ -83,7 +83,7 @@ class ModelRunner(Protocol):
 
 
 class PlaceholderMap(Protocol):
-    """Where a modality's embeddings go among the tokens; made without arguments it is empty."""
+    """Positions of a modality's embeddings among the tokens; a new one without arguments is empty."""
 
     def extend(self, other: Any) -> None: ...
 
@@ -91,13 +91,13 @@ class PlaceholderMap(Protocol):
 
 
 class SequenceGroup(Protocol):
-    """Sequences of one request in a step, the i-th of which has the i-th entry of each list.
+    """The sequences of one request in a step; entry i of each list belongs to sequence i.
 
     Attributes:
-        input_tokens: its new tokens.
-        orig_seq_lens, context_lens, query_lens: its tokens, those before this step, and the new ones.
-        block_tables: by sequence id, the pages of all its tokens, or more; None (or None for each): a profile run.
-        computed_block_nums: pages found in the prefix cache, if `prefix_cache_hit`.
+        input_tokens: the new tokens.
+        orig_seq_lens, context_lens, query_lens: the numbers of all tokens, of tokens before this step and of new ones.
+        block_tables: by sequence id, at least the pages of all its tokens; None (or None for each): a profile run.
+        computed_block_nums: the pages found in the prefix cache, if `prefix_cache_hit`.
     """
 
     seq_ids: Sequence[int]
@@ -113,7 +113,7 @@ class SequenceGroup(Protocol):
 
 
 class InputBuilder(Protocol):
-    """Who collects a step's sequences, prompts first."""
+    """The collector of a step's sequences, prompts first."""
 
     runner: ModelRunner
     sliding_window: int | None
@@ -123,7 +123,7 @@ class InputBuilder(Protocol):
 
 
 class ModelInput(Protocol):
-    """A step's input: tokens and positions [at least num_seqs], embeddings instead of tokens, or None."""
+    """The input of a step: tokens and positions [at least num_seqs], and embeddings instead of tokens, or None."""
 
     attn_metadata: Any
     input_tokens: Tensor

@@ -1,6 +1,6 @@
-"""What a layer of pymllm's or SGLang's asks for, read from it and checked.
+"""Reading and checking the layers of pymllm and SGLang, and their tensors.
 
-SGLang's layers have a few attributes more (scales of fp8 caches among them), which are read where they are.
+Only SGLang's layers have some attributes, such as the scales of fp8 caches; they are read where they exist.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ import torch
 from torch import Tensor
 
 from quire.definition.pages import refuse_first
-from quire.serving._forward_batch import RadixAttention
-from quire.serving.base import Heads
+from quire.serving.token_pool.batch import RadixAttention
+from quire.steps import Heads
 
 
 def verifies(mode: Any) -> bool:
-    """Whether a mode is target-verify; engines without speculative decoding have no such question."""
+    """Whether a mode is target-verify; modes of engines without speculative decoding lack the method."""
     return bool(getattr(mode, "is_target_verify", bool)())
 
 
 def window(layer: RadixAttention) -> int:
-    """Keys to the left of a query that it still sees; -1: all."""
+    """The number of keys to the left of a query that it sees; -1: all."""
     size = layer.sliding_window_size
     return -1 if size is None or layer.is_cross_attention else size
 
 
 def options(layer: RadixAttention) -> dict[str, Any]:
-    """The arguments of a wrapper's run that are a layer's own."""
+    """The parameters of a layer, as arguments of a wrapper's run."""
     cap = max(layer.logit_cap or 0.0, 0.0)
     return {"sm_scale": layer.scaling, "window_left": window(layer), "logits_soft_cap": cap}
 
 
 def scales(layer: RadixAttention) -> dict[str, Any]:
-    """What a layer's stored keys and values are to be multiplied by: numbers, where the layer knows them."""
-    found = {}
+    """The scales of a layer's keys and values in an fp8 cache: Python numbers if the layer has them, else tensors."""
+    values = {}
     for name in ("k_scale", "v_scale"):
         number = getattr(layer, f"{name}_float", None)
-        found[name] = getattr(layer, name, None) if number is None else number
-    return found
+        values[name] = getattr(layer, name, None) if number is None else number
+    return values
 
 
 def encoder_only(layer: RadixAttention) -> bool:
-    """Whether a layer's tokens all see each other, and are never looked at again."""
+    """Whether all tokens of a request see each other and their keys and values are not stored."""
     return _kind(layer) == "encoder_only"
 
 
 def causal(layer: RadixAttention, batch: Any) -> bool:
-    """Whether new tokens see none after themselves.
+    """Whether new tokens do not see later ones.
 
     Raises:
-        ValueError: an unknown attn_type, or a decoder whose pictures' tokens see each other, where there are pictures.
+        ValueError: the attn_type is unknown, or it is decoder_bidirectional and the batch has images.
     """
     kind = _kind(layer)
     if kind not in ("decoder", "decoder_bidirectional", "encoder_only"):
@@ -65,14 +65,14 @@ def causal(layer: RadixAttention, batch: Any) -> bool:
 def by_heads(
     q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, heads: Heads
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Q, k and v as [tokens, heads, head_dim], from that or from [tokens, heads * head_dim].
+    """Reshape q, k and v, [tokens, heads * head_dim] or [tokens, heads, head_dim], to [tokens, heads, head_dim].
 
     Raises:
-        ValueError: a layer of other heads than the backend's, or tensors that do not fit the layer.
+        ValueError: the layer's heads differ from the backend's, or the tensors contradict them.
     """
-    theirs = Heads(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.v_head_dim)
-    if theirs != heads or layer.tp_v_head_num != layer.tp_k_head_num:
-        raise ValueError(f"layer {layer.layer_id} has {theirs}: the backend was made for {heads}")
+    actual = Heads(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.v_head_dim)
+    if actual != heads or layer.tp_v_head_num != layer.tp_k_head_num:
+        raise ValueError(f"layer {layer.layer_id} has {actual}: the backend was made for {heads}")
     q = _split("q", q, heads.num_qo_heads, heads.head_dim_qk)
     if k is None and v is None:
         return q, None, None
@@ -86,10 +86,10 @@ def by_heads(
 
 
 def buffers(pool: Any, layer: RadixAttention, heads: Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A layer's keys and values in a pool, [slots, num_kv_heads, head_dim].
+    """The keys and values of a layer in a pool, [slots, num_kv_heads, head_dim].
 
     Raises:
-        ValueError: a pool that does not know the layer, or is made for other heads or another dtype.
+        ValueError: the pool does not have the layer, or has other heads or another dtype.
     """
     try:
         if layer.layer_id < 0:
@@ -99,31 +99,38 @@ def buffers(pool: Any, layer: RadixAttention, heads: Heads, dtype: torch.dtype) 
         raise ValueError(f"layer_id = {layer.layer_id}: the pool has no such layer") from None
     for name, x, dim in (("keys", k, heads.head_dim_qk), ("values", v, heads.head_dim_vo)):
         if x.ndim != 3 or x.shape[1] != heads.num_kv_heads or x.shape[2] != dim or x.dtype != dtype:
-            fits = f"{dtype} [slots, {heads.num_kv_heads}, {dim}]"
-            given = f"{x.dtype} {list(x.shape)}"
-            raise ValueError(f"the pool's {name} of layer {layer.layer_id} are {given}: {fits} is needed")
+            actual, needed = f"{x.dtype} {list(x.shape)}", f"{dtype} [slots, {heads.num_kv_heads}, {dim}]"
+            raise ValueError(f"the pool's {name} of layer {layer.layer_id} are {actual}: {needed} is needed")
     return k, v
 
 
 def pages(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The buffers as pages of one token."""
+    """The buffers of a layer as a paged cache with pages of one token."""
     return cache[0].unsqueeze(1), cache[1].unsqueeze(1)
 
 
 def slots(batch: Any, layer: RadixAttention, tokens: int, room: int) -> Tensor:
-    """Where new keys and values go: the batch's slots, one for each of `tokens`.
+    """The slots of the new keys and values, one for each of `tokens`.
 
     Raises:
-        ValueError: more or fewer slots than tokens, or, on the host, one outside the pool's `room`.
+        ValueError: the batch has more or fewer slots than tokens, or a slot outside the pool's `room` slots (checked
+            where slots lie on the host).
     """
     name = "encoder_out_cache_loc" if layer.is_cross_attention else "out_cache_loc"
-    found = getattr(batch, name)
-    if found is None or found.ndim != 1 or found.dtype not in (torch.int32, torch.int64) or len(found) != tokens:
-        given = found if found is None else f"{found.dtype} {list(found.shape)}"
-        raise ValueError(f"{name} is {given}: {tokens} new tokens need as many slots, as integers")
-    if found.is_cpu:
-        refuse_first((found < 0) | (found >= room), name, found, f"the pool's slots are 0 to {room - 1}")
-    return found
+    loc = getattr(batch, name)
+    if loc is None or loc.ndim != 1 or loc.dtype not in (torch.int32, torch.int64) or len(loc) != tokens:
+        actual = loc if loc is None else f"{loc.dtype} {list(loc.shape)}"
+        raise ValueError(f"{name} is {actual}: {tokens} new tokens need as many slots, as integers")
+    if loc.is_cpu:
+        refuse_first((loc < 0) | (loc >= room), name, loc, f"the pool's slots are 0 to {room - 1}")
+    return loc
+
+
+def refuse(**options: Any) -> None:
+    """Refuse options of a layer's call that are not supported; None and False leave an option out."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name} is not supported")
 
 
 def _kind(layer: RadixAttention) -> str:

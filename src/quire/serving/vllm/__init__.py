@@ -1,9 +1,9 @@
 """vLLM's FlashInfer backend.
 
-Names, parameters and meanings are those of `vllm.attention.backends.flashinfer`. vLLM itself is not needed: its objects
-are anything with the attributes that the protocols of `quire.serving._vllm_protocols` name. In a step, the builder
-makes the metadata, `FlashInferState.begin_forward` plans it, and each layer's `FlashInferImpl.forward` stores and
-attends::
+Names, parameters and meanings are those of `vllm.attention.backends.flashinfer`. vLLM itself is not needed: any object
+with the attributes in `quire.serving.vllm.protocols` is accepted. In a step, the builder makes the metadata,
+`FlashInferState.begin_forward` plans it, and each layer's `FlashInferImpl.forward` stores keys and values and computes
+attention::
 
     builder.prepare()
     model_input.attn_metadata = builder.build(seq_lens, query_lens, cuda_graph_pad_size=-1, batch_size=tokens)
@@ -11,7 +11,7 @@ attends::
     ...  # in each layer:
     out = impl.forward(layer, query, key, value, kv_cache, model_input.attn_metadata)
 
-Layers may differ in window, soft cap, scale and ALiBi, since each brings its own to its runs.
+Layers may differ in window, soft cap, scale and ALiBi slopes: each passes its own to its runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 from quire.cache import blocks
 from quire.definition.spec import AttentionSpec
 from quire.definition.tensors import check_layout
-from quire.serving._vllm_builder import FlashInferMetadataBuilder
-from quire.serving._vllm_metadata import (
+from quire.serving.vllm.builder import FlashInferMetadataBuilder
+from quire.serving.vllm.metadata import (
     HEAD_SIZES,
     FlashInferMetadata,
     PerLayerParameters,
@@ -36,9 +36,9 @@ from quire.serving._vllm_metadata import (
     get_per_layer_parameters,
     infer_global_hyperparameters,
 )
-from quire.serving._vllm_protocols import AttentionLayer
-from quire.serving._vllm_state import FLASHINFER_WORKSPACE_BUFFER_SIZE, FlashInferState
-from quire.serving.base import fp8_dtype, quantize, store
+from quire.serving.vllm.protocols import AttentionLayer
+from quire.serving.vllm.state import FLASHINFER_WORKSPACE_BUFFER_SIZE, FlashInferState
+from quire.steps import fp8_dtype, quantize, store
 
 __all__ = [
     "FLASHINFER_KV_CACHE_LAYOUT",
@@ -59,10 +59,10 @@ logger = logging.getLogger(__name__)
 
 
 class FlashInferBackend:
-    """What vLLM asks of a backend before there is a batch.
+    """The classes of the backend, and the shape and layout of its cache.
 
-    A cache is [num_blocks, 2, block_size, num_kv_heads, head_size]; permuted by `get_kv_cache_stride_order` it is how
-    the layout (FLASHINFER_KV_CACHE_LAYOUT, from the environment's VLLM_KV_CACHE_LAYOUT) has it in memory.
+    A cache has shape [num_blocks, 2, block_size, num_kv_heads, head_size]. In memory its dimensions are permuted by
+    `get_kv_cache_stride_order`, which follows FLASHINFER_KV_CACHE_LAYOUT (the environment's VLLM_KV_CACHE_LAYOUT).
     """
 
     accept_output_buffer = True
@@ -89,12 +89,12 @@ class FlashInferBackend:
 
     @classmethod
     def make_metadata(cls, *args: Any, **kwargs: Any) -> FlashInferMetadata:
-        """Metadata from its fields."""
+        """Make the metadata of a step from its fields."""
         return cls.get_metadata_cls()(*args, **kwargs)
 
     @classmethod
     def make_metadata_builder(cls, *args: Any, **kwargs: Any) -> FlashInferMetadataBuilder:
-        """A builder for a runner's input builder."""
+        """Make a metadata builder for a runner's input builder."""
         return cls.get_builder_cls()(*args, **kwargs)
 
     @staticmethod
@@ -103,21 +103,21 @@ class FlashInferBackend:
 
     @staticmethod
     def get_kv_cache_stride_order() -> tuple[int, ...]:
-        """The order of the shape's dimensions in memory.
+        """The order of the cache's dimensions in memory.
 
         Raises:
-            ValueError: a layout other than NHD and HND.
+            ValueError: the layout is neither NHD nor HND.
         """
         return (0, 1, 2, 3, 4) if check_layout(FLASHINFER_KV_CACHE_LAYOUT) == "NHD" else (0, 1, 3, 2, 4)
 
     @staticmethod
     def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) -> None:
-        """Copy pages, keys and values, of one cache into another: see `quire.cache.blocks`."""
+        """Copy pages of one cache to another: see `quire.cache.blocks.swap_blocks`."""
         blocks.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
 
     @staticmethod
     def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
-        """Copy pages, keys and values, within each of several caches: see `quire.cache.blocks`."""
+        """Copy pages within each of several caches: see `quire.cache.blocks.copy_blocks`."""
         blocks.copy_blocks(kv_caches, src_to_dists)
 
     @staticmethod
@@ -126,32 +126,29 @@ class FlashInferBackend:
 
     @staticmethod
     def get_fp8_dtype_for_flashinfer(kv_cache_dtype: str) -> torch.dtype:
-        """The dtype of fp8, fp8_e4m3 or fp8_e5m2.
-
-        Raises:
-            ValueError: another name.
-        """
+        """The dtype of the names fp8, fp8_e4m3 and fp8_e5m2; ValueError for any other name."""
         return fp8_dtype(kv_cache_dtype)
 
 
 class FlashInferImpl:
-    """A layer's attention.
+    """The attention of a layer.
 
     Args:
-        num_heads, num_kv_heads, head_size: of queries, and of keys and values.
-        scale: the logits' factor.
-        alibi_slopes: ALiBi's, one per head; None: the logits know no positions.
-        sliding_window: keys that a query sees, its own among them; None: all.
+        num_heads, num_kv_heads, head_size: query heads, KV heads, and their size.
+        scale: the softmax scale.
+        alibi_slopes: one ALiBi slope per head; None: no ALiBi.
+        sliding_window: the number of keys that a query sees, including its own; None: all.
         kv_cache_dtype: "auto" (the model's), a dtype's name, or fp8, fp8_e4m3, fp8_e5m2.
-        logits_soft_cap: c turns logits x into c * tanh(x / c).
-        use_irope: only warns: such layers see all of a long context.
+        logits_soft_cap: c replaces logits x by c * tanh(x / c).
+        use_irope: logs a warning, since layers with local attention attend to the whole context.
 
     Attributes:
-        sliding_window: (keys to the left of the query that it still sees, 0), or (-1, -1).
+        sliding_window: (keys to the left that a query sees, 0), or (-1, -1) for no window.
 
     Raises:
-        ValueError: a value that cannot be computed.
-        NotImplementedError: a sparse layer, one that shares another's cache, or one that is not a decoder's own.
+        ValueError: a parameter is invalid.
+        NotImplementedError: block-sparse attention, a cache shared with another layer, or attention that is not a
+            decoder's self-attention.
     """
 
     def __init__(
@@ -174,9 +171,9 @@ class FlashInferImpl:
             "kv_sharing_target_layer_name": (kv_sharing_target_layer_name, None),
             "attn_type": (attn_type, "decoder"),
         }
-        for name, (given, allowed) in refused.items():
-            if given != allowed:
-                raise NotImplementedError(f"{name} = {given!r} is not supported: {allowed!r} is")
+        for name, (value, allowed) in refused.items():
+            if value != allowed:
+                raise NotImplementedError(f"{name} = {value!r} is not supported: {allowed!r} is")
         if use_irope:
             logger.warning("use_irope: layers with local attention see the whole context")
         if sliding_window is not None and sliding_window < 1:
@@ -187,7 +184,7 @@ class FlashInferImpl:
         self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         self.kv_cache_dtype = kv_cache_dtype
         self.logits_soft_cap = logits_soft_cap
-        cache_dtype(kv_cache_dtype, torch.float16)  # refuses names that are not known
+        cache_dtype(kv_cache_dtype, torch.float16)  # refuses unknown names
         slopes = () if self.alibi_slopes is None else tuple(self.alibi_slopes.tolist())
         self._positions = {"pos_encoding": "ALIBI" if slopes else "NONE", "slopes": slopes}
         spec = AttentionSpec(
@@ -211,21 +208,21 @@ class FlashInferImpl:
         output: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor:
-        """Store the new keys and values, and attend. Never waits for the device.
+        """Store the new keys and values and compute attention, without waiting for the device.
 
         Args:
-            layer: has the scales of an fp8 cache.
+            layer: holds the scales of an fp8 cache.
             query, key, value: [tokens, heads * head_size] or [tokens, heads, head_size], prefills first.
-            kv_cache: see `FlashInferBackend`, uint8 if it holds fp8; empty in a profile run.
-            attn_metadata: the step, planned.
-            output: where to write, of query's shape and dtype or, with output_scale, fp8.
-            output_scale: what the stored output is to be multiplied by.
+            kv_cache: see `FlashInferBackend`; uint8 or fp8 if it holds fp8, and empty in a profile run.
+            attn_metadata: the metadata of the step, planned.
+            output: the output buffer, of query's shape and dtype or, with output_scale, fp8.
+            output_scale: the scale by which readers of an fp8 output multiply it.
 
         Returns:
-            [tokens, num_heads * head_size], in `output` if that was given.
+            [tokens, num_heads * head_size], a view of `output` if that is not None.
 
         Raises:
-            ValueError: a tensor that does not fit the step or the cache; nothing has been written then.
+            ValueError: a tensor contradicts the step or the cache; nothing has been written then.
             RuntimeError: the step has not been planned.
         """
         meta, n = attn_metadata, attn_metadata.num_prefill_tokens
@@ -245,23 +242,23 @@ class FlashInferImpl:
             if cache.element_size() == 1:
                 scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
             cache = cache.permute(*FlashInferBackend.get_kv_cache_stride_order())
-        own = {
+        params = {
             "window_left": self.sliding_window[0],
             "logits_soft_cap": self.logits_soft_cap or 0.0,
             "sm_scale": self.scale,
         }
         if prefill is not None and over_rows:
-            prefill.run(q[:n], k[:n], v[:n], out=out[:n], **own)
+            prefill.run(q[:n], k[:n], v[:n], out=out[:n], **params)
         elif prefill is not None:
-            prefill.run(q[:n], cache, out=out[:n], **own, **scales)
+            prefill.run(q[:n], cache, out=out[:n], **params, **scales)
         if decode is not None:
-            decode.run(q[n:], cache, out=out[n:], **own, **scales)
+            decode.run(q[n:], cache, out=out[n:], **params, **scales)
         if output_scale is not None:
             target.copy_(quantize(out, target.dtype, output_scale))
         return target.view(len(q), -1)
 
     def _fitted(self, wrapper: Any) -> Any:
-        """A planned wrapper that computes this layer's kind of positions; its tables are all layers'."""
+        """A planned wrapper, with this layer's position encoding in its plan; the tables stay."""
         if wrapper is None:
             raise RuntimeError("the step has no wrappers: FlashInferState.begin_forward sets and plans them")
         plan = wrapper.require_plan()
@@ -270,7 +267,7 @@ class FlashInferImpl:
         return wrapper
 
     def _check(self, meta: FlashInferMetadata, **tensors: Tensor) -> None:
-        """Refuse queries, keys and values that do not fit the step."""
+        """Refuse queries, keys and values that contradict the step."""
         tokens = meta.num_prefill_tokens + meta.num_decode_tokens
         for name, x in tensors.items():
             heads = self.num_heads if name == "query" else self.num_kv_heads
@@ -281,7 +278,7 @@ class FlashInferImpl:
                 raise ValueError(f"{name} is {x.dtype}: the step was planned for {meta.q_data_type}")
 
     def _cache(self, kv_cache: Tensor, dtype: torch.dtype, meta: FlashInferMetadata) -> Tensor | None:
-        """The cache in its own dtype; None if this is a profile run."""
+        """The cache viewed as its dtype; None in a profile run."""
         if kv_cache.numel() == 0:
             if meta.num_decode_tokens:
                 raise ValueError(f"kv_cache is empty: {meta.num_decode_tokens} tokens are to be decoded from it")
@@ -301,13 +298,13 @@ class FlashInferImpl:
         return kv_cache.view(stored)
 
     def _target(self, query: Tensor, output: Tensor | None, scale: Tensor | None) -> Tensor:
-        """Where results go, [tokens, num_heads, head_size]: the output given, or a new one."""
+        """The output buffer as [tokens, num_heads, head_size]: a view of `output`, or a new tensor."""
         if output is None:
             if scale is not None:
                 raise ValueError("output_scale is given without output, whose dtype says what to quantise to")
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
         allowed = (query.dtype,) if scale is None else (torch.float8_e4m3fn, torch.float8_e5m2)
         if output.numel() != query.numel() or not output.is_contiguous() or output.dtype not in allowed:
-            given = f"{output.dtype}, shape {list(output.shape)} and strides {list(output.stride())}"
-            raise ValueError(f"output has {given}: it must be {list(query.shape)}, contiguous, of {allowed}")
+            actual = f"{output.dtype}, shape {list(output.shape)} and strides {list(output.stride())}"
+            raise ValueError(f"output has {actual}: it must be {list(query.shape)}, contiguous, of {allowed}")
         return output.view(-1, self.num_heads, self.head_size)

@@ -1,7 +1,6 @@
-"""What pymllm's engine hands to attention: the mode and the tables of a forward pass, pools, and layers.
+"""The types of pymllm's engine that attention reads: the mode and the tables of a forward pass, pools, and layers.
 
-SGLang's engine names the same things alike, so its own objects fit wherever these are asked for. Public in
-`quire.serving.pymllm`.
+SGLang's objects have attributes of equal names and are accepted in their place.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch import Tensor
 
 
 class ForwardMode(IntEnum):
-    """What a forward pass computes.
+    """The kind of a forward pass.
 
-    EXTEND: new tokens of requests, of which earlier ones may be in the cache. DECODE: one token of each request. MIXED:
-    both in one batch. IDLE: nothing. TARGET_VERIFY: the same number of drafted tokens for each request.
+    EXTEND: new tokens of requests whose earlier tokens may be in the cache. DECODE: one token of each request. MIXED:
+    both in one batch. IDLE: no tokens. TARGET_VERIFY: an equal number of drafted tokens for each request.
     """
 
     EXTEND = auto()
@@ -33,7 +32,7 @@ class ForwardMode(IntEnum):
         return self in (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.TARGET_VERIFY)
 
     def is_prefill(self) -> bool:
-        """The same as `is_extend`."""
+        """An alias of `is_extend`."""
         return self.is_extend()
 
     def is_decode(self) -> bool:
@@ -53,7 +52,7 @@ class ForwardMode(IntEnum):
 
 
 class KVPool(Protocol):
-    """Keys and values of all layers, one slot per token."""
+    """The keys and values of all layers, with one slot per token."""
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values, [slots, num_kv_heads, head_dim] each."""
@@ -69,17 +68,17 @@ class ReqToTokenPool(Protocol):
 
 
 class RadixAttention(Protocol):
-    """An attention layer, as the backend reads it.
+    """The attributes of an attention layer that the backend reads.
 
     Attributes:
         tp_q_head_num, tp_k_head_num, tp_v_head_num: heads on this device.
         head_dim, v_head_dim: sizes of a query and key head, and of a value head.
-        scaling: the logits' factor.
-        layer_id: of the pool.
+        scaling: the softmax scale.
+        layer_id: the index of the layer in the pool.
         logit_cap: soft cap of the logits; 0: none.
-        sliding_window_size: keys to the left of a query that it still sees; -1: all.
-        is_cross_attention: whether keys are those of an encoder.
-        attn_type: an enum of the values "decoder", "decoder_bidirectional" and "encoder_only", or a value.
+        sliding_window_size: the number of keys to the left of a query that it sees; -1: all.
+        is_cross_attention: whether the keys are those of an encoder.
+        attn_type: "decoder", "decoder_bidirectional" or "encoder_only", or an enum member with such a value.
     """
 
     tp_q_head_num: int
@@ -97,12 +96,12 @@ class RadixAttention(Protocol):
 
 @dataclass
 class VerifyInput:
-    """What TARGET_VERIFY needs besides the batch.
+    """The input of TARGET_VERIFY.
 
     Attributes:
-        draft_token_num: drafted tokens of each request.
+        draft_token_num: the number of drafted tokens of each request.
         custom_mask: bool [sum of draft_token_num * kv_len], the requests' masks one after another, row by row, where
-            kv_len counts the drafted tokens; None: each drafted token follows the one before it.
+            kv_len includes the drafted tokens; None: causal.
     """
 
     draft_token_num: int
@@ -111,29 +110,29 @@ class VerifyInput:
 
 @dataclass
 class ForwardBatch:
-    """The tables of a forward pass. Tensors lie on the device, unless their name ends with `_cpu`.
+    """The tables of a forward pass. Tensors lie on the device unless their name ends with `_cpu`.
 
     Attributes:
-        forward_mode: what is computed.
-        batch_size: requests.
-        input_ids: [tokens]; positions: [tokens], each token's place in its request.
+        forward_mode: the kind of the forward pass.
+        batch_size: the number of requests.
+        input_ids, positions: [tokens], the new tokens and their positions in their requests.
         req_pool_indices: int32 or int64 [batch_size], the requests' rows of req_to_token.
-        seq_lens: [batch_size], tokens of each request, the new ones counted; but not those that TARGET_VERIFY drafts.
-        out_cache_loc: int32 or int64 [tokens], the new tokens' slots.
-        seq_lens_sum: of seq_lens. With it or seq_lens_cpu nothing waits for the device.
-        seq_lens_cpu: seq_lens on the host.
-        extend_num_tokens: new tokens, of EXTEND and MIXED.
-        extend_seq_lens, extend_prefix_lens: [batch_size], each request's new tokens, and those before them; seq_lens
-            is their sum. extend_start_loc: [batch_size], the requests' begins among the new tokens.
-        extend_seq_lens_cpu, extend_prefix_lens_cpu: the same on the host. Without the latter, requests are taken to
-            have a prefix.
-        encoder_lens: [batch_size], encoder tokens of each request, whose slots stand in its row before all others;
-            encoder_lens_cpu: the same on the host.
-        encoder_out_cache_loc: the slots of the encoder's tokens that are new.
-        spec_info: of TARGET_VERIFY.
-        token_to_kv_pool, req_to_token_pool, attn_backend: whom layers turn to.
+        seq_lens: [batch_size], the length of each request, including new tokens but not those that are only drafted.
+        out_cache_loc: int32 or int64 [tokens], the slots of the new tokens.
+        seq_lens_sum, seq_lens_cpu: the sum of seq_lens, and seq_lens on the host. With one of them, nothing waits for
+            the device.
+        extend_num_tokens: the number of new tokens of EXTEND and MIXED.
+        extend_seq_lens, extend_prefix_lens: [batch_size], the number of new tokens of each request and of tokens before
+            them; their sum is seq_lens. extend_start_loc: [batch_size], offsets of the requests among the new tokens.
+        extend_seq_lens_cpu, extend_prefix_lens_cpu: extend_seq_lens and extend_prefix_lens on the host. Without the
+            latter, every request is assumed to have a prefix.
+        encoder_lens: [batch_size], the number of encoder tokens of each request, whose slots come first in its row;
+            encoder_lens_cpu: encoder_lens on the host.
+        encoder_out_cache_loc: the slots of new encoder tokens.
+        spec_info: the input of TARGET_VERIFY.
+        token_to_kv_pool, req_to_token_pool, attn_backend: the pools, and the backend of the layers.
 
-    The others are the engine's own.
+    The engine alone reads the other attributes.
     """
 
     forward_mode: ForwardMode
@@ -166,11 +165,11 @@ class ForwardBatch:
 
 
 class AttentionBackend(ABC):
-    """What pymllm's and SGLang's layers call."""
+    """The interface that pymllm's and SGLang's layers call."""
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a forward pass, for which the layers then call `forward`."""
+        """Plan a forward pass, whose layers then call `forward`."""
 
     @abstractmethod
     def forward_decode(
@@ -183,7 +182,7 @@ class AttentionBackend(ABC):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """A layer's attention, one new token per request."""
+        """Compute the attention of a layer with one new token per request."""
 
     @abstractmethod
     def forward_extend(
@@ -196,7 +195,7 @@ class AttentionBackend(ABC):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """A layer's attention, any number of new tokens per request."""
+        """Compute the attention of a layer with any number of new tokens per request."""
 
     def forward(
         self,
@@ -208,7 +207,7 @@ class AttentionBackend(ABC):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """`forward_decode` or `forward_extend`, as the batch's mode asks; zeros for IDLE."""
+        """Call `forward_decode` or `forward_extend`, depending on the batch's mode; IDLE returns zeros."""
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)

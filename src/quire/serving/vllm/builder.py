@@ -1,4 +1,4 @@
-"""From what vLLM's scheduler says of a step to its metadata; public in `quire.serving.vllm`."""
+"""The metadata of a step, built from the sequence groups of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.serving._vllm_metadata import (
+from quire.serving.vllm.metadata import (
     PAD_SLOT_ID,
     FlashInferMetadata,
     PerLayerParameters,
@@ -19,15 +19,15 @@ from quire.serving._vllm_metadata import (
     get_per_layer_parameters,
     shared_or_neutral,
 )
-from quire.serving._vllm_protocols import InputBuilder, PlaceholderMap, SequenceGroup
-from quire.serving.base import StepTables, upload
+from quire.serving.vllm.protocols import InputBuilder, PlaceholderMap, SequenceGroup
+from quire.steps import StepTables, upload
 
 
 class FlashInferMetadataBuilder:
-    """Makes the metadata of steps: `prepare`, then `build`, for each.
+    """Builds the metadata of each step: `prepare`, then `build`.
 
-    Tables go to the device at once, from pinned memory, and no token is looked at in Python. `block_tables` of a
-    sequence are those of all its tokens, also where a window hides some: `advance_step` reads them by position.
+    Tables are copied to the device from pinned memory, and no Python loop visits tokens. The block table of a sequence
+    covers all its tokens, including those outside a sliding window, since `advance_step` indexes it by position.
     """
 
     def __init__(self, input_builder: InputBuilder) -> None:
@@ -39,10 +39,10 @@ class FlashInferMetadataBuilder:
         self.vllm_config = self.runner.vllm_config
 
     def prepare(self) -> None:
-        """Forget the step before.
+        """Clear the lists of the previous step.
 
         Raises:
-            ValueError: the model's layers are missing, or their attention is not computed here.
+            ValueError: the model has no attention layers, or one whose impl is not a FlashInferImpl.
         """
         self.context_lens: list[int] = []
         self.query_lens: list[int] = []
@@ -52,7 +52,7 @@ class FlashInferMetadataBuilder:
         self.prefill_seq_lens: list[int] = []
         self.multimodal_placeholder_maps: dict[str, PlaceholderMap] = {}
         self.num_prefills = self.num_prefill_tokens = self.num_decode_tokens = 0
-        self.profiled = 0
+        self.profiled = 0  # sequences without a block table
         if self.global_hyperparameters is None:
             head_dim = self.runner.model_config.get_head_size()
             self.global_hyperparameters = shared_or_neutral(get_per_layer_parameters(self.vllm_config), head_dim)
@@ -63,14 +63,14 @@ class FlashInferMetadataBuilder:
         """The metadata of the sequences in `input_builder.inter_data_list`, prompts first.
 
         Args:
-            seq_lens: their lengths, and one for each request of padding.
-            query_lens: their new tokens.
-            cuda_graph_pad_size: requests of padding; -1: no graph is used.
-            batch_size: new tokens and padding, where a graph is used.
+            seq_lens: the lengths of the sequences, and 1 for each request of padding.
+            query_lens: the numbers of new tokens of the sequences.
+            cuda_graph_pad_size: the number of requests of padding; -1: the step does not use a graph.
+            batch_size: the number of new tokens and of requests of padding, if the step uses a graph.
 
         Raises:
-            ValueError: counts that contradict each other, fewer pages than tokens, pages beyond the cache, or more
-                requests than were made room for in graphs.
+            ValueError: counts contradict each other, a sequence has fewer pages than its tokens need, a page is outside
+                the cache, or the batch is larger than `runner.graph_block_tables`.
         """
         for group in self.input_builder.inter_data_list:
             self._add_seq_group(group, self.input_builder.chunked_prefill_enabled)
@@ -108,7 +108,7 @@ class FlashInferMetadataBuilder:
         return metadata
 
     def _add_seq_group(self, inter_data: SequenceGroup, chunked_prefill_enabled: bool) -> None:
-        """Take note of a request's sequences."""
+        """Add the sequences of a request to the lists of the step."""
         tables = inter_data.block_tables
         profiled = tables is None or all(own is None for own in tables.values())
         for i, seq_id in enumerate(inter_data.seq_ids):
@@ -135,15 +135,15 @@ class FlashInferMetadataBuilder:
             self.profiled += profiled
             pages = self._update_paged_kv_tensors((tables or {}).get(seq_id) or (), total)
             if inter_data.prefix_cache_hit:
-                found = array("i", inter_data.computed_block_nums or ())
-                self.block_tables.append(found + pages[len(found) :])
+                cached = array("i", inter_data.computed_block_nums or ())
+                self.block_tables.append(cached + pages[len(cached) :])
             else:
-                shown = chunked_prefill_enabled or not inter_data.is_prompt
-                self.block_tables.append(pages if shown else array("i"))
+                needed = chunked_prefill_enabled or not inter_data.is_prompt
+                self.block_tables.append(pages if needed else array("i"))
 
     def _update_paged_kv_tensors(self, block_table: Sequence[int], seq_len: int) -> array[int]:
-        """Take note of a sequence's pages, the first of which hold so many tokens."""
-        pages = array("i", block_table)  # one pass in C; all that follows copies memory
+        """Add the pages of a sequence of seq_len tokens to the lists of the step."""
+        pages = array("i", block_table)  # converts in C; later steps only copy memory
         self.pages.append(pages)
         self.lengths.append(seq_len)
         return pages
@@ -175,23 +175,23 @@ class FlashInferMetadataBuilder:
             raise ValueError(f"{count + padding} sequences, with padding, are more than graphs were made for: {room}")
 
     def _tables_of_profile(self, metadata: FlashInferMetadata) -> None:
-        """Tables of prompts that are stored nowhere."""
+        """Set the tables of a profile run, whose keys and values are not stored."""
         device = self.runner.device
-        ends = np.fromiter(accumulate(self.query_lens, initial=0), dtype=np.int32)
-        metadata.query_start_loc = upload(ends, device)
-        metadata.slot_mapping = torch.full((int(ends[-1]),), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        indptr = np.fromiter(accumulate(self.query_lens, initial=0), dtype=np.int32)
+        metadata.query_start_loc = upload(indptr, device)
+        metadata.slot_mapping = torch.full((int(indptr[-1]),), PAD_SLOT_ID, dtype=torch.int64, device=device)
         metadata.seq_lens_tensor = upload(np.array(self.prefill_seq_lens, dtype=np.int32), device)
 
     def _tables(self, metadata: FlashInferMetadata, padding: int) -> None:
-        """Tables of sequences that have pages."""
+        """Set the tables of sequences that have pages."""
         count = len(self.query_lens)
-        cache = getattr(self.runner, "cache_config", None)  # only to check page ids
+        cache = getattr(self.runner, "cache_config", None)  # optional: its size bounds page ids
         num_pages, device = getattr(cache, "num_gpu_blocks", None), self.runner.device
         tables = StepTables.from_host(
             self.pages, self.lengths, self.query_lens, self.block_size, num_pages, device, pad_to=count + padding
         )
-        self._hide(metadata, tables.slots)
-        spare = sum(map(len, self.pages)) - len(tables.pages.indices)  # pages that advance_step may come to need
+        self._skip_hidden(metadata, tables.slots)
+        spare = sum(map(len, self.pages)) - len(tables.pages.indices)  # entries that advance_step may fill
         metadata.slot_mapping = pad(tables.slots, (0, padding), value=PAD_SLOT_ID) if padding else tables.slots
         metadata.query_start_loc, metadata.seq_lens_tensor = tables.qo_indptr, tables.lengths
         metadata.paged_kv_indptr, metadata.paged_kv_last_page_len = tables.pages.indptr, tables.pages.last_page_len
@@ -199,23 +199,24 @@ class FlashInferMetadataBuilder:
         metadata.block_table_bound = tables.pages.indptr.diff()
         metadata.block_tables = upload(self._padded(metadata.use_cuda_graph, count + padding), device)
 
-    def _hide(self, metadata: FlashInferMetadata, slots: Tensor) -> None:
-        """Give tokens of prompts that no later token sees no slot. The prompts' own then see rows, not pages; which is
-        why all are stored where one has a context. What the cache holds in their places must be finite.
+    def _skip_hidden(self, metadata: FlashInferMetadata, slots: Tensor) -> None:
+        """Set the slot of prompt tokens that no later step sees through the sliding window to -1. Tokens of the same
+        prompt still see them, so prefill then reads the new rows instead of pages, which is correct only if no prompt
+        has a context. The cache must hold finite values in the unused slots.
         """
         if self.sliding_window is None or any(self.context_lens[: self.num_prefills]):
             return
         if metadata.window_left is None or not 0 <= metadata.window_left < self.sliding_window:
-            return  # some layer sees further
-        begin = 0
+            return  # a layer has a wider window
+        start = 0
         for count in self.query_lens[: self.num_prefills]:
             if count > self.sliding_window:
-                slots[begin : begin + count - self.sliding_window] = PAD_SLOT_ID
+                slots[start : start + count - self.sliding_window] = PAD_SLOT_ID
                 metadata.prefill_over_rows = True
-            begin += count
+            start += count
 
     def _padded(self, captured: bool, rows: int) -> np.ndarray:
-        """The block tables in one matrix, the runner's own for graphs; -1 behind their ends."""
+        """The block tables in one matrix, padded with -1; for graphs in the matrix of the runner."""
         width = max(map(len, self.block_tables), default=0)
         matrix = self.runner.graph_block_tables[:rows] if captured else np.empty((rows, width), dtype=np.int32)
         matrix.fill(-1)

@@ -1,4 +1,4 @@
-"""What a step tells its layers; public in `quire.serving.vllm`."""
+"""The metadata of a step, which all attention layers read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.definition.pages import PageTable
 from quire.definition.spec import FLOATS, FLOATS8, as_dtype, check
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from quire.serving._vllm_protocols import LayerImpl, ModelInput, VllmConfig
-from quire.serving.base import Heads, fp8_dtype, plan
+from quire.serving.vllm.protocols import LayerImpl, ModelInput, VllmConfig
+from quire.steps import Heads, fp8_dtype, plan
 
 PAD_SLOT_ID = -1
 HEAD_SIZES = [*range(8, 257, 8), 512]
@@ -22,7 +22,7 @@ HEAD_SIZES = [*range(8, 257, 8), 512]
 
 @dataclass
 class PerLayerParameters:
-    """What may differ from layer to layer: keys to the left that a query sees (-1: all), soft cap, logits' factor."""
+    """Parameters that may differ between layers; window_left counts the keys to the left that a query sees, -1: all."""
 
     window_left: int
     logits_soft_cap: float | None
@@ -33,25 +33,25 @@ def get_per_layer_parameters(vllm_config: VllmConfig) -> dict[str, PerLayerParam
     """The parameters of all attention layers, by name.
 
     Raises:
-        ValueError: a layer's attention is not computed by `FlashInferImpl`.
+        ValueError: the impl of an attention layer is not a `FlashInferImpl`.
     """
-    found = {}
+    params = {}
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if not hasattr(layer, "impl"):
-            continue  # a layer of another kind
+            continue  # not an attention layer
         impl = layer.impl
         if not isinstance(impl, LayerImpl):
             raise ValueError(f"attention of layer {name!r} is a {type(impl).__name__}: FlashInferImpl is needed")
         window_left = -1 if impl.sliding_window is None else impl.sliding_window[0]
-        found[name] = PerLayerParameters(window_left, impl.logits_soft_cap, impl.scale)
-    return found
+        params[name] = PerLayerParameters(window_left, impl.logits_soft_cap, impl.scale)
+    return params
 
 
 def infer_global_hyperparameters(per_layer_params: dict[str, PerLayerParameters]) -> PerLayerParameters:
     """The parameters that all layers share.
 
     Raises:
-        ValueError: there are no layers, or they differ.
+        ValueError: there are no layers, or their parameters differ.
     """
     if not per_layer_params:
         raise ValueError("per_layer_params is empty: no attention layer was found in the model")
@@ -63,14 +63,16 @@ def infer_global_hyperparameters(per_layer_params: dict[str, PerLayerParameters]
 
 
 def shared_or_neutral(per_layer_params: dict[str, PerLayerParameters], head_dim: int) -> PerLayerParameters:
-    """What to plan with: each layer brings its own values to its runs, so that differing layers need no plans each."""
+    """The parameters to plan with: those that all layers share, or neutral ones. Each layer passes its own parameters
+    to its runs, so layers that differ do not need separate plans.
+    """
     if all(params == next(iter(per_layer_params.values())) for params in per_layer_params.values()):
         return infer_global_hyperparameters(per_layer_params)
     return PerLayerParameters(-1, None, head_dim**-0.5)
 
 
 def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a cache from vLLM's name for it; ValueError for one that attention cannot read."""
+    """The dtype for vLLM's name of a cache dtype; ValueError for a dtype that attention does not support."""
     if kv_cache_dtype == "auto":
         return model_dtype
     if isinstance(kv_cache_dtype, str) and kv_cache_dtype.startswith("fp8"):
@@ -83,29 +85,29 @@ def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class FlashInferMetadata:
-    """A step: prefills first, then decodes, in all tensors by token or by request.
+    """The metadata of a step. In all tensors, prefills come first and decodes after them.
 
     Attributes:
-        num_prefills, num_prefill_tokens, num_decode_tokens: requests that prefill, their new tokens, and those of the
-            requests that decode.
-        slot_mapping: int64 [tokens], where keys and values go: page * page_size + place; -1: nowhere.
-        multi_modal_placeholder_index_maps, enable_kv_scales_calculation: vLLM's, kept for it.
-        max_prefill_seq_len: tokens of the longest request that prefills.
-        decode_query_len: new tokens of each request that decodes.
+        num_prefills, num_prefill_tokens, num_decode_tokens: the number of prefill requests, of their new tokens, and of
+            the new tokens of decode requests.
+        slot_mapping: int64 [tokens], the slot of each new token, page * page_size + offset; -1: not stored.
+        multi_modal_placeholder_index_maps, enable_kv_scales_calculation: fields that only vLLM reads.
+        max_prefill_seq_len: the length of the longest prefill request.
+        decode_query_len: new tokens of each decode request.
         use_cuda_graph: whether the step is padded for a captured graph.
-        prefill_wrapper, decode_wrapper: `FlashInferState.begin_forward` sets them.
-        seq_start_loc, query_start_loc: int32 [requests + 1], sums of the requests' tokens and new tokens.
-        block_tables: int32 [requests or more, pages], padded with -1, which `advance_step` reads.
-        seq_lens_tensor, block_table_bound: int32 [requests], tokens, and pages that they fill.
+        prefill_wrapper, decode_wrapper: set by `FlashInferState.begin_forward`.
+        seq_start_loc, query_start_loc: int32 [requests + 1], cumulative lengths and cumulative numbers of new tokens.
+        block_tables: int32 [at least requests, pages], padded with -1; `advance_step` reads it.
+        seq_lens_tensor, block_table_bound: int32 [requests], lengths, and numbers of pages that they fill.
         paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: as in `quire.definition.PageTable`.
-        num_qo_heads, num_kv_heads, head_dim, page_size, data_type, q_data_type: of the layers; data_type: the cache's.
-        device: where wrappers compute; tables that lie elsewhere are moved there.
-        is_profile_run: there is no cache, and prefills see their own new tokens alone.
-        window_left, logits_soft_cap, sm_scale: what is planned; runs of `FlashInferImpl` bring their layer's own.
-        prefill_over_rows: not all new tokens are stored: prefills, which have no context, see the rows that are given.
+        num_qo_heads, num_kv_heads, head_dim, q_data_type: of the layers; page_size, data_type: of the cache.
+        device: the device of the wrappers; tables on another device are moved to it.
+        is_profile_run: there is no cache, and prefill attends to the new tokens only.
+        window_left, logits_soft_cap, sm_scale: the planned parameters; `FlashInferImpl` passes its own to each run.
+        prefill_over_rows: some new tokens are not stored, and prefill, without a context, reads the new rows instead.
 
     Raises:
-        ValueError: a head_dim that is not supported.
+        ValueError: the head_dim is not supported.
     """
 
     num_prefills: int
@@ -146,33 +148,33 @@ class FlashInferMetadata:
 
     @property
     def prefill_metadata(self) -> FlashInferMetadata | None:
-        """The step, if any of its requests prefills."""
+        """This metadata if the step has prefills, else None."""
         return self if self.num_prefills else None
 
     @property
     def decode_metadata(self) -> FlashInferMetadata | None:
-        """The step, if any of its requests decodes."""
+        """This metadata if the step has decodes, else None."""
         return self if self.num_decode_tokens else None
 
     def asdict_zerocopy(self, skip_fields: set[str] | None = None) -> dict[str, Any]:
-        """The fields by name, uncopied, without those to skip and without wrappers, which belong to this process."""
+        """The fields by name, not copied, without `skip_fields` and without wrappers, which belong to this process."""
         skipped = {"prefill_wrapper", "decode_wrapper", *(skip_fields or ())}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
 
     def begin_forward(self) -> None:
-        """Plan the wrappers for this step. A profile run needs no plan.
+        """Plan the wrappers for this step; a profile run needs no plan.
 
         Raises:
-            ValueError: a table is missing, or the tables do not fit together.
-            RuntimeError: there is no wrapper.
+            ValueError: a table is missing, or tables contradict each other.
+            RuntimeError: a wrapper is missing.
         """
         if self.is_profile_run:
             return
         p = self.num_prefills
         if self.num_prefills:
-            rows = self._on_device("query_start_loc")[: p + 1]
+            qo_indptr = self._on_device("query_start_loc")[: p + 1]
             wrapper = self._wrapper("prefill_wrapper")
-            plan(wrapper, self._pages(0, p), **self._layer(), qo_indptr=rows, causal=True)
+            plan(wrapper, self._pages(0, p), **self._layer(), qo_indptr=qo_indptr, causal=True)
         if self.num_decode_tokens:
             pages, length = self._pages(p, None), self.decode_query_len or 1
             if pages.batch_size * length != self.num_decode_tokens:
@@ -182,7 +184,7 @@ class FlashInferMetadata:
 
     @cached_property
     def rows_wrapper(self) -> BatchPrefillWithRaggedKVCacheWrapper:
-        """Planned for prefills that see their own new tokens alone, which are not read from pages."""
+        """A wrapper planned for prefill over the new rows only, which reads no pages."""
         layer = self._layer()
         heads: Heads = layer["heads"]
         indptr = self._on_device("query_start_loc")[: self.num_prefills + 1]
@@ -200,18 +202,19 @@ class FlashInferMetadata:
         num_queries: int,
         turn_prefills_into_decodes: bool = False,
     ) -> None:
-        """Go on by one decoded token per request, in place, without waiting for the device; `begin_forward` plans it.
+        """Advance every request by one decoded token, in place, without waiting for the device. `begin_forward` plans
+        the new step.
 
         Args:
-            model_input: its tokens become the sampled ones, and its positions theirs.
-            sampled_token_ids: [num_queries], any shape.
-            num_seqs, num_queries: requests with and without padding, which gets token 0 at position 0, slot -1, and
-                owns no pages.
-            turn_prefills_into_decodes: all requests decode from now on, those that prefilled included.
+            model_input: receives the sampled tokens and their positions.
+            sampled_token_ids: num_queries tokens, in any shape.
+            num_seqs, num_queries: requests with and without padding. Padding gets token 0 at position 0, slot -1 and no
+                pages.
+            turn_prefills_into_decodes: prefill requests become decode requests.
 
         Raises:
-            ValueError: counts that do not fit, a missing table; on the host also a request that outgrows its pages. (On
-                a device its key and value go nowhere.)
+            ValueError: counts contradict each other, or a table is missing. On the host, also a request that outgrows
+                its pages; on a device, its new key and value are not stored.
         """
         self._check_advance(model_input, sampled_token_ids, num_seqs, num_queries, turn_prefills_into_decodes)
         lengths = self._on_device("seq_lens_tensor")[:num_queries]
@@ -219,7 +222,7 @@ class FlashInferMetadata:
         grown = lengths.new_zeros(num_seqs)
         grown[:num_queries] = lengths + 1
         if not grown.is_cpu:
-            grown.clamp_(max=block_tables.shape[1] * block_size)  # the tables of the others stay right
+            grown.clamp_(max=block_tables.shape[1] * block_size)  # keeps the tables of other requests valid
         pages = PageTable.from_block_tables(block_tables, grown, block_size)
         indptr, last = self._on_device("paged_kv_indptr"), self._on_device("paged_kv_last_page_len")
         indices, bound = self._on_device("paged_kv_indices"), self._on_device("block_table_bound")
@@ -229,9 +232,9 @@ class FlashInferMetadata:
             self.num_prefills = self.num_prefill_tokens = self.max_prefill_seq_len = 0
             self.slot_mapping = self.slot_mapping[:num_seqs]
         page = (lengths // block_size).long()
-        known = block_tables[:num_queries].gather(1, page.clamp(max=block_tables.shape[1] - 1)[:, None])[:, 0]
-        slots = known.long() * block_size + lengths % block_size
-        self.slot_mapping[:num_queries] = slots.where((known >= 0) & (page < block_tables.shape[1]), PAD_SLOT_ID)
+        block = block_tables[:num_queries].gather(1, page.clamp(max=block_tables.shape[1] - 1)[:, None])[:, 0]
+        slots = block.long() * block_size + lengths % block_size
+        self.slot_mapping[:num_queries] = slots.where((block >= 0) & (page < block_tables.shape[1]), PAD_SLOT_ID)
         self.slot_mapping[num_queries:num_seqs] = PAD_SLOT_ID
         model_input.input_positions[:num_queries] = lengths
         model_input.input_positions[num_queries:num_seqs] = 0
@@ -246,13 +249,13 @@ class FlashInferMetadata:
         indices[:entries] = pages.indices[:entries]
 
     def _check_advance(
-        self, model_input: ModelInput, sampled: Tensor | None, num_seqs: int, num_queries: int, turn: bool
+        self, model_input: ModelInput, sampled: Tensor | None, num_seqs: int, num_queries: int, with_prefills: bool
     ) -> None:
-        """Refuse counts that do not fit this step."""
-        decodes = self.num_decode_tokens + self.num_prefills if turn else self.num_decode_tokens
+        """Refuse arguments of `advance_step` that contradict this step."""
+        decodes = self.num_decode_tokens + self.num_prefills if with_prefills else self.num_decode_tokens
         if self.decode_query_len != 1:
             raise ValueError(f"decode_query_len = {self.decode_query_len}: only steps of one token can be advanced")
-        if self.num_prefills and not turn:
+        if self.num_prefills and not with_prefills:
             raise ValueError(f"num_prefills = {self.num_prefills}: only decodes advance, or turn_prefills_into_decodes")
         if num_seqs != decodes:
             raise ValueError(f"num_seqs = {num_seqs}: the step has {decodes} requests")
@@ -279,7 +282,7 @@ class FlashInferMetadata:
                 raise ValueError(f"{name} has {None if x is None else len(x)} entries: {needed} are needed")
 
     def _on_device(self, name: str) -> Tensor:
-        """A table, moved to the device once."""
+        """A table, moved to the device if it is not there yet."""
         values: Tensor | None = getattr(self, name)
         if values is None:
             raise ValueError(f"{name} is missing")
@@ -288,13 +291,13 @@ class FlashInferMetadata:
             setattr(self, name, values)
         return values
 
-    def _pages(self, begin: int, end: int | None) -> PageTable:
-        """The pages of requests begin to end."""
+    def _pages(self, start: int, end: int | None) -> PageTable:
+        """The page table of requests start to end."""
         indptr, last = self._on_device("paged_kv_indptr"), self._on_device("paged_kv_last_page_len")
         if self.page_size is None:
             raise ValueError("page_size is missing")
-        rows = indptr[begin:] if end is None else indptr[begin : end + 1]
-        return PageTable(rows, self._on_device("paged_kv_indices"), last[begin:end], self.page_size)
+        indptr = indptr[start:] if end is None else indptr[start : end + 1]
+        return PageTable(indptr, self._on_device("paged_kv_indices"), last[start:end], self.page_size)
 
     def _wrapper(self, name: str) -> Any:
         wrapper = getattr(self, name)
@@ -303,7 +306,7 @@ class FlashInferMetadata:
         return wrapper
 
     def _layer(self) -> dict[str, Any]:
-        """What `quire.serving.base.plan` wants to know of the layers."""
+        """The arguments of `quire.steps.plan` that describe the layers."""
         sizes = {name: getattr(self, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim")}
         types = {name: getattr(self, name) for name in ("q_data_type", "data_type")}
         missing = [name for name, value in (sizes | types).items() if value is None]

@@ -1,4 +1,4 @@
-"""Wrappers of a runner and of its captured graphs; public in `quire.serving.vllm`."""
+"""The wrappers of a model runner and of its captured graphs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
-from quire.definition.tensors import check_layout
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.serving._vllm_metadata import (
+from quire.serving.vllm.metadata import (
     PAD_SLOT_ID,
     FlashInferMetadata,
     PerLayerParameters,
@@ -20,23 +19,23 @@ from quire.serving._vllm_metadata import (
     get_per_layer_parameters,
     shared_or_neutral,
 )
-from quire.serving._vllm_protocols import ModelInput, ModelRunner
-from quire.serving.base import GraphBuffers, workspace
+from quire.serving.vllm.protocols import ModelInput, ModelRunner
+from quire.steps import GraphBuffers, workspace
 
 FLASHINFER_WORKSPACE_BUFFER_SIZE = 256 * 1024 * 1024
 
 
 class FlashInferState:
-    """The wrappers of a runner, and of each of its captured graphs.
+    """The wrappers of a model runner, or of one of its captured graphs.
 
-    A graph of decodes is captured so, once per batch size::
+    Decode graphs are captured once per batch size::
 
         with state.graph_capture(max_batch_size):
             metadata = state.graph_capture_get_metadata_for_batch(batch_size)
-            ...  # capture a forward pass with this metadata; it is planned
+            ...  # capture a forward pass with this metadata, which is planned already
             graph_runner.attn_state = state.graph_clone(batch_size)
 
-    and `begin_forward` of a step that fits plans into the tables which that graph reads.
+    `begin_forward` of a step with a captured batch size then writes the plan into the tables that the graph reads.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -50,16 +49,15 @@ class FlashInferState:
         self._kv_cache_layout: str | None = None
 
     def get_kv_cache_layout(self) -> str:
-        """NHD or HND, the same from the first call on."""
+        """NHD or HND, as the runner's backend had it at the first call."""
         if self._kv_cache_layout is None:
-            from quire.serving import vllm  # which imports this module
-
-            self._kv_cache_layout = check_layout(vllm.FLASHINFER_KV_CACHE_LAYOUT)
+            in_order = self.runner.attn_backend.get_kv_cache_stride_order() == (0, 1, 2, 3, 4)
+            self._kv_cache_layout = "NHD" if in_order else "HND"
         return self._kv_cache_layout
 
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
-        """Keep the buffers that graphs of up to so many requests share; what was captured keeps them afterwards."""
+        """Allocate the buffers shared by graphs of up to `max_batch_size` requests. Captured graphs keep them alive."""
         if self._is_graph_capturing:
             raise RuntimeError("graphs are being captured already")
         room = len(self.runner.graph_block_tables)
@@ -74,21 +72,23 @@ class FlashInferState:
         self._graph_slot_mapping = torch.full((max_batch_size,), PAD_SLOT_ID, dtype=torch.int64, device=device)
         self._graph_block_tables = torch.from_numpy(self.runner.graph_block_tables).to(device)
         self._graph_decode_wrapper: Any = None
+        self._graph_batch_size: int | None = None  # of the metadata made last
         self._is_graph_capturing = True
         try:
             yield
         finally:
             self._is_graph_capturing = False
-            del self._graph_buffers, self._graph_slot_mapping, self._graph_block_tables, self._graph_decode_wrapper
+            del self._graph_buffers, self._graph_slot_mapping, self._graph_block_tables
+            del self._graph_decode_wrapper, self._graph_batch_size
 
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, is_encoder_decoder_model: bool = False
     ) -> FlashInferMetadata:
-        """A planned step of `batch_size` decodes to capture; its tokens have no slots yet.
+        """The planned metadata of `batch_size` decodes, for a capture; its tokens have slot -1.
 
         Raises:
-            RuntimeError: outside of `graph_capture`.
-            ValueError: more requests than that made room for, or an encoder.
+            RuntimeError: the call is outside of `graph_capture`.
+            ValueError: batch_size is larger than max_batch_size of `graph_capture`, or the model has an encoder.
         """
         self._check_capturing(True, "graph_capture_get_metadata_for_batch")
         _check_decoder(is_encoder_decoder_model)
@@ -96,6 +96,7 @@ class FlashInferState:
         self._graph_decode_wrapper = self._graph_buffers.decode(
             batch_size, self._get_workspace_buffer(), self.get_kv_cache_layout()
         )
+        self._graph_batch_size = batch_size
         if self.global_hyperparameters is None:
             layers = get_per_layer_parameters(self.vllm_config)
             self.global_hyperparameters = shared_or_neutral(layers, model.get_head_size())
@@ -131,11 +132,9 @@ class FlashInferState:
         return metadata
 
     def graph_clone(self, batch_size: int) -> FlashInferState:
-        """The state of the graph that was captured last, of `batch_size` requests."""
+        """The state of the graph of `batch_size` requests that was captured last."""
         self._check_capturing(True, "graph_clone")
-        captured = (
-            None if self._graph_decode_wrapper is None else self._graph_decode_wrapper.require_plan().kv.batch_size
-        )
+        captured = self._graph_batch_size
         if batch_size != captured:
             raise ValueError(f"batch_size = {batch_size}: the last metadata to capture was for {captured} requests")
         state = self.__class__(self.runner)
@@ -146,10 +145,10 @@ class FlashInferState:
     def get_graph_input_buffers(
         self, attn_metadata: FlashInferMetadata, is_encoder_decoder_model: bool = False
     ) -> dict[str, Any]:
-        """What a graph captured with this metadata reads, besides the tables of its wrapper.
+        """The tensors that a graph captured with this metadata reads, other than the tables of its wrapper.
 
         Raises:
-            ValueError: the metadata is not of decodes alone.
+            ValueError: the metadata has prefills.
         """
         _check_decoder(is_encoder_decoder_model)
         if attn_metadata.num_prefills:
@@ -159,24 +158,24 @@ class FlashInferState:
     def prepare_graph_input_buffers(
         self, input_buffers: dict[str, Any], attn_metadata: FlashInferMetadata, is_encoder_decoder_model: bool = False
     ) -> None:
-        """Fill the buffers for a replay; `begin_forward` has planned.
+        """Fill the buffers for a replay of a step that `begin_forward` has planned.
 
         Raises:
-            ValueError: the step is not of decodes alone, or is larger than what was captured.
+            ValueError: the step has prefills, or is larger than the captured one.
         """
-        given = self.get_graph_input_buffers(attn_metadata, is_encoder_decoder_model)["slot_mapping"]
+        slots = self.get_graph_input_buffers(attn_metadata, is_encoder_decoder_model)["slot_mapping"]
         buffer = input_buffers["slot_mapping"]
-        if len(given) > len(buffer):
-            raise ValueError(f"the step has {len(given)} tokens: the graph was captured for {len(buffer)}")
-        buffer[len(given) :] = PAD_SLOT_ID
-        buffer[: len(given)] = given
+        if len(slots) > len(buffer):
+            raise ValueError(f"the step has {len(slots)} tokens: the graph was captured for {len(buffer)}")
+        buffer[len(slots) :] = PAD_SLOT_ID
+        buffer[: len(slots)] = slots
 
     def begin_forward(self, model_input: ModelInput) -> None:
-        """Give the step's metadata its wrappers, those of the graph that will be replayed where there is one; plan.
+        """Set the wrappers of the step's metadata, those of a captured graph if the step uses one, and plan them.
 
         Raises:
-            RuntimeError: graphs are being captured.
-            ValueError: no graph was captured for so many requests, or tables that do not fit together.
+            RuntimeError: the call is inside of `graph_capture`.
+            ValueError: no graph was captured for this batch size, or tables contradict each other.
         """
         self._check_capturing(False, "begin_forward")
         metadata, state = model_input.attn_metadata, self

@@ -1,0 +1,27 @@
+"""What the engine and the serving backends share: the tables of a step, writes to the cache, plans, buffers of graphs.
+
+A scheduler knows each request's length, its number of new tokens and its pages. `StepTables` turns that into the
+tensors that operations read, `store` writes the keys and values of the new tokens, and `plan` plans a wrapper. Scale,
+window, soft cap and sinks are arguments of each run, so all layers with equal `Heads` share one plan.
+"""
+
+from quire.steps.graphs import GraphBuffers
+from quire.steps.masks import pack_mask, prefix_window_mask
+from quire.steps.plans import Heads, Layer, plan, workspace
+from quire.steps.storage import fp8_dtype, quantize, store
+from quire.steps.tables import StepTables, upload
+
+__all__ = [
+    "GraphBuffers",
+    "Heads",
+    "Layer",
+    "StepTables",
+    "fp8_dtype",
+    "pack_mask",
+    "plan",
+    "prefix_window_mask",
+    "quantize",
+    "store",
+    "upload",
+    "workspace",
+]
