@@ -18,7 +18,7 @@ __all__ = ["LLM", "Completion", "SamplingParams", "shipped_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported on first use: the command line checks its arguments before."""
+    """Import torch only on first use, since the command line checks its arguments before that."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from quire.engine import llm

@@ -1,4 +1,4 @@
-"""The loop: schedule, compute, sample, report."""
+"""The steps of the engine: schedule, compute, sample, report."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from quire.engine.sampler import Choice, sample, sample_each
 from quire.engine.scheduler import Chunk, Scheduler
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def _warn(count: int, error: Exception) -> None:
-    """Say that a step has taken longer than it should, where no request's error does."""
-    told = f"a step of {count} requests raised, though none of them did alone, and they go on: {_told(error)}"
-    warnings.warn(told, RuntimeWarning, stacklevel=3)
+    """Warn of a step that raised though none of its requests did alone, since no request reports that error."""
+    message = f"a step of {count} requests raised, though none of them did alone, and they go on: {_describe(error)}"
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 class Engine:
-    """Requests in, updates out, one step at a time; for one thread.
+    """Runs requests step by step and sends updates to their sinks; for use in one thread.
 
     Args:
         runner: computes steps.
-        max_num_seqs, max_batched_tokens: of a step.
+        max_num_seqs, max_batched_tokens: the largest number of running requests, and of tokens of a step.
     """
 
     def __init__(self, runner: Runner, max_num_seqs: int, max_batched_tokens: int) -> None:
@@ -44,10 +44,10 @@ class Engine:
     def request(
         self, prompt: str | Sequence[int], params: SamplingParams, sink: Callable[[Update], None], name: str = "prompt"
     ) -> Request:
-        """A request, checked; what its parameters do not say is the model's.
+        """Make a request and check it; the model's defaults replace parameters that are left out.
 
         Raises:
-            ValueError: an empty prompt, one that leaves no room for a token, or unknown tokens; `name` says which.
+            ValueError: the prompt is empty, leaves no room for a token or has unknown tokens; the message has `name`.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
@@ -76,19 +76,19 @@ class Engine:
         self.scheduler.add(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request now, wherever it is."""
+        """Cancel a waiting or running request."""
         if request.finish_reason is None:
             self._end(request, "cancelled")
 
     def step(self) -> None:
-        """One step; updates go to the requests' sinks. What raises for one request ends that request alone, with
-        "error" and what was raised; what cannot be traced to a request ends all.
+        """Run one step and send updates to the sinks of its requests. An exception that one request causes ends that
+        request with finish_reason "error" and a description; an exception without a known cause ends all requests.
         """
         try:
             self._step()
         except Exception as error:
             for request in self.scheduler.reset():
-                request.sink(request.fail("error", _told(error)))
+                request.sink(request.fail("error", _describe(error)))
 
     def _step(self) -> None:
         chunks = self.scheduler.schedule()
@@ -114,28 +114,28 @@ class Engine:
             self._push(request, choice)
 
     def _run_each(self, chunks: list[Chunk], error: Exception) -> tuple[list[Chunk], Tensor]:
-        """After a step has raised: compute each chunk alone, and end the requests of those that raise again.
+        """Compute each chunk of a step that raised alone, and end the requests of chunks that raise again.
 
         Returns:
-            the chunks that were computed, and their logits.
+            the computed chunks and their logits.
         """
-        # Pages of the step are known as prefixes already, although nobody knows what they hold.
+        # The prefix tree has the pages of the step already, whose contents are undefined now.
         self.scheduler.tree.clear()
         size, done, logits, again = self.runner.page_size, [], [], []
-        unknown: set[int] = set()  # pages that were not computed
+        undefined: set[int] = set()  # pages that were not computed
         for chunk in chunks:
             request, first = chunk.request, chunk.start // size
             written = request.pages[first : -(-(chunk.start + chunk.count) // size)]
-            if not unknown.isdisjoint(request.pages[:first]):  # a prefix that this very step should have computed
+            if not undefined.isdisjoint(request.pages[:first]):  # a failed chunk was to compute the prefix
                 again.append(request)
-                unknown.update(written)
+                undefined.update(written)
                 continue
             try:
                 logits.append(self.runner.run([chunk]))
                 done.append(chunk)
             except Exception as own:
-                unknown.update(written)
-                self._end(request, "error", _told(own))
+                undefined.update(written)
+                self._end(request, "error", _describe(own))
         for request in reversed(again):
             self.scheduler.compute_again(request)
         if len(done) == len(chunks):
@@ -143,7 +143,7 @@ class Engine:
         return done, torch.cat(logits) if logits else torch.empty(0)
 
     def _push(self, request: Request, choice: Choice) -> None:
-        """Add the chosen token to a request, or end it with the choice's error."""
+        """Add the sampled token to a request, or end the request with the error of its choice."""
         if choice.token is None:
             self._end(request, "error", choice.error)
             return
@@ -152,15 +152,15 @@ class Engine:
             request.logprobs.append(choice.logprobs)
         try:
             update = request.push(choice.token, self.max_len)
-        except Exception as error:  # the tokenizer's
-            self._end(request, "error", _told(error))
+        except Exception as error:  # raised by the tokenizer
+            self._end(request, "error", _describe(error))
             return
         if request.finish_reason is not None:
             self.scheduler.remove(request)
         request.sink(update)
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """Forget a request, wherever it is, and tell its sink why."""
+        """Remove a waiting or running request and send the reason to its sink."""
         self.scheduler.remove(request)
         request.sink(request.fail(reason, error))
 
@@ -168,12 +168,10 @@ class Engine:
         if isinstance(prompt, str):
             if self.model.tokenizer is None:
                 raise ValueError(f"{name} is a string, but {self.model.folder} has no tokenizer: pass token ids")
-            half = next((c for c in prompt if "\ud800" <= c <= "\udfff"), None)
-            if half is not None:
-                at = prompt.index(half)
-                raise ValueError(
-                    f"{name} is not text: {half!r} at {at} is half a character or a byte that is not UTF-8"
-                )
+            surrogate = next((c for c in prompt if "\ud800" <= c <= "\udfff"), None)
+            if surrogate is not None:
+                what = f"{surrogate!r} at {prompt.index(surrogate)} is half a character or a byte that is not UTF-8"
+                raise ValueError(f"{name} is not text: {what}")
             return self.model.tokenizer(prompt)["input_ids"] if prompt else []
         try:
             if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)):
@@ -184,7 +182,7 @@ class Engine:
 
 
 def _token(value: Any) -> int:
-    """A token's number, which True and False are not."""
+    """A token id as int; TypeError for bool and for values that are not integers."""
     if isinstance(value, bool):
         raise TypeError
     return index(value)

@@ -1,4 +1,4 @@
-"""The face of the engine: prompts in, completions out, from any thread or event loop."""
+"""The public interface of the engine, usable from any thread or event loop."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ Prompt = str | Sequence[int]
 
 
 def shipped_model() -> Path:
-    """The folder of the small language model that comes with Quire: it completes Python."""
+    """The folder of the small language model that comes with Quire and completes Python code."""
     return Path(__file__).parent.parent / "models" / "tiny-python"
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a prompt became.
+    """The completion of a prompt, or an element of a stream.
 
     Attributes:
-        prompt_token_ids: the prompt's tokens.
-        text: the output's text, without the stop string or end token that ended it; "" without a tokenizer.
-        token_ids: the output's tokens, with the end token if there was one.
-        finish_reason: "stop", "length", "cancelled" or "error"; None while it goes on (in a stream).
-        logprobs: per output token, the log-probabilities of it and of the likeliest tokens, if asked for.
-        reused_tokens: tokens of the prompt whose keys and values were in the cache already.
-        error: what went wrong, if finish_reason is "error".
+        prompt_token_ids: the tokens of the prompt.
+        text: the text of the output, without the stop string or end token that ended it; "" without a tokenizer.
+        token_ids: the tokens of the output, with the end token if there was one.
+        finish_reason: "stop", "length", "cancelled" or "error"; None in a stream that has not ended.
+        logprobs: for each output token, its log-probability and those of the likeliest tokens, if requested.
+        reused_tokens: the number of tokens of the prompt whose keys and values were in the cache already.
+        error: the type and message of the exception, if finish_reason is "error".
     """
 
     prompt_token_ids: list[int]
@@ -55,60 +55,61 @@ class Completion:
 
 
 def _completion(request: Request) -> Completion:
+    prompt, output = request.tokens[: request.prompt_len], request.output
+    reason, logprobs = request.finish_reason, request.logprobs
+    return Completion(prompt, request.text, output, reason, logprobs, request.reused, request.error)
+
+
+def _delta(update: Update) -> Completion:
+    """The element of a stream for one step."""
+    request, ids, reason = update.request, update.token_ids, update.finish_reason
+    logprobs = None if request.logprobs is None or not ids else request.logprobs[-1:]
     prompt = request.tokens[: request.prompt_len]
-    made = (request.text, request.output, request.finish_reason)
-    return Completion(prompt, *made, request.logprobs, request.reused, request.error)
+    return Completion(prompt, update.text, ids, reason, logprobs, request.reused, request.error)
 
 
-def _part(update: Update) -> Completion:
-    """A stream's element: what one step added."""
-    request = update.request
-    logprobs = None if request.logprobs is None or not update.token_ids else request.logprobs[-1:]
-    prompt = request.tokens[: request.prompt_len]
-    return Completion(
-        prompt, update.text, update.token_ids, update.finish_reason, logprobs, request.reused, request.error
-    )
+_Command = tuple[Callable[[Request], None], Sequence[Request]]  # a method of the engine to call with each request
 
 
-_Order = tuple[Callable[[Request], None], Sequence[Request]]  # what to do with some requests
-
-
-def _work(engine: Engine, inbox: queue.SimpleQueue[_Order | None]) -> None:
-    """The engine's thread: orders between steps, steps while there is work. None ends it."""
+def _work(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
+    """The loop of the engine's thread: execute commands between steps, and steps while requests exist. The command None
+    cancels all requests and ends the thread.
+    """
     while True:
         try:
-            order = inbox.get(block=not engine.busy)
+            command = inbox.get(block=not engine.busy)
         except queue.Empty:
             engine.step()
             continue
-        todo, requests = order or (engine.cancel, [*engine.scheduler.running, *engine.scheduler.waiting])
+        method, requests = command or (engine.cancel, [*engine.scheduler.running, *engine.scheduler.waiting])
         for request in requests:
-            todo(request)
-        if order is None:
+            method(request)
+        if command is None:
             return
 
 
 class LLM:
     """A language model that serves many requests at once.
 
-    Requests of all callers share every step (continuous batching), and prompts that begin alike share pages.
+    Requests of all callers share every step (continuous batching), and prompts with a common prefix share its pages.
 
     Args:
         folder: a Hugging Face checkpoint folder; by default the model that comes with Quire.
         device: "cpu", "cuda", ...
-        dtype: of weights and cache, or its name; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
+        dtype: of weights and cache, or its name; "auto" is float32 on the CPU and the checkpoint's dtype on other
+            devices.
         page_size: tokens in a page.
-        max_model_len: tokens of a request, prompt and output together, at most; by default the model's context.
-        num_pages: pages in the cache; by default what max_num_seqs full contexts need, if that fits in a quarter of the
-            free memory.
-        max_num_seqs: requests that run at once, at most.
-        max_batched_tokens: tokens that a step computes, at most; longer prompts are computed in chunks.
+        max_model_len: the largest number of tokens of a request, prompt and output; by default the model's context.
+        num_pages: pages in the cache; by default enough for max_num_seqs full contexts, or fewer to fit in a quarter of
+            the free memory.
+        max_num_seqs: the largest number of requests that run at once.
+        max_batched_tokens: the largest number of tokens of a step; longer prompts are computed in chunks.
         backend: "auto" or a kernel family.
-        runner: the class that computes steps: a serving backend's, see docs/serving.md.
+        runner: the class that computes steps; see docs/serving.md for those of serving backends.
 
     Raises:
         FileNotFoundError: the folder or its files are missing.
-        ValueError: an argument that does not fit, a broken checkpoint, or a model that can't be run.
+        ValueError: an argument is invalid, the checkpoint is broken, or the model is not supported.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class LLM:
             num_pages = _default_pages(self.model, page_size, max_num_seqs)
         chosen_runner = runner(self.model, num_pages, page_size, backend)
         self._engine = Engine(chosen_runner, max_num_seqs, max_batched_tokens)
-        self._inbox: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_work, args=(self._engine, self._inbox), name="quire-engine", daemon=True
         )
@@ -145,7 +146,7 @@ class LLM:
 
     @property
     def stats(self) -> Stats:
-        """Counts since the start."""
+        """Counts of steps, tokens and pages since the engine started."""
         return replace(self._engine.scheduler.stats)
 
     @property
@@ -155,8 +156,8 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What requests take where they say nothing: the checkpoint's generation_config.json, as `generate` of
-        Transformers reads it, then Quire's own defaults.
+        """The values of parameters that a request leaves out: those of the checkpoint's generation_config.json, as
+        Transformers' `generate` reads it, and Quire's defaults for the others.
         """
         return self.model.default_params
 
@@ -175,14 +176,14 @@ class LLM:
 
         Args:
             prompts: strings or lists of token ids; or a single one of either.
-            params: one for all, or one for each; what they don't say is that of `default_params`.
-            on_update: called, in this thread, with a prompt's index and what a step added to it.
+            params: for all prompts, or a list with one for each; `default_params` replaces what they leave out.
+            on_update: called in this thread with the index of a prompt and the tokens that a step added to it.
 
         Returns:
             a completion per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: a prompt or params that can't be served, named by its index; then nothing has been started.
+            ValueError: a prompt or its params are invalid; the message has its index, and no request has been started.
         """
         listed = _as_list(prompts)
         each = _one_each(params, len(listed))
@@ -196,21 +197,21 @@ class LLM:
         try:
             for update in _until_done(updates, len(requests)):
                 if on_update is not None:
-                    on_update(index[id(update.request)], _part(update))
+                    on_update(index[id(update.request)], _delta(update))
         except BaseException:
             self._cancel(requests)
             raise
         return [_completion(request) for request in requests]
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Completion]:
-        """Complete one prompt as it goes: each element carries the text and tokens that a step added, the last one a
+        """Complete one prompt and yield, for each step, the text and tokens that it added; the last element has a
         finish_reason. Leaving the loop (or cancelling the task) cancels the request.
         """
         loop = asyncio.get_running_loop()
         updates: asyncio.Queue[Update] = asyncio.Queue()
 
         def sink(update: Update) -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody listens any more
+            with suppress(RuntimeError):  # the loop has been closed, so the update has no reader
                 loop.call_soon_threadsafe(updates.put_nowait, update)
 
         request = self._engine.request(prompt, params or SamplingParams(), sink)
@@ -218,14 +219,14 @@ class LLM:
         try:
             while True:
                 update = await updates.get()
-                yield _part(update)
+                yield _delta(update)
                 if update.finish_reason is not None:
                     return
         finally:
             self._cancel([request])
 
     def close(self) -> None:
-        """End all requests and the engine's thread."""
+        """Cancel all requests and end the engine's thread."""
         self._closer()
         self._thread.join()
 

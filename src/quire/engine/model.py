@@ -1,8 +1,8 @@
 """Transformers' own model classes with Quire as their attention.
 
-A model is run on the tokens of all requests in one row, [1, tokens]: everything but attention treats tokens one by one.
-The function that is registered with Transformers hands each layer's queries, keys and values to the `Step` that travels
-with the call, and the step knows which tokens belong to which request.
+A model runs on the tokens of all requests in one row, [1, tokens], since only attention mixes tokens. The attention
+function registered with Transformers passes each layer's queries, keys and values to the `Step` of the forward pass,
+which knows the request of each token.
 """
 
 from __future__ import annotations
@@ -19,23 +19,16 @@ from quire.engine.generation import read_generation_config
 from quire.steps import Heads, Layer
 
 NAME = "quire"
-_IGNORED = {
-    "dropout",
-    "is_causal",
-    "logits_to_keep",
-    "output_attentions",
-    "position_ids",
-    "use_cache",
-}  # nothing follows from them here
+_IGNORED = {"dropout", "is_causal", "logits_to_keep", "output_attentions", "position_ids", "use_cache"}
 _OTHER = "it does not use Transformers' attention interface"
 
 
 class Step(Protocol):
-    """One forward pass: computes a layer's attention."""
+    """A forward pass, which computes the attention of its layers."""
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Q [tokens, num_qo_heads, head_dim_qk], k and v [tokens, num_kv_heads, ...] of the new tokens; returns
-        [tokens, num_qo_heads, head_dim_vo].
+        """Attention of layer `index` for the new tokens: q [tokens, num_qo_heads, head_dim_qk], k and v [tokens,
+        num_kv_heads, ...]; returns [tokens, num_qo_heads, head_dim_vo].
         """
 
 
@@ -52,8 +45,8 @@ def attention(
     quire_step: Step | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: query [1, num_qo_heads, tokens, head_dim], key and value alike; returns
-    [1, tokens, num_qo_heads, head_dim].
+    """The function of Transformers' attention interface: query [1, num_qo_heads, tokens, head_dim], key and value
+    [1, num_kv_heads, tokens, head_dim]; returns [1, tokens, num_qo_heads, head_dim].
     """
     name = type(module).__name__
     if quire_step is None:
@@ -70,18 +63,18 @@ def attention(
     layer = Layer(
         Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2]),
         sm_scale=float(scaling) if scaling is not None else q.shape[2] ** -0.5,
-        window_left=sliding_window - 1 if sliding_window else -1,  # Transformers counts the token itself
+        window_left=sliding_window - 1 if sliding_window else -1,  # Transformers includes the token itself
         logits_soft_cap=float(softcap) if softcap else 0.0,
     )
     return quire_step.attend(module.layer_idx, layer, q, k, v, s_aux)[None], None
 
 
 class _Record:
-    """A step that writes down what each layer asks for, and computes nothing.
+    """A step that records the layers and computes no attention.
 
     Attributes:
-        layers: what each layer asks for.
-        rotated: each layer's queries and keys of all tokens but the last.
+        layers: the parameters of each layer's attention.
+        rotated: the queries and keys of each layer, after rotary embedding, of all tokens but the last.
     """
 
     def __init__(self) -> None:
@@ -100,21 +93,21 @@ class Model:
     """A causal language model from a checkpoint folder.
 
     Args:
-        folder: a Hugging Face checkpoint: config.json, *.safetensors, and the tokenizer's files if text is wanted.
-        device: where to compute.
-        dtype: of weights and cache; None: float32 on the CPU, the checkpoint's own elsewhere.
-        max_model_len: the context to keep to, where that is less than the model's own; None: the model's own.
+        folder: a Hugging Face checkpoint: config.json, *.safetensors, and the tokenizer's files for text.
+        device: the device of weights and cache.
+        dtype: of weights and cache; None: float32 on the CPU, the checkpoint's dtype on other devices.
+        max_model_len: a context shorter than the model's own; None: the model's own.
 
     Attributes:
-        layers: what each layer asks of attention.
-        context: tokens that a request may have, at most.
-        default_params: what requests take where they say nothing; generation_config.json's.
-        end_ids: the tokens that end an output: those of generation_config.json, or else of config.json.
+        layers: the parameters of each layer's attention.
+        context: the largest number of tokens of a request.
+        default_params: the sampling parameters of generation_config.json, for requests that leave them out.
+        end_ids: the tokens that end an output, from generation_config.json or else config.json.
         tokenizer: a Transformers tokenizer; None if the folder has none.
 
     Raises:
         FileNotFoundError: the folder, its config.json or its weights are missing.
-        ValueError: the checkpoint is broken, or of a kind that can't be run; or max_model_len is beyond its context.
+        ValueError: the checkpoint is broken or of an unsupported kind, or max_model_len exceeds its context.
     """
 
     def __init__(
@@ -135,12 +128,12 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: Step) -> Tensor:
-        """Logits after some of the tokens: tokens, positions int64 [n]; rows int64 [m]; returns [m, vocabulary]."""
+        """The logits of the tokens at `rows`: tokens, positions int64 [n]; rows int64 [m]; returns [m, vocab_size]."""
         result = self.network(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows, quire_step=step
         )
         logits: Tensor = result.logits[0]
-        return logits if len(logits) == len(rows) else logits[rows]  # some models know no logits_to_keep
+        return logits if len(logits) == len(rows) else logits[rows]  # not all models support logits_to_keep
 
     def _check_files(self) -> None:
         if not self.folder.is_dir():
@@ -170,11 +163,9 @@ class Model:
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except Exception as error:  # Transformers, safetensors and json raise what they like
-            if isinstance(error, KeyError) and error.args == (NAME,):  # from a table of the model's own
-                raise ValueError(
-                    f"{self.folder} can't be run: it does not use Transformers' attention interface"
-                ) from error
+        except Exception as error:  # Transformers, safetensors and json raise exceptions of many types
+            if isinstance(error, KeyError) and error.args == (NAME,):  # the model has its own table of functions
+                raise ValueError(f"{self.folder} can't be run: {_OTHER}") from error
             raise ValueError(f"{self.folder} could not be loaded: {type(error).__name__}: {error}") from error
         finally:
             if bars:
@@ -200,7 +191,7 @@ class Model:
             raise ValueError(f"the tokenizer of {self.folder} could not be loaded: {error}") from error
 
     def _find_context(self, max_model_len: int | None) -> int:
-        names = ("max_position_embeddings", "max_target_positions")  # the latter: decoders of Whisper's kind
+        names = ("max_position_embeddings", "max_target_positions")  # the latter for Whisper's decoder
         own: int = next(filter(None, (getattr(self.config, name, None) for name in names)), 1 << 20)
         if max_model_len is not None and max_model_len > own:
             raise ValueError(f"max_model_len = {max_model_len}: the context of {self.folder} is {own} tokens")
@@ -208,7 +199,7 @@ class Model:
 
     @torch.inference_mode()
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """What the model's own attention in Transformers gives: tokens int64 [n, len]; returns [n, len, vocabulary]."""
+        """The logits with Transformers' eager attention: tokens int64 [n, len]; returns [n, len, vocab_size]."""
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         with self._refusing(list(range(tokens.shape[1]))):
             try:
@@ -219,22 +210,22 @@ class Model:
         return logits
 
     def check_positions(self) -> None:
-        """Refuse a model whose positions are encoded in another way when a step has longer requests.
+        """Refuse a model whose position encoding depends on the longest request of a step.
 
-        A few tokens are computed twice, the second time with the last one at the end of the context: queries and keys
-        of the others, which do not see it, must stay.
+        A few tokens are computed twice, the second time with the last one at the end of the context. The queries and
+        keys of the other tokens must be equal in both passes.
 
         Raises:
-            ValueError: they do not stay; the message says which max_model_len helps.
+            ValueError: they differ; the message names a max_model_len that helps.
         """
         near = [min(5 * i, self.context - 1) for i in range(4)]
-        stay, moved = (self._record([*near[:-1], last]).rotated for last in (near[-1], self.context - 1))
-        for i in range(min(8, len(stay))):  # enough for all kinds of layers; rounding grows from layer to layer
-            if (moved[i] - stay[i]).norm() > 0.01 * stay[i].norm():
+        short, long = (self._record([*near[:-1], last]).rotated for last in (near[-1], self.context - 1))
+        for i in range(min(8, len(short))):  # covers all kinds of layers; rounding errors grow with depth
+            if (long[i] - short[i]).norm() > 0.01 * short[i].norm():
                 raise ValueError(self._step_dependent())
 
     def _probe(self) -> list[Layer]:
-        """What each layer asks for, found by a token whose attention is not computed."""
+        """The parameters of each layer's attention, recorded in a forward pass of one token."""
         other = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if other:
             raise ValueError(f"{self.folder} has layers of kinds that can't be run over pages: {sorted(other)}")
@@ -243,15 +234,15 @@ class Model:
         return [layers[i] for i in range(len(layers))]
 
     def _record(self, positions: list[int]) -> _Record:
-        record, at = _Record(), torch.tensor(positions, device=self.device)
-        tokens = torch.full_like(at, self.vocab_size // 3)  # token 0 may be padding, whose keys are 0
+        record, on_device = _Record(), torch.tensor(positions, device=self.device)
+        tokens = torch.full_like(on_device, self.vocab_size // 3)  # token 0 may be padding, whose keys are 0
         with self._refusing(positions):
-            self.logits(tokens, at, at[:1] * 0, record)
+            self.logits(tokens, on_device, on_device[:1] * 0, record)
         return record
 
     @contextmanager
     def _refusing(self, positions: list[int]) -> Iterator[None]:
-        """Make what modelling code raises a refusal of the model."""
+        """Turn exceptions of the modelling code into a ValueError that refuses the model."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -265,11 +256,11 @@ class Model:
             raise ValueError(f"{self.folder} can't be run: {what}") from error
 
     def _check_layers(self, layers: dict[int, Layer]) -> None:
-        """Refuse models some of whose attention does not come to `attention`, or not all of what it is."""
+        """Refuse models with layers that do not call `attention`, or do not pass their sliding window to it."""
         count = getattr(self.config, "num_hidden_layers", len(layers))
         if not layers or sorted(layers) != list(range(count)):
-            seen = len(layers)
-            raise ValueError(f"{self.folder}: {seen} of {count} layers use Transformers' attention interface, all must")
+            used = len(layers)
+            raise ValueError(f"{self.folder}: {used} of {count} layers use Transformers' attention interface, all must")
         kinds = getattr(self.config, "layer_types", None) or []
         windows = [i for i, layer in layers.items() if layer.window_left >= 0]
         for i, kind in enumerate(kinds):
@@ -282,12 +273,12 @@ class Model:
             )
 
     def _step_dependent(self) -> str:
-        """Why a model is refused whose tokens depend on the longest request of a step, and the way out."""
+        """The message for a model whose position encoding depends on the longest request of a step."""
         name, ropes = "original_max_position_embeddings", getattr(self.config, "rope_parameters", None) or {}
         places = [self.config.to_dict(), ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
         known = [place[name] for place in places if place.get(name)]
-        way = f"max_model_len={min(known)} runs it" if known else "a smaller max_model_len may run it"
+        remedy = f"max_model_len={min(known)} runs it" if known else "a smaller max_model_len may run it"
         return (
             f"{self.folder} can't be run with a context of {self.context} tokens: its position encoding depends on the "
-            f"longest request of a step, so that requests would change each other; {way}"
+            f"longest request of a step, so that requests would change each other; {remedy}"
         )

@@ -1,4 +1,4 @@
-"""How the next token is chosen, and when to stop."""
+"""Sampling parameters: how the next token is chosen, and when an output ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _check(ok: bool, name: str, value: Any, allowed: str) -> None:
 
 
 def _number(value: Any) -> bool:
-    """Whether a value is a number that a float holds."""
+    """Whether a value is a number that a float can represent."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -30,12 +30,12 @@ def _whole(value: Any, low: int, high: int = _INT64) -> bool:
 
 
 def _text(value: Any) -> bool:
-    """Whether a value is a string, not empty, of whole characters; a byte that is not UTF-8 arrives as half of one."""
+    """Whether a value is a non-empty string without surrogates, which stand for bytes that are not UTF-8."""
     return isinstance(value, str) and value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _several(name: str, value: Any) -> tuple[Any, ...]:
-    """The elements of an attribute that is a list."""
+    """The elements of an attribute that must be a list."""
     if isinstance(value, (bytes, bytearray, Mapping)):
         raise ValueError(f"{name} = {value!r}: it must be a list")
     try:
@@ -46,30 +46,30 @@ def _several(name: str, value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's sampling, with the meanings that OpenAI's and vLLM's interfaces gave these names.
+    """The sampling parameters of a request, with the names and meanings of OpenAI's and vLLM's interfaces.
 
-    What is not said is the checkpoint's (`LLM.default_params`): `Model` takes it from generation_config.json. Where
-    that says nothing either, the default in parentheses holds.
+    Parameters that are left out have the checkpoint's values (`LLM.default_params`, from generation_config.json) or, if
+    the checkpoint does not set them either, the default in parentheses.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token (greedy). None: the checkpoint's (0, since
-            checkpoints are greedy unless they ask for sampling).
+        temperature: divides the logits; 0 takes the likeliest token (greedy). None: the checkpoint's (0; checkpoints
+            that do not set do_sample are greedy).
         top_k: sample from the k likeliest tokens only; 0 or -1: from all. None: the checkpoint's (0).
         top_p: sample from the likeliest tokens that together have this probability; 1: from all. None: the
             checkpoint's (1).
         min_p: sample from tokens at least this fraction as likely as the likeliest. None: the checkpoint's (0).
-        seed: makes the request's samples repeat, whatever else is in the batch; None: they differ each time. From
-            -2**63 to 2**64 - 1, as for torch.
+        seed: makes the samples of the request reproducible, in any batch; None: they differ each time. From -2**63 to
+            2**64 - 1, as for torch.
         repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output. None:
             the checkpoint's (1).
         presence_penalty: subtracted from the logits of tokens in the output.
-        frequency_penalty: subtracted from the logits of tokens in the output, once for each time they are there.
+        frequency_penalty: subtracted from the logits of tokens in the output, once per occurrence.
         max_tokens: tokens to generate at most; None: up to the model's context. "auto": the checkpoint's (128).
-        stop: strings that end the text before themselves; a string, or several. None: the checkpoint's (none).
+        stop: one or several strings that end the text, which excludes them. None: the checkpoint's (none).
         stop_token_ids: tokens that end the output (as its last token), besides the model's own.
         ignore_eos: do not stop at the model's own end tokens.
-        logprobs: report the logarithms of the probabilities of the chosen token and of that many likeliest tokens,
-            before temperature and penalties; None: don't.
+        logprobs: report log-probabilities of the chosen token and of this number of likeliest tokens, before
+            temperature and penalties; None: report none.
 
     Raises:
         ValueError: naming the attribute, its value and what is allowed.
@@ -116,14 +116,13 @@ class SamplingParams:
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "it must be True or False")
         _check(n is None or _whole(n, 0), "logprobs", n, f"{whole}, and 0 or larger; or None")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            if getattr(self, name) is not None:  # an integer may be larger than any of torch's
+            if getattr(self, name) is not None:  # torch's integers have a limit that Python's lack
                 object.__setattr__(self, name, float(getattr(self, name)))
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
-        """These parameters, with `defaults` where they say nothing."""
-        unsaid = {f.name: None for f in fields(self)} | {"max_tokens": "auto"}
-        fresh = {name: getattr(defaults, name) for name, none in unsaid.items() if getattr(self, name) == none}
-        return replace(self, **fresh)
+        """These parameters, with those of `defaults` for the ones that are left out."""
+        unset = {f.name: None for f in fields(self)} | {"max_tokens": "auto"}
+        return replace(self, **{k: getattr(defaults, k) for k, none in unset.items() if getattr(self, k) == none})
 
     @property
     def greedy(self) -> bool:
@@ -134,7 +133,7 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-# Where neither a request nor its checkpoint says anything.
+# The values of parameters that neither a request nor its checkpoint sets.
 LIBRARY_DEFAULTS = SamplingParams(
     temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=128, stop=()
 )

@@ -1,4 +1,4 @@
-"""One prompt on its way to a completion."""
+"""A request: its prompt, its output so far, and the updates that its steps send."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.text import TextStream
 
 @dataclass(slots=True)
 class Update:
-    """What a step added to a request."""
+    """The text and the tokens that a step added to a request."""
 
     request: Request
     text: str = ""
@@ -23,20 +23,20 @@ class Update:
 
 
 class Request:
-    """A prompt, its output so far, and what of both is in the cache.
+    """A prompt, its output so far, and the pages of both.
 
     Args:
         prompt: token ids.
-        params: how to sample; complete (`SamplingParams.over`).
+        params: sampling parameters without missing values (see `SamplingParams.over`).
         tokenizer: for text and stop strings; None: tokens only.
         end_ids: the model's own end tokens.
         sink: called with each Update, in the engine's thread.
 
     Attributes:
-        tokens: prompt and output.
-        computed: tokens whose keys and values are in the cache.
-        pages: the pages that hold them, in order, and room for those of the current step.
-        reused: tokens of the prompt that were found in the cache when the request was first admitted.
+        tokens: the tokens of prompt and output.
+        computed: the number of tokens whose keys and values are in the cache.
+        pages: the pages of the computed tokens and of those of the current step, in order.
+        reused: tokens of the prompt that were in the cache when the request was first admitted.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class Request:
         return "" if self._stream is None else self._stream.text
 
     def draw(self) -> float:
-        """The random number, in [0, 1), that chooses the next token: the same until that is pushed, so that a step may
-        be sampled again.
+        """The random number in [0, 1) that chooses the next token. It changes when a token is pushed, so a step can be
+        sampled again.
         """
         if self._drawn is None:
             self._drawn = self._random.random()
         return self._drawn
 
     def push(self, token: int, max_len: int) -> Update:
-        """Add a sampled token, and decide whether it was the last; no request grows beyond `max_len` tokens."""
+        """Add a sampled token and set finish_reason if the output ends; a request has at most `max_len` tokens."""
         self.tokens.append(token)
         self._drawn = None
         limit = self.params.max_tokens
@@ -91,14 +91,14 @@ class Request:
         return self._update([token])
 
     def fail(self, reason: str, error: str | None = None) -> Update:
-        """End without another token: "cancelled", or "error" with what went wrong."""
+        """End without another token, with the reason "cancelled", or "error" and its description."""
         self.finish_reason, self.error = reason, error
         return self._update([])
 
     def _update(self, token_ids: list[int]) -> Update:
         text = ""
         if self._stream is not None:
-            if self.finish_reason not in (None, "error"):  # decoding may be what went wrong
+            if self.finish_reason not in (None, "error"):  # the decoder itself may have raised
                 self._stream.finish()
                 if self._stream.stopped and self.finish_reason == "length":
                     self.finish_reason = "stop"

@@ -1,4 +1,4 @@
-"""Computes a step's chunks: tables for the batch, keys and values into their pages, attention over them."""
+"""Computing the chunks of a step: tables of the batch, keys and values written to pages, attention over pages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quire.steps import Layer, StepTables, plan, store
 
 
 class Runner:
-    """A model and its paged cache. A serving backend takes its place in `LLM` by overriding `begin` and `attend`.
+    """A model and its paged cache. Subclasses that override `begin` and `attend` run a serving backend in `LLM`.
 
     Args:
         model: the model.
-        num_pages, page_size: of the cache, the same for all layers: a page id means a page in each layer's cache.
+        num_pages, page_size: of each layer's cache; a page id denotes one page in the caches of all layers.
         backend: "auto" or a kernel family.
 
     Attributes:
@@ -39,42 +39,43 @@ class Runner:
 
     @staticmethod
     def page_bytes(model: Model, page_size: int) -> int:
-        """Bytes of one page in all layers."""
+        """The number of bytes of a page in the caches of all layers."""
         heads = [layer.heads for layer in model.layers]
-        numbers = sum(h.num_kv_heads * (h.head_dim_qk + h.head_dim_vo) for h in heads)
-        return numbers * page_size * model.dtype.itemsize
+        elements = sum(h.num_kv_heads * (h.head_dim_qk + h.head_dim_vo) for h in heads)
+        return elements * page_size * model.dtype.itemsize
 
     def warm_up(self) -> None:
         """Compute a few tokens of two requests in shared steps, in chunks and one by one, and compare the logits with
-        those of the model's own attention: what cannot be computed is refused now, and not when requests come.
+        those of Transformers' attention. Unsupported models are thus refused before requests arrive.
 
         Raises:
-            ValueError: no kernel family, or not the one asked for, supports a layer; or requests would not become what
-                they are alone.
+            ValueError: no kernel family, or not the requested one, supports a layer; or the logits of a request depend
+                on chunks or on other requests.
         """
         model, batch = self.model, min(2, self.num_pages)
-        pages = self.num_pages // batch  # of a request
+        pages = self.num_pages // batch  # per request
         n = min(7, model.context, pages * self.page_size)
-        first = model.vocab_size // 3  # special tokens are the first ones or the last
+        first = model.vocab_size // 3  # special tokens have the lowest or the highest ids
         tokens = [[(first + 11 * i * i + 5 * b) % model.vocab_size for i in range(n)] for b in range(batch)]
-        self.run([self._probe_chunk(tokens[0], 0, 0, 1)])  # what no kernel family computes is refused first
+        self.run([self._probe_chunk(tokens[0], 0, 0, 1)])  # raises if no kernel family supports a layer
         own = model.own_logits(torch.tensor(tokens, device=model.device))
 
         def differ(steps: list[list[tuple[int, int, int]]]) -> list[bool]:
-            """For each chunk (request, start, end) of the steps, whether the logits after it differ."""
-            found = []
+            """For each chunk (request, start, end) of the steps, whether the logits of its last token differ."""
+            differing = []
             for step in filter(None, steps):
                 chunks = [self._probe_chunk(tokens[b], b * pages, start, end) for b, start, end in step]
                 logits = self.run(chunks)
-                found += [_differ(row, own[b, end - 1]) for row, (b, _, end) in zip(logits, step, strict=True)]
-            return found
+                differing += [_differ(row, own[b, end - 1]) for row, (b, _, end) in zip(logits, step, strict=True)]
+            return differing
 
-        # Of 7 tokens, one request computes 3, 2 and 2, the other 5, 1 and 1, which is to decode; first once in between.
+        # Of n = 7 tokens, request 0 computes 3, 2 and 2; request 1 computes 5, 1 and 1, that is, it decodes. Request 1
+        # comes first in the second step.
         cuts = [(0, 0), (-(-3 * n // 7), max(1, n - 2)), (-(-5 * n // 7), max(1, n - 1)), (n, n)]
         orders = [range(batch), range(batch)[::-1], range(batch)]
-        parts = zip(cuts, cuts[1:], orders, strict=False)
-        wrong = differ([[(b, ends[b], to[b]) for b in order if ends[b] < to[b]] for ends, to, order in parts])
-        if sum(wrong) <= len(wrong) // 3:  # rounding may send a token or two to other experts
+        steps = zip(cuts, cuts[1:], orders, strict=False)
+        wrong = differ([[(b, start[b], end[b]) for b in order if start[b] < end[b]] for start, end, order in steps])
+        if sum(wrong) <= len(wrong) // 3:  # rounding may route a token or two to other experts
             return model.check_positions()
         whole = [(b, 0, n) for b in range(batch)]
         if any(differ([[request] for request in whole])):
@@ -91,14 +92,14 @@ class Runner:
         return Chunk(request, start, end - start)
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute the chunks; the logits after each one that ends with its request's last known token."""
+        """Compute the chunks; return the logits of the last token of each chunk that samples (see `Chunk.samples`)."""
         tables = self.tables(chunks)
         self.begin(chunks, tables)
         tokens, rows = self.inputs(chunks)
         return self.model.logits(tokens, tables.positions, rows, self)
 
     def tables(self, chunks: Sequence[Chunk], pad_to: int = 0) -> StepTables:
-        """The chunks' tables, on the model's device."""
+        """The tables of the chunks, on the model's device."""
         return StepTables.from_host(
             [c.request.pages for c in chunks],
             [c.start + c.count for c in chunks],
@@ -110,7 +111,7 @@ class Runner:
         )
 
     def inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-        """The chunks' tokens, and the rows after which logits are wanted; int64, on the model's device."""
+        """The tokens of the chunks, and the rows whose logits are needed; int64, on the model's device."""
         tokens = [t for c in chunks for t in c.request.tokens[c.start : c.start + c.count]]
         ends = accumulate(c.count for c in chunks)
         rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
@@ -119,23 +120,14 @@ class Runner:
         return ids, last
 
     def begin(self, chunks: Sequence[Chunk], tables: StepTables) -> None:
-        """Prepare a step, for which `attend` is then called once per layer."""
-        self._slots = tables.slots
-        dtype, longest = self.model.dtype, max(chunk.count for chunk in chunks)
+        """Plan a step, for which `attend` is then called once per layer."""
+        self._slots, dtype = tables.slots, self.model.dtype
+        options: Any = {"causal": True, "max_token_per_sequence": max(chunk.count for chunk in chunks)}
         for heads, wrapper in self.wrappers.items():
-            plan(
-                wrapper,
-                tables.pages,
-                heads,
-                dtype,
-                dtype,
-                tables.qo_indptr,
-                causal=True,
-                max_token_per_sequence=longest,
-            )
+            plan(wrapper, tables.pages, heads, dtype, dtype, tables.qo_indptr, **options)
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """A layer's attention (`quire.engine.model.Step`)."""
+        """The attention of a layer, see `quire.engine.model.Step`."""
         cache = self.caches[index]
         store(cache, k, v, self._slots)
         out = self.wrappers[layer.heads].run(
@@ -157,10 +149,8 @@ class Runner:
 
 
 def _differ(logits: Tensor, own: Tensor) -> bool:
-    """Whether logits are further from the model's own than rounding explains; those that are not numbers count as
-    equal where its own are none either.
-    """
+    """Whether logits differ from Transformers' by more than rounding; False if Transformers' are not finite."""
     own = own.float()
-    away, size = (logits.float() - own).norm(), (own - own.mean()).norm()
-    bound = 1e-3 if logits.dtype == torch.float32 else 0.2  # 16-bit: the rounding of many layers
-    return bool(own.isfinite().all()) and not bool(away <= bound * size)
+    error, size = (logits.float() - own).norm(), (own - own.mean()).norm()
+    bound = 1e-3 if logits.dtype == torch.float32 else 0.2  # 16-bit elements are rounded in many layers
+    return bool(own.isfinite().all()) and not bool(error <= bound * size)

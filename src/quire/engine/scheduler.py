@@ -1,9 +1,9 @@
-"""Which requests compute how many tokens in the next step, and on which pages.
+"""Scheduling: which requests compute how many tokens in the next step, and on which pages.
 
-Continuous batching: every step is chosen anew. Running requests go first, in the order of their arrival; one that
-decodes needs one token, one that still prefills takes what the budget leaves (a chunk). Then waiting requests are
-admitted. When pages run out, the tree of prefixes gives up what nobody uses, and after that the latest arrival is
-preempted: its pages are released and it waits again, to be computed anew from its tokens.
+The scheduler uses continuous batching. Running requests come first, in the order of their arrival: a decode needs one
+token, a prefill takes the rest of the token budget (a chunk). Then waiting requests are admitted. When pages run out,
+the prefix tree evicts pages that no request holds, and after that the last request is preempted: its pages are
+released, and it waits to be computed again from its tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.engine.request import Request
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens start to start + count of a request, to be computed in one step."""
+    """Tokens start to start + count of a request, which one step computes."""
 
     request: Request
     start: int
@@ -26,7 +26,7 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk ends with the last known token, so that the next one is sampled."""
+        """Whether the chunk ends with the request's last token, so the step samples the next one."""
         return self.start + self.count == len(self.request.tokens)
 
 
@@ -37,9 +37,9 @@ class Stats:
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    reused_tokens: int = 0  # of prompts, found in the cache
+    reused_tokens: int = 0  # tokens of prompts that were in the cache
     preemptions: int = 0
-    peak_pages: int = 0  # held at once
+    peak_pages: int = 0  # the most pages in use at once
 
 
 class Scheduler:
@@ -47,8 +47,8 @@ class Scheduler:
 
     Args:
         num_pages, page_size: of the cache.
-        max_num_seqs: requests that run at once, at most.
-        max_batched_tokens: tokens that a step computes, at most.
+        max_num_seqs: the largest number of running requests.
+        max_batched_tokens: the largest number of tokens of a step.
     """
 
     def __init__(self, num_pages: int, page_size: int, max_num_seqs: int, max_batched_tokens: int) -> None:
@@ -64,7 +64,7 @@ class Scheduler:
         self.stats.prompt_tokens += request.prompt_len
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; empty if there is nothing to do."""
+        """The chunks of the next step; empty if there are no requests."""
         chunks, preempted = self._continue_running()
         if not preempted:
             chunks += self._admit(self.max_batched_tokens - sum(c.count for c in chunks))
@@ -73,27 +73,27 @@ class Scheduler:
         return chunks
 
     def remove(self, request: Request) -> None:
-        """Forget a request that has ended, wherever it is; its full pages stay known as prefixes."""
+        """Remove a waiting or running request that has ended; its full pages stay in the prefix tree."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self._give_back(request)
+        self._release(request)
 
     def reset(self) -> list[Request]:
-        """Forget all requests and all prefixes: what the cache holds is not known any more."""
+        """Remove all requests and all prefixes, because the contents of the cache are undefined."""
         requests = [*self.running, *self.waiting]
         for request in requests:
-            self._give_back(request)
+            self._release(request)
         self.running.clear()
         self.waiting.clear()
         self.tree.clear()
         return requests
 
     def compute_again(self, request: Request) -> None:
-        """Release a running request's pages and let it wait, before all others, to be computed anew from its tokens."""
+        """Release the pages of a running request and put it first in the queue; all its tokens are computed again."""
         self.running.remove(request)
-        self._give_back(request)
+        self._release(request)
         self.waiting.appendleft(request)
 
     def _continue_running(self) -> tuple[list[Chunk], bool]:
@@ -108,7 +108,7 @@ class Scheduler:
             count = min(left, budget) if left == 1 else min(left, prefill_budget, budget)
             if count > 0:
                 while not self._reserve(request, request.computed + count):
-                    victim = self.running[-1]  # never one of this step's: those stand before i
+                    victim = self.running[-1]  # not in this step, whose requests have indices below i
                     self.compute_again(victim)
                     self.stats.preemptions += 1
                     preempted = True
@@ -121,15 +121,15 @@ class Scheduler:
         return chunks, preempted
 
     def _admit(self, budget: int) -> list[Chunk]:
-        """Chunks of waiting requests, as far as budget, seats and pages go."""
+        """Chunks of waiting requests, within the token budget, max_num_seqs and the free pages."""
         chunks: list[Chunk] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            request.pages = array("i", self.tree.match(request.tokens[:-1]))  # at least the last token is computed
+            request.pages = array("i", self.tree.match(request.tokens[:-1]))  # the last token is always computed
             request.computed = len(request.pages) * self.page_size
             count = min(len(request.tokens) - request.computed, budget)
             if not self._reserve(request, request.computed + count, spare=len(self.running)):
-                self._give_back(request)
+                self._release(request)
                 break
             self.waiting.popleft()
             self.running.append(request)
@@ -142,8 +142,8 @@ class Scheduler:
         return chunks
 
     def _chunk(self, request: Request, count: int) -> Chunk:
-        """A chunk, and its full pages made known: whoever uses them in this very step reads them after they are
-        written, since each layer writes all new keys before it attends.
+        """Make a chunk and insert its full pages into the prefix tree. Other requests may use these pages in this step
+        already, since each layer writes all new keys and values before it computes attention.
         """
         chunk = Chunk(request, request.computed, count)
         full = (chunk.start + count) // self.page_size
@@ -152,8 +152,8 @@ class Scheduler:
         return chunk
 
     def _reserve(self, request: Request, length: int, spare: int = 0) -> bool:
-        """Pages for `length` tokens of a request, if `spare` more stay free (one for each that runs already, so that
-        an admission does not at once preempt somebody).
+        """Allocate pages for `length` tokens of a request; return False if fewer than `spare` pages would stay free. An
+        admission spares one page per running request, so it does not cause a preemption in the next step.
         """
         count = -(-length // self.page_size) - len(request.pages)
         short = count + spare - self.allocator.num_free
@@ -162,6 +162,6 @@ class Scheduler:
         request.pages.extend(self.allocator.allocate(count))
         return True
 
-    def _give_back(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         self.allocator.release(request.pages)
         request.pages, request.computed = array("i"), 0

@@ -1,16 +1,16 @@
-"""From tokens to text, as they come: whole characters only, and no further than the first stop string."""
+"""Incremental detokenization: whole characters only, up to the first stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-_CONTEXT = 6  # tokens of the prompt that are decoded along, since a token's text can depend on those before it
-_BROKEN = "\ufffd"  # what half a character decodes to
+_CONTEXT = 6  # last tokens of the prompt, decoded with the output since a token's text can depend on those before it
+_BROKEN = "\ufffd"  # the text of an incomplete character
 
 
 class TextStream:
-    """The text of one request's output.
+    """The text of a request's output.
 
     Args:
         tokenizer: a Transformers tokenizer.
@@ -21,7 +21,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._tokens = list(prompt[-_CONTEXT:])
-        self._start, self._read = 0, len(self._tokens)  # decoded along, and already in the text
+        self._start, self._read = 0, len(self._tokens)  # first token to decode, and first token not in the text yet
         self._text = ""
         self._taken = 0
         self.stopped = False
@@ -32,7 +32,7 @@ class TextStream:
         return self._text
 
     def push(self, token: int) -> bool:
-        """Add a token; True if a stop string is complete, and the text ends before it."""
+        """Add a token; return whether the text contains a stop string, before which it then ends."""
         self._tokens.append(token)
         known, full = self._decode(self._start, self._read), self._decode(self._start, len(self._tokens))
         if len(full) > len(known) and not full.endswith(_BROKEN):
@@ -41,14 +41,16 @@ class TextStream:
         return self.stopped
 
     def finish(self) -> None:
-        """No more tokens come: what is left of a broken character joins the text."""
+        """End the output: an incomplete character at its end is added to the text as it is."""
         if not self.stopped:
             known, full = self._decode(self._start, self._read), self._decode(self._start, len(self._tokens))
             self._read = len(self._tokens)
             self._extend(full[len(known) :])
 
     def take(self, last: bool = False) -> str:
-        """Text that is certain and has not been taken: what could be the begin of a stop string is held back."""
+        """The text since the last call, without an end that may be the start of a stop string unless this is the last
+        call.
+        """
         end = len(self._text)
         if not last and not self.stopped:
             end -= max((_overlap(self._text, stop) for stop in self._stops), default=0)
@@ -59,15 +61,15 @@ class TextStream:
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True)
 
-    def _extend(self, piece: str) -> None:
+    def _extend(self, text: str) -> None:
         old = len(self._text)
-        self._text += piece
-        found = [self._text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
-        found = [at for at in found if at >= 0]
-        if found:
-            self._text, self.stopped = self._text[: min(found)], True
+        self._text += text
+        indices = [self._text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
+        indices = [i for i in indices if i >= 0]
+        if indices:
+            self._text, self.stopped = self._text[: min(indices)], True
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a begin of `stop`."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
