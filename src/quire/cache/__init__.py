@@ -1,4 +1,4 @@
-"""Pages: who holds them, what prefixes they carry, where they lie."""
+"""Paged caches: the page allocator, the prefix tree, copies of pages, and a cache that owns its page tables."""
 
 from quire.cache.allocator import OutOfPages, PageAllocator
 from quire.cache.blocks import copy_blocks, swap_blocks

@@ -1,4 +1,4 @@
-"""Which pages are free, and how many hold each of the others."""
+"""Allocation of pages with reference counts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free."""
+    """An allocation needs more pages than are free."""
 
 
 class PageAllocator:
-    """Pages 0 to num_pages - 1 with reference counts. A page is free when nobody holds it.
+    """Pages 0 to num_pages - 1 with reference counts. A page is free when it has no holders.
 
-    Every operation either happens as a whole or raises and changes nothing.
+    Every method either completes or raises without changing anything.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -27,11 +27,11 @@ class PageAllocator:
         return len(self._free)
 
     def holders(self, page: int) -> int:
-        """How many hold a page."""
+        """The number of holders of a page."""
         return self._holders[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free pages, each with one holder; OutOfPages if there are not as many."""
+        """Take `count` free pages, each with one holder; OutOfPages if fewer are free."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages are needed, {len(self._free)} of {self.num_pages} are free")
         pages = [self._free.pop() for _ in range(count)]
@@ -40,13 +40,13 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: Sequence[int]) -> None:
-        """One more holder for each of the pages, which must be held already."""
+        """Add one holder to each of the pages, which must have holders already."""
         self._check_held(pages)
         for page in pages:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each of the pages; those that nobody holds any more are free again."""
+        """Remove one holder from each of the pages; pages without holders are free again."""
         self._check_held(pages)
         for page in pages:
             self._holders[page] -= 1
@@ -54,12 +54,12 @@ class PageAllocator:
                 self._free.append(page)
 
     def _check_held(self, pages: Sequence[int]) -> None:
-        times: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for page in pages:
             if not 0 <= page < self.num_pages:
                 raise ValueError(f"page {page} is out of range: 0 to {self.num_pages - 1}")
-            times[page] = times.get(page, 0) + 1
-            if times[page] > self._holders[page]:
+            counts[page] = counts.get(page, 0) + 1
+            if counts[page] > self._holders[page]:
                 raise ValueError(
                     f"page {page} is released or shared more often than it is held ({self._holders[page]})"
                 )

@@ -1,4 +1,4 @@
-"""Copying whole pages (blocks): within caches, and between caches on different devices."""
+"""Copies of whole pages (blocks), within caches and between caches on different devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.definition.tensors import check_no_overlap, check_tensors
 
 
 def _pairs(mapping: Tensor, name: str, sources: int, targets: int) -> tuple[Tensor, Tensor]:
-    """The two columns of an integer [n, 2] mapping of pages, checked, on the host."""
+    """Check an integer [n, 2] mapping of pages and return its two columns on the host."""
     check_tensors(**{name: mapping})
     if mapping.ndim != 2 or mapping.shape[1] != 2 or mapping.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} is {mapping.dtype} of shape {list(mapping.shape)}: it must be integers [n, 2]")
@@ -21,14 +21,14 @@ def _pairs(mapping: Tensor, name: str, sources: int, targets: int) -> tuple[Tens
         if bool(bad.any()):
             i = int(bad.nonzero()[0])
             raise ValueError(f"{name}[{i}] goes {column} page {int(pages[i])}: pages are 0 to {count - 1}")
-    found, times = target.unique(return_counts=True)
-    if bool((times > 1).any()):
-        raise ValueError(f"{name} goes to page {int(found[times > 1][0])} more than once: its contents would be chance")
+    ids, counts = target.unique(return_counts=True)
+    if bool((counts > 1).any()):
+        raise ValueError(f"{name} goes to page {int(ids[counts > 1][0])} more than once: its contents would be chance")
     return source, target
 
 
 def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) -> None:
-    """Copy pages of one cache into another, which may lie on another device.
+    """Copy pages of one cache to another, which may be on another device.
 
     Args:
         src_kv_cache, dst_kv_cache: [pages, ...] with equal page shapes and dtypes.
@@ -47,11 +47,11 @@ def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) 
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], src_to_dists: Tensor) -> None:
-    """Copy pages within each of several caches (of the layers of a model).
+    """Copy pages within each of several caches, such as those of a model's layers.
 
     Args:
         kv_caches: tensors [pages, ...].
-        src_to_dists: integers [n, 2], (page copied, page overwritten); sources are read before anything is written.
+        src_to_dists: integers [n, 2], (source page, target page); all sources are read before a page is written.
     """
     for i, cache in enumerate(kv_caches):
         check_tensors(**{f"kv_caches[{i}]": cache})
@@ -61,8 +61,8 @@ def copy_blocks(kv_caches: Sequence[Tensor], src_to_dists: Tensor) -> None:
         _assign(cache, target, cache[source.to(cache.device)])
 
 
-@torch.inference_mode()  # caches are never part of an autograd graph, and may be inference tensors
+@torch.inference_mode()  # caches may be inference tensors, and are never part of an autograd graph
 def _assign(cache: Tensor, pages: Tensor, rows: Tensor) -> None:
-    if cache.element_size() == 1:  # indexed assignment knows no fp8; bytes are bytes
+    if cache.element_size() == 1:  # indexed assignment does not support fp8
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     cache[pages.to(cache.device)] = rows

@@ -1,4 +1,4 @@
-"""A paged cache that owns its page tables, so that nobody can get them wrong."""
+"""A paged cache that owns its page tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.page import append_paged_kv_cache, get_batch_indices_positions
 class _Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0  # committed tokens
-    pending: int = 0  # tokens begun, not committed
+    pending: int = 0  # reserved tokens, not committed yet
 
 
 def _check_count(num_tokens: int, sequence: int) -> None:
@@ -30,22 +30,22 @@ def _check_count(num_tokens: int, sequence: int) -> None:
 
 
 class PagedKVCache:
-    """Keys and values of all layers, in pages, and the sequences that own them.
+    """The keys and values of all layers in pages, and the sequences that own the pages.
 
     A sequence grows by `begin_forward(n)`, which reserves room for n tokens, `append` once per layer, and
-    `end_forward`, which commits them. Every method either happens as a whole or raises, naming the sequence, and
+    `end_forward`, which commits them. Every method either completes, or raises an error that names the sequence and
     changes nothing.
 
     Args:
         num_layers, num_kv_heads, head_dim: of the model.
         page_size: tokens in a page.
-        max_num_pages: pages in the pool.
-        device, data_type: of the storage.
-        kv_layout: NHD or HND, the order inside a page.
+        max_num_pages: pages in the cache.
+        device, data_type: of the keys and values.
+        kv_layout: NHD or HND, the order of dimensions in a page.
 
     Attributes:
-        data: [num_layers, max_num_pages, 2, page_size, num_kv_heads, head_dim] (for HND the heads come before the
-            tokens of a page), zeros at first.
+        data: [num_layers, max_num_pages, 2, page_size, num_kv_heads, head_dim], or for HND [num_layers, max_num_pages,
+            2, num_kv_heads, page_size, head_dim]; initially zeros.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PagedKVCache:
 
     @property
     def sequences(self) -> list[int]:
-        """The ids of the living sequences, oldest first."""
+        """The ids of the sequences that have not been freed, oldest first."""
         return list(self._sequences)
 
     @property
@@ -92,62 +92,60 @@ class PagedKVCache:
         return self.data[layer]
 
     def length(self, sequence: int) -> int:
-        """The committed tokens of a sequence."""
+        """The number of committed tokens of a sequence."""
         return self._find(sequence).length
 
     def begin_forward(self, num_tokens: int, sequence: int | None = None) -> int:
         """Reserve room for `num_tokens` more tokens of a sequence (by default, a new one).
 
         Returns:
-            the sequence's id.
+            the id of the sequence.
 
         Raises:
-            OutOfPages: the pool has too few free pages.
-            ValueError: an unknown sequence, one that has been begun and not ended, or a negative number of tokens.
+            OutOfPages: the cache has too few free pages.
+            ValueError: the sequence is unknown or has reserved tokens already, or num_tokens is negative.
         """
         name = self._next if sequence is None else sequence
-        found = _Sequence() if sequence is None else self._find(sequence)
+        state = _Sequence() if sequence is None else self._find(sequence)
         _check_count(num_tokens, name)
         if num_tokens < 0:
             raise ValueError(f"sequence {name}: num_tokens = {num_tokens} is negative")
-        if found.pending:
-            raise ValueError(f"sequence {name} has been begun with {found.pending} tokens and not ended")
-        self._reserve(found, name, num_tokens)
-        found.pending = num_tokens
+        if state.pending:
+            raise ValueError(f"sequence {name} has been begun with {state.pending} tokens and not ended")
+        self._reserve(state, name, num_tokens)
+        state.pending = num_tokens
         if sequence is None:
-            self._sequences[name] = found
+            self._sequences[name] = state
             self._next += 1
         return name
 
     def end_forward(self, sequence: int, num_tokens: int) -> None:
-        """Commit the first `num_tokens` of the tokens begun; room for the others is given back.
+        """Commit the first `num_tokens` of the reserved tokens, and release the room of the others.
 
         Raises:
-            ValueError: an unknown sequence, or more tokens than were begun.
+            ValueError: the sequence is unknown, or has fewer reserved tokens.
         """
-        found = self._find(sequence)
+        state = self._find(sequence)
         _check_count(num_tokens, sequence)
-        if not 0 <= num_tokens <= found.pending:
-            raise ValueError(f"sequence {sequence}: {num_tokens} tokens end, but {found.pending} were begun")
-        found.length += num_tokens
-        found.pending = 0
-        kept = -(-found.length // self.page_size)
-        self.allocator.release(found.pages[kept:])
-        del found.pages[kept:]
+        if not 0 <= num_tokens <= state.pending:
+            raise ValueError(f"sequence {sequence}: {num_tokens} tokens end, but {state.pending} were begun")
+        state.length += num_tokens
+        state.pending = 0
+        count = -(-state.length // self.page_size)
+        self.allocator.release(state.pages[count:])
+        del state.pages[count:]
 
     def append(self, layer: int, key: Tensor, value: Tensor, sequences: Sequence[int] | None = None) -> None:
-        """Write the begun tokens' keys and values of one layer.
+        """Write the keys and values of one layer for the reserved tokens. They are detached from autograd.
 
         Args:
-            key, value: [tokens, num_kv_heads, head_dim], the begun tokens of each sequence one after another.
-            sequences: whose, each once; by default all sequences that have been begun.
+            key, value: [tokens, num_kv_heads, head_dim], the reserved tokens of each sequence one after another.
+            sequences: distinct ids; by default all sequences with reserved tokens.
 
         Raises:
-            ValueError: tensors that do not fit the cache or the tokens begun, an unknown sequence, or one named twice.
-
-        What is stored is detached: the cache never becomes part of an autograd graph.
+            ValueError: key or value contradict the cache or the reserved tokens, or an id is unknown or repeated.
         """
-        begun = [s for s, found in self._sequences.items() if found.pending]
+        begun = [s for s, state in self._sequences.items() if state.pending]
         ids = begun if sequences is None else list(sequences)
         twice = next((s for i, s in enumerate(ids) if s in ids[:i]), None)
         if twice is not None:
@@ -165,52 +163,52 @@ class PagedKVCache:
         append_paged_kv_cache(key, value, *places, self.layer(layer), *tables, self.kv_layout)
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the same tokens, sharing all pages; a page is copied when one of them writes to it."""
-        found = self._find(sequence)
-        if found.pending:
+        """Make a sequence with equal tokens that shares all pages. A shared page is copied before a write to it."""
+        state = self._find(sequence)
+        if state.pending:
             raise ValueError(f"sequence {sequence} has been begun and not ended: it can't be forked")
-        self.allocator.retain(found.pages)
+        self.allocator.retain(state.pages)
         name, self._next = self._next, self._next + 1
-        self._sequences[name] = _Sequence(list(found.pages), found.length)
+        self._sequences[name] = _Sequence(list(state.pages), state.length)
         return name
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence and give its pages back."""
+        """Remove a sequence and release its pages."""
         self.allocator.release(self._find(sequence).pages)
         del self._sequences[sequence]
 
     def page_table(self, sequences: Sequence[int] | None = None) -> PageTable:
-        """The page table of some sequences (by default all), begun tokens included, on the cache's device."""
-        found = [self._find(s) for s in (self.sequences if sequences is None else sequences)]
-        lengths = [s.length + s.pending for s in found]
-        counts = torch.tensor([len(s.pages) for s in found], dtype=torch.int32)
-        indices = torch.tensor([page for s in found for page in s.pages], dtype=torch.int32)
+        """The page table of some sequences (by default all), with their reserved tokens, on the cache's device."""
+        states = [self._find(s) for s in (self.sequences if sequences is None else sequences)]
+        lengths = [s.length + s.pending for s in states]
+        counts = torch.tensor([len(s.pages) for s in states], dtype=torch.int32)
+        indices = torch.tensor([page for s in states for page in s.pages], dtype=torch.int32)
         last = torch.tensor([(n - 1) % self.page_size + 1 if n else 0 for n in lengths], dtype=torch.int32)
         indptr, indices, last = (x.to(self.device) for x in (RaggedLayout.from_lengths(counts).indptr, indices, last))
         return PageTable(indptr, indices, last, self.page_size)
 
     def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and v of one layer as [pages, page_size, heads, head_dim] views, whatever the layout."""
+        """K and v of one layer as views [pages, page_size, heads, head_dim], for both layouts."""
         return split_cache(self.layer(layer), self.kv_layout)
 
     def _find(self, sequence: int) -> _Sequence:
-        found = self._sequences.get(sequence)
-        if found is None:
+        state = self._sequences.get(sequence)
+        if state is None:
             raise ValueError(f"sequence {sequence} is unknown or has been freed; living are {self.sequences}")
-        return found
+        return state
 
-    def _reserve(self, found: _Sequence, name: int, num_tokens: int) -> None:
-        """Pages for num_tokens more, and a copy of the last page if it is shared and about to be written to."""
-        wanted = -(-(found.length + num_tokens) // self.page_size) - len(found.pages)
-        partial = num_tokens > 0 and found.length % self.page_size > 0
-        shared = partial and self.allocator.holders(found.pages[-1]) > 1
+    def _reserve(self, state: _Sequence, name: int, num_tokens: int) -> None:
+        """Allocate pages for num_tokens more, and copy the last page if it is shared and will be written to."""
+        needed = -(-(state.length + num_tokens) // self.page_size) - len(state.pages)
+        partial = num_tokens > 0 and state.length % self.page_size > 0
+        shared = partial and self.allocator.holders(state.pages[-1]) > 1
         try:
-            fresh = self.allocator.allocate(wanted + shared)
+            pages = self.allocator.allocate(needed + shared)
         except OutOfPages as error:
             raise OutOfPages(f"sequence {name}: {error}") from None
         if shared:
-            copy = fresh.pop()
-            copy_blocks(list(self.data), torch.tensor([[found.pages[-1], copy]]))
-            self.allocator.release(found.pages[-1:])
-            found.pages[-1] = copy
-        found.pages.extend(fresh)
+            copy = pages.pop()
+            copy_blocks(list(self.data), torch.tensor([[state.pages[-1], copy]]))
+            self.allocator.release(state.pages[-1:])
+            state.pages[-1] = copy
+        state.pages.extend(pages)

@@ -1,7 +1,8 @@
-"""Which full pages hold the keys and values of which tokens: a tree in which requests find their prefixes.
+"""A prefix tree of full pages, in which requests find pages with the keys and values of their first tokens.
 
-A node is one full page; its path from the root spells all tokens up to its end. The tree holds its pages, so they
-outlive the requests that wrote them; those that nobody else holds are given up, oldest first, when pages are needed.
+A node is one full page, and its path from the root has all tokens up to the end of that page. The tree is a holder of
+its pages, so they outlive the requests that wrote them. When pages are needed, pages without other holders are evicted,
+least recently used first.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ class _Node:
 
 
 class PrefixTree:
-    """The full pages that can be shared.
+    """The full pages that requests can share.
 
     Args:
-        allocator: whose pages these are; the tree is one more holder of each page in it.
+        allocator: the allocator of the pages; the tree is one holder of each page in it.
         page_size: tokens in a page.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         self.allocator, self.page_size = allocator, page_size
         self._root = _Node(None, (), -1)
-        # Least recently used first. A path is touched from its leaf up, so a child always stands before its parent.
+        # Least recently used first. A path is updated from its leaf up, so children come before their parents.
         self._order: OrderedDict[int, _Node] = OrderedDict()
 
     def __len__(self) -> int:
-        """Pages in the tree."""
+        """The number of pages in the tree."""
         return len(self._order)
 
     @property
@@ -43,53 +44,52 @@ class PrefixTree:
         return list(self._order)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The pages of the longest known prefix of `tokens` that ends with a page. The caller becomes a holder."""
+        """The pages of the longest prefix of `tokens` in the tree. The caller becomes a holder of them."""
         path = []
         node = self._root
         for key in self._keys(tokens):
-            found = node.children.get(key)
-            if found is None:
+            child = node.children.get(key)
+            if child is None:
                 break
-            path.append(found)
-            node = found
+            path.append(child)
+            node = child
         self._touch(path)
         pages = [node.page for node in path]
         self.allocator.retain(pages)
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make known that `pages` hold the keys and values of `tokens`, as far as they are full.
-
-        Where a prefix is known already, the known page stays; the caller's copy remains the caller's.
+        """Add the full ones of `pages`, which hold the keys and values of `tokens`. A page that is in the tree already
+        is not replaced by the caller's page with equal tokens.
         """
         path = []
         node = self._root
         for key, page in zip(self._keys(tokens), pages, strict=False):
-            found = node.children.get(key)
-            if found is None:
+            child = node.children.get(key)
+            if child is None:
                 self.allocator.retain([page])
-                found = node.children[key] = _Node(node, key, page)
-            path.append(found)
-            node = found
+                child = node.children[key] = _Node(node, key, page)
+            path.append(child)
+            node = child
         self._touch(path)
 
     def evict(self, count: int) -> int:
-        """Give up at most `count` pages that nobody else holds, least recently used first; returns how many."""
-        given_up: list[int] = []
+        """Evict up to `count` pages that have no other holder, least recently used first; return their number."""
+        evicted: list[int] = []
         for page, node in self._order.items():
-            if len(given_up) == count:
+            if len(evicted) == count:
                 break
             if self.allocator.holders(page) == 1 and not node.children:
                 assert node.parent is not None
                 del node.parent.children[node.key]
-                given_up.append(page)
-        for page in given_up:
+                evicted.append(page)
+        for page in evicted:
             del self._order[page]
-        self.allocator.release(given_up)
-        return len(given_up)
+        self.allocator.release(evicted)
+        return len(evicted)
 
     def clear(self) -> None:
-        """Give up every page."""
+        """Release every page."""
         self.allocator.release(self.pages)
         self._order.clear()
         self._root.children.clear()
