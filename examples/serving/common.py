@@ -1,7 +1,7 @@
-"""What the drivers of this folder share: arguments, prompts, and the comparison with the engine's own way.
+"""Code that the drivers of this folder share: arguments, prompts, and the comparison with the engine.
 
-A driver is a `Runner` whose steps go through a serving backend. The engine's scheduler gives it all that serving has:
-prompts in chunks over cached prefixes, decodes between them, and preemptions, since the cache is small.
+A driver is a `Runner` whose steps call a serving backend. The engine's scheduler sends it chunks of prompts over cached
+prefixes, decodes between them, and preemptions, since the cache is small.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPTS = (
     START + "        self.items.append(item)\n\n    def __len__(self):\n",
     "for i in range(",
 )
-CLOSE = {"float32": 1e-3, "bfloat16": 0.1}  # differences of log-probabilities within which rounding may choose
+CLOSE = {"float32": 1e-3, "bfloat16": 0.1}  # log-probabilities that differ by less may swap by rounding
 
 
 def arguments(description: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -36,13 +36,13 @@ def arguments(description: str | None, argv: Sequence[str] | None) -> argparse.N
     parser.add_argument("--dtype", default="float32", choices=list(CLOSE))
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--layout", default="NHD", choices=["NHD", "HND"], help="of the backend's cache")
-    parser.add_argument("--window", type=int, default=-1, help="keys that a token sees before itself, in all layers")
+    parser.add_argument("--window", type=int, default=-1, help="keys to the left that a token sees, in all layers")
     parser.add_argument("--max-tokens", type=int, default=24)
     return parser.parse_args(argv)
 
 
 def set_up(runner: type[Runner], args: argparse.Namespace) -> type[Runner]:
-    """The runner with the arguments as its class attribute `args`, and its layers' windows replaced by --window."""
+    """A subclass of the runner with the arguments as its attribute `args`, and --window as the window of all layers."""
 
     class Chosen(runner):  # type: ignore[valid-type,misc]
         def attend(self, index: int, layer: Any, *tensors: Any) -> Any:
@@ -53,7 +53,7 @@ def set_up(runner: type[Runner], args: argparse.Namespace) -> type[Runner]:
 
 
 def generate(runner: type[Runner], args: argparse.Namespace) -> tuple[list[Completion], Any]:
-    """The prompts' greedy completions, and the engine's counts; with so few pages that requests are preempted."""
+    """The greedy completions of the prompts and the engine's counts. The cache is so small that requests are preempted."""
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True, logprobs=2)
     options: Any = {"page_size": args.page_size, "max_batched_tokens": 24, "num_pages": -(-160 // args.page_size)}
     with LLM(device=args.device, dtype=args.dtype, runner=set_up(runner, args), **options) as llm:
@@ -61,7 +61,7 @@ def generate(runner: type[Runner], args: argparse.Namespace) -> tuple[list[Compl
 
 
 class DecodeGraph:
-    """A forward pass of `size` decodes, captured: what it reads are buffers, filled before each replay."""
+    """A captured forward pass of `size` decodes, which reads buffers that are filled before each replay."""
 
     def __init__(self, runner: Runner, size: int) -> None:
         def zeros() -> Tensor:
@@ -72,14 +72,14 @@ class DecodeGraph:
         self.runner, self.logits, self.graph = runner, None, torch.cuda.CUDAGraph()
 
     def run(self, tokens: Tensor, tables: StepTables) -> Tensor:
-        """Logits after each of `tokens`, one per request; the rest of the batch is padding, which writes nowhere."""
+        """The logits of `tokens`, one per request. The rest of the batch is padding with slot -1."""
         count = len(tokens)
         self.slots.fill_(-1)
         for buffer, values in ((self.tokens, tokens), (self.positions, tables.positions), (self.slots, tables.slots)):
             buffer[:count] = values
         inputs = (self.tokens, self.positions, self.rows, self.runner)
         if self.logits is None:
-            self.runner.model.logits(*inputs)  # what compiles on first use must not do so in the capture
+            self.runner.model.logits(*inputs)  # compiles kernels, which a capture must not do
             with torch.cuda.graph(self.graph):
                 self.logits = self.runner.model.logits(*inputs)
         self.graph.replay()
@@ -87,7 +87,7 @@ class DecodeGraph:
 
 
 def same(ours: Completion, engines: Completion, close: float) -> bool:
-    """Whether two completions are equal, or differ from a token on that was as likely as the other's."""
+    """Whether two completions are equal, or the first tokens that differ have nearly equal probabilities."""
     assert engines.logprobs is not None
     for a, b, likely in zip(ours.token_ids, engines.token_ids, engines.logprobs, strict=True):
         if a != b:
@@ -96,7 +96,7 @@ def same(ours: Completion, engines: Completion, close: float) -> bool:
 
 
 def compare(runner: type[Runner], args: argparse.Namespace) -> int:
-    """Complete the prompts through the backend and by the engine itself; 0 if that is the same, else 1."""
+    """Complete the prompts through the backend and through the engine alone; 0 if the completions agree, else 1."""
     (ours, stats), (engines, _) = generate(runner, args), generate(Runner, args)
     differ = [i for i, pair in enumerate(zip(ours, engines, strict=True)) if not same(*pair, CLOSE[args.dtype])]
     print(

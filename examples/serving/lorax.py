@@ -1,8 +1,8 @@
-"""The shipped model through the LoRAX backend: its states, planned per batch and current within a context.
+"""The shipped model through the LoRAX backend, whose states are planned per batch and set within a context.
 
-A step with both decodes and prompts becomes two forward passes, as in LoRAX: each enters the context of its phase, and
-the layers find the state in the context variable. Prompts without a cached prefix read the new keys as they come
-(ragged); chunks after a prefix read pages. On a GPU, decodes replay a graph that was captured once per batch size.
+A step with both decodes and prompts becomes two forward passes, as in LoRAX. Each enters the context of its phase, and
+the layers read the state from the context variable. Prompts without a cached prefix read the new keys as ragged rows,
+and chunks after a prefix read pages. On a GPU, decodes replay a graph that is captured once per batch size.
 
     python examples/serving/lorax.py --page-size 1 --dtype bfloat16
 """
@@ -41,20 +41,20 @@ class LoraxRunner(Runner):
         self.graph_states: dict[int, Any] = {}
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Decodes first: a prompt of the same step may share the page that one of them fills."""
+        """Compute decodes before prompts, since a prompt may share a page that a decode of this step fills."""
         decodes, prompts = [c for c in chunks if c.count == 1], [c for c in chunks if c.count > 1]
         logits: dict[int, Tensor] = {}
         for group in (decodes, prompts):
             if group:
                 with ExitStack() as self.context:
-                    replays = group is decodes and self.model.device.type == "cuda"
-                    rows = self.replay(group) if replays else super().run(group)
+                    captured = group is decodes and self.model.device.type == "cuda"
+                    rows = self.replay(group) if captured else super().run(group)
                 logits |= dict(zip((id(c) for c in group if c.samples), rows, strict=True))
         sampled = [logits[id(c)] for c in chunks if c.samples]
         return torch.stack(sampled) if sampled else rows
 
     def replay(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Decodes by a graph for the next power of two of requests. Its state's buffers take this batch's tables."""
+        """Compute decodes by a graph for the next power of two of requests, whose state copies this batch's tables."""
         size = 1 << (len(chunks) - 1).bit_length()
         if size not in self.graphs:
             device = self.model.device
@@ -84,7 +84,7 @@ class LoraxRunner(Runner):
     def begin(self, chunks: Sequence[Chunk], tables: StepTables) -> None:
         """Enter the context of the phase."""
         self.slots = tables.slots
-        common = {**self.heads, "head_size": self.head_size, "window_left": -1}  # each layer has its own window
+        common = {**self.heads, "head_size": self.head_size, "window_left": -1}  # layers pass their windows to run
         cached = {"input_lengths": tables.lengths, "block_tables": tables.pages.indices, "page_size": self.page_size}
         dtype = self.model.dtype
         if all(c.count == 1 for c in chunks):
@@ -98,13 +98,13 @@ class LoraxRunner(Runner):
         self.context.enter_context(use)
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        cache, own = self.caches[index], {"window_left": layer.window_left, "sm_scale": layer.sm_scale}
+        cache, params = self.caches[index], {"window_left": layer.window_left, "sm_scale": layer.sm_scale}
         store(cache, k, v, self.slots)
         for variable in (lorax.decode_state, lorax.prefill_with_paged_kv_state):
             if (state := variable.get(None)) is not None:
-                return state.run(q.contiguous(), cache, sinks=sinks, logits_soft_cap=layer.logits_soft_cap, **own)
+                return state.run(q.contiguous(), cache, sinks=sinks, logits_soft_cap=layer.logits_soft_cap, **params)
         state = lorax.prefill_state.get()
-        return state.run(q.contiguous(), k, v, sinks=sinks, logits_soft_cap=layer.logits_soft_cap, **own)
+        return state.run(q.contiguous(), k, v, sinks=sinks, logits_soft_cap=layer.logits_soft_cap, **params)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,8 @@
-"""The shipped model through pymllm's backend: a `ForwardBatch` for each step, and attention over slots.
+"""The shipped model through pymllm's backend, with a `ForwardBatch` for each step and attention over slots.
 
-A step is EXTEND, DECODE or MIXED, as its chunks are. Prompts without a cached prefix attend to their new keys as they
-come; chunks after a prefix make one pass over the pool. On a GPU, decodes replay graphs that are captured once for each
-power of two of requests.
+A step is EXTEND, DECODE or MIXED, depending on its chunks. Prompts without a cached prefix read the new keys as ragged
+rows, and chunks after a prefix read the pool. On a GPU, decodes replay graphs that are captured once for each power of
+two of requests.
 
     python examples/serving/pymllm.py --page-size 1 --window 20
 """
@@ -21,7 +21,7 @@ from quire.serving.pymllm import FlashInferAttnBackend, ForwardBatch, ForwardMod
 
 
 class PymllmRunner(TokenRunner):
-    """As pymllm's model runner talks to its backend."""
+    """Calls the backend as pymllm's model runner does."""
 
     args: Any
 

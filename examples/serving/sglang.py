@@ -1,8 +1,8 @@
 """The shipped model through SGLang's backend, which is made from a model runner and reads SGLang's batches.
 
-SGLang is not needed: what the backend reads of its model runner, its forward modes and its batches is written down
-here. A step is EXTEND, DECODE or MIXED, as its chunks are. On a GPU, decodes replay graphs that are captured once for
-each power of two of requests: what is prepared before a graph runs is prepared alike for its capture and its replays.
+SGLang is not needed: this file has objects with the attributes that the backend reads of SGLang's model runner, forward
+modes and batches. A step is EXTEND, DECODE or MIXED, depending on its chunks. On a GPU, decodes replay graphs that are
+captured once for each power of two of requests; captures and replays are planned by one method.
 
     python examples/serving/sglang.py --page-size 16 --dtype bfloat16
 """
@@ -24,7 +24,7 @@ from quire.serving.sglang import FlashInferAttnBackend
 
 
 class ForwardMode(IntEnum):
-    """SGLang's modes, as far as this driver goes."""
+    """The modes of SGLang that this driver uses."""
 
     EXTEND = auto()
     DECODE = auto()
@@ -40,7 +40,7 @@ class ForwardMode(IntEnum):
 
 
 class MHATokenToKVPool(KVPool):
-    """A pool that is called with layers and scales, as SGLang's."""
+    """A pool whose arguments are layers and scales, as in SGLang."""
 
     def set_kv_buffer(  # type: ignore[override]
         self, layer: Any, loc: Tensor, k: Tensor, v: Tensor, k_scale: Any = None, v_scale: Any = None
@@ -49,7 +49,7 @@ class MHATokenToKVPool(KVPool):
 
 
 class SGLangRunner(TokenRunner):
-    """As SGLang's model runner talks to its backend."""
+    """Calls the backend as SGLang's model runner does."""
 
     args: Any
 

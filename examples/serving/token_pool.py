@@ -1,7 +1,7 @@
-"""What the drivers of pymllm and SGLang share: the engine's pages as a pool with one slot per token, and its steps.
+"""Code that the drivers of pymllm and SGLang share: the engine's pages as a pool with one slot per token, and steps.
 
-Both engines know tokens by slots: a request has a row of `req_to_token`, which tells where each of its tokens' keys and
-values are. Page p of the engine is slots p * page_size and on.
+In both engines, a request has a row of `req_to_token` with the slots of its tokens' keys and values. Page p of Quire's
+engine has the slots from p * page_size to (p + 1) * page_size - 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.steps import Layer, StepTables, store
 
 
 class KVPool:
-    """Keys and values of all layers, [slots, num_kv_heads, head_dim]: the runner's caches, without pages."""
+    """The keys and values of all layers, [slots, num_kv_heads, head_dim], as views of the runner's paged caches."""
 
     def __init__(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.buffers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in caches]
@@ -36,7 +36,7 @@ class KVPool:
 
 @dataclass
 class RadixAttention:
-    """A layer, by the names that both engines have for what it asks."""
+    """The parameters of a layer, with the names that both engines use."""
 
     layer_id: int
     tp_q_head_num: int
@@ -61,7 +61,7 @@ class TokenRunner(Runner):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.pool = KVPool(self.caches)
-        self.max_reqs = 1 << (self.num_pages - 1).bit_length()  # each has a page at least
+        self.max_reqs = 1 << (self.num_pages - 1).bit_length()  # each request has at least one page
         self.width = min(self.model.context, self.num_pages * self.page_size)
         self.req_to_token = torch.zeros(self.max_reqs, self.width, dtype=torch.int32, device=self.model.device)
         self.backend = self.make_backend()
@@ -74,11 +74,11 @@ class TokenRunner(Runner):
         raise NotImplementedError
 
     def make_batch(self, mode: str, **fields: Any) -> Any:
-        """A batch in the engine's own class."""
+        """A batch of the engine's class."""
         raise NotImplementedError
 
     def prepare_graph(self, batch: Any, in_capture: bool) -> None:
-        """Tell the backend that a graph is about to be captured or replayed."""
+        """Plan for the capture or the replay of a graph."""
         raise NotImplementedError
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -87,7 +87,7 @@ class TokenRunner(Runner):
         return super().run(chunks)
 
     def begin(self, chunks: Sequence[Chunk], tables: StepTables) -> None:
-        """Eager steps: prompts, chunks of them, decodes, or all in one."""
+        """Plan an eager step of chunks of prompts, of decodes, or of both."""
         counts, prefixes = [c.count for c in chunks], [c.start for c in chunks]
         if max(counts) == 1:
             mode, extend = "DECODE", {}
@@ -100,7 +100,7 @@ class TokenRunner(Runner):
         self.backend.init_forward_metadata(self.batch)
 
     def replay(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Decodes by a graph, which is captured when it is first needed."""
+        """Compute decodes by a graph, which is captured when it is first needed."""
         size = 1 << (len(chunks) - 1).bit_length()
         new = size not in self.graphs
         if new:
@@ -112,14 +112,14 @@ class TokenRunner(Runner):
         return graph.run(tokens, self.tables(chunks))[rows]
 
     def fields(self, chunks: Sequence[Chunk], size: int = 0) -> dict[str, Any]:
-        """The part of a batch that all modes have; requests that fill it up to `size` have one token, of row 0."""
+        """The fields of a batch in all modes; requests of padding up to `size` have one token, that of row 0."""
         device, padding = self.model.device, max(size - len(chunks), 0)
         lengths = [c.start + c.count for c in chunks]
-        place = np.arange(self.page_size, dtype=np.int32)
+        offsets = np.arange(self.page_size, dtype=np.int32)
         rows = np.zeros((len(chunks), max(lengths)), dtype=np.int32)
         for row, chunk, length in zip(rows, chunks, lengths, strict=True):
             pages = np.frombuffer(chunk.request.pages, dtype=np.int32)
-            row[:length] = (pages[:, None] * self.page_size + place).ravel()[:length]
+            row[:length] = (pages[:, None] * self.page_size + offsets).ravel()[:length]
         self.req_to_token[: len(rows), : rows.shape[1]] = torch.from_numpy(rows).to(device)
 
         lengths += [self.backend.get_cuda_graph_seq_len_fill_value()] * padding

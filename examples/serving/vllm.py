@@ -1,8 +1,8 @@
 """The shipped model through vLLM's FlashInfer backend, with plain objects in place of vLLM's runner.
 
-A step is one forward pass, prompts first: the builder makes its metadata from lists of blocks, the state plans it, and
-each layer's `FlashInferImpl` stores and attends. Steps of decodes alone are padded to the next batch size of which a
-graph was captured, and replay it; on the CPU the same pass over the same buffers is computed anew.
+A step is one forward pass, prompts first. The builder makes its metadata from lists of blocks, the state plans it, and
+each layer's `FlashInferImpl` stores keys and values and computes attention. Steps without prompts are padded to the
+next captured batch size and replay its graph; on the CPU, the pass over the graph's buffers runs without a graph.
 
     python examples/serving/vllm.py --layout HND --dtype bfloat16
 """
@@ -39,7 +39,7 @@ class VllmRunner(Runner):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        vllm.FLASHINFER_KV_CACHE_LAYOUT = self.args.layout  # as VLLM_KV_CACHE_LAYOUT would have it
+        vllm.FLASHINFER_KV_CACHE_LAYOUT = self.args.layout  # the environment's VLLM_KV_CACHE_LAYOUT sets it too
         layers = [replace(layer, window_left=self.args.window) for layer in self.model.layers]
         self.impls = [self.new_impl(layer) for layer in layers]
         self.caches = [self.new_cache() for _ in layers]
@@ -55,15 +55,15 @@ class VllmRunner(Runner):
         return vllm.FlashInferImpl(*sizes, None, window, "auto", logits_soft_cap=layer.logits_soft_cap)
 
     def new_cache(self) -> Tensor:
-        """A layer's cache, whose memory is in the order of the layout."""
+        """The cache of a layer, whose dimensions in memory have the order of the layout."""
         heads, backend = self.model.layers[0].heads, vllm.FlashInferBackend
         shape = backend.get_kv_cache_shape(self.num_pages, self.page_size, heads.num_kv_heads, heads.head_dim_qk)
         order = backend.get_kv_cache_stride_order()
-        kind: Any = {"dtype": self.model.dtype, "device": self.model.device}
-        return torch.zeros([shape[i] for i in order], **kind).permute(*order)
+        options: Any = {"dtype": self.model.dtype, "device": self.model.device}
+        return torch.zeros([shape[i] for i in order], **options).permute(*order)
 
     def engine_objects(self) -> None:
-        """What the backend asks of vLLM's model runner and of its input builder."""
+        """Objects with the attributes that the backend reads of vLLM's model runner and input builder."""
         heads, most = self.model.layers[0].heads, max(SIZES)
         layers = {f"model.layers.{i}.attn": SimpleNamespace(impl=impl) for i, impl in enumerate(self.impls)}
         self.engine = SimpleNamespace(
@@ -85,7 +85,7 @@ class VllmRunner(Runner):
         )
         self.input_builder = SimpleNamespace(
             runner=self.engine,
-            sliding_window=None,  # layers have windows of their own
+            sliding_window=None,  # each layer has its own window
             block_size=self.page_size,
             chunked_prefill_enabled=True,
             inter_data_list=[],
@@ -94,14 +94,14 @@ class VllmRunner(Runner):
         self.state = vllm.FlashInferState(self.engine)
 
     def warm_up(self) -> None:
-        """Capture graphs, the largest first, after a step that compiles what they need."""
+        """Capture graphs, the largest first, after a step that compiles their kernels."""
         super().warm_up()
         with self.state.graph_capture(max(SIZES)):
             for size in reversed(SIZES):
                 self.engine.graph_runners[0][size, False] = GraphRunner(self, size)
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """One pass, prompts first; the logits are in the order of the chunks."""
+        """Compute one pass, prompts first; the logits are in the order of the chunks."""
         order = sorted(range(len(chunks)), key=lambda i: not is_prompt(chunks[i]))
         step = [chunks[i] for i in order]
         size = None if is_prompt(step[0]) else next((n for n in SIZES if n >= len(step)), None)
@@ -125,7 +125,7 @@ class VllmRunner(Runner):
         return logits[[sampled.index(i) for i in sorted(sampled)]]
 
     def build(self, step: Sequence[Chunk], padding: int) -> vllm.FlashInferMetadata:
-        """Metadata of a step; a chunk is what vLLM calls a sequence group."""
+        """The metadata of a step; a chunk is a sequence group in vLLM."""
         self.input_builder.inter_data_list = [self.group(i, chunk) for i, chunk in enumerate(step)]
         lengths, counts = [c.start + c.count for c in step], [c.count for c in step]
         self.builder.prepare()
@@ -143,7 +143,7 @@ class VllmRunner(Runner):
             query_lens=[chunk.count],
             block_tables={seq_id: chunk.request.pages.tolist()},
             computed_block_nums=None,
-            prefix_cache_hit=False,  # chunks over a cached prefix are chunks like any other
+            prefix_cache_hit=False,  # chunks over a cached prefix need no special case
             multi_modal_placeholder_maps=None,
         )
 
@@ -157,7 +157,7 @@ class VllmRunner(Runner):
 
 
 class GraphRunner:
-    """A pass of `size` decodes, which reads buffers: captured on a GPU, computed anew elsewhere."""
+    """A pass of `size` decodes that reads buffers, captured on a GPU and computed without a graph on the CPU."""
 
     def __init__(self, runner: VllmRunner, size: int) -> None:
         self.runner, self.metadata = runner, runner.state.graph_capture_get_metadata_for_batch(size)
@@ -169,7 +169,7 @@ class GraphRunner:
         self.attn_state = runner.state.graph_clone(size)
         self.graph = None
         if runner.model.device.type == "cuda":
-            self.compute()  # what compiles on first use must not do so in the capture
+            self.compute()  # compiles kernels, which a capture must not do
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.logits = self.compute()
@@ -179,7 +179,7 @@ class GraphRunner:
         return self.runner.model.logits(self.tokens, self.positions, self.rows, self.runner)
 
     def replay(self, model_input: Any) -> Tensor:
-        """Logits of a step that has been planned into the buffers of this graph's wrapper."""
+        """The logits of a step that has been planned into the buffers of this graph's wrapper."""
         self.tokens.copy_(model_input.input_tokens)
         self.positions.copy_(model_input.input_positions)
         self.attn_state.prepare_graph_input_buffers(self.buffers, model_input.attn_metadata)
