@@ -53,7 +53,7 @@ def set_up(runner: type[Runner], args: argparse.Namespace) -> type[Runner]:
 
 
 def generate(runner: type[Runner], args: argparse.Namespace) -> tuple[list[Completion], Any]:
-    """The greedy completions of the prompts and the engine's counts. The cache is so small that requests are preempted."""
+    """The greedy completions of the prompts, and the engine's counts. The cache is too small to avoid preemptions."""
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True, logprobs=2)
     options: Any = {"page_size": args.page_size, "max_batched_tokens": 24, "num_pages": -(-160 // args.page_size)}
     with LLM(device=args.device, dtype=args.dtype, runner=set_up(runner, args), **options) as llm:

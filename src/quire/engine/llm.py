@@ -284,9 +284,9 @@ def _until_done(updates: queue.SimpleQueue[Update], count: int) -> Iterator[Upda
 
 def _default_pages(model: Model, page_size: int, max_num_seqs: int) -> int:
     """Pages for max_num_seqs full contexts, or as many as a quarter of the free memory holds."""
-    wanted = max_num_seqs * -(-model.context // page_size)
+    needed = max_num_seqs * -(-model.context // page_size)
     if model.device.type == "cuda":
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(wanted, free // 4 // Runner.page_bytes(model, page_size)))
+    return max(1, min(needed, free // 4 // Runner.page_bytes(model, page_size)))

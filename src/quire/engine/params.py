@@ -72,7 +72,7 @@ class SamplingParams:
             temperature and penalties; None: report none.
 
     Raises:
-        ValueError: naming the attribute, its value and what is allowed.
+        ValueError: a value is invalid; the message names the attribute, its value and the allowed values.
     """
 
     temperature: float | None = None
@@ -116,7 +116,7 @@ class SamplingParams:
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "it must be True or False")
         _check(n is None or _whole(n, 0), "logprobs", n, f"{whole}, and 0 or larger; or None")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            if getattr(self, name) is not None:  # torch's integers have a limit that Python's lack
+            if getattr(self, name) is not None:  # a Python integer may exceed the range of torch's
                 object.__setattr__(self, name, float(getattr(self, name)))
 
     def over(self, defaults: SamplingParams) -> SamplingParams:

@@ -111,7 +111,7 @@ class Runner:
         )
 
     def inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-        """The tokens of the chunks, and the rows whose logits are needed; int64, on the model's device."""
+        """The tokens of the chunks, and the indices of rows whose logits are needed; int64, on the model's device."""
         tokens = [t for c in chunks for t in c.request.tokens[c.start : c.start + c.count]]
         ends = accumulate(c.count for c in chunks)
         rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]

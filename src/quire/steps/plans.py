@@ -1,4 +1,4 @@
-"""Planning a wrapper for a step, and what the layers of a model ask of attention."""
+"""Planning a wrapper for a step, and the attention parameters of a model's layers."""
 
 from __future__ import annotations
 

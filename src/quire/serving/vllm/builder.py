@@ -63,7 +63,7 @@ class FlashInferMetadataBuilder:
         """The metadata of the sequences in `input_builder.inter_data_list`, prompts first.
 
         Args:
-            seq_lens: the lengths of the sequences, and 1 for each request of padding.
+            seq_lens: the lengths of the sequences, and one entry for each request of padding.
             query_lens: the numbers of new tokens of the sequences.
             cuda_graph_pad_size: the number of requests of padding; -1: the step does not use a graph.
             batch_size: the number of new tokens and of requests of padding, if the step uses a graph.
@@ -104,7 +104,10 @@ class FlashInferMetadataBuilder:
             logits_soft_cap=params.logits_soft_cap,
             sm_scale=params.sm_scale,
         )
-        self._tables_of_profile(metadata) if self.profiled else self._tables(metadata, padding)
+        if self.profiled:
+            self._set_profile_tables(metadata)
+        else:
+            self._set_tables(metadata, padding)
         return metadata
 
     def _add_seq_group(self, inter_data: SequenceGroup, chunked_prefill_enabled: bool) -> None:
@@ -174,7 +177,7 @@ class FlashInferMetadataBuilder:
             room = len(self.runner.graph_block_tables)
             raise ValueError(f"{count + padding} sequences, with padding, are more than graphs were made for: {room}")
 
-    def _tables_of_profile(self, metadata: FlashInferMetadata) -> None:
+    def _set_profile_tables(self, metadata: FlashInferMetadata) -> None:
         """Set the tables of a profile run, whose keys and values are not stored."""
         device = self.runner.device
         indptr = np.fromiter(accumulate(self.query_lens, initial=0), dtype=np.int32)
@@ -182,7 +185,7 @@ class FlashInferMetadataBuilder:
         metadata.slot_mapping = torch.full((int(indptr[-1]),), PAD_SLOT_ID, dtype=torch.int64, device=device)
         metadata.seq_lens_tensor = upload(np.array(self.prefill_seq_lens, dtype=np.int32), device)
 
-    def _tables(self, metadata: FlashInferMetadata, padding: int) -> None:
+    def _set_tables(self, metadata: FlashInferMetadata, padding: int) -> None:
         """Set the tables of sequences that have pages."""
         count = len(self.query_lens)
         cache = getattr(self.runner, "cache_config", None)  # optional: its size bounds page ids

@@ -57,7 +57,7 @@ class FlashInferState:
 
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
-        """Allocate the buffers shared by graphs of up to `max_batch_size` requests. Captured graphs keep them alive."""
+        """A context in which graphs of up to `max_batch_size` requests are captured; they share its buffers."""
         if self._is_graph_capturing:
             raise RuntimeError("graphs are being captured already")
         room = len(self.runner.graph_block_tables)
@@ -207,9 +207,9 @@ class FlashInferState:
             self._decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(self._get_workspace_buffer(), layout)
         return self._decode_wrapper
 
-    def _check_capturing(self, wanted: bool, name: str) -> None:
-        if self._is_graph_capturing != wanted:
-            raise RuntimeError(f"{name} is for {'within' if wanted else 'outside of'} graph_capture")
+    def _check_capturing(self, expected: bool, name: str) -> None:
+        if self._is_graph_capturing != expected:
+            raise RuntimeError(f"{name} is for {'within' if expected else 'outside of'} graph_capture")
 
 
 def _check_decoder(is_encoder_decoder_model: bool) -> None:
