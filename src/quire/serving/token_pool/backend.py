@@ -14,7 +14,7 @@ from quire.definition.spec import FLOATS8
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.serving.token_pool import radix
 from quire.serving.token_pool.batch import AttentionBackend
-from quire.serving.token_pool.slots import Slots, WrapperDispatch
+from quire.serving.token_pool.slots import Requests, Slots, WrapperDispatch
 from quire.serving.token_pool.updaters import (
     DecodeMetadata,
     IndicesUpdaterDecode,
@@ -106,12 +106,10 @@ class PlanningBackend(AttentionBackend):
             ValueError: tables contradict each other, or a request is longer than its row of req_to_token.
             RuntimeError: the batch has prefills, and the backend was made with skip_prefill.
         """
-        batch, mode = forward_batch, forward_batch.forward_mode
-        encoder = (getattr(batch, "encoder_lens", None), getattr(batch, "encoder_lens_cpu", None))
-        lengths = (batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum)
+        batch, mode, requests = forward_batch, forward_batch.forward_mode, Requests.of(forward_batch)
         if mode.is_decode_or_idle():
             if not mode.is_idle():
-                self.indices_updater_decode.update(*lengths, self.decode_wrappers, *encoder)
+                self.indices_updater_decode.update(requests, self.decode_wrappers)
             self.forward_metadata = DecodeMetadata(self.decode_wrappers, len(batch.seq_lens))
             return
         updater = self._prefill_updater()
@@ -120,7 +118,7 @@ class PlanningBackend(AttentionBackend):
                 raise ValueError("spec_info is None: target-verify needs to know how many tokens are drafted")
             drafted, mask = batch.spec_info.draft_token_num, getattr(batch.spec_info, "custom_mask", None)
             metadata = PrefillMetadata(self.prefill_wrappers_paged, False, False, len(batch.seq_lens) * drafted)
-            updater.verify(metadata, *lengths, drafted, mask, *encoder)
+            updater.verify(metadata, requests, drafted, mask)
         else:
             metadata = updater.extend(batch, self.prefill_wrappers_paged, self.prefill_wrapper_ragged)
         self.forward_metadata = metadata
@@ -196,7 +194,7 @@ class PlanningBackend(AttentionBackend):
             metadata = PrefillMetadata(wrappers, False, False, num_tokens, custom_mask is not None)
         else:
             raise ValueError(f"forward_mode = {forward_mode!r}: graphs are captured for decode and target-verify only")
-        self._plan_graph(bs, metadata, (req_pool_indices, seq_lens, None, None), custom_mask, encoder_lens)
+        self._plan_graph(bs, metadata, Requests(req_pool_indices, seq_lens, None, None, encoder_lens), custom_mask)
         self._graphs(forward_mode)[bs] = metadata
 
     def init_forward_metadata_replay_cuda_graph(
@@ -225,32 +223,19 @@ class PlanningBackend(AttentionBackend):
         graphs: Mapping[int, Any] = self._graphs(forward_mode)
         if bs not in graphs:
             raise ValueError(f"bs = {bs}: graphs of this mode have been captured for {sorted(graphs) or 'none'}")
-        lengths = (req_pool_indices, seq_lens, seq_lens_cpu, seq_lens_sum)
-        self._plan_graph(bs, graphs[bs], lengths, custom_mask, encoder_lens)
+        requests = Requests(req_pool_indices, seq_lens, seq_lens_cpu, seq_lens_sum, encoder_lens)
+        self._plan_graph(bs, graphs[bs], requests, custom_mask)
 
-    def _plan_graph(
-        self, bs: int, metadata: Any, lengths: tuple[Any, ...], mask: Tensor | None, encoder_lens: Tensor | None
-    ) -> None:
+    def _plan_graph(self, bs: int, metadata: Any, requests: Requests, mask: Tensor | None) -> None:
         """Plan the wrappers of a graph, which write the tables that the graph reads."""
-        rows, seq_lens, on_host, known = lengths
-        names = ("req_pool_indices", "seq_lens", "seq_lens_cpu", "encoder_lens")
-        tables: list[Any] = [rows, seq_lens, on_host, encoder_lens]
-        for name, values in zip(names, tables, strict=True):
-            if values is not None and len(values) < bs:
-                raise ValueError(f"{name} has {len(values)} requests: the graph has bs = {bs}")
-        tables = [None if values is None else values[:bs] for values in tables]
-        rows, seq_lens, on_host, encoder_lens = tables
+        requests = requests.first(bs)
         if isinstance(metadata, DecodeMetadata):
-            wrappers = metadata.decode_wrappers
-            self.indices_updater_decode.update(rows, seq_lens, on_host, known, wrappers, encoder_lens)
+            self.indices_updater_decode.update(requests, metadata.decode_wrappers)
         else:
             if metadata.masked != (mask is not None):
                 with_or_without = "with" if metadata.masked else "without"
                 raise ValueError(f"custom_mask: the graph for bs = {bs} was captured {with_or_without} one")
-            drafted = metadata.num_tokens // bs
-            self._prefill_updater().verify(
-                metadata, rows, seq_lens, on_host, known, drafted, mask, encoder_lens=encoder_lens
-            )
+            self._prefill_updater().verify(metadata, requests, metadata.num_tokens // bs, mask)
         self.forward_metadata = metadata
 
     def _graphs(self, mode: Any) -> dict[int, Any]:

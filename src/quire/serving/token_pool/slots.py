@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,44 @@ def total(lengths: Tensor, on_host: Tensor | Sequence[int] | None = None, known:
     if lengths.device.type == "cpu":
         on_host = lengths
     return known if on_host is None else int(torch.as_tensor(on_host).sum())
+
+
+class Requests(NamedTuple):
+    """The rows, lengths and encoders of the requests of a batch; the attributes are those of `ForwardBatch`."""
+
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu: Tensor | None
+    seq_lens_sum: int | None
+    encoder_lens: Tensor | None = None
+    encoder_lens_cpu: Sequence[int] | None = None
+
+    @classmethod
+    def of(cls, batch: Any) -> Requests:
+        """The requests of a batch."""
+        encoder = (getattr(batch, "encoder_lens", None), getattr(batch, "encoder_lens_cpu", None))
+        return cls(batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum, *encoder)
+
+    @property
+    def entries(self) -> int | None:
+        """The sum of the lengths, or None if it is not known without waiting for the device."""
+        return total(self.seq_lens, self.seq_lens_cpu, self.seq_lens_sum)
+
+    def drafting(self, count: int) -> Requests:
+        """The requests with `count` more tokens each."""
+        entries = self.entries
+        entries = None if entries is None else entries + len(self.seq_lens) * count
+        return self._replace(seq_lens=self.seq_lens.int() + count, seq_lens_cpu=None, seq_lens_sum=entries)
+
+    def first(self, bs: int) -> Requests:
+        """The first bs requests of the graph of a batch size; ValueError if a table has fewer."""
+        tables: dict[str, Any] = {}
+        for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "encoder_lens"):
+            values = getattr(self, name)
+            if values is not None and len(values) < bs:
+                raise ValueError(f"{name} has {len(values)} requests: the graph has bs = {bs}")
+            tables[name] = None if values is None else values[:bs]
+        return self._replace(**tables)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +93,14 @@ class Slots:
         table = PageTable.from_req_to_token(self.req_to_token, rows, lengths.int(), starts=starts, entries=entries)
         return PageTable.from_slots(table.indices, table.indptr)  # last_page_len all 1, as two graph wrappers share it
 
-    def tables(
-        self, rows: Tensor, lengths: Tensor, entries: int | None, encoder_lens: Tensor | None, encoder_lens_cpu: Any
-    ) -> list[PageTable]:
+    def tables(self, requests: Requests) -> list[PageTable]:
         """A page table for each wrapper."""
+        rows, lengths, entries = requests.req_pool_indices, requests.seq_lens, requests.entries
         if self.reason is not WrapperDispatch.CROSS_ATTENTION:
             return [self.pages(rows, lengths, entries)] * self.wrappers
-        starts = self.encoder(encoder_lens)
+        starts = self.encoder(requests.encoder_lens)
         own = self.pages(rows, lengths, entries, starts)
-        return [own, self.pages(rows, starts, total(starts, encoder_lens_cpu))]
+        return [own, self.pages(rows, starts, total(starts, requests.encoder_lens_cpu))]
 
     def encoder(self, encoder_lens: Tensor | None) -> Tensor:
         """The lengths of the encoders as int32; ValueError if they are missing."""

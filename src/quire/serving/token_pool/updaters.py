@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from quire.serving.token_pool.slots import Slots, WrapperDispatch, total
+from quire.serving.token_pool.slots import Requests, Slots, WrapperDispatch, total
 from quire.steps import Heads, pack_mask, plan, prefix_window_mask
 
 
@@ -57,21 +57,10 @@ class IndicesUpdaterDecode:
     def __init__(self, slots: Slots, heads: Heads, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         self.slots, self.heads, self.q_dtype, self.kv_dtype = slots, heads, q_dtype, kv_dtype
 
-    def update(
-        self,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        seq_lens_cpu: Tensor | None,
-        seq_lens_sum: int | None,
-        decode_wrappers: Sequence[BatchDecodeWithPagedKVCacheWrapper],
-        encoder_lens: Tensor | None = None,
-        encoder_lens_cpu: Sequence[int] | None = None,
-    ) -> None:
-        """Plan for requests of these lengths, which include the one query token of each request."""
-        self.slots.check(seq_lens_cpu)
-        entries = total(seq_lens, seq_lens_cpu, seq_lens_sum)
-        tables = self.slots.tables(req_pool_indices, seq_lens, entries, encoder_lens, encoder_lens_cpu)
-        for wrapper, pages in zip(decode_wrappers, tables, strict=True):
+    def update(self, requests: Requests, decode_wrappers: Sequence[BatchDecodeWithPagedKVCacheWrapper]) -> None:
+        """Plan for requests whose lengths include the one query token of each request."""
+        self.slots.check(requests.seq_lens_cpu)
+        for wrapper, pages in zip(decode_wrappers, self.slots.tables(requests), strict=True):
             plan(wrapper, pages, self.heads, self.q_dtype, self.kv_dtype)
 
 
@@ -102,31 +91,18 @@ class IndicesUpdaterPrefill:
         return PrefillMetadata(wrappers, True, no_prefix, tokens, step=ExtendStep(self, batch, wrappers, ragged))
 
     def verify(
-        self,
-        metadata: PrefillMetadata,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        seq_lens_cpu: Tensor | None,
-        seq_lens_sum: int | None,
-        draft_token_num: int,
-        custom_mask: Tensor | None,
-        encoder_lens: Tensor | None = None,
-        encoder_lens_cpu: Sequence[int] | None = None,
+        self, metadata: PrefillMetadata, requests: Requests, draft_token_num: int, custom_mask: Tensor | None
     ) -> None:
-        """Plan for requests with draft_token_num drafted tokens each, which seq_lens do not include."""
-        self.slots.check(seq_lens_cpu)
-        batch_size, device = len(seq_lens), seq_lens.device
-        entries = total(seq_lens, seq_lens_cpu, seq_lens_sum)
-        entries = None if entries is None else entries + batch_size * draft_token_num
-        lengths = seq_lens.int() + draft_token_num
-        stop = batch_size * draft_token_num + 1
+        """Plan for requests with draft_token_num drafted tokens each, which their lengths do not include."""
+        self.slots.check(requests.seq_lens_cpu)
+        stop, device = len(requests.seq_lens) * draft_token_num + 1, requests.seq_lens.device
         qo_indptr = torch.arange(0, stop, draft_token_num, dtype=torch.int32, device=device)
+        requests = requests.drafting(draft_token_num)
         packed = None
         if custom_mask is not None:
-            area = None if entries is None else entries * draft_token_num
-            packed = pack_mask(self.sized(custom_mask, area), qo_indptr.diff(), lengths)
-        tables = self.slots.tables(req_pool_indices, lengths, entries, encoder_lens, encoder_lens_cpu)
-        for i, (wrapper, pages) in enumerate(zip(metadata.prefill_wrappers, tables, strict=True)):
+            area = None if requests.entries is None else requests.entries * draft_token_num
+            packed = pack_mask(self.sized(custom_mask, area), qo_indptr.diff(), requests.seq_lens)
+        for i, (wrapper, pages) in enumerate(zip(metadata.prefill_wrappers, self.slots.tables(requests), strict=True)):
             self.plan(wrapper, pages, qo_indptr, i, packed, draft_token_num)
 
     def sized(self, mask: Tensor, area: int | None) -> Tensor:
@@ -207,10 +183,7 @@ class ExtendStep:
 
     @cached_property
     def _tables(self) -> list[PageTable]:
-        b = self._batch
-        entries = total(b.seq_lens, b.seq_lens_cpu, b.seq_lens_sum)
-        encoder = (getattr(b, "encoder_lens", None), getattr(b, "encoder_lens_cpu", None))
-        return self._updater.slots.tables(b.req_pool_indices, b.seq_lens, entries, *encoder)
+        return self._updater.slots.tables(Requests.of(self._batch))
 
     def _prefix_pages(self, window_left: int) -> tuple[PageTable, Tensor | None]:
         """The pages before the new tokens, and with a window the packed mask of new tokens over these pages."""

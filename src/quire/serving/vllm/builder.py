@@ -15,8 +15,8 @@ from quire.serving.vllm.metadata import (
     PAD_SLOT_ID,
     FlashInferMetadata,
     PerLayerParameters,
-    cache_dtype,
     get_per_layer_parameters,
+    model_fields,
     shared_or_neutral,
 )
 from quire.serving.vllm.protocols import InputBuilder, PlaceholderMap, SequenceGroup
@@ -77,9 +77,7 @@ class FlashInferMetadataBuilder:
         padding = max(cuda_graph_pad_size, 0)
         self._check(seq_lens, query_lens, cuda_graph_pad_size, batch_size)
         decode_query_len = max(self.query_lens[self.num_prefills :], default=1)
-        model, parallel = self.runner.model_config, self.runner.parallel_config
-        params = self.global_hyperparameters
-        assert params is not None
+        assert self.global_hyperparameters is not None
         starts = np.fromiter(accumulate(seq_lens, initial=0), dtype=np.int32)
         metadata = FlashInferMetadata(
             num_prefills=self.num_prefills,
@@ -87,22 +85,13 @@ class FlashInferMetadataBuilder:
             num_decode_tokens=self.num_decode_tokens + padding,
             slot_mapping=torch.empty(0, dtype=torch.int64),
             multi_modal_placeholder_index_maps={k: m.index_map() for k, m in self.multimodal_placeholder_maps.items()},
-            enable_kv_scales_calculation=False,
             max_prefill_seq_len=max(self.prefill_seq_lens, default=0),
             decode_query_len=decode_query_len,
             use_cuda_graph=cuda_graph_pad_size != -1,
             seq_start_loc=upload(starts, self.runner.device),
-            num_qo_heads=model.get_num_attention_heads(parallel),
-            num_kv_heads=model.get_num_kv_heads(parallel),
-            head_dim=model.get_head_size(),
             page_size=self.block_size,
-            data_type=cache_dtype(self.runner.kv_cache_dtype, model.dtype),
-            q_data_type=model.dtype,
-            device=self.runner.device,
             is_profile_run=self.profiled > 0,
-            window_left=params.window_left,
-            logits_soft_cap=params.logits_soft_cap,
-            sm_scale=params.sm_scale,
+            **model_fields(self.runner, self.global_hyperparameters),
         )
         if self.profiled:
             self._set_profile_tables(metadata)

@@ -13,7 +13,7 @@ from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.definition.pages import PageTable
 from quire.definition.spec import FLOATS, FLOATS8, as_dtype, check
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from quire.serving.vllm.protocols import LayerImpl, ModelInput, VllmConfig
+from quire.serving.vllm.protocols import LayerImpl, ModelInput, ModelRunner, VllmConfig
 from quire.steps import Heads, fp8_dtype, plan
 
 PAD_SLOT_ID = -1
@@ -69,6 +69,21 @@ def shared_or_neutral(per_layer_params: dict[str, PerLayerParameters], head_dim:
     if all(params == next(iter(per_layer_params.values())) for params in per_layer_params.values()):
         return infer_global_hyperparameters(per_layer_params)
     return PerLayerParameters(-1, None, head_dim**-0.5)
+
+
+def model_fields(runner: ModelRunner, params: PerLayerParameters) -> dict[str, Any]:
+    """The fields of `FlashInferMetadata` that depend on the model, its runner and the parameters to plan with."""
+    model, parallel = runner.model_config, runner.parallel_config
+    return {
+        "enable_kv_scales_calculation": False,
+        "num_qo_heads": model.get_num_attention_heads(parallel),
+        "num_kv_heads": model.get_num_kv_heads(parallel),
+        "head_dim": model.get_head_size(),
+        "data_type": cache_dtype(runner.kv_cache_dtype, model.dtype),
+        "q_data_type": model.dtype,
+        "device": runner.device,
+        **vars(params),
+    }
 
 
 def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
@@ -307,16 +322,16 @@ class FlashInferMetadata:
 
     def _layer(self) -> dict[str, Any]:
         """The arguments of `quire.steps.plan` that describe the layers."""
-        sizes = {name: getattr(self, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim")}
-        types = {name: getattr(self, name) for name in ("q_data_type", "data_type")}
-        missing = [name for name, value in (sizes | types).items() if value is None]
-        if missing:
-            raise ValueError(f"{missing[0]} is missing")
-        heads = Heads(sizes["num_qo_heads"], sizes["num_kv_heads"], sizes["head_dim"], sizes["head_dim"])
+        values: list[Any] = []
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "q_data_type", "data_type"):
+            values.append(getattr(self, name))
+            if values[-1] is None:
+                raise ValueError(f"{name} is missing")
+        num_qo_heads, num_kv_heads, head_dim, q_dtype, kv_dtype = values
         return {
-            "heads": heads,
-            "q_dtype": types["q_data_type"],
-            "kv_dtype": types["data_type"],
+            "heads": Heads(num_qo_heads, num_kv_heads, head_dim, head_dim),
+            "q_dtype": q_dtype,
+            "kv_dtype": kv_dtype,
             "window_left": self.window_left,
             "logits_soft_cap": self.logits_soft_cap,
             "sm_scale": self.sm_scale,

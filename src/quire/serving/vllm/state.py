@@ -15,8 +15,8 @@ from quire.serving.vllm.metadata import (
     PAD_SLOT_ID,
     FlashInferMetadata,
     PerLayerParameters,
-    cache_dtype,
     get_per_layer_parameters,
+    model_fields,
     shared_or_neutral,
 )
 from quire.serving.vllm.protocols import ModelInput, ModelRunner
@@ -92,15 +92,14 @@ class FlashInferState:
         """
         self._check_capturing(True, "graph_capture_get_metadata_for_batch")
         _check_decoder(is_encoder_decoder_model)
-        runner, model, parallel = self.runner, self.runner.model_config, self.runner.parallel_config
+        runner = self.runner
         self._graph_decode_wrapper = self._graph_buffers.decode(
             batch_size, self._get_workspace_buffer(), self.get_kv_cache_layout()
         )
         self._graph_batch_size = batch_size
         if self.global_hyperparameters is None:
             layers = get_per_layer_parameters(self.vllm_config)
-            self.global_hyperparameters = shared_or_neutral(layers, model.get_head_size())
-        params = self.global_hyperparameters
+            self.global_hyperparameters = shared_or_neutral(layers, runner.model_config.get_head_size())
         each = torch.arange(batch_size + 1, dtype=torch.int32)
         metadata: FlashInferMetadata = runner.attn_backend.make_metadata(
             num_prefills=0,
@@ -108,7 +107,6 @@ class FlashInferState:
             num_decode_tokens=batch_size,
             slot_mapping=self._graph_slot_mapping[:batch_size],
             multi_modal_placeholder_index_maps=None,
-            enable_kv_scales_calculation=False,
             max_prefill_seq_len=0,
             use_cuda_graph=True,
             decode_wrapper=self._graph_decode_wrapper,
@@ -117,16 +115,8 @@ class FlashInferState:
             paged_kv_indptr=each,
             paged_kv_indices=torch.zeros(batch_size, dtype=torch.int32),
             paged_kv_last_page_len=torch.ones(batch_size, dtype=torch.int32),
-            num_qo_heads=model.get_num_attention_heads(parallel),
-            num_kv_heads=model.get_num_kv_heads(parallel),
-            head_dim=model.get_head_size(),
             page_size=runner.block_size,
-            data_type=cache_dtype(runner.kv_cache_dtype, model.dtype),
-            q_data_type=model.dtype,
-            device=runner.device,
-            window_left=params.window_left,
-            logits_soft_cap=params.logits_soft_cap,
-            sm_scale=params.sm_scale,
+            **model_fields(runner, self.global_hyperparameters),
         )
         metadata.begin_forward()
         return metadata
