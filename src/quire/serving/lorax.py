@@ -65,17 +65,17 @@ class _State:
         """`run` with the arguments of FlashInfer's deprecated `forward`, for this call only. Arguments that are omitted
         or None have the planned value.
         """
-        given = self._of_forward.bind(self, *args, **options).arguments
-        del given["self"]
-        given.pop("use_fp16_qk_reduction", None)
+        arguments = self._of_forward.bind(self, *args, **options).arguments
+        del arguments["self"]
+        arguments.pop("use_fp16_qk_reduction", None)
         plan = self.require_plan()
-        layer = {to: given.pop(name, None) for name, to in _PLANNED.items()}
-        changes = {name: x for name, x in layer.items() if x is not None and x != getattr(plan.spec, name)}
+        changes = {field: arguments.pop(name, None) for name, field in _PLANNED.items()}
+        changes = {field: x for field, x in changes.items() if x is not None and x != getattr(plan.spec, field)}
         if not changes:
-            return self.run(**given)
+            return self.run(**arguments)
         self.planned = plan.but(**changes)
         try:
-            return self.run(**given)
+            return self.run(**arguments)
         finally:
             self.planned = plan
 
@@ -283,18 +283,18 @@ def _user() -> tuple[int, int]:
 
 
 @contextmanager
-def _use(variable: ContextVar[Any], state: Any, begin: Callable[[], None]) -> Iterator[None]:
+def _use(variable: ContextVar[Any], state: Any, make_plan: Callable[[], None]) -> Iterator[None]:
     """Plan a state and set the context variable to it. A state that is nested in itself gets its outer plan back."""
     outer = _users.get(id(state))
     if outer not in (None, _user()):
         raise RuntimeError("this state is in use by another thread or task, whose plan it holds: make another state")
     if outer is not None and state.is_cuda_graph_enabled:
         raise RuntimeError("this state is in use, and its buffers hold that batch: make another state")
-    plan = state.planned
+    outer_plan = state.planned
     _users[id(state)] = _user()
     token = variable.set(state)
     try:
-        begin()
+        make_plan()
         yield
     finally:
         variable.reset(token)
@@ -302,4 +302,4 @@ def _use(variable: ContextVar[Any], state: Any, begin: Callable[[], None]) -> It
         if outer is None:
             del _users[id(state)]
         else:
-            state.planned = plan
+            state.planned = outer_plan

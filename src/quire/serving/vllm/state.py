@@ -72,14 +72,12 @@ class FlashInferState:
         self._graph_slot_mapping = torch.full((max_batch_size,), PAD_SLOT_ID, dtype=torch.int64, device=device)
         self._graph_block_tables = torch.from_numpy(self.runner.graph_block_tables).to(device)
         self._graph_decode_wrapper: Any = None
-        self._graph_batch_size: int | None = None  # of the metadata made last
         self._is_graph_capturing = True
         try:
             yield
         finally:
             self._is_graph_capturing = False
-            del self._graph_buffers, self._graph_slot_mapping, self._graph_block_tables
-            del self._graph_decode_wrapper, self._graph_batch_size
+            del self._graph_buffers, self._graph_slot_mapping, self._graph_block_tables, self._graph_decode_wrapper
 
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, is_encoder_decoder_model: bool = False
@@ -96,7 +94,6 @@ class FlashInferState:
         self._graph_decode_wrapper = self._graph_buffers.decode(
             batch_size, self._get_workspace_buffer(), self.get_kv_cache_layout()
         )
-        self._graph_batch_size = batch_size
         if self.global_hyperparameters is None:
             layers = get_per_layer_parameters(self.vllm_config)
             self.global_hyperparameters = shared_or_neutral(layers, runner.model_config.get_head_size())
@@ -124,7 +121,8 @@ class FlashInferState:
     def graph_clone(self, batch_size: int) -> FlashInferState:
         """The state of the graph of `batch_size` requests that was captured last."""
         self._check_capturing(True, "graph_clone")
-        captured = self._graph_batch_size
+        wrapper = self._graph_decode_wrapper
+        captured = None if wrapper is None else wrapper.require_plan().kv.batch_size
         if batch_size != captured:
             raise ValueError(f"batch_size = {batch_size}: the last metadata to capture was for {captured} requests")
         state = self.__class__(self.runner)
