@@ -150,10 +150,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             shared_prefix: find neighbouring requests whose first pages are the same, and have runs read these pages
                 once for all of them, then what parts of them share beyond, in up to four levels; the property
                 `shared_prefix` tells what was found. Only full pages before the query tokens are shared, where there
-                are 128 tokens of them and a group saves reading 32 MiB besides what its level writes. The tables are
-                read here, which waits for the device if they lie on one, and must stay as they are until the next plan.
-                Levels with more query tokens than `backend` has kernels for go to the first family that has. A run that
-                is given a window reads each request's pages.
+                are 128 tokens of them and a group saves reading 32 MiB besides what its level writes. Tables are read
+                here, which waits for their device, and must not change until the next plan. Levels with more query
+                tokens than `backend` has kernels for go to the first family that has. With a window, runs read each
+                request's pages.
 
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed. With shared_prefix also
@@ -164,7 +164,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             kv_data_type = data_type if kv_data_type is None else kv_data_type
             if q_data_type is None or (q_data_type == "float16" and as_dtype(data_type, "data_type") not in FLOATS8):
                 q_data_type = data_type
-        # By position, in the order of LayerArgs: 20 keywords would take a microsecond of the few that a plan takes.
+        # By position, in the order of LayerArgs, since 20 keywords would take a microsecond.
         layer = LayerArgs(
             num_qo_heads, num_kv_heads, head_dim, head_dim_vo, page_size, q_len_per_req,
             q_data_type or "float16", kv_data_type, o_data_type,
@@ -172,8 +172,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             pos_encoding_mode, rope_scale, rope_theta, () if alibi_slopes is None else as_slopes(alibi_slopes),
             self.invariant or disable_split_kv or (fixed_split_size or 0) > 0,
         )  # fmt: skip
-        if window_right != 0:
-            refuse(window_right=window_right)
+        refuse(window_right=window_right or None)
         if not shared_prefix and self._again(layer):
             pages = self._current.kv.like(indptr, indices, last_page_len)  # type: ignore[union-attr]
             if pages is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.definition.tensors import check_apart, check_cache, check_tensor, check_tensors
+from quire.definition.tensors import check_no_overlap, check_cache, check_tensor, check_tensors
 from quire.kernels.append import write
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -35,8 +35,8 @@ def store(
     dtype, device = k_cache.dtype, k_cache.device
     check_tensor(k_cache, "k_cache", (None,) * 4, dtype, device)
     check_tensor(v_cache, "v_cache", (*k_cache.shape[:3], None), dtype, device)
-    check_apart(k_cache, "k_cache")
-    check_apart(v_cache, "v_cache")
+    check_no_overlap(k_cache, "k_cache")
+    check_no_overlap(v_cache, "v_cache")
     check_tensor(slots, "slots", (None,), torch.int32 if slots.dtype == torch.int32 else torch.int64, device)
     key, value = quantize(key, dtype, k_scale), quantize(value, dtype, v_scale)
     check_tensor(key, "key", (len(slots), *k_cache.shape[2:]), dtype, device)
