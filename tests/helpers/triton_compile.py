@@ -15,8 +15,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from quire.definition import AttentionSpec
-from quire.kernels.hopper.decode import host as decode_call
-from quire.kernels.hopper.mla import host as latent_call
+from quire.kernels.hopper.decode import host as decode_host
+from quire.kernels.hopper.mla import host as mla_host
 from quire.kernels.triton import kernel
 from quire.kernels.triton.config import Machine, choose_block_m, make_config, tune
 
@@ -70,33 +70,33 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
 
 def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16) -> Usage:
     """The decode kernel for Hopper, as wide as it gets: with lse and a far cache."""
-    c = decode_call.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, True, False))
+    c = decode_host.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, True, False))
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype]
     pointers = {
         "q": q, "k": kv, "v": kv, "out": q, "lse": "fp32", "sinks": "fp32" if c.sinks else None,
-        "part": None if c.whole else "i32",
+        "partials": None if c.whole_tiles else "i32",
         "qo_indptr": "i32", "kv_indptr": "i32", "last_page_len": "i32", "indices": "i32",
         "mask_bits": "u8" if c.mask else None, "mask_indptr": "i32" if c.mask else None,
         "q_pe": None, "k_pe": None, "q_scale": None, "k_scale": None, "v_scale": None,
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
-    registers = decode_call.tune(spec, max_q_len).registers
+    registers = decode_host.tune(spec, max_q_len).registers
     return compile_kernel(
-        decode_call.decode, "sm_90", given, num_warps=4, maxnreg=registers, enable_fp_fusion=not c.run
+        decode_host.decode, "sm_90", given, num_warps=4, maxnreg=registers, enable_fp_fusion=not c.run
     )
 
 
 def compile_latent(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16, far: bool = True) -> Usage:
     """The same for latent layers."""
-    c = latent_call.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, far, True))
+    c = mla_host.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, far, True))
     number = _NAMES[spec.q_dtype]
-    pointers = dict.fromkeys(("q", "q_pe", "k", "v", "k_pe", "out"), number) | {"part": "fp32", "lse": "fp32"}
+    pointers = dict.fromkeys(("q", "q_pe", "k", "v", "k_pe", "out"), number) | {"partials": "fp32", "lse": "fp32"}
     pointers |= dict.fromkeys(("arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices"), "i32")
     given = {name: f"*{dtype}" for name, dtype in pointers.items()}
     given |= {"sinks": "*fp32" if c.sinks else None, "q_scale": None, "k_scale": None, "v_scale": None}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32"}
-    return compile_kernel(latent_call.decode_latent, "sm_90", given, num_warps=4, maxnreg=latent_call.REGISTERS)
+    return compile_kernel(mla_host.decode_latent, "sm_90", given, num_warps=4, maxnreg=mla_host.REGISTERS)
 
 
 def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:

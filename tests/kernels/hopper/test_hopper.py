@@ -76,36 +76,37 @@ def test_parts_come_together(shape, heads, rng):
 
 def test_every_part_is_collected_once(monkeypatch, rng):
     """Whoever leaves a part has a place of its own, which one program of its tile looks at, and only one."""
-    from quire.kernels.hopper.decode import combine as parts
+    from quire.kernels.hopper.decode import combine
 
     gl, left, taken, written = MagicMock(), [], [], []
     gl.minimum, gl.where, gl.num_programs = min, lambda x, a, b: a if x else b, lambda axis: 264
 
-    def add_parts(acc, m, l, _parts, first, end, count, *rest):
+    def merge_slots(acc, m, l, partials, first, end, count, *rest):
         taken.extend(range(first, min(first + count - 1, end) + 1))
         return acc, m, l
 
-    stubs = {"gl": gl, "FAN": 8, "MOST": 16, "add_parts": add_parts}
-    stubs |= {name: getattr(parts, name).fn for name in ("_two_steps", "place_of")}
-    stubs |= {"keep": MagicMock(), "spread": lambda *given: (MagicMock(),) * 3}
-    stubs |= {"leave": lambda *given: left.append(given[4]), "write": lambda *given: written.append(given)}
+    stubs = {"gl": gl, "FAN_IN": 8, "MAX_ROWS": 16, "_merge_slots": merge_slots}
+    stubs |= {name: getattr(combine, name).fn for name in ("_two_levels", "slot_of")}
+    stubs |= {"save_state": MagicMock(), "restore_rows": lambda *given: (MagicMock(),) * 3}
+    stubs |= {"store_partial": lambda *given: left.append(given[4])}
+    stubs |= {"store_rows": lambda *given: written.append(given)}
     for name, stub in stubs.items():
-        monkeypatch.setattr(parts, name, stub)
-    c, request = SimpleNamespace(part_rows=4, dim=128, group=4), SimpleNamespace(q_len=1, q_begin=0)
+        monkeypatch.setattr(combine, name, stub)
+    c, request = SimpleNamespace(partial_rows=4, dim=128, group=4), SimpleNamespace(q_len=1, q_start=0)
     for _ in range(300):
         costs = [rng.choice((1, 5, 30, 200, rng.randint(1, 1000))) for _ in range(rng.randint(1, 6))]
         share, begin, cut = max(-(-sum(costs) // 264), rng.randint(1, 9)), 0, 0
         left.clear(), taken.clear(), written.clear()
         for cost in costs:
-            origin, final = begin // share, (begin + cost - 1) // share
-            for program in range(origin, final + 1) if origin < final else ():
-                if parts.collects.fn(program, origin, final):
-                    # Shared memory of the ring is used, so nothing may come after it.
+            owner, last = begin // share, (begin + cost - 1) // share
+            for program in range(owner, last + 1) if owner < last else ():
+                if combine.combines.fn(program, owner, last):
+                    # The pipeline's shared memory is used, so no tile may follow.
                     assert begin + cost > (program + 1) * share
-                    parts.collect.fn(*[None] * 5, request, 0, program, origin, final, None, None, c)
+                    combine.combine.fn(*[None] * 5, request, 0, program, owner, last, None, None, c)
                 else:
-                    left.append(parts.place_of(program, origin, final))
-            begin, cut = begin + cost, cut + (origin < final)
+                    left.append(combine.slot_of(program, owner, last))
+            begin, cut = begin + cost, cut + (owner < last)
             assert sorted(left) == sorted(taken)
         assert len(written) == cut
         assert len(set(left)) == len(left)
@@ -115,7 +116,7 @@ def test_every_part_is_collected_once(monkeypatch, rng):
 @pytest.mark.parametrize("off", [-1, 0, 1])
 def test_shares_hold_the_whole_line(off, monkeypatch, rng):
     """However divisions of floats are rounded, nothing of the line is left over, and quotients are right."""
-    from quire.kernels.hopper import schedule as line
+    from quire.kernels.hopper import schedule
 
     def about(a, b):
         error = torch.randint(0, 2, a.shape) * off
@@ -123,15 +124,20 @@ def test_shares_hold_the_whole_line(off, monkeypatch, rng):
 
     gl = SimpleNamespace(int32=torch.int32, where=torch.where)
     gl.maximum = lambda a, b: torch.maximum(a, torch.as_tensor(b))
-    stubs = {"gl": gl, "_about": about, "quotient": line.quotient.fn, "_least_share": lambda longest, c: least}
+    stubs = {
+        "gl": gl,
+        "_approximate_quotient": about,
+        "quotient": schedule.quotient.fn,
+        "_least_span": lambda longest, c: least,
+    }
     for name, stub in stubs.items():
-        monkeypatch.setattr(line, name, stub)
+        monkeypatch.setattr(schedule, name, stub)
     bits, programs = torch.randint(0, 26, (100_000,)), torch.randint(1, 265, (100_000,))
     total = (2.0**bits * (1 + torch.rand(100_000))).long()
     longest = (total * torch.rand(100_000) ** 3).long().clamp(min=1)
     longest[::7] = total[::7] // programs[::7].clamp(max=9).clamp(min=1)  # tiles that shares fit, or nearly
     longest, least = longest.clamp(min=1), torch.randint(1, 9, (100_000,))
-    share = line._share.fn(total, longest, programs, None)
+    share = schedule._span_size.fn(total, longest, programs, None)
     fair = torch.maximum(-(-total // programs), least)
     assert (share >= fair).all()
     assert (share * 16 <= (fair + 2 * (fair >> 20) + 2) * 17).all()
@@ -139,7 +145,7 @@ def test_shares_hold_the_whole_line(off, monkeypatch, rng):
     if off == 0:
         assert torch.equal(share[usual := fair < 1 << 20], torch.where(whole * 16 <= fair * 17, whole, fair)[usual])
     a, b = torch.randint(0, 1 << 30, (100_000,)), torch.randint(1 << 10, 1 << 24, (100_000,))
-    assert torch.equal(line.quotient(a, b), a // b)
+    assert torch.equal(schedule.quotient(a, b), a // b)
 
 
 @gpu
@@ -295,8 +301,8 @@ def test_tree_masks_of_known_lengths_are_decoded(rng):
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rng):
     """Over pages and over rows; strides and all in numbers of two bytes."""
-    monkeypatch.setattr(hopper.decode_call, "Launcher", Recorded)
-    hopper.decode_call._launcher.cache_clear()
+    monkeypatch.setattr(hopper.decode_host, "Launcher", Recorded)
+    hopper.decode_host._launcher.cache_clear()
     spec = AttentionSpec(
         num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16, kv_dtype=kv_dtype, custom_mask=True
     )
@@ -308,8 +314,8 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rn
         ({"k": k, "v": v, "kv": RaggedLayout(indptr)}, 0, 704, (2 * words, 0, words)),
     ):
         call = Call(q=batch.q, qo=batch.qo, spec=spec, mask=batch.mask, max_q_len=1, **keys)
-        assert hopper.decode_call.refuses(call) is None
-        hopper.decode_call.launch(call, batch.q, None, 132)
+        assert hopper.decode_host.refuses(call) is None
+        hopper.decode_host.launch(call, batch.q, None, 132)
         given = Recorded.last
         assert (given["programs"], given["processors"]) == (132, 132)
         assert (given["c"].page_size, given["entries"], given["pages"]) == (page_size, entries, len(keys["k"]))
@@ -317,25 +323,25 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rn
             assert tuple(given[f"{x}_{axis}"] for axis in ("page", "token", "head")) == strides
         assert (given["q_token"], given["q_head"], given["mask_size"]) == (1024, 128, 88)
         call.k = shifted(keys["k"].view(torch.uint8)).view(kv_dtype) if kv_dtype.itemsize == 1 else shifted(keys["k"])
-        assert "aligned to 16 bytes" in hopper.decode_call.refuses(call)
-    hopper.decode_call._launcher.cache_clear()
+        assert "aligned to 16 bytes" in hopper.decode_host.refuses(call)
+    hopper.decode_host._launcher.cache_clear()
 
 
 def test_one_program_for_each_multiprocessor_where_little_is_read(rng):
     """Only where no table of so many entries can say that there is more."""
-    calls, few = hopper.decode_call, 0
+    calls, few = hopper.decode_host, 0
     for _ in range(300):
         group, heads, dim = rng.choice((1, 2, 4, 8)), rng.choice((1, 2, 8)), rng.choice((64, 128))
         spec = AttentionSpec(num_qo_heads=heads * group, num_kv_heads=heads, head_dim_qk=dim, q_dtype=torch.bfloat16)
         page_size, counts = rng.choice((1, 16, 64)), [rng.choice((0, 1, rng.randint(1, 200))) for _ in range(9)]
         c = calls.config(spec, page_size, len(counts), 1, (False,) * 6)
-        blocks = c.heads * sum(max(-(-n * page_size // c.block), 1) for n in counts)
-        if sum(counts) <= calls._few(c, 132, len(counts)):
+        blocks = c.heads * sum(max(-(-n * page_size // c.block_n), 1) for n in counts)
+        if sum(counts) <= calls._few_entries(c, 132, len(counts)):
             assert blocks <= 6 * c.programs * 132
             few += 1
     assert 0 < few < 300
-    assert calls._few(replace(c, whole=True), 132, 1) < 0
-    assert calls._few(replace(c, programs=1), 132, 1) < 0
+    assert calls._few_entries(replace(c, whole_tiles=True), 132, 1) < 0
+    assert calls._few_entries(replace(c, programs=1), 132, 1) < 0
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -350,7 +356,7 @@ def test_kernels_compile(dim):
         layers.append((spec, 16))
     for each, max_q_len in layers:
         usage = compile_decode(each, max_q_len)
-        assert hopper.decode_call.tune(each, max_q_len).programs * (usage.shared + 1024) <= 228 << 10
+        assert hopper.decode_host.tune(each, max_q_len).programs * (usage.shared + 1024) <= 228 << 10
         assert usage.spills <= 128, usage.spills
 
 
@@ -358,13 +364,13 @@ def test_rings_fit():
     """For any layer and any rows, with two blocks at least."""
     for dim, dtype, rows in itertools.product((64, 128, 256), (torch.bfloat16, torch.float8_e4m3fn), range(1, 65)):
         spec = AttentionSpec(num_qo_heads=rows, num_kv_heads=1, head_dim_qk=dim, q_dtype=torch.bfloat16, kv_dtype=dtype)
-        tuning = hopper.decode_call.tune(spec, 1)
+        tuning = hopper.decode_host.tune(spec, 1)
         assert tuning.stages >= 2
         assert tuning.rows >= rows
 
 
 def test_what_it_declines():
-    declines = hopper.decode_call.declines
+    declines = hopper.decode_host.declines
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     assert declines(spec, 1) is None
     assert "head_dim is 64, 128 or 256, not 80" in declines(spec.but(head_dim_qk=80, head_dim_vo=80), 1)
@@ -375,4 +381,4 @@ def test_what_it_declines():
     assert "at most 64 query rows" in declines(spec, 0)
     assert declines(spec.but(batch_invariant=True), 0) is None
     assert "nor position encodings" in declines(spec.but(batch_invariant=True, pos_encoding="ALIBI"), 1)
-    assert hopper.declines(spec, torch.device("cpu"), 1) == "it needs a Hopper GPU"
+    assert hopper.FAMILY.declines(spec, torch.device("cpu"), 1) == "it needs a Hopper GPU"

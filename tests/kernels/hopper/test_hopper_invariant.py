@@ -135,7 +135,7 @@ def test_long_requests_in_parts(shape, rng):
         for which in ([0], [2], [1, 0], [2, 0, 1] * 5, [1] * 300 + [0]):
             chunks = [(b, int(batch.qo.lengths()[b]) - q_len, int(batch.qo.lengths()[b])) for b in which]
             keys = sum(-(-int(batch.kv.lengths()[b]) // 16) * 16 for b in which)
-            size = hopper.zeros(spec, device, q_len, len(which), keys) // 4
+            size = hopper.FAMILY.int_workspace_size(spec, device, q_len, len(which), keys) // 4
             zeros[size:] = 7
             same(batch, chunks, out, lse, q_len, zeros=zeros[:size])
             assert not zeros[:size].any()
@@ -161,7 +161,7 @@ def test_zeros_end_where_it_was_said_to(rng):
     batch = random_batch(spec, [1] * 6, [9000, 1, 1, 1, 1, 1], 16)
     every = int(batch.kv.indptr[-1])
     batch.kv.indptr.copy_(torch.tensor([0, every, 0, every, 0, every, 0]))
-    size = hopper.zeros(spec, device, 1, 6, every * 16) // 4
+    size = hopper.FAMILY.int_workspace_size(spec, device, 1, 6, every * 16) // 4
     memory = torch.full((size + 100_000,), 7, dtype=torch.int32, device=device)
     memory[:size] = 0
     compute(batch, "hopper", max_q_len=1, zeros=memory[:size])
@@ -202,15 +202,15 @@ def test_kernels_compile(shape, max_q_len, spills):
 
     spec = layer(shape)
     usage = compile_decode(spec, max_q_len)
-    assert hopper.decode_call.tune(spec, max_q_len).programs * (usage.shared + 1024) <= 228 << 10
+    assert hopper.decode_host.tune(spec, max_q_len).programs * (usage.shared + 1024) <= 228 << 10
     assert usage.spills <= spills
 
 
 def test_blocks_are_alike_whatever_the_rows():
     for shape in SHAPES:
         for max_q_len in (0, 1, 2, 4, 1000):
-            tuning = hopper.decode_call.tune(layer(shape), max_q_len)
-            assert tuning.block == 64
+            tuning = hopper.decode_host.tune(layer(shape), max_q_len)
+            assert tuning.block_n == 64
             assert tuning.stages >= 2
 
 
@@ -218,45 +218,45 @@ def test_parts_take_128_mib_at_most():
     """Whole tiles have none."""
     for group, dim in ((4, 128), (64, 128), (16, 256)):
         spec = layer((dim, BF16, 8, group))
-        assert 0 < hopper.decode_call.zeros(spec, 132, 1, 64, 64 << 12) <= 128 << 20
-        assert hopper.decode_call.zeros(spec, 132, 0, 64, 64 << 12) == 0
-        assert hopper.decode_call.zeros(spec, 132, 65, 64, 64 << 12) == 0
+        assert 0 < hopper.decode_host.zeros(spec, 132, 1, 64, 64 << 12) <= 128 << 20
+        assert hopper.decode_host.zeros(spec, 132, 0, 64, 64 << 12) == 0
+        assert hopper.decode_host.zeros(spec, 132, 65, 64, 64 << 12) == 0
 
 
 def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     """Decode has memory for parts; whole tiles need none."""
-    monkeypatch.setattr(hopper.decode_call, "Launcher", Recorded)
-    hopper.decode_call._launcher.cache_clear()
+    monkeypatch.setattr(hopper.decode_host, "Launcher", Recorded)
+    hopper.decode_host._launcher.cache_clear()
     batch = random_batch(layer((128, BF16, 2, 4)), [1, 1], [9000, 64], 16)
-    size = hopper.decode_call.zeros(batch.spec, 132, 1, 2, len(batch.kv.indices) * 16) // 4
+    size = hopper.decode_host.zeros(batch.spec, 132, 1, 2, len(batch.kv.indices) * 16) // 4
     zeros = torch.zeros(size, dtype=torch.int32)
     call = Call(q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=1, zeros=zeros)
-    hopper.decode_call.launch(call, batch.q, None, 132)
+    hopper.decode_host.launch(call, batch.q, None, 132)
     given = Recorded.last
     assert given["programs"] == 132
-    assert given["part"] is zeros
+    assert given["partials"] is zeros
     assert size == given["slots"] * 4 * 130
-    assert (given["c"].unit, given["c"].run, given["c"].whole, given["c"].causal) == (128, 8, False, False)
+    assert (given["c"].unit_size, given["c"].run, given["c"].whole_tiles, given["c"].causal) == (128, 8, False, False)
     call.zeros = zeros[1:]
-    hopper.decode_call.launch(call, batch.q, None, 132)
-    assert Recorded.last["part"].numel() == size
+    hopper.decode_host.launch(call, batch.q, None, 132)
+    assert Recorded.last["partials"].numel() == size
     call.max_q_len = 0
-    hopper.decode_call.launch(call, batch.q, None, 132)
+    hopper.decode_host.launch(call, batch.q, None, 132)
     given = Recorded.last
     assert given["programs"] == 264
-    assert given["part"] is None
-    assert (given["c"].unit, given["c"].run, given["c"].whole, given["c"].causal) == (128, 8, True, True)
-    hopper.decode_call._launcher.cache_clear()
+    assert given["partials"] is None
+    assert (given["c"].unit_size, given["c"].run, given["c"].whole_tiles, given["c"].causal) == (128, 8, True, True)
+    hopper.decode_host._launcher.cache_clear()
 
 
 class Simulated:
     """Programs of a launch one after another, as they start; states are tuples of what was folded into them."""
 
     def __init__(self, monkeypatch, c, requests, programs, window):
-        from quire.kernels.hopper import schedule as line
-        from quire.kernels.hopper.decode import invariant as units
+        from quire.kernels.hopper import mask, schedule
+        from quire.kernels.hopper.decode import invariant, tile
 
-        self.c, self.programs, self.window, self.units, self.line = c, programs, window, units, line
+        self.c, self.programs, self.window, self.invariant, self.schedule = c, programs, window, invariant, schedule
         self.requests, self.slots, self.written, self.blocks, self.states = [], {}, {}, [], {}
         gl = MagicMock()
         gl.minimum, gl.maximum, gl.cdiv = min, max, lambda a, b: -(-a // b)
@@ -264,67 +264,71 @@ class Simulated:
         gl.num_programs, gl.load = lambda axis: programs, lambda *given: 0
         start = 0
         for b, (q_len, kv_len) in enumerate(requests):
-            low = max(kv_len - q_len - window, 0) // c.unit * c.unit if c.window else 0
-            cost = max(-(-(kv_len - low) // c.unit), 1) if q_len else 0
-            self.requests.append(line.Request(b, start, 0, q_len, 0, kv_len, low, cost))
-            start += line.length.fn(self.requests[-1], c)
+            low = max(kv_len - q_len - window, 0) // c.unit_size * c.unit_size if c.window else 0
+            cost = max(-(-(kv_len - low) // c.unit_size), 1) if q_len else 0
+            self.requests.append(schedule.Request(b, start, 0, q_len, 0, kv_len, low, cost))
+            start += schedule.total_units.fn(self.requests[-1], c)
         self.total = start
-        for module in (line, units):
+        for module in (mask, schedule, tile, invariant):
             monkeypatch.setattr(module, "gl", gl)
         rows = MagicMock()
-        monkeypatch.setattr(units, "rows_of", lambda *given: rows)
-        monkeypatch.setattr(units, "load_queries", lambda *given: None)
-        monkeypatch.setattr(line, "length", line.length.fn)
-        monkeypatch.setattr(line, "request_at", self.request_at)
-        monkeypatch.setattr(units, "MOST", 16)
-        for name in ("piece_at", "next_tile", "unit_slot", "run_slot", "hand_over"):
-            monkeypatch.setattr(units, name, getattr(units, name).fn)
-        for module in (line, units):
+        monkeypatch.setattr(invariant, "load_rows", lambda *given: rows)
+        monkeypatch.setattr(schedule, "total_units", schedule.total_units.fn)
+        monkeypatch.setattr(schedule, "request_at", self.request_at)
+        monkeypatch.setattr(tile, "tile_keys", mask.tile_keys.fn)
+        monkeypatch.setattr(invariant, "MAX_ROWS", 16)
+        for name in ("segment_at", "next_tile", "_unit_slot", "_run_slot", "_combine"):
+            monkeypatch.setattr(invariant, name, getattr(invariant, name).fn)
+        for module in (schedule, invariant):
             monkeypatch.setattr(module, "quotient", lambda a, b: a // b)
-        monkeypatch.setattr(units, "nothing", lambda *given: ((), 0, 0))
-        monkeypatch.setattr(units, "fold", lambda acc, m, l, x, m2, l2, c: ((*acc, x) if x else acc, 0, 0))
-        monkeypatch.setattr(units, "fold_rows", lambda acc, m, l, x, m2, l2: ((*acc, x) if x else acc, 0, 0))
-        monkeypatch.setattr(units, "upright", lambda acc, c: acc)
-        for name in ("request_at", "reach_of", "attend_keys", "leave_at", "keep", "spread", "collect", "finish"):
-            setattr(self, f"_{name}", getattr(units, name))
-            monkeypatch.setattr(units, name, getattr(self, name))
+        monkeypatch.setattr(invariant, "_no_keys", lambda *given: ((), 0, 0))
+        monkeypatch.setattr(
+            invariant, "_merge_columns", lambda acc, m, l, x, m2, l2, c: ((*acc, x) if x else acc, 0, 0)
+        )
+        monkeypatch.setattr(invariant, "_merge_rows", lambda acc, m, l, x, m2, l2: ((*acc, x) if x else acc, 0, 0))
+        monkeypatch.setattr(invariant, "transpose_acc", lambda acc, c: acc)
+        self._tile_of = invariant.tile_of
+        for name in ("request_at", "tile_of", "attend_keys", "save_state", "restore_rows"):
+            monkeypatch.setattr(invariant, name, getattr(self, name))
+        for name in ("store_slot", "merge_slots", "finish"):
+            monkeypatch.setattr(invariant, f"_{name}", getattr(self, name))
 
     def request_at(self, tables, request, unit, end, c):
-        found = [x for x in self.requests if x.start <= unit < x.start + self.line.length(x, c)]
+        found = [x for x in self.requests if x.start <= unit < x.start + self.schedule.total_units(x, c)]
         return found[0] if found else self.requests[-1]
 
-    def reach_of(self, request, piece, window, c):
-        assert not self.blocks, "blocks that were fetched, and not attended to"
-        self.request, reach = request, self._reach_of.fn(request, piece, window, c)
-        self.blocks = list(range(reach.begin, reach.stop, c.block))
-        return reach
+    def tile_of(self, request, segment, mask, c):
+        assert not self.blocks, "blocks that were loaded, and not attended to"
+        self.request, tile = request, self._tile_of.fn(request, segment, mask, c)
+        self.blocks = list(range(tile.kv_start, tile.kv_end, c.block_n))
+        return tile
 
-    def attend_keys(self, queries, rows, request, ring, begin, stop, n, tables, masks, c):
-        here = tuple(range(begin, stop, c.block))
-        fetched, self.blocks = tuple(self.blocks[: len(here)]), self.blocks[len(here) :]
-        assert here == fetched
+    def attend_keys(self, queries, rows, request, pipeline, start, end, n, mask, c):
+        here = tuple(range(start, end, c.block_n))
+        loaded, self.blocks = tuple(self.blocks[: len(here)]), self.blocks[len(here) :]
+        assert here == loaded
         return here, 0, 0, n + len(here)
 
-    def leave_at(self, slot, acc, m, l, parts, r0, count, c):
+    def store_slot(self, slot, acc, m, l, partials, row, row_end, c):
         assert slot not in self.slots
         assert 0 <= slot < c.run * self.programs + self.total // c.run
         self.slots[slot] = acc
 
-    def keep(self, acc, m, l, spare, sums, which, states):
-        assert not self.blocks, "blocks that were fetched to where states are kept"
-        self.states[which] = acc
+    def save_state(self, acc, m, l, free, free_ml, index, states):
+        assert not self.blocks, "blocks that were loaded to where states are saved"
+        self.states[index] = acc
 
-    def spread(self, spare, sums, which, states, some, c):
-        assert some == 0
-        return self.states[which], 0, 0
+    def restore_rows(self, free, free_ml, index, states, chunk, c):
+        assert chunk == 0
+        return self.states[index], 0, 0
 
-    def collect(self, acc, m, l, parts, first, number, r0, c):
+    def merge_slots(self, acc, m, l, partials, first, number, row, c):
         for i in range(first, first + number):
             state = self.slots.pop(i)
             acc = (*acc, state) if state else acc
         return acc, 0, 0
 
-    def finish(self, acc, m, l, results, q_begin, h, row, rows, c):
+    def finish(self, acc, m, l, output, q_start, h, row, row_end, c):
         assert (self.request.b, h, row) not in self.written
         self.written[self.request.b, h, row] = acc
 
@@ -334,11 +338,10 @@ class Simulated:
         for program in reversed(range(self.programs)):
             unit = min(program * share, self.total)
             request = self.request_at(None, None, unit, 0, c)
-            span = self.line.Span(program, unit, min(unit + share, self.total), share, request)
-            tables = SimpleNamespace(window=self.window, qo_indptr=0, batch=0, tokens=0)
-            parts = self.units.UnitParts(0, 0, 0)
-            ring, queries = SimpleNamespace(k=None, v=None), SimpleNamespace(weights=None)
-            self.units.consume_units.fn(tables, queries, None, ring, parts, None, span, c)
+            span = self.schedule.Span(program, unit, min(unit + share, self.total), share, request)
+            tables = SimpleNamespace(mask=SimpleNamespace(window=self.window))
+            pipeline, queries = SimpleNamespace(k=None, v=None), SimpleNamespace(p_shared=None)
+            self.invariant.consume_invariant.fn(tables, queries, pipeline, None, None, span, c)
         assert not self.slots, "nothing is left behind"
         return self.written
 
@@ -352,8 +355,8 @@ def test_who_leaves_what_for_whom(whole, monkeypatch, rng):
         group, window = rng.choice((1, 4)), rng.choice((-1, 70, 5000))
         heads, rows = rng.choice((1, 2, 3)), 32 if whole else 8
         c = SimpleNamespace(
-            unit=128, block=64, run=8, whole=whole, tile_rows=rows if whole else 0, heads=heads, group=group,
-            rows=rows, part_rows=rows, dim=128, stages=3, causal=True, window=window >= 0, fp8=False,
+            unit_size=128, block_n=64, run=8, whole_tiles=whole, tile_rows=rows if whole else 0, heads=heads,
+            group=group, block_m=rows, partial_rows=rows, dim=128, stages=3, causal=True, window=window >= 0, fp8=False,
         )  # fmt: skip
         kv_lens = [rng.choice((0, 1, 300, 4096, 4097, 9000, 20_000, 70_000)) for _ in range(rng.randint(1, 7))]
         most = 100 if whole else 8 // group

@@ -131,7 +131,7 @@ def test_kernels_compile(dim):
 
 
 def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
-    calls = hopper.latent_call
+    calls = hopper.mla_host
     monkeypatch.setattr(calls, "Launcher", Recorded)
     calls._launcher.cache_clear()
     batch = latent_batch(128, torch.bfloat16, [1, 1], [640, 64], 16)
@@ -142,7 +142,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
     assert calls.refuses(call) is None
     calls.launch(call, torch.empty(2, 128, 512), None, 132)
     given = Recorded.last
-    assert (given["programs"], given["c"].lanes, given["c"].page_size) == (132, 2, 16)
+    assert (given["programs"], given["c"].programs_per_span, given["c"].page_size) == (132, 2, 16)
     assert (given["entries"], given["pages"], given["batch"], given["tokens"]) == (44, len(k), 2, 2)
     assert (given["k_page"], given["k_token"], given["k_pe_token"]) == (16 * 576, 576, 576)
     assert (given["q"].data_ptr(), given["q_pe"].data_ptr()) == (q.data_ptr(), q_pe.data_ptr())
@@ -153,7 +153,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
 
 def test_what_it_declines():
     spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
-    declines = hopper.latent_call.declines
+    declines = hopper.mla_host.declines
     assert declines(spec) is None
     assert "no windows" in declines(spec.but(window_left=3))
     assert "torch.float8_e5m2" in declines(spec.but(kv_dtype=torch.float8_e5m2))
@@ -162,6 +162,6 @@ def test_what_it_declines():
 
 def test_how_tiles_are_spread():
     spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
-    lanes = [hopper.latent_call.lanes_of(spec, n) for n in (0, 1, 2, 3, 6, 7)]
-    assert lanes == [2, 2, 4, 6, 12, 7]
-    assert hopper.latent_call.lanes_of(spec.but(num_qo_heads=16), 1) == 1
+    programs = [hopper.mla_host.programs_per_span(spec, n) for n in (0, 1, 2, 3, 6, 7)]
+    assert programs == [2, 2, 4, 6, 12, 7]
+    assert hopper.mla_host.programs_per_span(spec.but(num_qo_heads=16), 1) == 1

@@ -43,5 +43,6 @@ def test_no_group_takes_what_another_has_not_left():
     found = set(re.findall(r"(?:Read|Write) access at .* in (\w+\.py):(\d+)", text))
     assert len(found) == len(set(re.findall(r"access at .*\+0x\w+ in (.*?)(?: \[|\n)", text))), text
     for file, line in found:
-        source = next(Path(hopper.__file__).parent.rglob(file)).read_text().splitlines()[int(line) - 1]
-        assert re.match(r"def decode(_latent)?\(|    gl.warp_specialize\(", source), text
+        sources = [path.read_text().splitlines() for path in Path(hopper.__file__).parent.rglob(file)]
+        lines = [source[int(line) - 1] for source in sources if int(line) <= len(source)]
+        assert any(re.match(r"def decode(_latent)?\(|    gl.warp_specialize\(", each) for each in lines), text

@@ -1,1 +1,1 @@
-"""Attention for Hopper GPUs, written in Gluon: `decode/` for layers with heads of their own, `mla/` for latent ones."""
+"""Attention for Hopper GPUs, written in Gluon: `mla/` for latent caches, `decode/` for all other layers."""

@@ -1,9 +1,10 @@
-"""All tiles of a decode batch on a line, and the share of it that is a program's.
+"""The schedule: a linear index of all work units of a batch, and the span of it that each program computes.
 
-A tile is one KV head of one request over all its keys: all its query rows or, where tiles have c.tile_rows of them, as
-many tiles as that makes. Tiles lie request by request, head by head, each as long as it has units of keys; a unit is a
-block or several of them. Programs take equal shares, so that mixed lengths cost no more than equal ones; which is whose
-they find out themselves, from the tables.
+A tile is one KV head of one request with all its keys and all its query rows or, if c.tile_rows > 0, c.tile_rows of
+them. The keys of a tile are cut into work units of c.unit_size keys, one block or several. Units are numbered request
+by request, head by head, tile by tile. Programs take equal spans of units, so that a batch of mixed lengths takes no
+longer than one of equal lengths. Each program finds its span itself from the tables in device memory: the host makes
+no list of work.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-FEW = gl.constexpr(6)  # blocks per program: up to so many, one program on a multiprocessor is faster than more
-ALONE = gl.constexpr(128)  # requests that each warp looks at alone
-SCAN = gl.constexpr(1024)  # requests that are looked at together, at most; fewer are looked at once
+from quire.kernels.hopper.mask import Mask, first_key
+
+FEW_BLOCKS = gl.constexpr(6)  # per program: up to so many, one program per multiprocessor is faster than several
+WARP_SCAN = gl.constexpr(128)  # up to so many requests, each warp computes the prefix sum alone
+MAX_SCAN = gl.constexpr(1024)  # requests in one prefix sum; larger batches take several
 
 
-def scanned(batch: int) -> int:
-    """How many requests of such a batch are looked at together: a power of two, for whole warps."""
-    return max(32, min(SCAN.value, triton.next_power_of_2(batch)))
+def scan_size(batch: int) -> int:
+    """Requests in one prefix sum of a batch: a power of two, and whole warps."""
+    return max(32, min(MAX_SCAN.value, triton.next_power_of_2(batch)))
 
 
 class Tables(NamedTuple):
-    """Whose rows and keys; `tokens`, `entries` and `pages` bound what the tables may say. With c.by_length
-    last_page_len has all tokens of a request. Where page_size is 0, keys lie one after another, and kv_indptr counts
-    them.
+    """The batch: indptr of queries and keys, page ids, and masks. tokens, entries and pages are sizes of q, of the page
+    table and of the cache: indices are clamped to them. With c.by_length last_page_len has the key counts of whole
+    requests. If c.page_size is 0, keys are ragged rows, and kv_indptr counts rows.
     """
 
     qo_indptr: tl.tensor
@@ -39,49 +42,50 @@ class Tables(NamedTuple):
     tokens: tl.tensor
     entries: tl.tensor
     pages: tl.tensor
-    window: tl.tensor
+    mask: Mask
 
 
 class Request(NamedTuple):
-    """Request b (a number or a vector), whose tiles begin at `start`: its first query token and how many, the first
-    entry of its keys in the table, how many keys, the first of them that is read, and how many units that makes.
+    """Request b, as scalars or, for several requests, as vectors. start: its first work unit; q_start, q_len: its query
+    tokens; kv_start: its first entry in the page table; kv_len: its keys; first_key: the first key that is read; units:
+    work units of each of its tiles.
     """
 
     b: tl.tensor
     start: tl.tensor
-    q_begin: tl.tensor
+    q_start: tl.tensor
     q_len: tl.tensor
-    entry: tl.tensor
+    kv_start: tl.tensor
     kv_len: tl.tensor
-    low: tl.tensor
-    cost: tl.tensor
+    first_key: tl.tensor
+    units: tl.tensor
 
 
 class Span(NamedTuple):
-    """Units `unit` to `end` of the line, the share of `share` units that is the `program`-th; the request that has the
-    first of them, if there are any.
+    """Work units start to end, those of the `program`-th of equal spans of `size` units; request: the one that has the
+    first unit, if the span is not empty.
     """
 
     program: tl.tensor
-    unit: tl.tensor
+    start: tl.tensor
     end: tl.tensor
-    share: tl.tensor
+    size: tl.tensor
     request: Request
 
 
-class Piece(NamedTuple):
-    """Units first to last (of `cost`) of head h's tile, whose keys low + first * unit to `stop` are read."""
+class Segment(NamedTuple):
+    """What a span has of one tile: units start to end of the h-th tile of a request; kv_end: the end of their keys."""
 
     h: tl.tensor
-    first: tl.tensor
-    last: tl.tensor
-    stop: tl.tensor
+    start: tl.tensor
+    end: tl.tensor
+    kv_end: tl.tensor
 
 
 @gluon.jit
-def _about(a, b):
-    """The whole part of a / b, or one off where that is below 2**20, for a >= 0 and b > 0. A program waits for all that
-    it executes before it reads its first keys, and a division takes three times as many instructions.
+def _approximate_quotient(a, b):
+    """Return a // b, or one more or less, for quotients below 2**20, a >= 0 and b > 0. An integer division takes three
+    times as many instructions, and all of them delay the first load of keys.
     """
     inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b.to(gl.float32)], gl.float32, True, 1)
     return (a.to(gl.float32) * inverse).to(gl.int32)
@@ -89,45 +93,54 @@ def _about(a, b):
 
 @gluon.jit
 def quotient(a, b):
-    """The same exactly, if it is below 2**20."""
-    q = _about(a, b)
+    """Return a // b exactly, for quotients below 2**20, a >= 0 and b > 0."""
+    q = _approximate_quotient(a, b)
     rest = a - q * b
     return q + (rest >= b).to(gl.int32) - (rest < 0).to(gl.int32)
 
 
 @gluon.jit
-def extent(tables, b, start, c: gl.constexpr):
-    """Request b, which begins at start; beyond the batch it has no rows and no keys, and costs nothing."""
-    inside = b < tables.batch
-    q_begin = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b, inside, 0), 0), tables.tokens)
-    q_end = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b + 1, inside, 0), q_begin), tables.tokens)
-    begin = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b, inside, 0), 0), tables.entries)
-    end = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b + 1, inside, 0), begin), tables.entries)
-    q_len, kv_len = q_end - q_begin, end - begin
+def load_request(tables, b, start, c: gl.constexpr):
+    """Request b, whose first work unit is `start`; beyond the batch it has no rows, no keys and no units."""
+    valid = b < tables.batch
+    q_start = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b, valid, 0), 0), tables.tokens)
+    q_end = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b + 1, valid, 0), q_start), tables.tokens)
+    kv_start = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b, valid, 0), 0), tables.entries)
+    kv_end = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b + 1, valid, 0), kv_start), tables.entries)
+    q_len, kv_len = q_end - q_start, kv_end - kv_start
     if c.page_size > 0:
-        last = gl.load(tables.last_page_len + b, inside, 0)
+        last = gl.load(tables.last_page_len + b, valid, 0)
         if not c.by_length:
             last = (kv_len - 1) * c.page_size + gl.minimum(last, c.page_size)
         kv_len = gl.maximum(gl.minimum(last, kv_len * c.page_size), 0)
-    return measured(b, start, q_begin, q_len, begin, kv_len, tables, c)
+    return _request(b, start, q_start, q_len, kv_start, kv_len, tables, c)
 
 
 @gluon.jit
-def measured(b, start, q_begin, q_len, entry, kv_len, tables, c: gl.constexpr):
-    """A request, and what it costs."""
-    low = kv_len * 0
-    if c.window:
-        low = gl.maximum(kv_len - q_len - tables.window, 0) // c.unit * c.unit
-    cost = gl.where(q_len > 0, gl.maximum((kv_len - low + c.unit - 1) // c.unit, 1), 0)
-    return Request(b, start, q_begin, q_len, entry, kv_len, low, cost)
+def _request(b, start, q_start, q_len, kv_start, kv_len, tables, c: gl.constexpr):
+    """A Request of these lengths, with its first key and its units per tile."""
+    first = first_key(q_len, kv_len, tables.mask, c)
+    units = gl.where(q_len > 0, gl.maximum((kv_len - first + c.unit_size - 1) // c.unit_size, 1), 0)
+    return Request(b, start, q_start, q_len, kv_start, kv_len, first, units)
 
 
 @gluon.jit
-def length(request, c: gl.constexpr):
-    """How long a request's tiles are together."""
+def total_units(request, c: gl.constexpr):
+    """Work units of all tiles of a request."""
     if c.tile_rows > 0:
-        return request.cost * c.heads * ((request.q_len * c.group + c.tile_rows - 1) // c.tile_rows)
-    return request.cost * c.heads
+        return request.units * c.heads * ((request.q_len * c.group + c.tile_rows - 1) // c.tile_rows)
+    return request.units * c.heads
+
+
+@gluon.jit
+def page_of(tables, request, j, c: gl.constexpr):
+    """Page ids of keys j, or row numbers if keys are ragged rows, clamped to the cache."""
+    if c.page_size > 0:
+        page = gl.load(tables.indices + request.kv_start + j // c.page_size, j < request.kv_len, 0)
+    else:
+        page = request.kv_start + j
+    page = gl.minimum(gl.maximum(page, 0), tables.pages - 1)
+    return page.to(gl.int64) if c.int64_offsets else page
 
 
 @gluon.jit
@@ -136,119 +149,123 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _requests(tables, b0, passed, c: gl.constexpr):
-    """As many requests from b0 on as are looked at together, whose tiles begin where those before end, at `passed`; and
-    where theirs end.
+def _scan_requests(tables, b0, start, c: gl.constexpr):
+    """c.scan requests from b0 on as vectors (Request.start is not set), and the end of each one's work units, where
+    those of b0 begin at `start`.
     """
-    # If they are few, each warp has all of them, and waits for no other's sums.
-    b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([c.scan // (32 if c.scan <= ALONE else 128)], [32], [4], [0]))
-    request = extent(tables, b, 0, c)
-    return request, passed + gl.associative_scan(length(request, c), 0, _sum)
+    # A small batch lies in each warp as a whole, so that no warp waits for another one's part of the prefix sum.
+    b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([c.scan // (32 if c.scan <= WARP_SCAN else 128)], [32], [4], [0]))
+    requests = load_request(tables, b, 0, c)
+    return requests, start + gl.associative_scan(total_units(requests, c), 0, _sum)
 
 
 @gluon.jit
-def _one(x, here):
-    """The number of x that is here, if there is one, or 0."""
-    return gl.sum(gl.where(here, x, 0), 0)
+def _select(x, chosen):
+    """The element of x that is chosen; 0 if none is."""
+    return gl.sum(gl.where(chosen, x, 0), 0)
 
 
 @gluon.jit
-def _holder(request, requests, ends, unit, tables, c: gl.constexpr):
-    """The one of these requests that has a unit; `request` if none has it, which is 0 throughout if it is of others."""
-    start = ends - length(requests, c)
-    here = (start <= unit) & (unit < ends)
-    return measured(
-        request.b + _one(requests.b, here),
-        request.start + _one(start, here),
-        request.q_begin + _one(requests.q_begin, here),
-        request.q_len + _one(requests.q_len, here),
-        request.entry + _one(requests.entry, here),
-        request.kv_len + _one(requests.kv_len, here),
+def _find_request(request, requests, ends, unit, tables, c: gl.constexpr):
+    """Add the one of `requests` that has a work unit to `request`, field by field; if none has it, add nothing. Over
+    all scans of a batch, a request of zeros becomes the one that has the unit.
+    """
+    starts = ends - total_units(requests, c)
+    chosen = (starts <= unit) & (unit < ends)
+    return _request(
+        request.b + _select(requests.b, chosen),
+        request.start + _select(starts, chosen),
+        request.q_start + _select(requests.q_start, chosen),
+        request.q_len + _select(requests.q_len, chosen),
+        request.kv_start + _select(requests.kv_start, chosen),
+        request.kv_len + _select(requests.kv_len, chosen),
         tables,
         c,
     )
 
 
 @gluon.jit
-def _least_share(longest, c: gl.constexpr):
-    """Units that a share has at least, a power of two. A program computes those of its share one after another, and
-    then one adds up the longest tile's parts, one after another: both together take least where the square of a share
-    is as many units as the tile has, times what a part costs. Where that makes many parts, they come together in two
-    steps, and smaller shares pay.
+def _least_span(longest, c: gl.constexpr):
+    """The least work units per span, a power of two, for a longest tile of so many units. A program computes its span
+    unit by unit, and the owner of the longest tile then merges its partial states one by one. The sum of both times is
+    least where the square of the span is the tile's units times c.partial_cost. Tiles with many partial states are
+    combined in two levels, for which smaller spans pay.
     """
-    squared = gl.maximum(longest * c.part_cost - 1, 0) >> 5
+    squared = gl.maximum(longest * c.partial_cost - 1, 0) >> 5
     zeros = gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [squared], gl.int32, True, 1)
     steps = gl.minimum((33 - zeros) >> 1, 8)
     return gl.where(steps < 3, 1 << steps, 1 << steps >> 2)
 
 
 @gluon.jit
-def _share(total, longest, programs, c: gl.constexpr):
-    """Units for each program, so that all are somebody's."""
-    share = quotient(total + programs - 1, programs)
-    share = gl.maximum(share + (share >> 20), _least_share(longest, c))
-    # Parts cost more than shares that are a little longer, of whole tiles.
-    whole = _about(share, gl.maximum(longest, 1)) * longest
-    whole += gl.where(whole < share, longest, 0)
-    return gl.where((whole >= share) & (whole * 16 <= share * 17), whole, share)
+def _span_size(total, longest, programs, c: gl.constexpr):
+    """Work units per span, so that the programs' spans together have at least `total` units."""
+    size = quotient(total + programs - 1, programs)
+    size = gl.maximum(size + (size >> 20), _least_span(longest, c))
+    # Up to a 16th longer, spans of whole tiles are faster, since no partial states have to be combined.
+    whole = _approximate_quotient(size, gl.maximum(longest, 1)) * longest
+    whole += gl.where(whole < size, longest, 0)
+    return gl.where((whole >= size) & (whole * 16 <= size * 17), whole, size)
 
 
 @gluon.jit
-def my_span(tables, program, programs, enough, c: gl.constexpr):
-    """The share of one of as many programs as share the line, from its end on: who waits for programs after it on the
-    line waits for such as started before it. enough: programs, where there is little to read.
+def find_span(tables, program, programs, processors, c: gl.constexpr):
+    """The span of one of `programs` programs, of which only as many as there are processors get one if there is little
+    to read. Spans are given out from the end of the index on: a program only waits for partial states of later units,
+    and those belong to programs that have started before it.
     """
-    requests, ends = _requests(tables, 0, 0, c)
-    passed, longest = gl.max(ends, 0), gl.max(requests.cost, 0)
-    total = passed
-    if c.scan == SCAN:
-        for b0 in range(SCAN, tables.batch, SCAN):
-            more, ends_more = _requests(tables, b0, total, c)
-            total, longest = gl.max(ends_more, 0), gl.maximum(longest, gl.max(more.cost, 0))
+    requests, ends = _scan_requests(tables, 0, 0, c)
+    scanned, longest = gl.max(ends, 0), gl.max(requests.units, 0)
+    total = scanned
+    if c.scan == MAX_SCAN:
+        for b0 in range(MAX_SCAN, tables.batch, MAX_SCAN):
+            more, ends_more = _scan_requests(tables, b0, total, c)
+            total, longest = gl.max(ends_more, 0), gl.maximum(longest, gl.max(more.units, 0))
     if c.programs > 1:
-        little = enough * (c.programs * FEW)
-        programs = gl.where(total * (c.unit // c.block) <= little, gl.minimum(programs, enough), programs)
-    share = _share(total, longest, programs, c)
+        little = processors * (c.programs * FEW_BLOCKS)
+        programs = gl.where(total * (c.unit_size // c.block_n) <= little, gl.minimum(programs, processors), programs)
+    size = _span_size(total, longest, programs, c)
     program = programs - 1 - program
-    unit = gl.where(program < 0, total, program * share)
+    unit = gl.where(program < 0, total, program * size)
     zero = unit * 0
     request = Request(zero, zero, zero, zero, zero, zero, zero, zero)
-    request = _holder(request, requests, ends, unit, tables, c)
-    if c.scan == SCAN:
-        for b0 in range(SCAN, tables.batch, SCAN):
-            requests, ends = _requests(tables, b0, passed, c)
-            passed = gl.max(ends, 0)
-            request = _holder(request, requests, ends, unit, tables, c)
-    if c.scan > ALONE:
-        # The compiler passes all this to other warps through the memory that the sums used, without a barrier between.
+    request = _find_request(request, requests, ends, unit, tables, c)
+    if c.scan == MAX_SCAN:
+        for b0 in range(MAX_SCAN, tables.batch, MAX_SCAN):
+            requests, ends = _scan_requests(tables, b0, scanned, c)
+            scanned = gl.max(ends, 0)
+            request = _find_request(request, requests, ends, unit, tables, c)
+    if c.scan > WARP_SCAN:
+        # The compiler passes the span to other warp groups through the shared memory of the prefix sum, and sets no
+        # barrier between the two uses.
         gl.thread_barrier()
-    return Span(program, unit, gl.minimum(unit + share, total), share, request)
+    return Span(program, unit, gl.minimum(unit + size, total), size, request)
 
 
 @gluon.jit
 def request_at(tables, request, unit, end, c: gl.constexpr):
-    """The request that has a unit before `end`, this one or one after it."""
-    while (unit < end) & (unit >= request.start + length(request, c)):
-        request = extent(tables, request.b + 1, request.start + length(request, c), c)
+    """The request that has a unit before `end`: `request` or one after it."""
+    while (unit < end) & (unit >= request.start + total_units(request, c)):
+        request = load_request(tables, request.b + 1, request.start + total_units(request, c), c)
     return request
 
 
 @gluon.jit
 def next_tile(tables, request, unit, end, c: gl.constexpr):
-    """Where the next tile begins, and its request: where tiles are whole, programs have those that begin in their
-    shares.
+    """The first unit from `unit` on with which a tile begins, and its request. With c.whole_tiles a program computes
+    the tiles that begin in its span.
     """
-    cost = gl.maximum(request.cost, 1)
-    unit = request.start + (unit - request.start + cost - 1) // cost * cost
+    units = gl.maximum(request.units, 1)
+    unit = request.start + (unit - request.start + units - 1) // units * units
     return unit, request_at(tables, request, unit, end, c)
 
 
 @gluon.jit
-def piece_at(request, unit, end, c: gl.constexpr):
-    """What of a request lies at `unit`, up to `end`."""
-    h = (unit - request.start) // request.cost if c.whole else quotient(unit - request.start, request.cost)
-    first = unit - request.start - h * request.cost
-    last = gl.minimum(first + end - unit, request.cost)
-    if c.whole:
-        last = request.cost
-    return Piece(h, first, last, gl.minimum(request.low + last * c.unit, request.kv_len))
+def segment_at(request, unit, end, c: gl.constexpr):
+    """The segment of a request that begins with `unit` and ends before or at `end`."""
+    h = (unit - request.start) // request.units if c.whole_tiles else quotient(unit - request.start, request.units)
+    first = unit - request.start - h * request.units
+    last = gl.minimum(first + end - unit, request.units)
+    if c.whole_tiles:
+        last = request.units
+    return Segment(h, first, last, gl.minimum(request.first_key + last * c.unit_size, request.kv_len))

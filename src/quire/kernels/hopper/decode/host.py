@@ -1,4 +1,4 @@
-"""How calls of layers with heads of their own meet the kernel in `decode.py`."""
+"""The host side of decode: which layers and calls it computes, tile sizes, and the launch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, kv_strides, split_scales
 from quire.kernels.hopper.decode.kernel import Config, decode
-from quire.kernels.hopper.schedule import FEW, scanned
+from quire.kernels.hopper.schedule import FEW_BLOCKS, scan_size
 
-_ROWS = 64  # of a tile
-_UNIT, _RUN = 128, 8  # keys between two cuts, and such units folded together, in batch-invariant mode
-_MOST = 120 << 20  # bytes for parts then
-_AHEAD = 128 << 10  # bytes that a multiprocessor asks for ahead: more of them wait for each other in memory
+_MAX_ROWS = 64  # query rows of a tile
+_UNIT_SIZE, _RUN = 128, 8  # keys in a work unit, and units in a run, if batch-invariant
+_MAX_PARTIAL_BYTES = 120 << 20  # for partial states, if batch-invariant
+_BYTES_IN_FLIGHT = 128 << 10  # of a multiprocessor's pipelines: more loads would only wait for each other in memory
 
 
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
-    """Why there is no kernel for a layer that is not latent."""
+    """Why the decode kernel does not compute a layer (with MHA, GQA or MQA heads); None if it does."""
     rows = max_q_len * spec.group_size
-    if not (0 < rows <= _ROWS or spec.batch_invariant):
-        return f"it decodes: at most {_ROWS} query rows per request and KV head" + (f", not {rows}" if rows else "")
+    if not (0 < rows <= _MAX_ROWS or spec.batch_invariant):
+        return f"it decodes: at most {_MAX_ROWS} query rows per request and KV head" + (f", not {rows}" if rows else "")
     if spec.items or spec.pos_encoding != "NONE":
         return "it knows no items, nor position encodings"
     if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
@@ -39,15 +39,15 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """KV heads that are read together, query rows of theirs and the columns that these take, numbers of two bytes in a
-    stored head, keys of a block, blocks in the ring, programs on a multiprocessor, registers of a thread.
+    """Sizes that suit a layer: fields of the kernel's Config; rows, the query rows of a tile before padding to block_m;
+    registers per thread.
     """
 
-    pair: int
+    packed_heads: int
     rows: int
-    columns: int
-    words: int
-    block: int
+    block_m: int
+    stored_dim: int
+    block_n: int
     stages: int
     programs: int
     registers: int
@@ -55,66 +55,64 @@ class Tuning:
 
 @lru_cache(maxsize=1024)
 def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
-    """Two heads where one has only 128 bytes and their queries have room in eight columns; two programs where registers
-    let them be.
+    """Sizes for a layer. Two KV heads are packed into a tile if a stored head has only 128 bytes and the query rows of
+    both fit the smallest block_m, 8. Two programs share a multiprocessor if registers allow it.
     """
-    rows, words = max_q_len * spec.group_size, spec.head_dim_qk * spec.kv_dtype.itemsize // 2
-    if _whole(spec, max_q_len):
-        rows = _ROWS // 2
-    pair = 2 if words == 64 and rows <= 4 and spec.num_kv_heads % 2 == 0 else 1
-    rows *= pair
-    columns = max(8, triton.next_power_of_2(rows))
-    sums = columns * (spec.head_dim_qk // words)  # fp8 adds up even and odd elements apart
-    programs, block = 2 if words <= 128 and sums <= 32 else 1, 64 * max(1, 128 // (words * pair))
-    if spec.batch_invariant:  # weights of as many keys are added up together, whatever else is chosen
-        block = 64
-    stages = _AHEAD // (programs * 4 * words * pair * block)
-    return Tuning(pair, rows, columns, words, block, stages, programs, 128 if programs == 2 else 255)
+    rows, stored_dim = max_q_len * spec.group_size, spec.head_dim_qk * spec.kv_dtype.itemsize // 2
+    if _whole_tiles(spec, max_q_len):
+        rows = _MAX_ROWS // 2
+    packed = 2 if stored_dim == 64 and rows <= 4 and spec.num_kv_heads % 2 == 0 else 1
+    rows *= packed
+    block_m = max(8, triton.next_power_of_2(rows))
+    columns = block_m * (spec.head_dim_qk // stored_dim)  # of acc: with fp8, even and odd elements are apart
+    programs, block_n = 2 if stored_dim <= 128 and columns <= 32 else 1, 64 * max(1, 128 // (stored_dim * packed))
+    if spec.batch_invariant:  # bits depend on how many keys are in a block, so that is the same for all rows
+        block_n = 64
+    stages = _BYTES_IN_FLIGHT // (programs * 4 * stored_dim * packed * block_n)
+    return Tuning(packed, rows, block_m, stored_dim, block_n, stages, programs, 128 if programs == 2 else 255)
 
 
-def _whole(spec: AttentionSpec, max_q_len: int) -> bool:
-    """Whether tiles are not cut: to be batch-invariant requests are computed here whatever their rows."""
-    return not 0 < max_q_len * spec.group_size <= _ROWS
+def _whole_tiles(spec: AttentionSpec, max_q_len: int) -> bool:
+    """Whether programs compute whole tiles: batch-invariant layers are also computed here with more rows than fit."""
+    return not 0 < max_q_len * spec.group_size <= _MAX_ROWS
 
 
 @lru_cache(maxsize=1024)
 def _launcher(c: Config, registers: int) -> Launcher:
-    # What is rounded must not depend on what else is in the kernel, to be batch-invariant.
+    # If batch-invariant, what is rounded must not depend on the compiler: see `invariant.py`.
     return Launcher(decode, c, num_warps=4, maxnreg=registers, launch_pdl=True, enable_fp_fusion=c.run == 0)
 
 
 @lru_cache(maxsize=1024)
 def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
-    """What the kernel is compiled for. flags: scales of q, k, v that are tensors, lse, a far cache, lengths in place of
-    those of last pages.
-    """
-    tuning, whole = tune(spec, max_q_len), _whole(spec, max_q_len)
-    q_scale, k_scale, v_scale, lse, far, by_length = flags
+    """What the kernel is compiled for. flags: q_scale, k_scale, v_scale, lse, int64_offsets and by_length of Config."""
+    tuning, whole_tiles = tune(spec, max_q_len), _whole_tiles(spec, max_q_len)
+    q_scale, k_scale, v_scale, lse, int64_offsets, by_length = flags
     return Config(
-        heads=spec.num_kv_heads // tuning.pair,
-        group=spec.group_size * tuning.pair,
-        pair=tuning.pair,
+        heads=spec.num_kv_heads // tuning.packed_heads,
+        group=spec.group_size * tuning.packed_heads,
+        packed_heads=tuning.packed_heads,
         dim=spec.head_dim_qk,
-        words=tuning.words,
+        stored_dim=tuning.stored_dim,
         page_size=page_size,
-        block=tuning.block,
-        unit=_UNIT if spec.batch_invariant else tuning.block,
+        block_m=tuning.block_m,
+        block_n=tuning.block_n,
+        unit_size=_UNIT_SIZE if spec.batch_invariant else tuning.block_n,
         run=_RUN if spec.batch_invariant else 0,
-        whole=whole,
-        tile_rows=tuning.rows if whole else 0,
+        whole_tiles=whole_tiles,
+        tile_rows=tuning.rows if whole_tiles else 0,
         stages=tuning.stages,
         programs=tuning.programs,
-        scan=scanned(batch),
-        rows=tuning.columns,
-        part_rows=_part_rows(tuning),
-        part_cost=0 if spec.batch_invariant else _part_rows(tuning) * spec.head_dim_vo // 128,
-        fetchers=72 if tuning.programs == 2 else 152,
+        scan=scan_size(batch),
+        partial_rows=_partial_rows(tuning),
+        partial_cost=0 if spec.batch_invariant else _partial_rows(tuning) * spec.head_dim_vo // 128,
+        load_registers=72 if tuning.programs == 2 else 152,
         causal=spec.causal and max_q_len != 1,
         window=spec.window_left >= 0,
-        cap=spec.logits_soft_cap > 0,
         mask=spec.custom_mask,
+        cap=spec.logits_soft_cap > 0,
         sinks=spec.sinks,
-        far=far,
+        int64_offsets=int64_offsets,
         by_length=by_length,
         lse=lse,
         q_scale=q_scale,
@@ -125,103 +123,82 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
     )
 
 
-def _part_rows(tuning: Tuning) -> int:
+def _partial_rows(tuning: Tuning) -> int:
     return max(4, triton.next_power_of_2(tuning.rows))
 
 
 def _slots(spec: AttentionSpec, max_q_len: int, processors: int, batch: int, keys: int) -> tuple[int, int]:
-    """Programs of a batch-invariant launch, and slots for what they leave: for the units of a run each, but its first,
-    and for all runs of the line. Where parts are large, programs are as many as have room.
+    """Programs of a batch-invariant launch, and slots for their partial states: for each program the units of a run but
+    the first, and for each run of the schedule one. If partial states are large, fewer programs fit the memory.
     """
     tuning = tune(spec, max_q_len)
-    each = _part_rows(tuning) * (spec.head_dim_vo + 2) * 4
-    runs = spec.num_kv_heads // tuning.pair * (keys // _UNIT + batch) // _RUN
+    each = _partial_rows(tuning) * (spec.head_dim_vo + 2) * 4
+    runs = spec.num_kv_heads // tuning.packed_heads * (keys // _UNIT_SIZE + batch) // _RUN
     programs = processors * tuning.programs
-    room = (_MOST - runs * each) // (_RUN * each)
+    room = (_MAX_PARTIAL_BYTES - runs * each) // (_RUN * each)
     programs = max(min(programs, room), processors // 2)
     return programs, _RUN * programs + runs
 
 
 def zeros(spec: AttentionSpec, processors: int, max_q_len: int, batch: int, keys: int) -> int:
-    """Bytes for parts of tiles of a batch-invariant layer: see `quire.kernels.registry`."""
-    if _whole(spec, max_q_len):
+    """Bytes of zeros for partial states of a batch-invariant layer; whole tiles need none."""
+    if _whole_tiles(spec, max_q_len):
         return 0
     slots = _slots(spec, max_q_len, processors, batch, keys)[1]
-    return slots * _part_rows(tune(spec, max_q_len)) * (spec.head_dim_vo + 2) * 4
+    return slots * _partial_rows(tune(spec, max_q_len)) * (spec.head_dim_vo + 2) * 4
 
 
 def refuses(call: Call) -> str | None:
-    """Copies of 16 bytes want keys and values that are aligned to them, by strides as the kernel is compiled for."""
-    step = 16 * _width(call.k)
+    """Why the kernel, which copies 16 aligned bytes at a time, does not compute a call; None if it does."""
+    step = 16 * _per_16_bits(call.k)
     if all(is_aligned(x, x.ndim - 1, step) for x in (call.k, call.v)):
         return None
     return f"keys and values must be aligned to 16 bytes, their strides to {step} elements"
 
 
-def _width(x: Tensor) -> int:
-    """Elements in a number of two bytes, of which the kernel sees the cache made."""
+def _per_16_bits(x: Tensor) -> int:
+    """Elements of a cache per 16 bits: the kernel counts its strides in 16-bit elements."""
     return 2 // x.element_size()
 
 
-def _few(c: Config, processors: int, batch: int) -> int:
-    """Entries of a table that one program on each multiprocessor is enough for, whatever it says; -1 where there are
-    no more, or where it is not known how many tiles a request has.
+def _few_entries(c: Config, processors: int, batch: int) -> int:
+    """Up to so many page ids, `find_span` uses one program per multiprocessor whatever the table says; -1 if the kernel
+    has only one, or if the number of tiles per request is unknown.
     """
-    blocks = processors * c.programs * FEW.value // c.heads - batch  # of a head
-    return -1 if c.whole or c.programs == 1 else blocks * c.block // max(c.page_size, 1)
+    blocks = processors * c.programs * FEW_BLOCKS.value // c.heads - batch  # per head
+    return -1 if c.whole_tiles or c.programs == 1 else blocks * c.block_n // max(c.page_size, 1)
 
 
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> LaunchReplay | None:
-    """Compute a call, with programs for as many as run at a time, if there is room for their parts of tiles."""
+    """Compute a call with as many programs as run at a time, or fewer if there is less memory for partial states."""
     spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
     page_size, indices, lengths, by_length, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
-    far = max(extent_in_elements(k), extent_in_elements(v)) >= 1 << 31
-    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far, by_length)
+    wide = max(extent_in_elements(k), extent_in_elements(v)) >= 1 << 31
+    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, wide, by_length)
     c, tuning = config(spec, page_size, batch, call.max_q_len, flags), tune(spec, call.max_q_len)
-    each, programs = c.part_rows * (spec.head_dim_vo + 2), processors * tuning.programs
-    slots, part = 0, None
-    if spec.batch_invariant and not c.whole:
+    each, programs = c.partial_rows * (spec.head_dim_vo + 2), processors * tuning.programs
+    slots, partials = 0, None
+    if spec.batch_invariant and not c.whole_tiles:
         programs, slots = _slots(spec, call.max_q_len, processors, batch, entries * max(page_size, 1))
-        part = call.zeros_for(slots * each, slots * each)
-    elif not c.whole:
-        part = call.zeros_for(programs * each)
-        programs = min(programs, part.numel() // each)
-    few = _few(c, processors, batch)
+        partials = call.zeros_for(slots * each, slots * each)
+    elif not c.whole_tiles:
+        partials = call.zeros_for(programs * each)
+        programs = min(programs, partials.numel() // each)
+    few = _few_entries(c, processors, batch)
     if entries <= few:
-        programs = min(programs, processors)  # others would find that nothing is left for them
-    repeat = _launcher(c, tuning.registers)(
+        programs = min(programs, processors)  # any more would find an empty span
+    bits, bits_indptr, bits_size = (None, None, 0) if mask is None else (mask.bits, mask.indptr, mask.bits.shape[0])
+    scale, cap = spec.sm_scale * LOG2E * q_gain * k_gain, spec.logits_soft_cap * LOG2E
+    replay = _launcher(c, tuning.registers)(
         programs,
         (q, None, k, v, None, out, lse, call.sinks),
-        (
-            part,
-            call.qo.indptr,
-            kv.indptr,
-            lengths,
-            indices,
-            mask.bits if mask is not None else None,
-            mask.indptr if mask is not None else None,
-            q_scale,
-            k_scale,
-            v_scale,
-        ),
-        (
-            processors,
-            slots,
-            mask.bits.shape[0] if mask is not None else 0,
-            batch,
-            tokens,
-            entries,
-            k.shape[0],
-            spec.window_left,
-            spec.sm_scale * LOG2E * q_gain * k_gain,
-            v_gain,
-            spec.logits_soft_cap * LOG2E,
-        ),
-        (*q.stride()[:2], *(n // _width(x) for x in (k, v) for n in kv_strides(x)), *out.stride()[:2]),
+        (partials, call.qo.indptr, kv.indptr, lengths, indices, bits, bits_indptr, q_scale, k_scale, v_scale),
+        (processors, slots, bits_size, batch, tokens, entries, k.shape[0], spec.window_left, scale, v_gain, cap),
+        (*q.stride()[:2], *(n // _per_16_bits(x) for x in (k, v) for n in kv_strides(x)), *out.stride()[:2]),
     )
-    if repeat is not None and entries <= few:
-        repeat.max_entries = few
-    # What is to be repeated must read the caller's own tensors.
-    return repeat if (part is None or part is call.zeros) and q_scale is k_scale is v_scale is None else None
+    if replay is not None and entries <= few:
+        replay.max_entries = few
+    # A launch that is repeated must read the caller's own tensors.
+    return replay if (partials is None or partials is call.zeros) and q_scale is k_scale is v_scale is None else None

@@ -1,239 +1,197 @@
-"""Batch-invariant attention: the bits of a row depend on nothing but its query, its keys and where these lie.
+"""The batch-invariant split: the bits of a row depend on nothing but its query, its keys and where these lie.
 
-Keys come in units of c.unit and in runs of c.run units, both of which begin at multiples of their length. The state of
-each unit is made alone, from nothing; units are folded in order into the state of their run, and runs into the state of
-their tile, whoever made them. A state of no keys changes no bit of what it is folded into, so that rows of one tile may
-see different keys. A column of a product does not depend on the others, so tiles may have any number of rows.
+Keys are cut into work units of c.unit_size keys, and these into runs of c.run units; both begin at multiples of their
+length. The state of each unit is computed alone. Units are merged in order into the state of their run, and runs into
+the state of their tile, no matter which programs computed them. Merging a state of no keys changes no bit, so rows of
+one tile may see different keys. A column of an MMA does not depend on the other columns, so tiles may have any number
+of rows.
 
-Tiles of few rows are cut anywhere between units. Who has the first unit of a run folds it, and collects what is beyond
-the end of its share; who has the first run of a tile does the same with runs, and finishes it. What is left for others
-has a place of its own, and tells by itself that it is there, as in `parts.py`. A 0 becomes -0 there, which changes no
-sum that is not 0, and results are never -0. Waiting is for programs later on the line, which start earlier.
-Tiles of a prefill are not cut (c.whole), and nothing is left of them.
+Decode tiles are cut between any two units. The owner of a run is the program with its first unit: it merges the run,
+and reads partial states of the units after its span. The owner of a tile, with the tile's first run, does likewise with
+runs, and writes the tile. Partial states are self-flagging, as in `combine.py`. That a 0 becomes -0 in them changes no
+sum but that of zeros, and results are never -0. Programs only wait for programs with later units, which start first.
+Tiles of a prefill (c.whole_tiles) are not cut, and have no partial states.
 
-No product is fused with a sum but where `fma` says so (the kernel is compiled like that): which product of a sum of two
-is rounded would be the compiler's choice, another one in each kernel.
+The kernel is compiled without fusing products and sums, except where `fma` is written: otherwise the compiler would
+choose which product of a sum of two is rounded, differently in each kernel.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.decode.combine import MOST, clear, keep, leave, neighbours, spread, take
-from quire.kernels.hopper.decode.tile import attend_keys, load_queries, no_values, rows_of, upright
-from quire.kernels.hopper.epilogue import write
-from quire.kernels.hopper.schedule import next_tile, piece_at, quotient, request_at
-
-
-class UnitParts(NamedTuple):
-    """Where states go that others fold, as in `Parts`, but in `slots` places; none is beyond, whatever the tables say.
-    Each program has c.run - 1 places for the units of a run; then come runs.
-    """
-
-    rows: tl.tensor
-    sums: tl.tensor
-    slots: tl.tensor
-
-
-class Reach(NamedTuple):
-    """What is computed of a piece of the line: head h's rows from `row` on, and their keys begin to stop."""
-
-    h: tl.tensor
-    row: tl.tensor
-    begin: tl.tensor
-    stop: tl.tensor
+from quire.kernels.hopper.decode.combine import (
+    MAX_ROWS,
+    clear_partials,
+    interleave,
+    load_partials,
+    restore_rows,
+    save_state,
+    store_partial,
+)
+from quire.kernels.hopper.decode.tile import attend_keys, load_rows, tile_of, transpose_acc, zero_acc
+from quire.kernels.hopper.epilogue import store_rows
+from quire.kernels.hopper.schedule import next_tile, quotient, request_at, segment_at
+from quire.kernels.hopper.softmax import empty_state, merge, merge_acc
 
 
 @gluon.jit
-def reach_of(request, piece, window, c: gl.constexpr):
-    """What a piece is of a request. Of whole tiles, keys that none of their rows sees are left out."""
-    h, row, begin, stop = piece.h, piece.h * 0, request.low + piece.first * c.unit, piece.stop
-    if c.run > 0:
-        past, end = request.kv_len - request.q_len, request.q_len * c.group
-        if c.whole:
-            # Tiles from both ends in turns: of a prompt, neighbours have as many keys together as any others.
-            tiles = (end + c.tile_rows - 1) // c.tile_rows
-            h, at = piece.h // tiles, piece.h % tiles
-            row = gl.where(at % 2 == 0, at // 2, tiles - 1 - at // 2) * c.tile_rows
-            end = gl.minimum(row + c.tile_rows, end)
-            if c.causal:
-                stop = gl.minimum(stop, past + (end - 1) // c.group + 1)
-        if c.window:
-            begin = gl.maximum(begin, (past + row // c.group - window) // c.block * c.block)
-    return Reach(h, row, begin, stop)
-
-
-@gluon.jit
-def fold(acc, m, l, acc_2, m_2, l_2, c: gl.constexpr):
-    """The state of two runs of keys, [head_dim, rows]."""
-    m, l, weight, weight_2 = weigh(m, l, m_2, l_2)
-    weight, weight_2 = weight[None, :], weight_2[None, :]
-    x = add(acc[0], acc_2[0], weight, weight_2)
+def _merge_columns(acc, m, l, acc_2, m_2, l_2, c: gl.constexpr):
+    """Merge two states whose acc is [head_dim, rows], as in `tile.py`."""
+    m, l, alpha, alpha_2 = merge(m, l, m_2, l_2)
+    alpha, alpha_2 = alpha[None, :], alpha_2[None, :]
+    x = merge_acc(acc[0], acc_2[0], alpha, alpha_2)
     if c.fp8:
-        acc = x, add(acc[1], acc_2[1], weight, weight_2)
+        acc = x, merge_acc(acc[1], acc_2[1], alpha, alpha_2)
     else:
         acc = (x,)
     return acc, m, l
 
 
 @gluon.jit
-def fold_rows(acc, m, l, acc_2, m_2, l_2):
-    """The same, [rows, head_dim], with m and l as in `spread`."""
-    m, l, weight, weight_2 = weigh(m, l, m_2, l_2)
-    weight_2 = neighbours(weight_2, weight_2, weight_2, weight_2, acc)
-    return add(acc, acc_2, neighbours(weight, weight, weight, weight, acc), weight_2), m, l
+def _merge_rows(acc, m, l, acc_2, m_2, l_2):
+    """Merge two states whose acc is [rows, head_dim], with the layouts of `restore_rows`."""
+    m, l, alpha, alpha_2 = merge(m, l, m_2, l_2)
+    alpha_2 = interleave(alpha_2, alpha_2, alpha_2, alpha_2, acc)
+    return merge_acc(acc, acc_2, interleave(alpha, alpha, alpha, alpha, acc), alpha_2), m, l
 
 
 @gluon.jit
-def weigh(m, l, m_2, l_2):
-    """The sums of two states together, and the weight of each."""
-    top = gl.maximum(m, m_2)
-    base = gl.where(top == -float("inf"), 0.0, top)
-    weight, weight_2 = gl.exp2(m - base), gl.exp2(m_2 - base)
-    return top, gl.fma(l, weight, l_2 * weight_2), weight, weight_2
-
-
-@gluon.jit
-def add(x, x_2, weight, weight_2):
-    return gl.fma(x, gl.zeros_like(x) + weight, x_2 * weight_2)
-
-
-@gluon.jit
-def consume_units(tables, queries, masks, ring, parts, results, span, c: gl.constexpr):
-    """Attend to the ring's blocks, tile by tile, run by run, unit by unit."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.rows, 16])
+def consume_invariant(tables, queries, pipeline, partials, output, span, c: gl.constexpr):
+    """Attend to the pipeline's blocks, tile by tile, run by run, unit by unit."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_m, 16])
     flat: gl.constexpr = gl.SliceLayout(0, L)
-    position, request = span.unit, span.request
-    if c.whole:
-        position, request = next_tile(tables, request, position, span.end, c)
-    n = span.unit * 0
-    while position < span.end:
-        piece = piece_at(request, position, span.end, c)
-        reach = reach_of(request, piece, tables.window, c)
-        factor = load_queries(queries, request, reach.h, reach.row, flat, c)
-        rows = rows_of(request, reach.row, factor, masks, c)
-        count = request.q_len * c.group
-        # Units are numbered by their keys: the tile has low to high, this program u to last.
-        low = request.low // c.unit
-        u, high, last = low + piece.first, low + request.cost, low + piece.last
-        if c.whole:
-            u, last = reach.begin // c.unit, gl.cdiv(reach.stop, c.unit)
-        zero = position - piece.first - low  # where unit 0 would lie on the line
-        origin = span.program
-        acc, m, l = nothing(L, flat, c)
-        run, m_run, l_run = nothing(L, flat, c)
+    index, request = span.start, span.request
+    if c.whole_tiles:
+        index, request = next_tile(tables, request, index, span.end, c)
+    n = span.start * 0
+    while index < span.end:
+        segment = segment_at(request, index, span.end, c)
+        tile = tile_of(request, segment, tables.mask, c)
+        rows = load_rows(queries, request, tile.h, tile.row, flat, tables.mask, c)
+        row_end = request.q_len * c.group
+        # Here units are numbered by their keys: the tile has units low to high, this program u to last.
+        low = request.first_key // c.unit_size
+        u, high, last = low + segment.start, low + request.units, low + segment.end
+        if c.whole_tiles:
+            u, last = tile.kv_start // c.unit_size, gl.cdiv(tile.kv_end, c.unit_size)
+        zero = index - segment.start - low  # where unit 0 of the tile would be in the schedule
+        run_owner = span.program
+        acc, m, l = _no_keys(L, flat, c)
+        run, m_run, l_run = _no_keys(L, flat, c)
         while u < last:
             end = gl.minimum((u // c.run + 1) * c.run, last)
-            if not c.whole:
-                origin = quotient(zero + gl.maximum(u // c.run * c.run, low), span.share)  # who folds this run
-            run, m_run, l_run = nothing(L, flat, c)
+            if not c.whole_tiles:
+                run_owner = quotient(zero + gl.maximum(u // c.run * c.run, low), span.size)
+            run, m_run, l_run = _no_keys(L, flat, c)
             for i in range(u, end):
-                begin, stop = gl.maximum(reach.begin, i * c.unit), gl.minimum(reach.stop, (i + 1) * c.unit)
-                one, m_one, l_one, n = attend_keys(queries, rows, request, ring, begin, stop, n, tables, masks, c)
-                if not c.whole:  # noqa: SIM102, with "and" there would be code for what is left of whole tiles
-                    if origin < span.program:
-                        leave_at(unit_slot(i, origin, c), upright(one, c), m_one, l_one, parts, 0, count, c)
-                run, m_run, l_run = fold(run, m_run, l_run, one, m_one, l_one, c)
-            if c.whole:
-                acc, m, l = fold(acc, m, l, run, m_run, l_run, c)
-            elif (origin == span.program) & ((end % c.run == 0) | (end == high)):
-                if piece.first > 0:
-                    slot = run_slot(u // c.run, zero, low, quotient(zero + low, span.share), c)
-                    leave_at(slot, upright(run, c), m_run, l_run, parts, 0, count, c)
-                acc, m, l = fold(acc, m, l, run, m_run, l_run, c)
+                start, stop = gl.maximum(tile.kv_start, i * c.unit_size), gl.minimum(tile.kv_end, (i + 1) * c.unit_size)
+                x, m_x, l_x, n = attend_keys(queries, rows, request, pipeline, start, stop, n, tables.mask, c)
+                if not c.whole_tiles:  # noqa: SIM102, "and" would generate code for partial states of whole tiles
+                    if run_owner < span.program:
+                        slot = _unit_slot(i, run_owner, c)
+                        _store_slot(slot, transpose_acc(x, c), m_x, l_x, partials, 0, row_end, c)
+                run, m_run, l_run = _merge_columns(run, m_run, l_run, x, m_x, l_x, c)
+            if c.whole_tiles:
+                acc, m, l = _merge_columns(acc, m, l, run, m_run, l_run, c)
+            elif (run_owner == span.program) & ((end % c.run == 0) | (end == high)):
+                if segment.start > 0:
+                    slot = _run_slot(u // c.run, zero, low, quotient(zero + low, span.size), c)
+                    _store_slot(slot, transpose_acc(run, c), m_run, l_run, partials, 0, row_end, c)
+                acc, m, l = _merge_columns(acc, m, l, run, m_run, l_run, c)
             u = end
-        if c.whole:
-            finish(upright(acc, c), m, l, results, request.q_begin, reach.h, reach.row, count, c)
-        elif (piece.first == 0) & (last == high):
-            finish(upright(acc, c), m, l, results, request.q_begin, reach.h, 0, count, c)
+        if c.whole_tiles:
+            _finish(transpose_acc(acc, c), m, l, output, request.q_start, tile.h, tile.row, row_end, c)
+        elif (segment.start == 0) & (last == high):
+            _finish(transpose_acc(acc, c), m, l, output, request.q_start, tile.h, 0, row_end, c)
         else:
-            # The last run goes on in the next share, and begins here.
-            goes_on = (last < high) & (last % c.run > 0) & (origin == span.program)
-            if goes_on | (piece.first == 0):
-                keep(upright(acc, c), m, l, ring.k, queries.weights, 0, 2)
-                keep(upright(run, c), m_run, l_run, ring.v, queries.weights, 1, 2)
-                hand_over(queries, ring, parts, results, span, request, piece, zero, goes_on, c)
-        position += piece.last - piece.first
-        request = request_at(tables, request, position, span.end, c)
+            # This program's last run has more units in the next span.
+            run_continues = (last < high) & (last % c.run > 0) & (run_owner == span.program)
+            if run_continues | (segment.start == 0):
+                save_state(transpose_acc(acc, c), m, l, pipeline.k, queries.p_shared, 0, 2)
+                save_state(transpose_acc(run, c), m_run, l_run, pipeline.v, queries.p_shared, 1, 2)
+                _combine(queries, pipeline, partials, output, span, request, segment, zero, run_continues, c)
+        index += segment.end - segment.start
+        request = request_at(tables, request, index, span.end, c)
 
 
 @gluon.jit
-def finish(acc, m, l, results, q_begin, h, r0, rows, c: gl.constexpr):
-    """Write rows of a tile; the sign of a 0 would tell whether it was left for others on its way."""
-    write(acc + 0.0, m, l, results, q_begin, h, r0, rows, c)
+def _finish(acc, m, l, output, q_start, h, row, row_end, c: gl.constexpr):
+    """Write rows of a tile. Zeros lose their sign, which depends on what was stored as a partial state."""
+    store_rows(acc + 0.0, m, l, output, q_start, h, row, row_end, c)
 
 
 @gluon.jit
-def nothing(L: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
+def _no_keys(L: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
     """The state of no keys."""
-    m, l = gl.full([c.rows], -float("inf"), gl.float32, flat), gl.full([c.rows], 0.0, gl.float32, flat)
-    return no_values(L, c), m, l
+    m, l = empty_state(c.block_m, flat)
+    return zero_acc(L, c), m, l
 
 
 @gluon.jit
-def unit_slot(unit, origin, c: gl.constexpr):
-    """The slot of a unit, not the first of its run, for who folds the run."""
-    return origin * (c.run - 1) + unit % c.run - 1
+def _unit_slot(unit, run_owner, c: gl.constexpr):
+    """The slot of a unit, not the first of its run, that the run's owner reads: each program has c.run - 1 of these."""
+    return run_owner * (c.run - 1) + unit % c.run - 1
 
 
 @gluon.jit
-def run_slot(run, zero, low, owner, c: gl.constexpr):
-    """The slot of a run that its tile's owner collects. A tile of n units, however they lie, has no more than n / c.run
-    + 1 runs after its first; an owner has only one tile that others have a part of.
+def _run_slot(run, zero, low, owner, c: gl.constexpr):
+    """The slot of a run that the tile's owner reads; these follow the slots of units. Slots of different runs differ: a
+    tile of n units has at most n / c.run + 1 runs after its first, and each program owns at most one tile that other
+    programs have units of.
     """
     return gl.num_programs(0) * (c.run - 1) + (zero + low) // c.run + owner + run - low // c.run - 1
 
 
 @gluon.jit
-def leave_at(slot, acc, m, l, parts, r0, count, c: gl.constexpr):
-    """A state's rows r0 and on, of `count`, to a slot."""
-    if slot < parts.slots:
-        leave(acc, m, l, parts, slot, r0, count, c)
+def _store_slot(slot, acc, m, l, partials, row, row_end, c: gl.constexpr):
+    """Store a state's rows from `row` on, unless the slot is beyond the memory, as tables that overlap can make it."""
+    if slot < partials.slots:
+        store_partial(acc, m, l, partials, slot, row, row_end, c)
 
 
 @gluon.jit
-def hand_over(queries, ring, parts, results, span, request, piece, zero, goes_on, c: gl.constexpr):
-    """Collect what others have of the run at the end of this share, if it goes on there, and leave it for who has the
-    tile's beginning or, where that is here, collect the runs that follow and finish the tile.
+def _combine(queries, pipeline, partials, output, span, request, segment, zero, run_continues, c: gl.constexpr):
+    """Complete a tile that is cut at the end of this span, from what `save_state` saved. If the last run continues,
+    merge its other units, and store the run for the tile's owner if that is another program. If this program is the
+    owner, merge all later runs and write the tile.
     """
-    R: gl.constexpr = min(c.part_rows, MOST)
-    low, rows = request.low // c.unit, request.q_len * c.group
-    high, last = low + request.cost, low + piece.last
+    R: gl.constexpr = min(c.partial_rows, MAX_ROWS)
+    low, row_end = request.first_key // c.unit_size, request.q_len * c.group
+    high, last = low + request.units, low + segment.end
     next_run = gl.cdiv(last, c.run)
-    owner = quotient(zero + low, span.share)
-    gl.thread_barrier()  # all that is kept is there
-    for r0 in range(0, gl.minimum(rows, c.part_rows), R):
-        acc, m, l = spread(ring.k, queries.weights, 0, 2, r0 // R, c)
-        if goes_on:
-            run, m_run, l_run = spread(ring.v, queries.weights, 1, 2, r0 // R, c)
+    owner = quotient(zero + low, span.size)
+    gl.thread_barrier()  # all warps have saved their rows
+    for row in range(0, gl.minimum(row_end, c.partial_rows), R):
+        acc, m, l = restore_rows(pipeline.k, queries.p_shared, 0, 2, row // R, c)
+        if run_continues:
+            run, m_run, l_run = restore_rows(pipeline.v, queries.p_shared, 1, 2, row // R, c)
             number = gl.minimum(next_run * c.run, high) - last
-            run, m_run, l_run = collect(run, m_run, l_run, parts, unit_slot(last, span.program, c), number, r0, c)
-            if piece.first > 0:
-                slot = run_slot(next_run - 1, zero, low, owner, c)
-                leave_at(slot, run, gl.max(m_run, 1), gl.max(l_run, 1), parts, r0, rows, c)
-            acc, m, l = fold_rows(acc, m, l, run, m_run, l_run)
-        if piece.first == 0:
-            slot, number = run_slot(next_run, zero, low, owner, c), gl.cdiv(high, c.run) - next_run
-            acc, m, l = collect(acc, m, l, parts, slot, number, r0, c)
-            finish(acc, gl.max(m, 1), gl.max(l, 1), results, request.q_begin, piece.h, r0, rows, c)
+            slot = _unit_slot(last, span.program, c)
+            run, m_run, l_run = _merge_slots(run, m_run, l_run, partials, slot, number, row, c)
+            if segment.start > 0:
+                slot = _run_slot(next_run - 1, zero, low, owner, c)
+                _store_slot(slot, run, gl.max(m_run, 1), gl.max(l_run, 1), partials, row, row_end, c)
+            acc, m, l = _merge_rows(acc, m, l, run, m_run, l_run)
+        if segment.start == 0:
+            slot, number = _run_slot(next_run, zero, low, owner, c), gl.cdiv(high, c.run) - next_run
+            acc, m, l = _merge_slots(acc, m, l, partials, slot, number, row, c)
+            _finish(acc, gl.max(m, 1), gl.max(l, 1), output, request.q_start, segment.h, row, row_end, c)
 
 
 @gluon.jit
-def collect(acc, m, l, parts, first, number, r0, c: gl.constexpr):
-    """Fold what others leave in so many slots, as soon as it is there, in order, into rows r0 and on of a state. Some
-    are taken together, as registers have room for.
+def _merge_slots(acc, m, l, partials, first, number, row, c: gl.constexpr):
+    """Merge the partial states in `number` slots, as soon as they are written and in order, into rows from `row` on of
+    a state. As many are loaded at a time as registers hold.
     """
-    some: gl.constexpr = max(min(32 * 128 // (c.dim * acc.shape[0]), 8), 1)
-    end = gl.minimum(first + number, parts.slots) - 1
-    while first <= end:
-        x, places = take(m, parts, first, end, some, r0, c)
-        for i in gl.static_range(some):
-            one = neighbours(x[6 * i], x[6 * i + 1], x[6 * i + 2], x[6 * i + 3], acc)
-            acc, m, l = fold_rows(acc, m, l, one, x[6 * i + 4], x[6 * i + 5])
-        clear(places, some, c)
-        first += some
+    N: gl.constexpr = max(min(32 * 128 // (c.dim * acc.shape[0]), 8), 1)
+    last = gl.minimum(first + number, partials.slots) - 1
+    while first <= last:
+        x, addresses = load_partials(m, partials, first, last, N, row, c)
+        for i in gl.static_range(N):
+            acc_i = interleave(x[6 * i], x[6 * i + 1], x[6 * i + 2], x[6 * i + 3], acc)
+            acc, m, l = _merge_rows(acc, m, l, acc_i, x[6 * i + 4], x[6 * i + 5])
+        clear_partials(addresses, N, c)
+        first += N
     return acc, m, l

@@ -1,4 +1,8 @@
-"""Where parts of tiles of a latent layer go, and how they come together."""
+"""Split-KV: partial states of tiles whose keys several programs have, and how they are combined.
+
+Each program stores its state and counts it as arrived. The last program to arrive of c.fan_in neighbours merges their
+partial states, and the last one to do so merges the results and writes the rows. Slots are merged in a fixed order.
+"""
 
 from __future__ import annotations
 
@@ -8,104 +12,106 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.epilogue import write
+from quire.kernels.hopper.epilogue import store_rows
+from quire.kernels.hopper.softmax import empty_state, exponent_base
 
 
-class Parts(NamedTuple):
-    """Where parts of tiles go: float32 [slots, rows, dim], and (largest logit, sum of weights) in [slots, rows, 2].
-    None is written beyond, whatever the tables say. And counters of those that have arrived, neighbours' and all.
+class Partials(NamedTuple):
+    """Slots for partial states. acc: float32 [slots, rows, dim]; ml: pairs (m, l), [slots, rows, 2]; arrivals: counters
+    for groups of neighbours, and for tiles. Slots and rows beyond the memory are not written, whatever the tables say.
     """
 
     acc: tl.tensor
-    sums: tl.tensor
+    ml: tl.tensor
     slots: tl.tensor
     rows: tl.tensor
     arrivals: tl.tensor
 
 
 @gluon.jit
-def parts_of(half: gl.constexpr, part, arrivals, part_rows, c: gl.constexpr):
-    """Where one half of the columns of this program's lane has its parts."""
-    programs, lane = gl.num_programs(0), gl.program_id(0) % c.lanes
-    slots = 2 * (programs // c.lanes)
-    rows, before = (2 * programs).to(gl.int64) * part_rows, (lane * slots).to(gl.int64) * part_rows
-    part += half * rows * (c.dim + 2)
-    arrivals += (half * c.lanes + lane) * (slots + slots // 2)
-    return Parts(part + before * c.dim, part + rows * c.dim + before * 2, slots, part_rows, arrivals)
+def partials_of(consumer: gl.constexpr, partials, arrivals, rows, c: gl.constexpr):
+    """The Partials of one consumer of this program, which it shares with those that compute the same rows in other
+    spans: as for `decode_latent`'s arguments, for one half of the columns and one of c.programs_per_span programs.
+    """
+    programs, which = gl.num_programs(0), gl.program_id(0) % c.programs_per_span
+    slots = 2 * (programs // c.programs_per_span)
+    all_rows, before = (2 * programs).to(gl.int64) * rows, (which * slots).to(gl.int64) * rows
+    partials += consumer * all_rows * (c.dim + 2)
+    arrivals += (consumer * c.programs_per_span + which) * (slots + slots // 2)
+    return Partials(partials + before * c.dim, partials + all_rows * c.dim + before * 2, slots, rows, arrivals)
 
 
 @gluon.jit
-def save(acc, m, l, parts, slot, r0, rows, c: gl.constexpr):
-    """A tile's part, or its rows from r0 on, to its slot. acc: [some, head_dim]; m, l: [some]."""
+def store_partial(acc, m, l, partials, slot, row, row_end, c: gl.constexpr):
+    """Store a state whose first row is `row`, up to row_end, to a slot. acc: [rows, dim]; m, l: [rows]."""
     layout: gl.constexpr = acc.type.layout
     flat: gl.constexpr = gl.SliceLayout(1, layout)
-    count = gl.where(slot < parts.slots, gl.minimum(rows, parts.rows), 0)
-    r = r0 + gl.arange(0, acc.shape[0], flat)
+    row_end = gl.where(slot < partials.slots, gl.minimum(row_end, partials.rows), 0)
+    r = row + gl.arange(0, acc.shape[0], flat)
     d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
-    at = slot.to(gl.int64) * parts.rows + r
-    gl.store(parts.acc + at[:, None] * c.dim + d[None, :], acc, (r < count)[:, None])
-    gl.store(parts.sums + at * 2, gl.convert_layout(m, flat), r < count)
-    gl.store(parts.sums + at * 2 + 1, gl.convert_layout(l, flat), r < count)
+    at = slot.to(gl.int64) * partials.rows + r
+    gl.store(partials.acc + at[:, None] * c.dim + d[None, :], acc, (r < row_end)[:, None])
+    gl.store(partials.ml + at * 2, gl.convert_layout(m, flat), r < row_end)
+    gl.store(partials.ml + at * 2 + 1, gl.convert_layout(l, flat), r < row_end)
 
 
 @gluon.jit
-def together(parts, r0, rows, origin, first, final, step, c: gl.constexpr):
-    """Rows r0 and on (of `rows`) of what each `step`-th program from first to final left of a tile that begins in
-    program origin. As many parts at a time as registers hold, so that their reads overlap; each warp has rows of its
-    own.
+def _merge_slots(partials, row, row_end, owner, first, last, step, c: gl.constexpr):
+    """Merge rows from `row` up to row_end of the partial states that programs first to last, each `step`-th of them,
+    have of a tile that begins in program `owner`. As many are loaded at a time as registers hold, so that the loads
+    overlap; each warp has rows of its own.
     """
     R: gl.constexpr = c.merge_rows
     N: gl.constexpr = 64 * 128 // (R * c.dim)
-    each: gl.constexpr = c.dim // 32
-    cube: gl.constexpr = gl.BlockedLayout([1, 1, each], [1, 1, 32], [1, 4, 1], [2, 1, 0])
-    plane: gl.constexpr = gl.BlockedLayout([1, each], [1, 32], [4, 1], [1, 0])
+    width: gl.constexpr = c.dim // 32
+    cube: gl.constexpr = gl.BlockedLayout([1, 1, width], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    plane: gl.constexpr = gl.BlockedLayout([1, width], [1, 32], [4, 1], [1, 0])
     flat: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, cube))
     n = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, cube)))[:, None]
     d = gl.arange(0, c.dim, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
-    r = r0 + gl.arange(0, R, flat)
-    m = gl.full([R], -float("inf"), gl.float32, flat)
-    l = gl.full([R], 0.0, gl.float32, flat)
+    r = row + gl.arange(0, R, flat)
+    m, l = empty_state(R, flat)
     acc = gl.full([R, c.dim], 0.0, gl.float32, gl.SliceLayout(0, cube))
-    for p in range(first, final + 1, N * step):
+    for p in range(first, last + 1, N * step):
         program = p + n * step
-        slot = gl.where(program == origin, 2 * program + 1, 2 * program)
-        at = slot.to(gl.int64) * parts.rows + r[None, :]
-        here = (program <= final) & (slot < parts.slots) & (r < rows)[None, :]
-        m_n = gl.load(parts.sums + at * 2, here, -float("inf"))
-        l_n = gl.load(parts.sums + at * 2 + 1, here, 0.0)
-        acc_n = gl.load(parts.acc + at[:, :, None] * c.dim + d[None, None, :], here[:, :, None], 0.0)
+        slot = gl.where(program == owner, 2 * program + 1, 2 * program)
+        at = slot.to(gl.int64) * partials.rows + r[None, :]
+        valid = (program <= last) & (slot < partials.slots) & (r < row_end)[None, :]
+        m_n = gl.load(partials.ml + at * 2, valid, -float("inf"))
+        l_n = gl.load(partials.ml + at * 2 + 1, valid, 0.0)
+        acc_n = gl.load(partials.acc + at[:, :, None] * c.dim + d[None, None, :], valid[:, :, None], 0.0)
         top = gl.maximum(m, gl.max(m_n, 0))
-        base = gl.where(top == -float("inf"), 0.0, top)
-        weight, shrink = gl.exp2(m_n - base[None, :]), gl.exp2(m - base)
-        m, l = top, l * shrink + gl.sum(l_n * weight, 0)
-        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(0, cube)))
-        acc = acc * shrink[:, None] + gl.sum(acc_n * weight[:, :, None], 0)
+        base = exponent_base(top)
+        alpha_n, alpha = gl.exp2(m_n - base[None, :]), gl.exp2(m - base)
+        m, l = top, l * alpha + gl.sum(l_n * alpha_n, 0)
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, gl.SliceLayout(0, cube)))
+        acc = acc * alpha[:, None] + gl.sum(acc_n * alpha_n[:, :, None], 0)
     return gl.convert_layout(acc, plane), m, l
 
 
 @gluon.jit
-def arrive(parts, results, request, tile, program, origin, final, c: gl.constexpr):
-    """A part is there, of those that programs origin to final make. The last of c.fan neighbours merges theirs, and the
-    last who did so what they merged: one program that did it all would take longer than many need to attend.
+def combine(partials, output, request, tile, program, owner, last, c: gl.constexpr):
+    """Count this program's partial state of a tile of programs owner to last as arrived, and merge what is complete:
+    in two levels, since one program that merges all would take longer than the programs take to attend.
     """
-    first = program - (program - origin) % c.fan
-    last = gl.minimum(first + c.fan - 1, final)
-    slot = 2 * first + (first == origin).to(gl.int32)
-    neighbours = parts.arrivals + gl.num_programs(0) // c.lanes + slot
-    groups = parts.arrivals + origin
-    rows = gl.minimum(tile.count, parts.rows)
-    gl.thread_barrier()  # all of this part is written before it counts as arrived
-    if gl.atomic_add(neighbours, 1) == last - first:
-        gl.store(neighbours, 0)
-        step, complete = 1, final - origin < c.fan
-        if final - origin >= c.fan:
-            for r0 in range(0, rows, c.merge_rows):
-                acc, m, l = together(parts, r0, rows, origin, first, last, 1, c)
-                save(acc, m, l, parts, slot, r0, rows, c)
+    first = program - (program - owner) % c.fan_in
+    group_last = gl.minimum(first + c.fan_in - 1, last)
+    slot = 2 * first + (first == owner).to(gl.int32)
+    group_arrivals = partials.arrivals + gl.num_programs(0) // c.programs_per_span + slot
+    tile_arrivals = partials.arrivals + owner
+    rows = gl.minimum(tile.count, partials.rows)
+    gl.thread_barrier()  # all warps have stored their rows
+    if gl.atomic_add(group_arrivals, 1) == group_last - first:
+        gl.store(group_arrivals, 0)
+        step, complete = 1, last - owner < c.fan_in
+        if last - owner >= c.fan_in:
+            for row in range(0, rows, c.merge_rows):
+                acc, m, l = _merge_slots(partials, row, rows, owner, first, group_last, 1, c)
+                store_partial(acc, m, l, partials, slot, row, rows, c)
             gl.thread_barrier()
-            step, complete = c.fan, gl.atomic_add(groups, 1) == (final - origin) // c.fan
-            gl.store(groups, 0, complete)
+            step, complete = c.fan_in, gl.atomic_add(tile_arrivals, 1) == (last - owner) // c.fan_in
+            gl.store(tile_arrivals, 0, complete)
         if complete:
-            for r0 in range(0, rows, c.merge_rows):
-                acc, m, l = together(parts, r0, rows, origin, origin, final, step, c)
-                write(acc, m, l, results, request.q_begin, 0, tile.row + r0, tile.row + rows, c)
+            for row in range(0, rows, c.merge_rows):
+                acc, m, l = _merge_slots(partials, row, rows, owner, owner, last, step, c)
+                store_rows(acc, m, l, output, request.q_start, 0, tile.row + row, tile.row + rows, c)

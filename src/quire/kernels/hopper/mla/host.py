@@ -1,4 +1,4 @@
-"""How calls of latent layers (MLA) meet the kernel in `latent.py`."""
+"""The host side of MLA: which latent layers and calls it computes, tile sizes, and the launch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from quire.definition.spec import LOG2E, AttentionSpec
 from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, split_scales
 from quire.kernels.hopper.mla.kernel import REGISTERS, Config, decode_latent
-from quire.kernels.hopper.schedule import scanned
+from quire.kernels.hopper.schedule import scan_size
 
-_ROWS = 64  # of a tile
-_LANES = 12  # tiles at most that are read for together: there are 132 multiprocessors
-_STAGES = {512: 2, 256: 4, 128: 7}  # with the queries they fill 227 KiB of shared memory
-_COUNTERS = 6  # for each program
+_BLOCK_M = 64  # query rows of a program's tile
+_MAX_PROGRAMS_PER_SPAN = 12  # a divisor of the number of multiprocessors, 132
+_STAGES = {512: 2, 256: 4, 128: 7}  # by head_dim_vo: stages and queries fill 227 KiB of shared memory
+_COUNTERS = 6  # of arrivals, per program
 
 
 def declines(spec: AttentionSpec) -> str | None:
-    """Why there is no kernel for a latent layer."""
+    """Why the MLA kernel does not compute a latent layer; None if it does."""
     if spec.items or spec.custom_mask or spec.pos_encoding != "NONE" or spec.batch_invariant:
         return "it knows no items, masks, position encodings, nor batch invariance"
     if spec.window_left >= 0 or spec.logits_soft_cap > 0:
@@ -32,41 +32,39 @@ def declines(spec: AttentionSpec) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def lanes_of(spec: AttentionSpec, max_q_len: int) -> int:
-    """Programs that read the same keys, for tiles of a request of so many query tokens (0: unknown, so one)."""
-    tiles = -(-max(max_q_len, 1) * spec.num_qo_heads // _ROWS)
-    return -(-tiles // -(-tiles // _LANES))
+def programs_per_span(spec: AttentionSpec, max_q_len: int) -> int:
+    """Programs that read the same keys, for the tiles of a request of max_q_len query tokens (0, unknown, is as 1)."""
+    tiles = -(-max(max_q_len, 1) * spec.num_qo_heads // _BLOCK_M)
+    return -(-tiles // -(-tiles // _MAX_PROGRAMS_PER_SPAN))
 
 
-def _part_rows(spec: AttentionSpec, max_q_len: int) -> int:
-    return min(max_q_len * spec.num_qo_heads or _ROWS, _ROWS)
+def _partial_rows(spec: AttentionSpec, max_q_len: int) -> int:
+    return min(max_q_len * spec.num_qo_heads or _BLOCK_M, _BLOCK_M)
 
 
 def scratch(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
-    """Bytes for parts of tiles: two slots for each program."""
-    return 2 * processors * _part_rows(spec, max_q_len) * (spec.head_dim_vo + 4) * 4
+    """Bytes for partial states: two slots per program, each with (m, l) for both halves of the columns."""
+    return 2 * processors * _partial_rows(spec, max_q_len) * (spec.head_dim_vo + 4) * 4
 
 
 @lru_cache(maxsize=1024)
 def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
-    """What the kernel is compiled for. flags: scales of q, k, v that are tensors, lse, a far cache, lengths in place of
-    those of last pages.
-    """
-    q_scale, k_scale, v_scale, lse, far, by_length = flags
-    lanes = lanes_of(spec, max_q_len)
+    """What the kernel is compiled for. flags: q_scale, k_scale, v_scale, lse, int64_offsets and by_length of Config."""
+    q_scale, k_scale, v_scale, lse, int64_offsets, by_length = flags
+    programs = programs_per_span(spec, max_q_len)
     return Config(
         group=spec.num_qo_heads,
         dim=spec.head_dim_vo // 2,
         page_size=page_size,
-        lanes=lanes,
-        tile_rows=_ROWS * lanes,
+        programs_per_span=programs,
+        tile_rows=_BLOCK_M * programs,
         stages=_STAGES[spec.head_dim_vo],
-        scan=scanned(batch),
+        scan=scan_size(batch),
         merge_rows=8,
-        fan=8,
+        fan_in=8,
         causal=spec.causal and max_q_len != 1,
         sinks=spec.sinks,
-        far=far,
+        int64_offsets=int64_offsets,
         by_length=by_length,
         lse=lse,
         q_scale=q_scale,
@@ -81,7 +79,7 @@ def _launcher(c: Config) -> Launcher:
 
 
 def refuses(call: Call) -> str | None:
-    """Copies of 16 bytes want keys that are aligned to them, by strides as the kernel is compiled for."""
+    """Why the kernel, which copies 16 aligned bytes at a time, does not compute a call; None if it does."""
     if not isinstance(call.kv, PageTable):
         return "keys must lie in pages"
     if call.pe_gain != 1.0:
@@ -101,19 +99,19 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
         q, q_pe = (x.clone(memory_format=torch.contiguous_format) for x in (q, q_pe))
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
-    far = max(extent_in_elements(k), extent_in_elements(k_pe)) >= 1 << 31
-    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, far, by_length)
+    wide = max(extent_in_elements(k), extent_in_elements(k_pe)) >= 1 << 31
+    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, wide, by_length)
     c = config(spec, page_size, batch, call.max_q_len, flags)
-    programs, rows = processors // c.lanes * c.lanes, _part_rows(spec, call.max_q_len)
-    part = call.scratch_for(2 * programs * rows * (spec.head_dim_vo + 4))
+    programs, rows = processors // c.programs_per_span * c.programs_per_span, _partial_rows(spec, call.max_q_len)
+    partials = call.scratch_for(2 * programs * rows * (spec.head_dim_vo + 4))
     arrivals = call.zeros_for(_COUNTERS * programs)
-    repeat = _launcher(c)(
+    replay = _launcher(c)(
         programs,
         (q, q_pe, k, call.v, k_pe, out, lse, call.sinks),
-        (part, arrivals, call.qo.indptr, kv.indptr, lengths, indices, q_scale, k_scale, v_scale),
+        (partials, arrivals, call.qo.indptr, kv.indptr, lengths, indices, q_scale, k_scale, v_scale),
         (rows, batch, tokens, entries, k.shape[0], spec.sm_scale * LOG2E * q_gain * k_gain, v_gain),
         (*q.stride()[:2], *q_pe.stride()[:2], *k.stride()[:2], *k_pe.stride()[:2], *out.stride()[:2]),
     )
-    # What is to be repeated must read the caller's own tensors.
-    own = q is call.q and q_scale is k_scale is v_scale is None and part is call.scratch
-    return repeat if own else None
+    # A launch that is repeated must read the caller's own tensors.
+    own = q is call.q and q_scale is k_scale is v_scale is None and partials is call.scratch
+    return replay if own else None

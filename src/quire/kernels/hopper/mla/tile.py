@@ -1,0 +1,178 @@
+"""A consumer's work on one block of keys: S = QK and the softmax in every second block, PV in all of them.
+
+There are two consumers. Consumer 0 computes S and P of even blocks of a tile and the left half of acc's columns;
+consumer 1 computes S and P of odd blocks and the right half. P passes from one to the other through shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton import language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from quire.kernels.hopper.mask import RowMask, row_mask, tile_keys, unmasked_end, visible
+from quire.kernels.hopper.softmax import exponent_base
+
+
+class Tile(NamedTuple):
+    """This program's part of a segment: `count` rows of a request from `row` on, none if count <= 0, and keys kv_start
+    to kv_end.
+    """
+
+    row: tl.tensor
+    count: tl.tensor
+    kv_start: tl.tensor
+    kv_end: tl.tensor
+
+
+class Queries(NamedTuple):
+    """The two parts of queries, with strides in elements; scale: of logits, in base 2; q_scale: a factor per query
+    head; k_scale: one factor.
+    """
+
+    q: tl.tensor
+    pe: tl.tensor
+    token: tl.tensor
+    head: tl.tensor
+    pe_token: tl.tensor
+    pe_head: tl.tensor
+    scale: tl.tensor
+    q_scale: tl.tensor
+    k_scale: tl.tensor
+
+
+class Rows(NamedTuple):
+    """The rows of a tile. factor: of their logits; mask: which keys they see, of kv_len; unmasked_end: keys before it
+    are seen by all rows; kv_start: the tile's first key.
+    """
+
+    factor: tl.tensor
+    mask: RowMask
+    unmasked_end: tl.tensor
+    kv_len: tl.tensor
+    kv_start: tl.tensor
+
+
+@gluon.jit
+def tile_of(request, segment, mask, c: gl.constexpr):
+    """This program's Tile of a segment, without keys that no row of it sees."""
+    row = (segment.h * c.programs_per_span + gl.program_id(0) % c.programs_per_span) * c.block_m
+    count = gl.minimum(request.q_len * c.group - row, c.block_m)
+    start, last_row = segment.start * c.block_n, row + gl.maximum(count, 1) - 1
+    start, end = tile_keys(request.kv_len - request.q_len, row, last_row, start, segment.kv_end, mask, c)
+    return Tile(row, count, start, gl.where(count > 0, end, start))
+
+
+@gluon.jit
+def rows_of(queries, request, tile, flat: gl.constexpr, mask, c: gl.constexpr):
+    """The Rows of a tile."""
+    r = gl.arange(0, c.block_m, flat)
+    sees, end = row_mask(request, tile.row + r, mask, c), unmasked_end(request, tile.row, c)
+    factor = gl.full([c.block_m], 1.0, gl.float32, flat) * queries.scale
+    if c.q_scale:
+        factor *= gl.load(queries.q_scale + (tile.row + r) % c.group, r < tile.count, 1.0)
+    if c.k_scale:
+        factor *= gl.load(queries.k_scale)
+    return Rows(factor, sees, end, request.kv_len, tile.kv_start)
+
+
+@gluon.jit
+def qk(pipeline, n, L: gl.constexpr, c: gl.constexpr):
+    """S of the program's n-th block, [block_m, block_n]."""
+    stage, phase = n % c.stages, n // c.stages & 1
+    # A zero that the compiler does not know to be one: otherwise it would keep the address of each column of queries
+    # in a register, and there are not enough.
+    zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+    left, right, pe = pipeline.q_left.index(zero), pipeline.q_right.index(zero), pipeline.q_pe.index(zero)
+    s = gl.full([c.block_m, c.block_n], 0.0, gl.float32, L)
+    mbarrier.wait(pipeline.full.index(2 * stage), phase)
+    fence_async_shared()
+    s = warpgroup_mma(left, pipeline.k_left.index(stage).permute([1, 0]), s, use_acc=False, is_async=True)
+    mbarrier.wait(pipeline.full.index(2 * stage + 1), phase)
+    fence_async_shared()
+    s = warpgroup_mma(right, pipeline.k_right.index(stage).permute([1, 0]), s, is_async=True)
+    s = warpgroup_mma(pe, pipeline.k_pe.index(stage).permute([1, 0]), s, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    gl.thread_barrier()  # all warps have read k_pe, which P replaces
+    return s
+
+
+@gluon.constexpr_function
+def _row_layout(columns):
+    """A layout of [64, columns] with rows as in an MMA's result: four threads of a warp have each row, and share its
+    columns if there are several.
+    """
+    own = [[0, 1], [0, 2]] if columns > 1 else [[0, 0]] * 2
+    return gl.DistributedLinearLayout([[8, 0]], [*own, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon.jit
+def _store_per_row(x, to):
+    """Store a number per row to shared memory, [block_m, 4]. Four threads have each number, and each writes a word of
+    its own: racecheck reports words that several threads write at a time.
+    """
+    layout: gl.constexpr = _row_layout(4)
+    x = gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True)
+    to.store(x[:, None] + gl.full([to.shape[0], 4], 0.0, gl.float32, layout))
+
+
+@gluon.jit
+def _load_per_row(at, layout: gl.constexpr):
+    """Load what `_store_per_row` stored, from the first of the four columns."""
+    x = at.slice(0, 1, 1).load(_row_layout(1))
+    return gl.convert_layout(gl.max(x, 1), layout, assert_trivial=True)
+
+
+@gluon.jit
+def softmax_block(s, m, l, rows, pipeline, i, n, mask, c: gl.constexpr):
+    """Mask S of the tile's i-th block, which is the program's n-th, and store its P, and alpha, m and l after it."""
+    L: gl.constexpr = s.type.layout
+    stage, t0 = n % c.stages, rows.kv_start + i * c.block_n
+    s *= rows.factor[:, None]
+    if t0 + c.block_n > rows.unmasked_end:
+        j = (t0 + gl.arange(0, c.block_n, gl.SliceLayout(0, L)))[None, :]
+        seen = visible(j, rows.mask.position[:, None], rows.mask.bit[:, None], rows.kv_len, mask, c)
+        s = gl.where(seen, s, -float("inf"))
+    m_new = gl.maximum(m, gl.max(s, 1))
+    base = exponent_base(m_new)
+    p, alpha = gl.exp2(s - base[:, None]), gl.exp2(m - base)
+    pipeline.k_pe.index(stage).store(p.to(pipeline.k_pe.dtype))
+    _store_per_row(alpha, pipeline.alpha.index(stage))
+    _store_per_row(m_new, pipeline.m.index(stage))
+    _store_per_row(l * alpha + gl.sum(p, 1), pipeline.l.index(stage))
+    fence_async_shared()
+    gl.thread_barrier()  # all warps have stored before the mbarrier says so
+    mbarrier.arrive(pipeline.p_full.index(stage), count=1)
+
+
+@gluon.jit
+def start_pv(acc, pipeline, n, consumer: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
+    """Start to add PV of the program's n-th block to this consumer's half of acc. Returns acc, m and l after it."""
+    values = pipeline.k_left if consumer == 0 else pipeline.k_right
+    stage, phase = n % c.stages, n // c.stages & 1
+    mbarrier.wait(pipeline.full.index(2 * stage + consumer), phase)
+    mbarrier.wait(pipeline.p_full.index(stage), phase)
+    fence_async_shared()
+    alpha = _load_per_row(pipeline.alpha.index(stage), gl.SliceLayout(1, acc.type.layout))
+    m, l = _load_per_row(pipeline.m.index(stage), flat), _load_per_row(pipeline.l.index(stage), flat)
+    acc = warpgroup_mma(pipeline.k_pe.index(stage), values.index(stage), acc * alpha[:, None], is_async=True)
+    return acc, m, l
+
+
+@gluon.jit
+def finish_pv(acc, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
+    """Wait for PV of the n-th block, and release its memory: k_left by consumer 0 alone, the rest by both."""
+    acc = warpgroup_mma_wait(0, [acc])
+    gl.thread_barrier()
+    if consumer == 0:
+        mbarrier.arrive(pipeline.empty.index(2 * (n % c.stages)), count=1)
+    mbarrier.arrive(pipeline.empty.index(2 * (n % c.stages) + 1), count=1)
+    return acc
