@@ -251,7 +251,7 @@ def rotate(
     rotary_dim: int,
     interleave: bool,
 ) -> None:
-    """`quire.kernels.rope.rotate` on a GPU; inv_freq, where there is no cache: see `quire.kernels.rope.turns_of`."""
+    """`quire.kernels.rope.rotate` on a GPU. inv_freq comes from `quire.kernels.rope.rope_frequencies`."""
     tensors: list = []
     for x, out in ((q, q_out), (k, k_out)):
         rest = None if x is None else _tensors(x[..., rotary_dim:], out[..., rotary_dim:])
