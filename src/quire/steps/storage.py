@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.definition.tensors import check_no_overlap, check_cache, check_tensor, check_tensors
+from quire.definition.tensors import check_cache, check_no_overlap, check_tensor, check_tensors
 from quire.kernels.append import write
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
