@@ -182,7 +182,7 @@ def test_ctrl_c_ends_without_a_traceback(moment):
 def test_ctrl_c_while_text_streams_ends_in_order(capsys, monkeypatch, interruptible):
     from quire.engine import llm
 
-    part, handler = llm._part, signal.getsignal(signal.SIGINT)
+    part, handler = llm._delta, signal.getsignal(signal.SIGINT)
     parts = []
 
     def interrupted(update):
@@ -191,7 +191,7 @@ def test_ctrl_c_while_text_streams_ends_in_order(capsys, monkeypatch, interrupti
             os.kill(os.getpid(), signal.SIGINT)
         return parts[-1]
 
-    monkeypatch.setattr(llm, "_part", interrupted)
+    monkeypatch.setattr(llm, "_delta", interrupted)
     assert main(["generate", "def add(a, b):\n    return", "--max-tokens", "1000", "--ignore-eos"]) == 130
     out, err = capsys.readouterr()
     assert out.endswith("\n")

@@ -159,8 +159,8 @@ def test_a_mask_is_planned_once_for_all_layers(packed, inference, device, rng, m
     (q, cache, tables), rows = on(device, batch), batch.qo.indptr.to(device)
     name, planned = "packed_custom_mask_p" if packed else "custom_mask_p", []
     paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper
-    pack = paged._plan_mask
-    monkeypatch.setattr(paged, "_plan_mask", lambda *args: planned.append(args[1:3] != (None, None)) or pack(*args))
+    pack = paged._pack_mask
+    monkeypatch.setattr(paged, "_pack_mask", lambda *args: planned.append(args[1:3] != (None, None)) or pack(*args))
 
     def plan():
         wrapper.plan(rows, *tables, rows, *tables, 4, 2, 32, page_size, data_type=torch.float32)

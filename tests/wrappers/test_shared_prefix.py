@@ -332,7 +332,7 @@ def test_levels_of_more_rows_than_the_named_kernels_have_go_to_others(rng, eager
         pytest.skip("it needs a Hopper GPU")
     batch = prefixed("cuda", requests=20, dtype=BF16)
     wrapper = plan(batch, quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper"))
-    assert [part.backend for part in wrapper.shared_prefix.parts] == ["hopper", "triton"]
+    assert [part.plan.family for part in wrapper.shared_prefix.parts] == ["hopper", "triton"]
     check(batch, *run(wrapper, batch))
 
 

@@ -97,8 +97,7 @@ class AttentionWrapper(Planner):
     @property
     def backend(self) -> str:
         """The kernel family that computes the planned layer: "cpu", "hopper", "triton", "reference"."""
-        plan = self.require_plan()
-        return registry.choose(plan.spec, self.device, plan.backend, plan.max_q_len)
+        return self.require_plan().family
 
     @property
     def _max_kv_len(self) -> int:

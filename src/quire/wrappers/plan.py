@@ -49,6 +49,11 @@ class Plan(NamedTuple):
     int_workspace: Tensor | None
     int_size: int
 
+    @property
+    def family(self) -> str:
+        """The name of the kernel family that computes the layer."""
+        return registry.choose(self.spec, self.qo.indptr.device, self.backend, self.max_q_len)
+
     def over(self, pages: PageTable) -> Plan:
         """This plan with another page table of as many requests, which has been checked."""
         return tuple.__new__(Plan, (*self[:2], pages, *self[3:]))  # Plan(...) takes twice as long
