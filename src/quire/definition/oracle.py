@@ -26,18 +26,6 @@ def rotate(x: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def visible(q_len: int, kv_len: int, spec: AttentionSpec, device: torch.device) -> Tensor:
-    """Which keys each query sees, by causality and window alone: bool [q_len, kv_len]."""
-    i = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
-    j = torch.arange(kv_len, device=device)[None, :]
-    seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
-    if spec.causal:
-        seen &= j <= i
-    if spec.window_left >= 0:
-        seen &= j >= i - spec.window_left
-    return seen
-
-
 def per_head(scale: Scale, heads: int) -> Tensor | float:
     """A scale as a factor of [tokens, heads, ...]: a number, or a tensor [kv_heads] repeated for the query heads."""
     if not isinstance(scale, Tensor) or scale.numel() == 1:
@@ -86,7 +74,7 @@ def attend(
         logits = logits + spec.alibi_slopes().to(q)[:, None, None] * distance
     if spec.logits_soft_cap > 0:
         logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
-    seen = visible(q_len, kv_len, spec, q.device)
+    seen = spec.visible(q_len, kv_len, q.device)
     if mask is not None:
         seen = seen & mask
     logits = logits.masked_fill(~seen, -torch.inf)

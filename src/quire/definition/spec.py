@@ -185,6 +185,17 @@ class AttentionSpec:
         """The number of query heads that share a KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
+    def visible(self, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+        """Which keys each query token of a request sees, by its position alone: bool [q_len, kv_len]."""
+        i = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
+        j = torch.arange(kv_len, device=device)[None, :]
+        seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+        if self.causal:
+            seen &= j <= i
+        if self.window_left >= 0:
+            seen &= j >= i - self.window_left
+        return seen
+
     def but(self, **changes: Any) -> AttentionSpec:
         """A copy with some attributes replaced, and checked."""
         return replace(self, **changes) if changes else self

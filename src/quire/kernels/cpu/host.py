@@ -17,6 +17,7 @@ from quire.definition.masks import PackedMask
 from quire.definition.spec import FLOATS, LOG2E, AttentionSpec
 from quire.kernels.call import Call, Replay
 from quire.kernels.cpu.jit import launch
+from quire.kernels.cpu.mask import MASKS, window
 from quire.kernels.cpu.params import Params
 from quire.kernels.cpu.schedule import ROWS, query_tiles
 from quire.kernels.cpu.stream import stream
@@ -85,7 +86,7 @@ def _params(call: Call, out: Tensor, lse: Tensor) -> Params:
     kv_start, pages = _starts_and_lengths(table.indptr, len(table.indices))
     last = np.minimum(table.last_page_len.numpy().astype(np.int64), table.page_size)
     kv_len = np.where((pages > 0) & (len(k) > 0), np.maximum((pages - 1) * table.page_size + last, 0), 0)
-    mask = _NO_MASK if call.mask is None else call.mask
+    mask, (window_left, window_right) = call.mask or _NO_MASK, window(spec)
     return Params(
         q=_flat(call.q),
         k=_flat(k),
@@ -114,8 +115,8 @@ def _params(call: Call, out: Tensor, lse: Tensor) -> Params:
         mask=mask.bits.contiguous().numpy(),
         mask_start=np.maximum(mask.indptr.numpy().astype(np.int64), 0),
         cap=float(spec.logits_soft_cap * LOG2E),
-        causal=spec.causal,
-        window_left=spec.window_left,
+        window_left=window_left,
+        window_right=window_right,
         rope=_rope(spec, q_len, kv_len),
     )
 
@@ -130,9 +131,8 @@ def _stream(p: Params, requests: np.ndarray, dtypes: str) -> None:
 
 class _Cpu(Family):
     name = "cpu"
-    computes = BASIC | frozenset({
-        "causal", "window_left", "custom_mask", "items", "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta",
-        "slopes", "sinks", "latent", "batch_invariant",
+    computes = BASIC | MASKS | frozenset({
+        "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta", "slopes", "sinks", "latent", "batch_invariant",
     })  # fmt: skip
 
     def declines(self, spec: AttentionSpec, device: torch.device, max_q_len: int) -> str | None:

@@ -9,7 +9,16 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
+from quire.definition.spec import AttentionSpec
 from quire.kernels.cpu.params import position
+
+# The fields of AttentionSpec that this file computes; items become a custom mask before (`Call.plain`).
+MASKS = frozenset({"causal", "window_left", "custom_mask", "items"})
+
+
+def window(spec: AttentionSpec) -> tuple[int, int]:
+    """How many keys to the left and to the right of its position a query sees; -1 for all."""
+    return spec.window_left, 0 if spec.causal else -1
 
 
 @register_jitable
@@ -21,7 +30,7 @@ def row_range(p, b, i):
     """
     here = position(p, b, i)
     start = max(here - p.window_left, 0) if p.window_left >= 0 else 0
-    end = min(here + 1, p.kv_len[b]) if p.causal else p.kv_len[b]
+    end = min(here + p.window_right + 1, p.kv_len[b]) if p.window_right >= 0 else p.kv_len[b]
     return start, end
 
 

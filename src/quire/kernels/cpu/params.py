@@ -46,8 +46,8 @@ class Params(NamedTuple):
     mask: np.ndarray  # uint8: packed bits; empty without a custom mask
     mask_start: np.ndarray  # int64 [batch]: first byte of the request's mask
     cap: float  # 0: no soft cap
-    causal: bool
-    window_left: int  # -1: no window
+    window_left: int  # keys to the left of the query's position that it sees; -1: all
+    window_right: int  # keys to the right of it, 0 for causal attention; -1: all
     rope: np.ndarray  # float32 [positions * dim_qk]: cosines, then sines, of each position; empty without ROPE_LLAMA
 
 

@@ -16,6 +16,7 @@ from quire.kernels.call import Call, Replay
 from quire.kernels.family import BASIC, Family
 from quire.kernels.gpu.launch import INTERPRETED, LaunchReplay, launch_into
 from quire.kernels.hopper.decode import host as decode_host
+from quire.kernels.hopper.mask import MASKS
 from quire.kernels.hopper.mla import host as mla_host
 
 
@@ -30,9 +31,10 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
 
 class _Hopper(Family):
     name = "hopper"
-    computes = BASIC | frozenset({
-        "causal", "window_left", "custom_mask", "items", "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta",
-        "slopes", "sinks", "latent", "batch_invariant",
+    # decode/ and mla/ decline items and position encodings, and what else one of them does not compute, themselves.
+    computes = BASIC | MASKS | frozenset({
+        "items", "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta", "slopes", "sinks", "latent",
+        "batch_invariant",
     })  # fmt: skip
 
     def declines(self, spec: AttentionSpec, device: torch.device, max_q_len: int) -> str | None:

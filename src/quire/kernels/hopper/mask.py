@@ -13,6 +13,9 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+# The fields of AttentionSpec that this file computes.
+MASKS = frozenset({"causal", "window_left", "custom_mask"})
+
 
 class Mask(NamedTuple):
     """Arguments of masks. window: how many keys before its own position a row sees, with c.window. bits, indptr, size:

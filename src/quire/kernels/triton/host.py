@@ -28,6 +28,7 @@ from quire.kernels.gpu.launch import (
 from quire.kernels.rope import rope_frequencies
 from quire.kernels.triton import kernel
 from quire.kernels.triton.config import INVARIANT_SPLIT, Config, Machine, choose_block_m, make_config, tune
+from quire.kernels.triton.mask import MASKS
 
 
 @lru_cache(maxsize=16)
@@ -155,9 +156,8 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
 
 class _Triton(Family):
     name = "triton"
-    computes = BASIC | frozenset({
-        "causal", "window_left", "custom_mask", "items", "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta",
-        "slopes", "sinks", "latent", "batch_invariant",
+    computes = BASIC | MASKS | frozenset({
+        "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta", "slopes", "sinks", "latent", "batch_invariant",
     })  # fmt: skip
 
     def declines(self, spec: AttentionSpec, device: torch.device, max_q_len: int) -> str | None:

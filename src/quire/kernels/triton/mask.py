@@ -15,19 +15,24 @@ from triton import language as tl
 
 from quire.definition.spec import AttentionSpec
 
+# The fields of AttentionSpec that this file computes.
+MASKS = frozenset({"causal", "window_left", "custom_mask", "items"})
+
 
 @dataclass(frozen=True, slots=True)
 class MaskConfig:
-    """The kinds of masks that a kernel is compiled for."""
+    """The kinds of masks that a kernel is compiled for. `right`: how many keys to the right of its position a query
+    sees, 0 for causal attention and -1 for all; models have few such numbers, so that each gets a kernel of its own.
+    """
 
-    causal: bool
+    right: int
     window: bool
     custom: bool
     items: bool
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> MaskConfig:
-        return cls(spec.causal, spec.window_left >= 0, spec.custom_mask, spec.items)
+        return cls(0 if spec.causal else -1, spec.window_left >= 0, spec.custom_mask, spec.items)
 
     @property
     def has_full_blocks(self) -> bool:
@@ -75,10 +80,10 @@ def key_ends(request, i_first, i_last, mask, c: tl.constexpr):
     which counts only if the mask has full blocks.
     """
     end, full_end = request.kv_len, request.kv_len
-    if c.mask.causal:
+    if c.mask.right >= 0:
         past = request.kv_len - request.q_len
-        end = tl.minimum(request.kv_len, past + i_last + 1)
-        full_end = tl.maximum(tl.minimum(request.kv_len, past + i_first + 1), 0)
+        end = tl.minimum(request.kv_len, past + i_last + (c.mask.right + 1))
+        full_end = tl.maximum(tl.minimum(request.kv_len, past + i_first + (c.mask.right + 1)), 0)
     return end, full_end
 
 
@@ -87,8 +92,8 @@ def visible(rows, request, j, mask, c: tl.constexpr):
     """Which keys j each row sees: bool [rows, keys]."""
     seen = (j < request.kv_len)[None, :] & rows.valid[:, None]
     key, position = j[None, :], rows.position[:, None]
-    if c.mask.causal:
-        seen &= key <= position
+    if c.mask.right >= 0:
+        seen &= key <= position + c.mask.right
     if c.mask.window:
         seen &= key >= position - mask.window_left
     if c.mask.items:
