@@ -127,6 +127,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         disable_split_kv: bool = False,
         *,
         alibi_slopes: Sequence[float] | Tensor | None = None,
+        window_right: int | None = -1,
     ) -> None:
         """Record which query rows and pages belong to which request, and the layer that runs share.
 
@@ -138,6 +139,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             custom_mask: bool [sum of q_len * kv_len], the requests' masks one after another, row by row; `causal` is
                 then without effect. packed_custom_mask: uint8, the same packed, each request on a new byte.
             causal: query i of a request sees keys up to i + kv_len - q_len.
+            window_right: keys to the right of the query's position that it sees; -1 or None: all.
             use_fp16_qk_reduction: accepted; sums are float32.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: prompts of several items, see
                 `quire.definition.items`; the layer is then causal. max_item_len_ptr: accepted, and not needed.
@@ -170,6 +172,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             o_data_type=o_data_type,
             causal=(causal and mask is None) or items is not None,
             window_left=window_left,
+            window_right=window_right,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             pos_encoding=pos_encoding_mode,
@@ -287,6 +290,8 @@ def single_prefill_with_kv_cache(
     kv_cache_sf: Any = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
+    *,
+    window_right: int | None = -1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of one request's query tokens over its keys and values.
 
@@ -330,6 +335,7 @@ def single_prefill_with_kv_cache(
         causal=causal,
         pos_encoding=pos_encoding_mode,
         window_left=window_left,
+        window_right=window_right,
         logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
         rope_scale=rope_scale,

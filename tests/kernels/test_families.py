@@ -29,6 +29,7 @@ CHANGES = {
     "o_dtype": {"o_dtype": torch.float32},
     "causal": {"causal": False},
     "window_left": {"window_left": 4},
+    "window_right": {"causal": False, "window_right": 2},
     "logits_soft_cap": {"logits_soft_cap": 0.5},
     "sm_scale": {"sm_scale": 0.5},
     "pos_encoding": {"pos_encoding": "ALIBI"},
@@ -89,7 +90,17 @@ def test_a_field_is_computed_or_declined(name, family):
     assert relative_error(out, exact) < 6e-3
     plain = {name: x for name, x in CHANGES[name].items() if name.startswith(("num_", "head_dim", "pos_", "latent"))}
     neutral = spec.but(**{f.name: f.default for f in fields(spec) if f.init and f.name not in {*plain, *BASE}})
-    if name in ("causal", "window_left", "logits_soft_cap", "sm_scale", "custom_mask", "items", "sinks", "rope_scale"):
+    if name in (
+        "causal",
+        "window_left",
+        "window_right",
+        "logits_soft_cap",
+        "sm_scale",
+        "custom_mask",
+        "items",
+        "sinks",
+        "rope_scale",
+    ):
         without = relative_error(expected(Batch(neutral, *tensors(batch)), None), exact)
         assert without > 0.02, "the field changes nothing here: who ignores it would pass"
 

@@ -56,6 +56,7 @@ class AttentionSpec:
 
     - ``j <= i + kv_len - q_len`` if `causal` (aligned to the bottom right),
     - ``j >= i + kv_len - q_len - window_left`` if `window_left` >= 0,
+    - ``j <= i + kv_len - q_len + window_right`` if `window_right` >= 0,
     - its bit in the custom mask is set, if `custom_mask`,
     - the items of its prompt allow it, if `items` (see `quire.definition.items`).
 
@@ -70,7 +71,7 @@ class AttentionSpec:
         head_dim_vo: size of a value or output head; head_dim_qk by default.
         q_dtype, kv_dtype, o_dtype: dtypes of queries, cache and output; kv_dtype and o_dtype are q_dtype by default.
         causal: whether queries see no later keys.
-        window_left: how many keys before its own position a query sees; -1 or None: all.
+        window_left, window_right: how many keys before and after its own position a query sees; -1 or None: all.
         logits_soft_cap: the soft cap of logits; 0: none.
         sm_scale: the factor of logits; 1/sqrt(head_dim_qk) by default.
         pos_encoding: NONE, ROPE_LLAMA (q and k are rotated, halves paired, at positions i + kv_len - q_len and j by
@@ -94,6 +95,7 @@ class AttentionSpec:
     o_dtype: torch.dtype = None  # type: ignore[assignment]
     causal: bool = True
     window_left: int = -1
+    window_right: int = -1
     logits_soft_cap: float = 0.0
     sm_scale: float = None  # type: ignore[assignment]
     pos_encoding: str = "NONE"
@@ -170,6 +172,8 @@ class AttentionSpec:
         whole = is_int(self.window_left) and self.window_left >= -1
         allowed = "-1 or None for no window, or an int, the keys to the left that stay visible"
         check(whole, "window_left", self.window_left, allowed)
+        whole = is_int(self.window_right) and self.window_right >= -1
+        check(whole, "window_right", self.window_right, allowed.replace("left", "right"))
         cap = self.logits_soft_cap
         check(is_finite(cap) and cap >= 0, "logits_soft_cap", cap, "0 for none, or a positive number")
         check(is_finite(self.sm_scale), "sm_scale", self.sm_scale, "a finite number")
@@ -194,6 +198,8 @@ class AttentionSpec:
             seen &= j <= i
         if self.window_left >= 0:
             seen &= j >= i - self.window_left
+        if self.window_right >= 0:
+            seen &= j <= i + self.window_right
         return seen
 
     def but(self, **changes: Any) -> AttentionSpec:
@@ -213,9 +219,9 @@ class AttentionSpec:
 
 
 # The values of arguments that are None, as callers of FlashInfer may pass them.
-_DEFAULTS = {"window_left": -1, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
+_DEFAULTS = {"window_left": -1, "window_right": -1, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
 _CASTS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "window_left"), int),
+    **dict.fromkeys(("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "window_left", "window_right"), int),
     **dict.fromkeys(("logits_soft_cap", "sm_scale", "rope_scale", "rope_theta"), float),
     **dict.fromkeys(("causal", "custom_mask", "items", "sinks", "latent", "batch_invariant"), bool),
     "slopes": lambda slopes: tuple(map(float, slopes)),

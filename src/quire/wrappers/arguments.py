@@ -42,6 +42,7 @@ class LayerArgs(NamedTuple):
     slopes: tuple[float, ...] = ()
     batch_invariant: bool = False
     latent: bool = False
+    window_right: int | None = -1
 
     def spec(self, custom_mask: bool = False, items: bool = False) -> AttentionSpec:
         """The layer.
@@ -60,6 +61,7 @@ class LayerArgs(NamedTuple):
             o_dtype=q_dtype if self.o_data_type is None else as_dtype(self.o_data_type, "o_data_type"),
             causal=self.causal,
             window_left=self.window_left,
+            window_right=self.window_right,
             logits_soft_cap=self.logits_soft_cap,
             sm_scale=self.sm_scale,
             pos_encoding=self.pos_encoding,

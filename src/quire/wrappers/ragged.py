@@ -88,6 +88,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         o_indptr: Tensor | None = None,
         *,
         alibi_slopes: Sequence[float] | Tensor | None = None,
+        window_right: int | None = -1,
     ) -> None:
         """Record which rows of q, and of k and v, belong to which request, and the layer that runs share.
 
@@ -117,6 +118,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             o_data_type=o_data_type,
             causal=(causal and mask is None) or items is not None,
             window_left=window_left,
+            window_right=window_right,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             pos_encoding=pos_encoding_mode,

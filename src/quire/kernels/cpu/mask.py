@@ -13,12 +13,12 @@ from quire.definition.spec import AttentionSpec
 from quire.kernels.cpu.params import position
 
 # The fields of AttentionSpec that this file computes; items become a custom mask before (`Call.plain`).
-MASKS = frozenset({"causal", "window_left", "custom_mask", "items"})
+MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "items"})
 
 
 def window(spec: AttentionSpec) -> tuple[int, int]:
     """How many keys to the left and to the right of its position a query sees; -1 for all."""
-    return spec.window_left, 0 if spec.causal else -1
+    return spec.window_left, 0 if spec.causal else spec.window_right
 
 
 @register_jitable

@@ -16,7 +16,7 @@ from triton import language as tl
 from quire.definition.spec import AttentionSpec
 
 # The fields of AttentionSpec that this file computes.
-MASKS = frozenset({"causal", "window_left", "custom_mask", "items"})
+MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "items"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class MaskConfig:
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> MaskConfig:
-        return cls(0 if spec.causal else -1, spec.window_left >= 0, spec.custom_mask, spec.items)
+        return cls(0 if spec.causal else spec.window_right, spec.window_left >= 0, spec.custom_mask, spec.items)
 
     @property
     def has_full_blocks(self) -> bool:
