@@ -91,7 +91,7 @@ def test_no_test_module_imports_another():
 
 
 def test_an_import_loads_nothing_until_a_name_is_used():
-    """What makes it quick: neither torch nor a room of ours is imported before a public name is asked for."""
+    """Neither torch nor a room of ours is imported before a public name is used, which makes an import quick."""
     code = "import sys; before = set(sys.modules); import quire; print(*(set(sys.modules) - before))"
     loaded = {name for name in python(code).stdout.split() if name.split(".")[0] not in sys.stdlib_module_names}
     assert loaded == {"quire"}

@@ -325,7 +325,7 @@ def test_bench_times_a_gpu_if_there_is_one(there_is, timed, monkeypatch, capsys)
     assert capsys.readouterr().out == "a table\n"
 
 
-def test_bench_wants_the_gpu_that_is_asked_for(monkeypatch, capsys):
+def test_bench_needs_the_gpu_that_it_is_told_to_use(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "decode", "--device", "cuda"]) == 2
     assert "--device cuda: there is no GPU" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def test_where_programs_find_it():
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_calls_on_the_host_are_timed(name):
-    """With tensors on the host, also where there is a GPU."""
+    """Calls whose tensors lie on the host are timed there, on machines with a GPU too."""
     seen = []
 
     def call(x, factor):

@@ -55,7 +55,7 @@ def test_prompts_of_several_items(family, rng):
 @families
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.int32], ids=str)
 def test_the_last_prompt_of_several_items_needs_no_padding(family, dtype, rng):
-    """Also where the length is left out, of a single request. What is not there is 0, as FlashInfer's padding is."""
+    """A single request needs no length either. Missing positions are 0, as FlashInfer's padding is."""
     for kv_lens in ([30, 61], [61]):
         spec = layer(rng, torch.float32, torch.float32, items=True)
         batch = random_batch(spec, [20] * len(kv_lens), kv_lens, 16)

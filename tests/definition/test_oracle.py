@@ -105,7 +105,7 @@ def test_rope_is_multiplication_by_a_complex_number():
 
 
 def test_rope_attention_depends_on_distances_only():
-    """The same tokens behind 11 others that a window hides give the same outputs."""
+    """Outputs do not change when 11 tokens that the window masks come before a request's tokens."""
     spec, q, k, v = make(4, 9, pos_encoding="ROPE_LLAMA", window_left=4)
     shifted = [torch.cat([torch.randn(11, *x.shape[1:], dtype=x.dtype), x]) for x in (k, v)]
     torch.testing.assert_close(attend(q, k, v, spec)[0][1:], attend(q, *shifted, spec)[0][1:])

@@ -46,7 +46,7 @@ def test_slots_and_req_to_token():
     assert (listed(table), table.last_page_len.tolist()) == ([[2, 5], [0]], [2, 4])
 
 
-def test_random_tables_have_the_lengths_asked_for(rng):
+def test_random_tables_have_their_lengths(rng):
     lengths = [rng.randrange(0, 100) for _ in range(20)]
     table, pool = random_table(lengths, rng.choice((1, 4, 16)))
     assert table.lengths().tolist() == lengths
@@ -96,7 +96,7 @@ def test_bits_are_packed_little_end_first(rng):
     assert torch.equal(unpack_bits(packed, len(bits)), bits)
 
 
-def test_each_request_of_a_packed_mask_begins_on_a_byte():
+def test_each_request_of_a_packed_mask_starts_at_a_byte():
     mask = PackedMask.from_bool(torch.ones(3 * 5 + 2 * 2, dtype=torch.bool), ints(3, 2), ints(5, 2))
     assert mask.indptr.tolist() == [0, 2, 3]
     assert mask.bits.tolist() == [0xFF, 0x7F, 0x0F]
@@ -124,7 +124,7 @@ def test_tables_that_are_alike_are_not_checked_again():
 
 
 def test_a_table_with_lengths(rng):
-    """last_page_len is what lengths are when it is asked for, with pages to spare too; like() goes by the lengths."""
+    """last_page_len is computed from the lengths when it is read, with spare pages too; like() compares the lengths."""
     counts = torch.tensor([rng.randint(0, 4) for _ in range(9)], dtype=torch.int32)
     indptr = RaggedLayout.from_lengths(counts).indptr
     lengths = torch.stack([torch.randint(0, int(n) * 8 + 1, ()) for n in counts]).int()

@@ -75,7 +75,7 @@ def llama(folder, **changes):
 
 
 def test_tokens_that_mix_outside_attention_are_refused(tmp_path, monkeypatch):
-    """As a convolution over a step's tokens would."""
+    """A sum with the token before, standing for a convolution over tokens, is found when the model is loaded."""
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x) + x.roll(1, 1))
     with pytest.raises(ValueError, match="not those of Transformers: requests of a step change each other"):

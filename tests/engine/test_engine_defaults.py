@@ -1,4 +1,4 @@
-"""Where a request says nothing, the checkpoint's generation_config.json does, as in Transformers' `generate`."""
+"""Parameters that a request leaves out come from generation_config.json, as in Transformers' `generate`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def batch(rng):
 
 
 def tables(batch, device):
-    """With more pages than the lengths fill, which nothing may read."""
+    """The tables of a batch with more pages than the lengths fill, which nothing may read."""
     pages = [x.tolist() for x in batch.kv.indices.tensor_split(batch.kv.indptr[1:-1].long())]
     spare = [[*own, *([1 << 30] * extra)] for own, extra in zip(pages, (0, 2, 1, 0, 3), strict=True)]
     indptr = torch.tensor([0, *(len(own) for own in spare)]).cumsum(0)
@@ -60,7 +60,7 @@ def test_a_mixed_batch(causal, device, batch):
 
 @devices
 def test_tables_may_lie_apart(device, batch):
-    """The begins on the host, where engines count, and the page ids on the device."""
+    """Offsets may lie on the host, where engines count, and page ids on the device."""
     qo_indptr, kv_indptr, kv_indices, kv_len = tables(batch, "cpu")
     wrapper = flashinfer.BatchAttention("NHD", device)
     layer = {"causal": True, "q_data_type": torch.float32, "kv_data_type": torch.float32}
@@ -69,7 +69,7 @@ def test_tables_may_lie_apart(device, batch):
 
 
 @devices
-def test_tables_are_checked_where_that_is_asked_for(device, batch, monkeypatch):
+def test_tables_are_checked_in_checked_mode(device, batch, monkeypatch):
     monkeypatch.setenv("QUIRE_CHECK", "1")
     wrapper, given = flashinfer.BatchAttention("NHD", device), tables(batch, device)
     rest = (*SHAPE, batch.kv.page_size, True, None, None, torch.float32, torch.float32)

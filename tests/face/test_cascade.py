@@ -33,7 +33,7 @@ def random_states(tokens, n, heads, dim, dtype, device):
 
 
 def union(v, s):
-    """By the softmax over the sets, in float64."""
+    """The state of a union of sets, by the softmax over the sets in float64."""
     weight = torch.softmax(torch.cat([s, torch.full_like(s[:, :1], -torch.inf)], 1).double() * 0.6931471805599453, 1)
     weight = weight[:, :-1].nan_to_num(0.0)[..., None]
     out = torch.where(weight == 0, 0.0, weight * v.double()).sum(1)

@@ -102,7 +102,7 @@ def test_caches_of_every_form(form, batch, prompts):
         close(*wrapper.run_return_lse(one.q, caches(one)[form]), one)
 
 
-def test_results_go_where_they_are_asked_to(batch):
+def test_results_go_into_out_and_lse(batch):
     wrapper = decoder(batch)
     out, lse = torch.full_like(batch.q, torch.nan), torch.full(batch.q.shape[:2], torch.nan)
     result = wrapper.run(batch.q, (batch.k, batch.v), out=out, lse=lse, return_lse=True)
@@ -223,7 +223,7 @@ def test_ragged_prefill(layout, prompts):
 
 
 def test_arguments_of_run_by_position(batch):
-    """As they are printed in FlashInfer's documentation."""
+    """Their order is that of FlashInfer's documentation."""
     out, lse = decoder(batch).run(batch.q, (batch.k, batch.v), None, None, 2.0, True)
     exact, exact_lse = batch.exact()
     assert relative_error(out, 2 * exact) < 3e-3

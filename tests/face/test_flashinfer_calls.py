@@ -66,7 +66,7 @@ def test_workspaces_of_just_the_size_that_is_told(batch, prompts):
         assert wrapper._plan_info is not None
 
 
-def test_sizes_of_workspaces_are_asked_for_by_position(batch, prompts):
+def test_workspace_size_takes_arguments_by_position(batch, prompts):
     heads = (8, 2, 64, 16)
     wrapper = decoder(batch)
     layer = ("NONE", -1, 0.0, F16, None, None, None, None, None, None)

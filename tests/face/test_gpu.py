@@ -57,7 +57,7 @@ def test_the_definition_computes_there(batch):
 
 
 def test_auto_has_a_gpu_compute_and_sees_tables_that_change_in_place(batch):
-    """Also in a captured graph."""
+    """Runs read the changed tables, called directly and replayed in a captured graph."""
     wrapper = planned(batch, "auto")
     assert wrapper.backend == ("hopper" if torch.cuda.get_device_capability()[0] == 9 else "triton")
     q, kv, sinks = batch.q.cuda(), (batch.k.cuda(), batch.v.cuda()), batch.sinks.cuda()

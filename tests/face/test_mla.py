@@ -85,7 +85,7 @@ def test_nobody_has_keys(device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("where", ["cpu", "the device"])
 def test_plans_of_one_layer_after_another(where, device, rng):
-    """As an engine's steps are: other pages, other lengths, last pages that are not full, some with pages to spare."""
+    """Pages and lengths differ, as in an engine's steps; last pages are not full, and some have spare pages."""
     first = latent_batch(rng, [1, 1, 1], [300, 200, 100], F16, heads=16, dims=(512, 64))
     wrapper, given, size = wrapper_on(device), inputs(first, device), first.kv.page_size
     qo, indptr, indices, _ = tables(first)
@@ -186,7 +186,7 @@ def test_tables_in_every_form(device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dims", [(512, 64), (512, 0)])
 def test_fp8_caches(dims, device, rng):
-    """With a scale for each part, and with one for each token and 128 elements of the first."""
+    """Caches have one scale per part, or one per token and 128 elements of the first part."""
     heads = rng.choice((16, 64))
     batch = latent_batch(rng, [1, 3], [50, 90], BF16, kv_dtype=E4M3, heads=heads, dims=dims)
     wrapper = wrapper_on(device)

@@ -41,7 +41,7 @@ def plan(wrapper, batch, device="cpu", **more):
 def test_batches(dtype, device, rng):
     batch = decodes(rng, dtype, [rng.choice((1, 33, 90)), 0, 150])
     wrapper = wrapper_on(device)
-    plan(wrapper, batch, device, rope_theta=1e4)  # which turns nothing
+    plan(wrapper, batch, device, rope_theta=1e4)  # which rotates nothing
     given = inputs(batch, device, apart=rng.choice((True, False)))
     for _ in range(2):
         check(batch, *wrapper.run(*given, return_lse=True))

@@ -110,7 +110,7 @@ def test_latent_tokens_are_appended(dtype, packed, device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_appending_is_one_node_of_a_graph_of_torchs(layout, device):
-    """Also into one tensor of keys and values, of which the operation writes two views."""
+    """The cache may be one tensor of keys and values, of which the operation writes two views."""
     table, pool = random_table([9, 3], 4)
     key, value = torch.randn(2, 5, 2, 8, device=device)
     where = [x.to(device) for x in (*places_of([4, 1], table), table.indices, table.indptr, table.last_page_len)]

@@ -116,7 +116,7 @@ def test_decodes_keep_their_plan_in_buffers(device, decodes):
 
 @devices
 def test_batches_of_prefills_and_decodes(device, rng):
-    """Also where masks and causality change from run to run of one plan."""
+    """Masks and causality may change from run to run of one plan."""
     spec, page_size = SPEC.but(window_left=-1, custom_mask=True), rng.choice((1, 4, 16))
     prefills = random_batch(spec, [3, 1, 8], [rng.randrange(8, 50) for _ in range(3)], page_size)
     decodes = random_batch(spec.but(causal=False, custom_mask=False), [1, 2, 1], [40, 17, 2], page_size)
@@ -151,7 +151,7 @@ def test_batches_of_prefills_and_decodes(device, rng):
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_mask_is_planned_once_for_all_layers(packed, inference, device, rng, monkeypatch):
-    """And again where it is another one, has been changed in place, or the batch is planned again."""
+    """It is planned again if another mask is passed, if it was changed in place, or if the batch is planned again."""
     spec, page_size = SPEC.but(window_left=-1, custom_mask=True, causal=False), rng.choice((1, 4, 16))
     batch = random_batch(spec, [3, 1, 8], [rng.randrange(8, 50) for _ in range(3)], page_size)
     batches = [replace(batch, bool_mask=torch.rand(len(batch.bool_mask)) < 0.7) for _ in range(3)]

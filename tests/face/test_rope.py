@@ -43,7 +43,7 @@ def heads(rng, tokens, dtype, device, head_dim):
 
 
 def check_turned(call, inplace, q, k, angles, interleave):
-    """Whether call(q, k) returns them turned or, in place, makes them so, and nothing else."""
+    """Check that call(q, k) returns rotated tensors or, in place, rotates q and k, and changes nothing else."""
     expected = [turned(x, angles, interleave) for x in (q, k)]
     before = [x.clone() for x in (q, k)]
     results = call(q, k)
@@ -57,7 +57,7 @@ def check_turned(call, inplace, q, k, angles, interleave):
         assert result.dtype == x.dtype
         assert relative_error(result.cpu(), exact) < PRECISION[x.dtype]
         rest = slice(2 * angles.shape[1], None)
-        assert torch.equal(result[..., rest], x[..., rest]), "what is not turned stays as it is"
+        assert torch.equal(result[..., rest], x[..., rest]), "what is not rotated stays as it is"
 
 
 @pytest.mark.interpret(dtype=[torch.float32], form=["indptr"], llama31=[True])
@@ -125,7 +125,7 @@ def test_defaults_are_those_of_llama(device):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_far_positions_turn_as_exactly_as_near_ones(device):
+def test_far_positions_rotate_as_exactly_as_near_ones(device):
     """Turning q and k by the same distance more does not change their product."""
     positions = torch.tensor([0, 1, 99, 65_537, 2**31 - 1, -5, 2**40], device=device)
     q, k = torch.randn(7, 1, 64, device=device), torch.randn(7, 1, 64, device=device)
@@ -198,7 +198,7 @@ def test_torch_compiles_through(inplace, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_shapes_and_frequencies_may_change_in_a_graph(device):
-    """Of q and k that are views of one packed tensor: one graph for all shapes, and any base that a layer has."""
+    """One graph serves all shapes and rotary bases of q and k that are views of one packed tensor."""
 
     def step(qkv, positions, theta):
         q, k, v = qkv.split([32, 16, 16], -1)

@@ -1,4 +1,4 @@
-"""Heads turned and rounded to fp8, also into pages, against torch's own rounding of what float64 gives."""
+"""Heads rotated and rounded to fp8, also into pages, against torch's rounding of float64 results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rounded(x, scale, fp8):
 
 
 def check_rounded(result, x, scale, fp8, exact=True):
-    """Equal, NaN where NaN; what was turned may fall to the other side of a tie in one of some hundred numbers."""
+    """Equal, NaN where NaN; rotated numbers may fall to the other side of a tie in one of some hundred numbers."""
     result, expected = result.cpu().float(), rounded(x.cpu(), scale, fp8)
     if not exact:
         torch.testing.assert_close(result, expected, rtol=0.26, atol=2**-9)

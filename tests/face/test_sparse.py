@@ -303,7 +303,7 @@ class Maps:
         return ends.diff()
 
     def exact(self, q, k, v, mask=None, **layer):
-        """In HND, as the wrapper gives it."""
+        """The oracle's out and lse in the wrapper's layout, HND."""
         mask = (self.mask if mask is None else mask).repeat_interleave(self.heads[0] // self.heads[1], 0)
         out, lse = dense(*(x.transpose(0, 1) for x in (q, k, v)), mask, **layer)
         return out.transpose(0, 1), lse.T

@@ -6,7 +6,7 @@ from quire.engine import LLM
 
 
 def pages_add_up(llm: LLM) -> bool:
-    """With nothing running, each page is free, or held once, by the tree."""
+    """Whether, with nothing running, each page is free or held once, by the prefix tree."""
     scheduler = llm._engine.scheduler
     allocator, known = scheduler.allocator, set(scheduler.tree.pages)
     assert not scheduler.running

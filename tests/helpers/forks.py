@@ -16,7 +16,7 @@ LAYER = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=to
 
 
 class Attention:
-    """Of few query rows and of many, computed by the CPU family. No operation of torch's is large enough to run in
+    """Attention of few query rows and of many by the CPU family. No operation of torch's is large enough to run in
     several threads, which would not survive a fork either.
     """
 

@@ -22,7 +22,7 @@ COUNTS = {
     "face/test_rope_quantize.py": 4,
     "kernels/test_families.py": 21,
     "kernels/test_kernels.py": 24,
-    "steps/test_serving_base.py": 12,
+    "steps/test_steps.py": 12,
     "wrappers/test_compile.py": 1,
     "wrappers/test_int64_tables.py": 2,
     "wrappers/test_shared_prefix.py": 4,

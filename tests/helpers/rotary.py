@@ -6,7 +6,7 @@ import torch
 
 
 def turned(x, angles, interleave):
-    """x [tokens, heads, head_dim] with pairs turned by angles [tokens, rotary_dim / 2]; float64."""
+    """x [tokens, heads, head_dim] with pairs rotated by angles [tokens, rotary_dim / 2]; float64."""
     out, rotary_dim = x.double().cpu().clone(), 2 * angles.shape[1]
     pairs = out[..., :rotary_dim].unflatten(-1, (-1, 2) if interleave else (2, -1))
     pairs = torch.view_as_complex(pairs if interleave else pairs.transpose(-1, -2).contiguous())

@@ -62,7 +62,7 @@ class Pool:
         return self.buffers[layer_id]
 
     def set_kv_buffer(self, layer, indices, k, v, k_scale=None, v_scale=None):
-        """As pymllm calls it, with a layer's id, or SGLang, with a layer and scales."""
+        """Store keys and values; pymllm passes a layer's id, SGLang a layer and scales."""
         k_cache, v_cache = self.buffers[getattr(layer, "layer_id", layer)]
         scales = (1.0 if x is None else x for x in (k_scale, v_scale))
         store((k_cache.unsqueeze(1), v_cache.unsqueeze(1)), k, v, indices, *scales)

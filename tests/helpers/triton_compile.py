@@ -88,7 +88,7 @@ def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16)
 
 
 def compile_latent(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16, far: bool = True) -> Usage:
-    """The same for latent layers."""
+    """Compile the MLA kernel of the Hopper family for sm_90."""
     c = mla_host.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, far, True))
     number = _NAMES[spec.q_dtype]
     pointers = dict.fromkeys(("q", "q_pe", "k", "v", "k_pe", "out"), number) | {"partials": "fp32", "lse": "fp32"}

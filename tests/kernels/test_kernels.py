@@ -276,7 +276,7 @@ def test_tables_that_change_after_their_check_never_lead_outside(family, rng):
 
 @pytest.mark.interpret
 def test_scratch_ends_where_it_was_said_to():
-    """Requests whose tables overlap have more keys together, and so more parts, than a plan can know of."""
+    """Requests whose tables overlap have more keys together, and so more partial states, than a plan can know of."""
     triton = pytest.importorskip("quire.kernels.triton.host").FAMILY
     device = torch.device("cpu" if INTERPRETED else "cuda", None if INTERPRETED else 0)
     if triton.why_not(AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=16), device) or not (
@@ -323,7 +323,7 @@ def test_the_registry_says_why():
 
 
 def test_what_one_family_refuses_another_computes(rng, monkeypatch):
-    """With "auto"; one that is asked for by name says why not."""
+    """With "auto" the next family computes the call; a family that `backend` names raises with its reason."""
     real = registry.family
     picky = SimpleNamespace(why_not=lambda *given: None, refuses=lambda call: "its tensors are odd", attend=None)
     monkeypatch.setattr(registry, "family", lambda name: picky if name == "cpu" else real(name))

@@ -235,7 +235,7 @@ def test_a_body_that_raises_leaves_nothing_behind(rng):
 
 
 def test_nested_uses_keep_their_own(rng):
-    """Of other states, and of the same one."""
+    """A state keeps its plan when another state, or itself, is used inside it."""
     (outer, state, given), (inner, other, given_inner) = one(rng), one(rng)
     for second in (other, state):
         with lorax.use_decode_state(state=state, **given):
@@ -375,7 +375,7 @@ class Prompts:
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_forward_keeps_what_was_planned(kind, rng):
-    """Of all that it is not given, and afterwards of that too."""
+    """Omitted arguments have their planned values, and later calls do not see the arguments of earlier ones."""
     prompts = Prompts(rng)
     tensors = prompts.tensors(kind)
     calls = [
@@ -413,7 +413,7 @@ def test_forward_of_decode_takes_all_by_position(rng):
 
 @pytest.mark.parametrize(("phase", "query_dtype"), [("decode", None), ("prefill", torch.bfloat16)])
 def test_queries_over_an_fp8_cache(phase, query_dtype, device, rng):
-    """With its scales, and float16 queries where nothing is said."""
+    """Scales apply, and queries are float16 unless query_dtype is passed."""
     q_dtype, fp8 = query_dtype or torch.float16, torch.float8_e4m3fn
     spec, window = random_layer(rng, q_dtype)
     counts = [1, 1] if phase == "decode" else [5, 3]

@@ -207,7 +207,7 @@ def test_layers_that_see_further_keep_their_keys(rng):
 
 
 def test_output_buffers(device, rng):
-    """Written in place, in either shape; quantised where that is asked for."""
+    """Outputs are written in place, in either shape, and quantised if a scale is passed."""
     engine = engine_of(device, rng, [{}], dtype=torch.bfloat16)
     (a,) = started(engine, 6)
     step = [prompt(engine, 4), (a, 1, False)]

@@ -16,7 +16,7 @@ from quire.cache import copy_blocks, swap_blocks
 
 
 def other_dtype(x: Tensor) -> Tensor:
-    """Of a kind that nothing takes in this one's place."""
+    """x in a dtype that no function accepts in its place."""
     return x.float() if x.dtype in (torch.int32, torch.int64, torch.bool) else x.to(torch.int32)
 
 
@@ -81,7 +81,7 @@ def message(call, *args, **options) -> str:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_an_indptr_has_an_entry_at_least(device):
-    """Also where nobody reads what it says."""
+    """An empty indptr is refused even on a device whose contents nothing reads."""
     none = torch.empty(0, dtype=torch.int32, device=device)
     empty = torch.empty(0, device=device)
     decode = quire.BatchDecodeWithPagedKVCacheWrapper(empty)

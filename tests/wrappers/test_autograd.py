@@ -150,7 +150,7 @@ def test_scales_of_blocks_of_a_latent_cache_are_detached(device):
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compiled_calls_refuse_alike(fullgraph):
-    """Also those compiled for tensors without. Where graphs must not break, torch raises an error of its own."""
+    """Calls compiled for tensors without grad refuse, too. Where graphs must not break, torch raises its own error."""
     torch._dynamo.reset()
     wrapper = prefiller("cpu")
     q, (k, v) = rows(5, HEADS, "cpu"), cache("cpu")
@@ -193,7 +193,7 @@ def test_weights_of_compiled_layers_are_detached(device):
 
 @pytest.fixture
 def repeated(monkeypatch):
-    """How many runs were repeated by wrappers that believe to be on a GPU."""
+    """A list with an entry for each run that was replayed. Wrappers are patched to replay runs without a GPU."""
     done = []
     replay = lambda *addresses: bool(done.append(1)) or True  # noqa: E731
     monkeypatch.setattr("quire.kernels.attention._compute", lambda *given: replay)
@@ -277,7 +277,7 @@ def test_runs_repeated_on_a_gpu_refuse_alike(backend):
 @devices
 @pytest.mark.parametrize("inside", [False, True])
 def test_calls_take_inference_tensors(inside, device, rng):
-    """All that was made in inference mode, results to write to among them, out of it; and the other way round."""
+    """Tensors made in inference mode, outputs among them, may be used outside of it, and the other way round."""
     makes, uses = (nullcontext, torch.inference_mode) if inside else (torch.inference_mode, nullcontext)
     seed = rng.randrange(1 << 31)
     torch.manual_seed(seed)

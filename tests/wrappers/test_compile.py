@@ -83,7 +83,7 @@ def test_runs(make, given, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [decode, paged, ragged])
-def test_results_go_where_they_are_asked_to(make, device):
+def test_results_go_into_out_and_lse(make, device):
     wrapper, args = make(device, [30, 7, 40])
     expected = wrapper.run_return_lse(*args)
     out, lse = (torch.full_like(x, torch.nan) for x in expected)
@@ -183,7 +183,7 @@ def test_the_operation_of_one_request_is_well_formed(device, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_levels_and_other_wrappers_over_one_workspace(backend, device):
-    """Of several sizes: a graph gets no tensors that are written and overlap, which Inductor cannot follow."""
+    """A graph gets no overlapping tensors that are written to, which Inductor cannot compile; sizes of plans differ."""
     workspace = torch.empty(32 << 20, dtype=torch.uint8, device=device)
     cascade = flashinfer.MultiLevelCascadeAttentionWrapper(3, workspace)
     plain = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)

@@ -178,7 +178,7 @@ def test_items():
 @pytest.mark.interpret
 @on_each
 def test_tokens_are_appended(device, rng):
-    """By all ways, to the same places: begins are `torch.cat` of an int32 zero and a sum, which is int64."""
+    """All ways of appending write to equal slots; append_indptr is int64, as `torch.cat` of int32 and int64 is."""
     lengths, new, size = [rng.randint(1, 40) for _ in range(3)], [1, 0, 1], rng.choice((1, 4, 16))
     table, pool = random_table(lengths, size)
     append_indptr = torch.cat([torch.zeros(1, dtype=torch.int32), torch.tensor(new).cumsum(0)]).to(device)
@@ -213,7 +213,7 @@ def test_tokens_are_appended(device, rng):
 
 @pytest.mark.interpret
 def test_tokens_far_beyond_their_pages_go_nowhere():
-    """Also where their entry, counted from the request's first, is no int32. Interpreted, as the host refuses them."""
+    """Their index in the page table need not fit int32. This runs interpreted, because the host refuses such tokens."""
     if not INTERPRETED:
         pytest.skip("only Triton's kernels skip such tokens")
     from quire.kernels.rope import rotate_quantized

@@ -54,7 +54,7 @@ def test_all_share(size):
 
 
 def test_every_request_keeps_a_page():
-    """Of requests whose pages are all the same, too; or of which one is where another begins."""
+    """A request keeps one page even if all its pages are shared, or if its pages are the first ones of another."""
     assert shared(table([[5, 6, 7]] * 4)) == [[(0, 4, [5, 6])]]
     assert shared(table([[5, 6, 7]] * 4, last=3)) == [[(0, 4, [5, 6])]]
     assert shared(table([[5]] * 4)) == []

@@ -98,7 +98,7 @@ class Repeat:
 
 @pytest.fixture
 def computed(monkeypatch):
-    """(runs computed with all checks, runs repeated), by their tables, of wrappers that believe to be on a GPU."""
+    """The tables of (runs computed with all checks, runs replayed). Wrappers are patched to replay without a GPU."""
     first, again = [], []
 
     def attend(call, *given):
@@ -206,7 +206,7 @@ def test_all_that_a_plan_says_of_its_layer_is_compared(name, computed):
 
 
 def test_plans_of_latent_caches_repeat_runs(computed):
-    """Over other pages and lengths of as many requests, where rows are the same."""
+    """Runs are replayed for other pages and lengths of as many requests with equal query rows."""
     wrapper = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(0, device="meta"))
     wrapper._replays.enabled = True
     bf16, first, again = torch.bfloat16, *computed

@@ -22,7 +22,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Whatever is shared is read once, however little that is."""
+    """Make plans share every common page, however little that saves."""
     monkeypatch.setattr(
         shared_prefix, "shared_prefixes", lambda table, q_len, least, worth: shared_prefixes(table, q_len, 1, 1)
     )
@@ -71,7 +71,7 @@ def tree_batch(rng, spec: AttentionSpec, size: int, q_len: int, device: str, lay
 
 
 def plan(batch: Batch, wrapper=None, layout: str = "NHD", **options):
-    """A decode wrapper with the batch's plan, which is asked for shared prefixes if nothing else is said."""
+    """A decode wrapper with the batch's plan; shared_prefix is True unless `options` have it."""
     spec, q_len = batch.spec, int(batch.qo.lengths()[0])
     if wrapper is None:
         backend = "triton" if INTERPRETED else "auto"
@@ -203,7 +203,7 @@ def test_only_what_saves_enough_is_shared(rng, monkeypatch):
 
 @devices
 def test_without_sharing_nothing_changes(device, rng, eager):
-    """And a wrapper that had a plan with shared prefixes forgets them."""
+    """A wrapper whose last plan had shared prefixes forgets them."""
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
     batch = random_batch(spec, [1] * 4, [90, 5, 0, 33], 16, device=device)
     plain = run(plan(batch, shared_prefix=False), batch)
@@ -252,7 +252,7 @@ def test_forward_computes_without(device, rng, eager):
     assert wrapper.shared_prefix is None
 
 
-def test_workspaces_are_large_enough_for_all_parts(rng, eager):
+def test_workspaces_are_large_enough_for_all_levels(rng, eager):
     batch = prefixed("cpu")
     wrapper = plan(batch)
     assert wrapper.workspace_size(

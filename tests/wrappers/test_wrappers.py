@@ -129,7 +129,7 @@ def test_forward_that_gives_the_plan_again_keeps_the_runs_to_repeat(kind):
 
 @KINDS
 def test_no_window_may_be_none(kind):
-    """As models' sliding_window is; also where the last layer had one."""
+    """None means no window, as models' sliding_window does, even after a layer that had one."""
     case = kind()
     for window in (None, 4, None):
         case.plan(window_left=window)
@@ -220,7 +220,7 @@ def test_a_workspace_to_replace_another_is_needed(kind):
 
 
 @KINDS
-def test_captured_runs_are_forgotten_when_asked(kind, monkeypatch):
+def test_forget_cuda_graph_allows_plans_again(kind, monkeypatch):
     """Capture is made up here, and real in tests/face/test_gpu.py."""
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)

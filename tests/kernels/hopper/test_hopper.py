@@ -62,7 +62,7 @@ def test_batches(dtype, name, rng):
 @gpu
 @pytest.mark.parametrize("heads", [(16, 4), (8, 1)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 16384), (3, 5000), (40, 300), (700, 40), (1100, 3)], ids=str)
-def test_parts_come_together(shape, heads, rng):
+def test_partial_states_are_combined(shape, heads, rng):
     """Long requests that many programs share, and many short ones: the same bits each time, and right."""
     count, length = shape
     spec = AttentionSpec(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim_qk=128, q_dtype=torch.bfloat16)
@@ -114,8 +114,8 @@ def test_every_part_is_collected_once(monkeypatch, rng):
 
 
 @pytest.mark.parametrize("off", [-1, 0, 1])
-def test_shares_hold_the_whole_line(off, monkeypatch, rng):
-    """However divisions of floats are rounded, nothing of the line is left over, and quotients are right."""
+def test_spans_cover_all_work_units(off, monkeypatch, rng):
+    """Spans have all work units and quotients are exact, however divisions of floats are rounded."""
     from quire.kernels.hopper import schedule
 
     def about(a, b):
@@ -149,7 +149,7 @@ def test_shares_hold_the_whole_line(off, monkeypatch, rng):
 
 
 @gpu
-def test_parts_come_together_in_two_steps(rng):
+def test_partial_states_are_combined_in_two_levels(rng):
     """Tiles that many programs have, which begin and end anywhere in their shares."""
     zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
     for i in range(40):
@@ -184,7 +184,7 @@ def test_launches_on_several_streams_do_not_wait_for_each_other(rng):
 
 
 @gpu
-def test_parts_of_requests_with_different_rows_leave_nothing_behind(rng):
+def test_partial_states_of_requests_with_different_rows_are_cleared(rng):
     """Rounds over one wrapper's memory, which every run must find and leave as zeros: few rows, many, and few again."""
     for dim, kv_heads, group in ((128, 2, 4), (128, 1, 16), (256, 2, 8), (64, 4, 1)):
         spec = AttentionSpec(
@@ -253,7 +253,7 @@ def test_tables_that_change_after_their_check_never_lead_outside(rng):
 
 
 @gpu
-def test_it_decodes_where_asked(rng):
+def test_auto_chooses_it_for_decode(rng):
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
     assert registry.choose(spec, device) == registry.choose(spec, device, max_q_len=17) == "triton"
@@ -300,7 +300,7 @@ def test_tree_masks_of_known_lengths_are_decoded(rng):
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rng):
-    """Over pages and over rows; strides and all in numbers of two bytes."""
+    """Launches over pages and over ragged rows pass strides in 16-bit elements."""
     monkeypatch.setattr(hopper.decode_host, "Launcher", Recorded)
     hopper.decode_host._launcher.cache_clear()
     spec = AttentionSpec(
@@ -360,8 +360,8 @@ def test_kernels_compile(dim):
         assert usage.spills <= 128, usage.spills
 
 
-def test_rings_fit():
-    """For any layer and any rows, with two blocks at least."""
+def test_pipelines_fit_shared_memory():
+    """Pipelines have two stages or more for every layer and number of query rows."""
     for dim, dtype, rows in itertools.product((64, 128, 256), (torch.bfloat16, torch.float8_e4m3fn), range(1, 65)):
         spec = AttentionSpec(num_qo_heads=rows, num_kv_heads=1, head_dim_qk=dim, q_dtype=torch.bfloat16, kv_dtype=dtype)
         tuning = hopper.decode_host.tune(spec, 1)

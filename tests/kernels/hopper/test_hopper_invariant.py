@@ -1,4 +1,4 @@
-"""Batch-invariant attention on Hopper GPUs: bits are compared; elsewhere, who leaves what for whom."""
+"""Batch-invariant attention on Hopper GPUs, compared bit by bit; without a GPU, who stores and merges what."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_bits_do_not_depend_on_the_batch(name, shape, rng):
 
 @gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_long_requests_in_parts(shape, rng):
+def test_long_requests_with_partial_states(shape, rng):
     """Decoded by all programs, with few and with many others, and prefilled."""
     spec = layer(shape)
     few = max(1, 64 // spec.group_size)
@@ -156,7 +156,7 @@ def test_rows_that_are_not_in_pages(rng):
 
 @gpu
 def test_zeros_end_where_it_was_said_to(rng):
-    """Requests whose tables overlap have more keys together, and so more parts, than a plan can know of."""
+    """Requests whose tables overlap have more keys together, and so more partial states, than a plan can know of."""
     spec, device = layer((128, BF16, 2, 4)), torch.device("cuda", 0)
     batch = random_batch(spec, [1] * 6, [9000, 1, 1, 1, 1, 1], 16)
     every = int(batch.kv.indptr[-1])
@@ -214,7 +214,7 @@ def test_blocks_are_alike_whatever_the_rows():
             assert tuning.stages >= 2
 
 
-def test_parts_take_128_mib_at_most():
+def test_partial_states_take_128_mib_at_most():
     """Whole tiles have none."""
     for group, dim in ((4, 128), (64, 128), (16, 256)):
         spec = layer((dim, BF16, 8, group))
@@ -224,7 +224,7 @@ def test_parts_take_128_mib_at_most():
 
 
 def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
-    """Decode has memory for parts; whole tiles need none."""
+    """Decode has memory for partial states; whole tiles need none."""
     monkeypatch.setattr(hopper.decode_host, "Launcher", Recorded)
     hopper.decode_host._launcher.cache_clear()
     batch = random_batch(layer((128, BF16, 2, 4)), [1, 1], [9000, 64], 16)
@@ -347,9 +347,9 @@ class Simulated:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_who_leaves_what_for_whom(whole, monkeypatch, rng):
-    """The kernel's own code, with states that tell what they are made of: nested alike however a line is cut. Programs
-    run in the order of their start, so nobody waits for one that starts later.
+def test_partial_states_are_stored_and_merged_alike(whole, monkeypatch, rng):
+    """The kernel's own code runs with states that record what was merged into them: equal however work units are cut.
+    Programs run in the order of their start, so that none waits for one that starts later.
     """
     for _ in range(60):
         group, window = rng.choice((1, 4)), rng.choice((-1, 70, 5000))

@@ -56,7 +56,7 @@ def test_batches(dtype, causal, rng):
 
 @gpu
 @pytest.mark.parametrize("shape", [(1, 20000, 4, 1), (3, 5000, 16, 1), (40, 300, 3, 3), (300, 20, 5, 1)], ids=str)
-def test_parts_come_together(shape, rng):
+def test_partial_states_are_combined(shape, rng):
     """Long requests that many programs share, and many short ones: the same bits each time, and right."""
     count, length, heads, q_len = shape
     kv_lens = [rng.randint(length // 2, length) for _ in range(count)]
@@ -78,7 +78,7 @@ def test_several_tiles_of_a_request(rng):
 @gpu
 @pytest.mark.parametrize("dim", [512, 256, 128])
 def test_one_request_of_several_tiles(dim, rng):
-    """Where nobody knows how many query tokens a request has: nearly all have one."""
+    """max_q_len is unknown, and one request has several query tokens, where nearly all have one."""
     zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
     for heads, causal in ((16, True), (3, True), (128, False), (40, True)):
         kv_lens = [rng.choice((3, 70, rng.randint(1, 3000))) for _ in range(12)]
@@ -101,7 +101,7 @@ def test_tables_that_change_after_their_check_never_lead_outside():
 
 
 @gpu
-def test_it_decodes_where_asked():
+def test_auto_chooses_it_for_decode():
     batch = latent_batch(128, torch.bfloat16, [1, 3], [640, 64], 16, causal=True)
     spec, kv = batch.spec.but(latent=True), batch.kv
     assert registry.choose(spec, torch.device("cuda", 0)) == "hopper"

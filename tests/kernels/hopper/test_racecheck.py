@@ -15,7 +15,7 @@ from helpers.hopper import gpu
 hopper = pytest.importorskip("quire.kernels.hopper.host")
 
 TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-# One block for a program, and several; parts in one step and in two; states left for other programs.
+# One block for a program, and several; partial states combined in one level and in two.
 CELLS = ["gqa4 p16 2x1k", "8:1 p16 3x9k", "gqa4 d64 20 mixed 9k", "mla16 p64 2x4k", "mla128 p64 3x4k", "mla128 9x4k"]
 PROGRAM = """
 import sys, torch
@@ -34,8 +34,8 @@ for name in sys.argv[1:]:
 
 @gpu
 @pytest.mark.skipif(TOOL is None, reason="there is no compute-sanitizer")
-def test_no_group_takes_what_another_has_not_left():
-    """But for how Triton begins and ends warp groups, of which it reports hazards in kernels that do nothing else."""
+def test_no_warp_group_reads_what_another_has_not_written():
+    """Hazards are reported only where Triton starts and ends warp groups, as in kernels that do nothing else."""
     command = [TOOL, "--tool", "racecheck", "--print-limit", "1000", sys.executable, "-c", PROGRAM, *CELLS]
     text = subprocess.run(command, capture_output=True, text=True).stdout
     assert text.count("ran") == 9, text

@@ -72,7 +72,7 @@ def test_merging_compiles_for_every_architecture(target):
 
 
 @targets
-def test_turning_compiles_for_every_architecture(target):
+def test_rotary_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.rope import rope_config, rotate_heads
 
