@@ -65,8 +65,8 @@ class BatchAttention(CompositeWrapper):
         """Record which query rows and pages belong to which request, and the layer that runs share.
 
         Args:
-            qo_indptr: int32 or int64 [batch_size + 1], the requests' begins in q.
-            kv_indptr: int32 or int64 [batch_size + 1], the requests' begins in kv_indices.
+            qo_indptr: int32 or int64 [batch_size + 1], the requests' offsets in q.
+            kv_indptr: int32 or int64 [batch_size + 1], the requests' offsets in kv_indices.
             kv_indices: int32 or int64 [at least kv_indptr[-1]], page ids.
             kv_len_arr: int32 or int64 [batch_size], the requests' lengths in tokens; more pages than they fill are left
                 alone.

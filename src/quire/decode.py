@@ -80,13 +80,13 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
     @property
     def resolved_backend(self) -> str:
-        """FlashInfer's name of the kernels: what was asked for, "fa2" for "auto". `backend` tells Quire's."""
+        """FlashInfer's name of the kernels: the constructor's `backend`, "fa2" for "auto". `backend` tells Quire's."""
         return "fa2" if self._backend == "auto" else self._backend
 
     @property
     def shared_prefix(self) -> SharedPrefix | None:
         """What runs read once for several requests: its `groups`, `levels` and `tokens_saved`. None if requests are
-        computed one by one: `plan` was not asked for shared prefixes, or found none that save enough.
+        computed one by one: `plan` had no shared_prefix=True, or found no prefixes that save enough.
         """
         return self._shared
 
@@ -125,7 +125,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         """Record which pages belong to which request, and the layer that runs share.
 
         Args:
-            indptr: int32 or int64 [batch_size + 1], the requests' begins in `indices`; it may be a slice of a longer
+            indptr: int32 or int64 [batch_size + 1], the requests' offsets in `indices`; it may be a slice of a longer
                 one. Tables of int64 are copied as int32, without waiting for a device.
             indices: int32 or int64 [at least indptr[-1]], page ids.
             last_page_len: int32 or int64 [batch_size], tokens in each request's last page, 1 to page_size.
@@ -143,7 +143,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             o_data_type: dtype of the output, q's by default.
             q_len_per_req: query tokens of every request; they are causal among themselves.
             block_tables, seq_lens: accepted: the pages say the same.
-            fixed_split_size, disable_split_kv: how FlashInfer is asked for batch-invariant results, and so is Quire;
+            fixed_split_size, disable_split_kv: FlashInfer's ways to batch-invariant results, and Quire's;
                 how keys are split is the kernels' own affair.
             alibi_slopes: those of ALIBI, one per query head, instead of the usual ones; a tensor's are read, which
                 waits for its device.
@@ -223,7 +223,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             paged_kv_cache: a pair (k, v) of 4-D tensors, NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages,
                 num_kv_heads, page_size, head_dim]; or one 5-D tensor with k and v at dim 1. Any strides with the last
                 one 1; k and v may differ in strides. With pages of one token, their dimension may be left out.
-            args: q_scale, k_scale, v_scale and return_lse (or the sink and sm_scale, where `jit_args` asked for it).
+            args: q_scale, k_scale, v_scale and return_lse (or sink and sm_scale, with `jit_args` of AttentionSink).
             q_scale, k_scale, v_scale: factors of what is stored (for fp8): numbers, or tensors with one per head. Those
                 given by position and by name are multiplied.
             return_lse: also return the logarithms (base 2) of the softmax denominators.

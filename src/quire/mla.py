@@ -118,11 +118,11 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         """Record which query rows and pages belong to which request, and the layer that runs share.
 
         Args:
-            qo_indptr: int32 [batch_size + 1], the requests' begins in q.
-            kv_indptr: int32 [batch_size + 1], their begins in kv_indices; entries beyond are ignored.
+            qo_indptr: int32 [batch_size + 1], the requests' offsets in q.
+            kv_indptr: int32 [batch_size + 1], their offsets in kv_indices; entries beyond are ignored.
             kv_indices: int32, page ids. kv_len_arr: int32 [batch_size], the requests' lengths in tokens.
             cum_seq_lens_q: int32 [batch_size + 1], block_tables: int32 [batch_size, max_pages], seq_lens: int32
-                [batch_size]: the same in another form. With use_cuda_graph, kv_indices must then have room for the
+                [batch_size]: the second form of the tables. With use_cuda_graph, kv_indices must then have room for the
                 whole of block_tables.
             metadata: an `MLAPlanMetadata`, in place of the tables.
             num_heads: query heads. head_dim_ckv, head_dim_kpe: sizes of the parts, 512 and 64; also 128 or 256 with
@@ -130,7 +130,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             causal: query i of a request sees keys up to i + kv_len - q_len.
             q_data_type, kv_data_type, output_dtype: dtypes, or their names. The cache's is the queries', or fp8 with
                 bfloat16 queries.
-            lse_mode, use_sinks: what `run` will be asked for: "none", "base2" or "basee", and whether it gets sinks.
+            lse_mode, use_sinks: the lse that `run` will return ("none", "base2" or "basee"), and whether it gets sinks.
                 Plans from flat tables qo_indptr to kv_len_arr with "none" leave the former open.
             use_profiler, output_scale, scale_mode, skip_softmax: only as by default, and "kv-per-tensor" for an fp8
                 cache's scale_mode, which it has anyway.

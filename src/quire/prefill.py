@@ -132,7 +132,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         """Record which query rows and pages belong to which request, and the layer that runs share.
 
         Args:
-            qo_indptr: int32 or int64 [batch_size + 1], the requests' begins in q.
+            qo_indptr: int32 or int64 [batch_size + 1], the requests' offsets in q.
             paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, page_size: as in
                 `BatchDecodeWithPagedKVCacheWrapper.plan`; the new tokens' keys are among the pages.
             head_dim_qk, head_dim_vo: size of a query and key head, and of a value head (by default the same).

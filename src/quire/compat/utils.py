@@ -72,15 +72,15 @@ class TensorLayout(Enum):
 
 
 class GPUArchitectureError(Exception):
-    """For programs that catch it; Quire does not raise it."""
+    """An exception that programs catch; Quire does not raise it."""
 
 
 class LibraryError(Exception):
-    """For programs that catch it; Quire does not raise it."""
+    """An exception that programs catch; Quire does not raise it."""
 
 
 class BackendSupportedError(Exception):
-    """For programs that catch it; Quire does not raise it."""
+    """An exception that programs catch; Quire does not raise it."""
 
 
 canonicalize_torch_dtype = as_dtype

@@ -33,8 +33,8 @@ class Call:
         max_q_len: the most query tokens that a request has, 0 if it is not known.
         scratch: float32 workspace for partial states, as much as the family asks for; or None, and the kernels'
             host code allocates it.
-        zeros: int32 workspace of 8 MiB or more, all zeros before a call and after it; or None, as above. No other call
-            may use the workspaces at the same time.
+        zeros: int32 workspace of 8 MiB or more, all zeros before a call and after it; or None, and the host code
+            allocates it. No other call may use the workspaces at the same time.
     """
 
     q: Tensor

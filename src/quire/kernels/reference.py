@@ -1,4 +1,4 @@
-"""The oracle as a family: float64, any device that torch has, slow. Computes only where asked for by name."""
+"""The oracle as a family: float64, any device that torch has, slow. It computes only where `backend` names it."""
 
 from __future__ import annotations
 

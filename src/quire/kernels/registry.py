@@ -1,6 +1,6 @@
 """Chooses who computes: the first kernel family that computes a layer on a device, and why the others decline.
 
-"reference", the definition in float64, is correct anywhere and slow: it computes only where it is asked for by name.
+"reference", the definition in float64, is correct anywhere and slow: it computes only where `backend` names it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def choose(
     "auto", families in `but` do not count.
 
     Raises:
-        ValueError: no family can, or the one asked for cannot; it says why each declined.
+        ValueError: no family can, or the named one cannot; it says why each declined.
     """
     backend = canonical(backend)
     names = [name for name in FAMILIES if name not in ("reference", *but)] if backend == "auto" else [backend]
@@ -84,7 +84,7 @@ def dispatch(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto")
         what replays the call with other tensors of equal shapes, strides and dtypes, where the family can.
 
     Raises:
-        ValueError: no family can, or the one asked for cannot.
+        ValueError: no family can, or the named one cannot.
     """
     but: tuple[str, ...] = ()
     while True:

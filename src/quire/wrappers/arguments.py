@@ -112,7 +112,7 @@ def refuse(**options: Any) -> None:
 
 
 def takes_sink(jit_args: Any) -> bool:
-    """Whether jit_args ask for FlashInfer's variant AttentionSink; ValueError for another variant."""
+    """Whether jit_args name FlashInfer's variant AttentionSink; ValueError for another variant."""
     if jit_args is None:
         return False
     variant = jit_args[11] if len(jit_args) > 11 else None

@@ -32,7 +32,7 @@ class AttentionWrapper(Planner):
     """A workspace, and the plan of a batch.
 
     After its tensors, `run` takes by position the scales of q, k and v, which multiply those given by name; or, where
-    `jit_args` asked for FlashInfer's variant AttentionSink, the sink and sm_scale.
+    `jit_args` name FlashInfer's variant AttentionSink, the sink and sm_scale.
 
     Kernels for GPUs keep partial states in the float workspace while they run: `plan` refuses one that is too small,
     and `workspace_size` tells what is needed. Wrappers that run one after another may share it. Without one (None, or

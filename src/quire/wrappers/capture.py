@@ -23,7 +23,7 @@ class CaptureGuard:
             self.captured = torch.cuda.is_current_stream_capturing()
 
     def begin_plan(self, wrapper: str) -> None:
-        """A plan begins.
+        """Start a plan.
 
         Raises:
             RuntimeError: a graph has captured a run of the last plan, and reads tables that this plan would replace.

@@ -100,7 +100,7 @@ class LatentWrapper(AttentionWrapper):
         return True
 
     def _tables(self, metadata: MLAPlanMetadata, page_size: int) -> tuple[RaggedLayout, PageTable]:
-        """The requests' query rows and pages, checked where that is free or asked for."""
+        """The requests' query rows and pages, checked where that is free, and in checked mode."""
         form = metadata.form()
         qo, *given = (as_int32(getattr(metadata, name)) for name in form)
         check_tensors(**dict(zip(form, (qo, *given), strict=True)))

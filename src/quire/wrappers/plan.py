@@ -21,7 +21,7 @@ from quire.wrappers.workspace import Workspace
 
 
 class Plan(NamedTuple):
-    """What `plan` decided for a batch: whose rows and keys, which layer, which memory. It never changes.
+    """A planned batch: the rows and keys of each request, the layer, and the memory of runs. It never changes.
 
     Attributes:
         spec: the layer; runs may override its window, soft cap, scale and sinks.

@@ -69,13 +69,13 @@ class Planner:
         return self._current
 
     def _together(self, tables: Sequence[Tensor]) -> list[Tensor]:
-        """Tables on one device: on the host, to be checked, if all lie there or checks are asked for."""
+        """Tables on one device: on the host, to be checked, if all lie there or in checked mode."""
         host = self.checking or all(x.is_cpu for x in tables)
         return [x.cpu() if host else x.to(self.device, non_blocking=True) for x in tables]
 
     def _pages(self, tables: Sequence[Tensor], page_size: int) -> PageTable:
         """A page table of (indptr, indices, last_page_len), int32 vectors. Its contents are checked if they lie on the
-        host or if checks are asked for.
+        host, and in checked mode.
         """
         indptr, indices, last_page_len = tables
         on_host = all(x.is_cpu for x in tables)

@@ -59,13 +59,13 @@ def shared_prefixes(table: PageTable, q_len: int, least: int, worth: int) -> tup
     linked = np.ones(len(common), bool)
     while len(levels) < LEVELS:
         linked &= common >= np.maximum(taken[:-1], taken[1:]) + least
-        begins, pages = _runs(common, linked, taken, worth)
+        starts, pages = _runs(common, linked, taken, worth)
         if not pages.any():
             break
-        widths = np.diff(begins, append=batch)
-        rows = torch.from_numpy((np.append(begins, batch) * q_len).astype(np.int32))
-        last = torch.full((len(begins),), size, dtype=torch.int32)
-        kv = _part(indices, indptr[begins] + taken[begins], pages, last, size)
+        widths = np.diff(starts, append=batch)
+        rows = torch.from_numpy((np.append(starts, batch) * q_len).astype(np.int32))
+        last = torch.full((len(starts),), size, dtype=torch.int32)
+        kv = _part(indices, indptr[starts] + taken[starts], pages, last, size)
         saved, longest = int(((widths - 1) * pages).sum()), int(widths.max()) * q_len
         levels.append(Level(RaggedLayout(rows), kv, longest, int(np.count_nonzero(pages)), saved))
         taken += np.repeat(pages, widths)
@@ -82,10 +82,10 @@ def _common(indptr: np.ndarray, indices: np.ndarray, before: np.ndarray, least: 
     pairs = np.flatnonzero(common >= least)
     last = least - 1
     pairs = pairs[indices[indptr[pairs] + last] == indices[indptr[pairs + 1] + last]]  # tells most others at once
-    most, begins = common.tolist(), indptr.tolist()
+    most, starts = common.tolist(), indptr.tolist()
     common[:] = 0
     for b in pairs.tolist():
-        i, j, n = begins[b], begins[b + 1], most[b]
+        i, j, n = starts[b], starts[b + 1], most[b]
         differ = indices[i : i + n] != indices[j : j + n]
         first = int(differ.argmax())
         common[b] = first if differ[first] else n
@@ -97,14 +97,14 @@ def _runs(common: np.ndarray, linked: np.ndarray, taken: np.ndarray, worth: int)
     single request. Runs that do not save enough are cut in `linked` where they share least, for parts may share more.
     """
     while True:
-        begins = np.flatnonzero(np.append(True, ~linked))
-        widths = np.diff(begins, append=len(taken))
+        starts = np.flatnonzero(np.append(True, ~linked))
+        widths = np.diff(starts, append=len(taken))
         links = np.append(np.where(linked, common, _NO_LINK), _NO_LINK)
-        shared = np.minimum.reduceat(links, begins)
-        pages = np.where(widths > 1, shared - taken[begins], 0)
+        shared = np.minimum.reduceat(links, starts)
+        pages = np.where(widths > 1, shared - taken[starts], 0)
         poor = (widths > 1) & ((widths - 1) * pages < worth)
         if not poor.any():
-            return begins, pages
+            return starts, pages
         linked &= links[:-1] > np.repeat(np.where(poor, shared, -1), widths)[:-1]
 
 

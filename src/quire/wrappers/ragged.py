@@ -93,7 +93,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """Record which rows of q, and of k and v, belong to which request, and the layer that runs share.
 
         Args:
-            qo_indptr, kv_indptr: int32 or int64 [batch_size + 1], the requests' begins in q, and in k and v.
+            qo_indptr, kv_indptr: int32 or int64 [batch_size + 1], the requests' offsets in q, and in k and v.
             o_data_type: dtype of the output: q's by default, or bfloat16 where that is fp8.
 
         The other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.

@@ -33,8 +33,7 @@ class ReplayCache:
       torch.compile traces, that would need gradients, that check the contents of tables, or whose device is not the
       current one go through all checks.
     - A new plan forgets all runs (`forget`), unless it differs from the last in its page table alone (`move`). Then
-      runs
-      are kept, and the launch is changed to read the new table when it is next found.
+      runs are kept, and the launch is changed to read the new table when it is next found.
     - A launch is not repeated at addresses that are not aligned as the kernel was compiled for: `lookup` then finds
       nothing, and the run is computed and kept anew.
     """

@@ -151,7 +151,7 @@ def _sum(a, b):
 @gluon.jit
 def _scan_requests(tables, b0, start, c: gl.constexpr):
     """c.scan requests from b0 on as vectors (Request.start is not set), and the end of each one's work units, where
-    those of b0 begin at `start`.
+    those of b0 start at `start`.
     """
     # A small batch lies in each warp as a whole, so that no warp waits for another one's part of the prefix sum.
     b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([c.scan // (32 if c.scan <= WARP_SCAN else 128)], [32], [4], [0]))
@@ -252,8 +252,8 @@ def request_at(tables, request, unit, end, c: gl.constexpr):
 
 @gluon.jit
 def next_tile(tables, request, unit, end, c: gl.constexpr):
-    """The first unit from `unit` on with which a tile begins, and its request. With c.whole_tiles a program computes
-    the tiles that begin in its span.
+    """The first unit from `unit` on that is the first one of a tile, and its request. With c.whole_tiles a program
+    computes the tiles that start in its span.
     """
     units = gl.maximum(request.units, 1)
     unit = request.start + (unit - request.start + units - 1) // units * units
@@ -262,7 +262,7 @@ def next_tile(tables, request, unit, end, c: gl.constexpr):
 
 @gluon.jit
 def segment_at(request, unit, end, c: gl.constexpr):
-    """The segment of a request that begins with `unit` and ends before or at `end`."""
+    """The segment of a request that starts with `unit` and ends before or at `end`."""
     h = (unit - request.start) // request.units if c.whole_tiles else quotient(unit - request.start, request.units)
     first = unit - request.start - h * request.units
     last = gl.minimum(first + end - unit, request.units)

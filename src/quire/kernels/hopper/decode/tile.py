@@ -55,7 +55,7 @@ def tile_of(request, segment, mask, c: gl.constexpr):
     h, row, kv_start = segment.h, segment.h * 0, request.first_key + segment.start * c.unit_size
     past, row_end = request.kv_len - request.q_len, request.q_len * c.group
     if c.whole_tiles:
-        # Row tiles are taken from both ends in turns: if causal, two neighbours have as many keys as any other two.
+        # Row tiles are taken from both ends alternately: if causal, two neighbours have as many keys as any other two.
         tiles = (row_end + c.tile_rows - 1) // c.tile_rows
         h, at = segment.h // tiles, segment.h % tiles
         row = gl.where(at % 2 == 0, at // 2, tiles - 1 - at // 2) * c.tile_rows

@@ -58,7 +58,7 @@ def store_partial(acc, m, l, partials, slot, row, row_end, c: gl.constexpr):
 @gluon.jit
 def _merge_slots(partials, row, row_end, owner, first, last, step, c: gl.constexpr):
     """Merge rows from `row` up to row_end of the partial states that programs first to last, each `step`-th of them,
-    have of a tile that begins in program `owner`. As many are loaded at a time as registers hold, so that the loads
+    have of a tile that starts in program `owner`. As many are loaded at a time as registers hold, so that the loads
     overlap; each warp has rows of its own.
     """
     R: gl.constexpr = c.merge_rows
