@@ -165,21 +165,18 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             if q_data_type is None or (q_data_type == "float16" and as_dtype(data_type, "data_type") not in FLOATS8):
                 q_data_type = data_type
         # By position, in the order of LayerArgs, since 20 keywords would take a microsecond.
-        layer = LayerArgs(
+        layer = LayerArgs._make((
             num_qo_heads, num_kv_heads, head_dim, head_dim_vo, page_size, q_len_per_req,
             q_data_type or "float16", kv_data_type, o_data_type,
             True if is_causal is None else is_causal, window_left, logits_soft_cap, sm_scale,
             pos_encoding_mode, rope_scale, rope_theta, () if alibi_slopes is None else as_slopes(alibi_slopes),
-            self.invariant or disable_split_kv or (fixed_split_size or 0) > 0,
-        )  # fmt: skip
-        refuse(window_right=window_right or None)
-        if not shared_prefix and self._again(layer):
-            pages = self._current.kv.like(indptr, indices, last_page_len)  # type: ignore[union-attr]
-            if pages is not None:
-                self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages.indptr, pages.indices
-                self._paged_kv_last_page_len_buf, self._shared = pages.last_page_len, None
-                self._move(pages)
-                return
+            self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, -1,
+        ))  # fmt: skip
+        if window_right != 0:
+            refuse(window_right=window_right)
+        if not shared_prefix and self._plan_again(layer, indptr, indices, last_page_len):
+            self._shared = None
+            return
         self._check_q_len(q_len_per_req)
         if self._use_cuda_graph:
             batch_size = len(table(last_page_len, "last_page_len"))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quire.definition.mla_dimensions import (
@@ -19,10 +18,10 @@ from quire.definition.mla_dimensions import (
     supported_mla_head_dimensions,
     supported_mla_layer_dimensions,
 )
-from quire.definition.spec import FLOATS8, as_dtype, check, is_int
+from quire.definition.spec import check
 from quire.kernels.latent import dequantize
 from quire.wrappers.arguments import DType, LayerArgs, RunArgs, refuse
-from quire.wrappers.mla import FP8_QUERIES, LatentWrapper, MLAPlanMetadata, split_parts
+from quire.wrappers.mla import LatentWrapper, MLAPlanMetadata, split_parts
 from quire.wrappers.plan import longest_request
 
 __all__ = [
@@ -83,6 +82,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
         self._lse_mode: str | None = None
         self._use_sinks = False
+        self._options: tuple[Any, ...] = ()  # of the last plan, besides its layer
 
     def plan(
         self,
@@ -148,27 +148,21 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         if None in needed:
             missing = ", ".join(name for name, value in zip(_NEEDED, needed, strict=True) if value is None)
             raise TypeError(f"plan() needs {missing}")
-        refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)
-        q_dtype, kv_dtype = as_dtype(q_data_type, "q_data_type"), as_dtype(kv_data_type, "kv_data_type")  # type: ignore[arg-type]
-        fp8, whole = kv_dtype in FLOATS8, is_int(page_size) and page_size > 0  # type: ignore[operator]
-        check(whole, "page_size", page_size, "a positive int")
-        check(not fp8 or q_dtype == torch.bfloat16, "q_data_type", q_dtype, FP8_QUERIES)
         check(head_dim_ckv in (128, 256, 512), "head_dim_ckv", head_dim_ckv, "128, 256 or 512")
         check(head_dim_kpe in (0, 64), "head_dim_kpe", head_dim_kpe, "64, or 0 for none")
-        check(lse_mode in ("none", "base2", "basee"), "lse_mode", lse_mode, "none, base2 or basee")
-        check(output_scale == "none", "output_scale", output_scale, "none")
-        modes = ("default", "kv-per-tensor") if fp8 else ("default",)
-        fits = scale_mode in modes
-        check(fits, "scale_mode", scale_mode, lambda: f"{' or '.join(modes)} with kv_data_type = {kv_dtype}")
+        # By position, in the order of LayerArgs, since keywords would take a microsecond.
+        layer = LayerArgs._make((
+            num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, 0,  # type: ignore[operator]
+            q_data_type, kv_data_type, output_dtype, causal, -1, None, sm_scale,
+            "NONE", None, None, (), self.invariant, head_dim_kpe != 0, -1,
+        ))  # fmt: skip
         flat = metadata is cum_seq_lens_q is block_tables is seq_lens is None
-        self._lse_mode, self._use_sinks = None if flat and lse_mode == "none" else lse_mode, use_sinks
-        # By position, in the order of LayerArgs: keywords would take a microsecond of the few that a plan takes.
-        layer = LayerArgs(
-            num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, 0, q_dtype, kv_dtype, output_dtype,  # type: ignore[arg-type, operator]
-            causal, -1, None, sm_scale, "NONE", None, None, (), self.invariant, head_dim_kpe != 0,  # type: ignore[arg-type]
-        )  # fmt: skip
-        if flat and self._plan_again(qo_indptr, kv_indptr, kv_indices, kv_len_arr, layer):
+        options = flat, lse_mode, use_sinks, output_scale, scale_mode, use_profiler, skip_softmax
+        like_the_last = flat and options == self._options and self._has_rows(qo_indptr)
+        if like_the_last and self._plan_again(layer, kv_indptr, kv_indices, kv_len_arr):
             return
+        self._check_options(layer, lse_mode, output_scale, scale_mode)
+        refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)
         given = MLAPlanMetadata(
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         )
@@ -180,6 +174,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         starts = getattr(metadata, metadata.form()[0])
         longest = longest_request(starts, None, self._use_cuda_graph, self.device)
         self._commit(layer, qo, pages, max_q_len=longest)
+        self._options, self._use_sinks = options, use_sinks
+        self._lse_mode = None if flat and lse_mode == "none" else lse_mode
 
     begin_forward = plan
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.definition.pages import LengthTable, PageTable, RaggedLayout, as_int32, table
-from quire.definition.spec import FLOATS8, AttentionSpec, check
+from quire.definition.spec import FLOATS8, AttentionSpec, as_dtype, check, is_int
 from quire.definition.tensors import check_tensor, check_tensors
 from quire.kernels.latent import GROUP
+from quire.wrappers.arguments import LayerArgs
 from quire.wrappers.base import AttentionWrapper
 from quire.wrappers.buffers import fitting, fixed_batch, same
 
@@ -88,16 +89,21 @@ class LatentWrapper(AttentionWrapper):
     _lse_mode: str | None
     _use_sinks: bool
 
-    def _plan_again(self, qo: Any, indptr: Any, indices: Any, lengths: Any, layer: Any) -> bool:
-        """Plan what differs from the last plan in its pages and their lengths alone: True if that was so."""
-        plan, pages = self._current, None
-        if self._again(layer) and same(qo, plan.qo.indptr) and isinstance(plan.kv, LengthTable):  # type: ignore[union-attr]
-            pages = plan.kv.like(indptr, indices, lengths)  # type: ignore[union-attr]
-        if pages is None:
-            return False
-        self._move(pages)
-        self._kv_indptr_buf, self._kv_indices_buf, self._kv_len_arr_buf = pages.indptr, pages.indices, pages.per_request
-        return True
+    def _has_rows(self, qo_indptr: Any) -> bool:
+        """Whether these are the query rows of the last plan."""
+        return self._current is not None and same(qo_indptr, self._current.qo.indptr)
+
+    def _check_options(self, layer: LayerArgs, lse_mode: str, output_scale: str, scale_mode: str) -> None:
+        """Refuse arguments of a plan that latent attention does not have."""
+        q_dtype = as_dtype(layer.q_data_type, "q_data_type")
+        kv_dtype = as_dtype(layer.kv_data_type or q_dtype, "kv_data_type")
+        fp8, whole = kv_dtype in FLOATS8, is_int(layer.page_size) and layer.page_size > 0
+        check(whole, "page_size", layer.page_size, "a positive int")
+        check(not fp8 or q_dtype == torch.bfloat16, "q_data_type", q_dtype, FP8_QUERIES)
+        check(lse_mode in ("none", "base2", "basee"), "lse_mode", lse_mode, "none, base2 or basee")
+        check(output_scale == "none", "output_scale", output_scale, "none")
+        modes = ("default", "kv-per-tensor") if fp8 else ("default",)
+        check(scale_mode in modes, "scale_mode", scale_mode, f"{' or '.join(modes)} with kv_data_type = {kv_dtype}")
 
     def _tables(self, metadata: MLAPlanMetadata, page_size: int) -> tuple[RaggedLayout, PageTable]:
         """The requests' query rows and pages, checked where that is free, and in checked mode."""

@@ -16,6 +16,7 @@ from quire.definition.tensors import as_scale, check_lse, check_qkv, check_tenso
 from quire.kernels import registry
 from quire.kernels.attention import attend
 from quire.kernels.call import Call, Replay
+from quire.kernels.family import Family
 from quire.wrappers.arguments import LayerArgs, RunArgs
 from quire.wrappers.workspace import Workspace
 
@@ -53,10 +54,6 @@ class Plan(NamedTuple):
     def family(self) -> str:
         """The name of the kernel family that computes the layer."""
         return registry.choose(self.spec, self.qo.indptr.device, self.backend, self.max_q_len)
-
-    def over(self, pages: PageTable) -> Plan:
-        """This plan with another page table of as many requests, which has been checked."""
-        return tuple.__new__(Plan, (*self[:2], pages, *self[3:]))  # Plan(...) takes twice as long
 
     def but(self, **changes: Any) -> Plan:
         """This plan with some fields of its spec changed and checked again; None is a field's default."""
@@ -121,15 +118,16 @@ def make_plan(
     max_q_len: int,
     layer: LayerArgs | None,
     backend: str,
+    family: Family,
     workspace: Workspace,
 ) -> Plan:
-    """A plan, with the memory that the chosen kernel family asks for. The arguments are the attributes of `Plan`.
+    """A plan, with the memory that `family`, the chosen one, asks for. The other arguments are the attributes of
+    `Plan`.
 
     Raises:
-        ValueError: no kernel family computes the layer, or the caller's float workspace is too small.
+        ValueError: the caller's float workspace is too small.
     """
     device = workspace.device
-    family = registry.family(registry.choose(spec, device, backend, max_q_len))
     kv_tokens = kv.indices.shape[0] * kv.page_size if spec.batch_invariant and isinstance(kv, PageTable) else 0
     batch_size = kv.batch_size if kv_tokens else 0
     floats, ints = family.float_workspace_size(spec, device, max_q_len, batch_size, kv_tokens), 0

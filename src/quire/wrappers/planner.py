@@ -83,7 +83,8 @@ class Planner:
             checked = PageTable(indptr.cpu(), indices.cpu(), last_page_len.cpu(), page_size)
             if on_host:
                 return checked
-        indptr, indices, last_page_len = (x.to(self.device, non_blocking=True) for x in tables)
+        here = self.device  # `to` takes a microsecond, even where there is nothing to do
+        indptr, indices, last_page_len = (x if x.device == here else x.to(here, non_blocking=True) for x in tables)
         return PageTable(indptr, indices, last_page_len, page_size)
 
     def _rows(self, indptr: Tensor) -> RaggedLayout:
@@ -154,16 +155,23 @@ class Planner:
         indptr[: len(mask.indptr)] = mask.indptr
         return PackedMask(bits, indptr)
 
-    def _again(self, layer: LayerArgs) -> bool:
-        """Whether a plan of this layer differs from the last one in its tables alone, as the steps of an engine do."""
-        plan = self._current
-        return plan is not None and layer == plan.layer and tuple(map(type, layer)) == plan.layer_types
+    def _plan_again(self, layer: LayerArgs, indptr: Any, indices: Any, per_request: Any) -> bool:
+        """Plan a batch that differs from the last one in its page table alone, as the steps of an engine do.
 
-    def _move(self, pages: PageTable) -> None:
-        """Plan a batch that differs from the last in its page table alone."""
-        assert self._current is not None
-        self._current = self._current.over(pages)
+        Returns:
+            False, and nothing is planned, if it differs in more, or has tables that must be converted or checked.
+        """
+        plan = self._current
+        if plan is None or layer != plan.layer or tuple(map(type, layer)) != plan.layer_types:
+            return False
+        pages = plan.kv.like(indptr, indices, per_request)  # type: ignore[union-attr]
+        if pages is None:
+            return False
+        own, names = self.__dict__, self._kv_buffers
+        own[names[0]], own[names[1]], own[names[2]] = indptr, indices, per_request
+        self._current = tuple.__new__(Plan, (*plan[:2], pages, *plan[3:]))  # Plan(...) takes twice as long
         self._replays.move()
+        return True
 
     def _commit(
         self,
@@ -185,12 +193,12 @@ class Planner:
             ValueError: a layer that nobody can compute, or a buffer that is too small.
         """
         spec = layer.spec(mask is not None, items is not None)
-        registry.choose(spec, self.device, self._family, max_q_len)
+        family = registry.family(registry.choose(spec, self.device, self._family, max_q_len))
         qo, kv = self._hold_rows(qo, self._qo_buffer, non_blocking), self._hold_keys(kv, non_blocking)
         mask = None if mask is None else self._hold_mask(mask)
         fixed = self.checking or self._use_cuda_graph or spec.batch_invariant  # each plan of these does all its work
         self.planned = make_plan(
-            spec, qo, kv, mask, items, max_q_len, None if fixed else layer, self._family, self._workspace
+            spec, qo, kv, mask, items, max_q_len, None if fixed else layer, self._family, family, self._workspace
         )
 
     def _replan(self, **changes: Any) -> None:

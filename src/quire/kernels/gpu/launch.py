@@ -41,6 +41,7 @@ class LaunchReplay:
     ) -> None:
         """entries: the index into (*others, *rest) of the number of page ids."""
         self._others, self._entries = others, entries
+        self._tables_at: tuple[int, ...] | None = None  # where others has a page table's tensors, once `moved` knows
         self._rest = (*(None if x is None else x.data_ptr() for x in others), *rest)
         self._grid, self._run = (programs, 1, 1), compiled.run
         self._handle: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -72,15 +73,11 @@ class LaunchReplay:
             return None
         others, rest = list(self._others), list(self._rest)
         rest[self._entries] = entries
-        replacements = {
-            id(table.indptr): other.indptr,
-            id(table.indices): other.indices,
-            id(table.per_request): other.per_request,
-        }
-        for i, x in enumerate(self._others):
-            if id(x) in replacements:
-                others[i] = replacements[id(x)]
-                rest[i] = replacements[id(x)].data_ptr()
+        if self._tables_at is None:
+            read = table.indptr, table.indices, table.per_request
+            self._tables_at = tuple(next(i for i, x in enumerate(others) if x is y) for y in read)
+        for i, x in zip(self._tables_at, (other.indptr, other.indices, other.per_request), strict=True):
+            others[i], rest[i] = x, x.data_ptr()
         replay = object.__new__(LaunchReplay)  # copy() takes longer than this whole method
         replay.__dict__.update(self.__dict__, _others=tuple(others), _rest=tuple(rest))
         return replay
