@@ -289,7 +289,7 @@ def test_scratch_ends_where_it_was_said_to():
     batch.kv.indptr.copy_(torch.tensor([0, every, 0, every, 0, every, 0]))
     size = triton.float_workspace_size(spec, device, 1, 6, every * 16) // 4
     scratch = torch.full((size + 100_000,), 7.0, device=device)
-    compute(batch, "triton", max_q_len=1, scratch=scratch)
+    compute(batch, "triton", max_q_len=1, float_workspace=scratch)
     assert (scratch[size:] == 7).all()
     assert not (scratch[:size] == 7).all()
 

@@ -65,7 +65,7 @@ def attend(
     _attend_op(
         out,
         lse,
-        call.zeros,
+        call.int_workspace,
         call.q,
         call.k,
         call.v,
@@ -147,7 +147,7 @@ def _compute(
 def _attend_op(
     out: Tensor,
     lse: Tensor | None,
-    zeros: Tensor | None,
+    int_workspace: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -206,7 +206,7 @@ def _attend_op(
         k_pe=k_pe,
         pe_gain=scales[3],
         max_q_len=max_q_len,
-        zeros=zeros,
+        int_workspace=int_workspace,
     )
     _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
 

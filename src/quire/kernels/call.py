@@ -31,9 +31,10 @@ class Call:
             page_size, 1, 64]; q and k are then the latent part, and v is k. pe_gain: a factor of the rotary part alone,
             besides q_scale and k_scale, for fp8 caches.
         max_q_len: the most query tokens that a request has, 0 if it is not known.
-        scratch: float32 workspace for partial states, as much as the family asks for; or None, and the kernels'
+        float_workspace: float32 workspace for partial states, as much as the family asks for; or None, and the kernels'
             host code allocates it.
-        zeros: int32 workspace of 8 MiB or more, all zeros before a call and after it; or None, and the host code
+        int_workspace: int32 workspace of 8 MiB or more, all zeros before a call and after it; or None, and the host
+        code
             allocates it. No other call may use the workspaces at the same time.
     """
 
@@ -53,20 +54,20 @@ class Call:
     k_pe: Tensor | None = None
     pe_gain: float = 1.0
     max_q_len: int = 0
-    scratch: Tensor | None = None
-    zeros: Tensor | None = None
+    float_workspace: Tensor | None = None
+    int_workspace: Tensor | None = None
 
-    def scratch_for(self, size: int) -> Tensor:
+    def float_workspace_for(self, size: int) -> Tensor:
         """A float32 workspace of at least `size` elements: the caller's, or a new one."""
-        if self.scratch is None or self.scratch.numel() < size:
+        if self.float_workspace is None or self.float_workspace.numel() < size:
             return torch.empty(size, dtype=torch.float32, device=self.q.device)
-        return self.scratch
+        return self.float_workspace
 
-    def zeros_for(self, size: int, least: int = 0) -> Tensor:
+    def int_workspace_for(self, size: int, least: int = 0) -> Tensor:
         """An int32 workspace of zeros: the caller's if it has at least `least` elements, or a new one of `size`."""
-        if self.zeros is None or self.zeros.numel() < least:
+        if self.int_workspace is None or self.int_workspace.numel() < least:
             return torch.zeros(size, dtype=torch.int32, device=self.q.device)
-        return self.zeros
+        return self.int_workspace
 
     def table(self) -> tuple[int, Tensor, Tensor, bool, int]:
         """What kernels read of the page table: (page_size, indices, lengths, by_length, entries).

@@ -53,15 +53,15 @@ class Family:
     def float_workspace_size(
         self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int
     ) -> int:
-        """Bytes of `Call.scratch` that a batch needs whose requests have at most max_q_len query tokens (0: any number)
-        and kv_tokens keys together; the last two arguments count for batch-invariant layers alone.
+        """Bytes of `Call.float_workspace` that a batch needs whose requests have at most max_q_len query tokens (0: any
+        number) and kv_tokens keys together; the last two arguments count for batch-invariant layers alone.
         """
         return 0
 
     def int_workspace_size(
         self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int
     ) -> int:
-        """Bytes of `Call.zeros` that a batch of a batch-invariant layer needs; other layers need at most 8 MiB."""
+        """Bytes of `Call.int_workspace` that a batch of a batch-invariant layer needs; others need at most 8 MiB."""
         return 0
 
     def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:

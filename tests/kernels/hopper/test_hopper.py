@@ -157,7 +157,7 @@ def test_partial_states_are_combined_in_two_levels(rng):
         spec = AttentionSpec(num_qo_heads=group, num_kv_heads=1, head_dim_qk=dim, q_dtype=torch.bfloat16)
         kv_lens = [rng.choice((rng.randint(1, 12000), 64 * rng.randint(17, 200))) for _ in range(rng.randint(2, 5))]
         batch = random_batch(spec, [1] * len(kv_lens), kv_lens, 16)
-        check(batch, *compute(batch, "hopper", max_q_len=1, zeros=zeros), "hopper")
+        check(batch, *compute(batch, "hopper", max_q_len=1, int_workspace=zeros), "hopper")
         assert not zeros.any()
 
 
@@ -196,7 +196,7 @@ def test_partial_states_of_requests_with_different_rows_are_cleared(rng):
             q_lens = [rng.randint(0, longest) for _ in range(5)]
             kv_lens = [q_len + rng.choice((0, 100, 3000, 9000)) for q_len in q_lens]
             batch = random_batch(spec, q_lens, kv_lens, 16)
-            check(batch, *compute(batch, "hopper", max_q_len=longest, zeros=zeros), "hopper")
+            check(batch, *compute(batch, "hopper", max_q_len=longest, int_workspace=zeros), "hopper")
             assert not zeros.any()
 
 

@@ -137,7 +137,7 @@ def test_long_requests_with_partial_states(shape, rng):
             keys = sum(-(-int(batch.kv.lengths()[b]) // 16) * 16 for b in which)
             size = hopper.FAMILY.int_workspace_size(spec, device, q_len, len(which), keys) // 4
             zeros[size:] = 7
-            same(batch, chunks, out, lse, q_len, zeros=zeros[:size])
+            same(batch, chunks, out, lse, q_len, int_workspace=zeros[:size])
             assert not zeros[:size].any()
             assert (zeros[size:] == 7).all()
             zeros[size:] = 0
@@ -164,7 +164,7 @@ def test_zeros_end_where_it_was_said_to(rng):
     size = hopper.FAMILY.int_workspace_size(spec, device, 1, 6, every * 16) // 4
     memory = torch.full((size + 100_000,), 7, dtype=torch.int32, device=device)
     memory[:size] = 0
-    compute(batch, "hopper", max_q_len=1, zeros=memory[:size])
+    compute(batch, "hopper", max_q_len=1, int_workspace=memory[:size])
     assert (memory[size:] == 7).all()
     assert not memory[:size].any()
 
@@ -218,9 +218,9 @@ def test_partial_states_take_128_mib_at_most():
     """Whole tiles have none."""
     for group, dim in ((4, 128), (64, 128), (16, 256)):
         spec = layer((dim, BF16, 8, group))
-        assert 0 < hopper.decode_host.zeros(spec, 132, 1, 64, 64 << 12) <= 128 << 20
-        assert hopper.decode_host.zeros(spec, 132, 0, 64, 64 << 12) == 0
-        assert hopper.decode_host.zeros(spec, 132, 65, 64, 64 << 12) == 0
+        assert 0 < hopper.decode_host.int_workspace_size(spec, 132, 1, 64, 64 << 12) <= 128 << 20
+        assert hopper.decode_host.int_workspace_size(spec, 132, 0, 64, 64 << 12) == 0
+        assert hopper.decode_host.int_workspace_size(spec, 132, 65, 64, 64 << 12) == 0
 
 
 def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
@@ -228,16 +228,18 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     monkeypatch.setattr(hopper.decode_host, "Launcher", Recorded)
     hopper.decode_host._launcher.cache_clear()
     batch = random_batch(layer((128, BF16, 2, 4)), [1, 1], [9000, 64], 16)
-    size = hopper.decode_host.zeros(batch.spec, 132, 1, 2, len(batch.kv.indices) * 16) // 4
+    size = hopper.decode_host.int_workspace_size(batch.spec, 132, 1, 2, len(batch.kv.indices) * 16) // 4
     zeros = torch.zeros(size, dtype=torch.int32)
-    call = Call(q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=1, zeros=zeros)
+    call = Call(
+        q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=1, int_workspace=zeros
+    )
     hopper.decode_host.launch(call, batch.q, None, 132)
     given = Recorded.last
     assert given["programs"] == 132
     assert given["partials"] is zeros
     assert size == given["slots"] * 4 * 130
     assert (given["c"].unit_size, given["c"].run, given["c"].whole_tiles, given["c"].causal) == (128, 8, False, False)
-    call.zeros = zeros[1:]
+    call.int_workspace = zeros[1:]
     hopper.decode_host.launch(call, batch.q, None, 132)
     assert Recorded.last["partials"].numel() == size
     call.max_q_len = 0

@@ -85,7 +85,7 @@ def test_one_request_of_several_tiles(dim, rng):
         q_lens = [rng.choice((0, 1, 1)) for _ in range(11)] + [rng.randint(2, 50)]
         layer = {"causal": causal, "dim": dim, "padding": 3}
         batch = latent_batch(heads, torch.bfloat16, q_lens, kv_lens, rng.choice((1, 4, 16, 64)), **layer)
-        check(batch, *run(batch, zeros=zeros), "hopper")
+        check(batch, *run(batch, int_workspace=zeros), "hopper")
         assert not zeros.any()
 
 

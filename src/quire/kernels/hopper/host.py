@@ -50,12 +50,12 @@ class _Hopper(Family):
     def float_workspace_size(
         self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int
     ) -> int:
-        return mla_host.scratch(spec, _processors(device), max_q_len) if spec.latent else 0
+        return mla_host.float_workspace_size(spec, _processors(device), max_q_len) if spec.latent else 0
 
     def int_workspace_size(
         self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int
     ) -> int:
-        return decode_host.zeros(spec, _processors(device), max_q_len, batch_size, kv_tokens)
+        return decode_host.int_workspace_size(spec, _processors(device), max_q_len, batch_size, kv_tokens)
 
     def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
         return launch_into(_launch, call, out, lse)

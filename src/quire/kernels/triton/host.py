@@ -119,8 +119,8 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
     num_slots, partials, arrivals = 0, None, None
     if config.c.split_kv:
         num_slots = _num_slots(spec, config.c.block_m, machine, batch, entries * max(page_size, 1))
-        partials = call.scratch_for(num_slots * config.slot_rows * (spec.head_dim_vo + 2))
-        arrivals = call.zeros_for(config.programs)
+        partials = call.float_workspace_for(num_slots * config.slot_rows * (spec.head_dim_vo + 2))
+        arrivals = call.int_workspace_for(config.programs)
     mask_bits = mask_indptr = prefix_lens = positions = slopes = inv_freq = None
     mask_bytes = items_len = 0
     if mask is not None:
@@ -150,7 +150,11 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
         (*q.stride()[:2], *q_pe_strides, *kv_strides(k), *kv_strides(v), *k_pe_strides, *out.stride()[:2]),
     )  # fmt: skip
     # A replay gets addresses from the caller: it must not need tensors that were made here.
-    own = q is call.q and q_scales is k_scales is v_scales is None and (num_slots == 0 or partials is call.scratch)
+    own = (
+        q is call.q
+        and q_scales is k_scales is v_scales is None
+        and (num_slots == 0 or partials is call.float_workspace)
+    )
     return replay if own else None
 
 

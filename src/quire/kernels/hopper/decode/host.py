@@ -140,7 +140,7 @@ def _slots(spec: AttentionSpec, max_q_len: int, processors: int, batch: int, key
     return programs, _RUN * programs + runs
 
 
-def zeros(spec: AttentionSpec, processors: int, max_q_len: int, batch: int, keys: int) -> int:
+def int_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int, batch: int, keys: int) -> int:
     """Bytes of zeros for partial states of a batch-invariant layer; whole tiles need none."""
     if _whole_tiles(spec, max_q_len):
         return 0
@@ -182,9 +182,9 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     slots, partials = 0, None
     if spec.batch_invariant and not c.whole_tiles:
         programs, slots = _slots(spec, call.max_q_len, processors, batch, entries * max(page_size, 1))
-        partials = call.zeros_for(slots * each, slots * each)
+        partials = call.int_workspace_for(slots * each, slots * each)
     elif not c.whole_tiles:
-        partials = call.zeros_for(programs * each)
+        partials = call.int_workspace_for(programs * each)
         programs = min(programs, partials.numel() // each)
     few = _few_entries(c, processors, batch)
     if entries <= few:
@@ -201,4 +201,5 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     if replay is not None and entries <= few:
         replay.max_entries = few
     # A launch that is repeated must read the caller's own tensors.
-    return replay if (partials is None or partials is call.zeros) and q_scale is k_scale is v_scale is None else None
+    own = (partials is None or partials is call.int_workspace) and q_scale is k_scale is v_scale is None
+    return replay if own else None  # a replay must not read what was allocated for one call

@@ -42,7 +42,7 @@ def _partial_rows(spec: AttentionSpec, max_q_len: int) -> int:
     return min(max_q_len * spec.num_qo_heads or _BLOCK_M, _BLOCK_M)
 
 
-def scratch(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
+def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
     """Bytes for partial states: two slots per program, each with (m, l) for both halves of the columns."""
     return 2 * processors * _partial_rows(spec, max_q_len) * (spec.head_dim_vo + 4) * 4
 
@@ -103,8 +103,8 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, wide, by_length)
     c = config(spec, page_size, batch, call.max_q_len, flags)
     programs, rows = processors // c.programs_per_span * c.programs_per_span, _partial_rows(spec, call.max_q_len)
-    partials = call.scratch_for(2 * programs * rows * (spec.head_dim_vo + 4))
-    arrivals = call.zeros_for(_COUNTERS * programs)
+    partials = call.float_workspace_for(2 * programs * rows * (spec.head_dim_vo + 4))
+    arrivals = call.int_workspace_for(_COUNTERS * programs)
     replay = _launcher(c)(
         programs,
         (q, q_pe, k, call.v, k_pe, out, lse, call.sinks),
@@ -113,5 +113,5 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
         (*q.stride()[:2], *q_pe.stride()[:2], *k.stride()[:2], *k_pe.stride()[:2], *out.stride()[:2]),
     )
     # A launch that is repeated must read the caller's own tensors.
-    own = q is call.q and q_scale is k_scale is v_scale is None and partials is call.scratch
+    own = q is call.q and q_scale is k_scale is v_scale is None and partials is call.float_workspace
     return replay if own else None
