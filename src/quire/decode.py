@@ -159,7 +159,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             ValueError: an argument that does not fit, named with its value and what is allowed. With shared_prefix also
                 a window, a position encoding, use_cuda_graph, and whatever asks for batch-invariant results.
         """
-        self._capture.begin_plan(type(self).__name__)
+        if self._capture.captured:
+            self._capture.begin_plan(type(self).__name__)
         if data_type is not None:
             kv_data_type = data_type if kv_data_type is None else kv_data_type
             if q_data_type is None or (q_data_type == "float16" and as_dtype(data_type, "data_type") not in FLOATS8):

@@ -143,7 +143,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             ValueError: an argument that does not fit, named with its value and what is allowed.
             TypeError: one that is missing.
         """
-        self._capture.begin_plan(type(self).__name__)
+        if self._capture.captured:
+            self._capture.begin_plan(type(self).__name__)
         needed = (num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type)
         if None in needed:
             missing = ", ".join(name for name, value in zip(_NEEDED, needed, strict=True) if value is None)

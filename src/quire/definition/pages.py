@@ -36,9 +36,10 @@ def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
         x = as_int32(x)
     if x.dtype is not torch.int32 or x.ndim != 1:
         raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: it must be an int32 or int64 vector")
-    if length is not None and x.shape[0] != length:
-        raise ValueError(f"{name} has {len(x)} entries: {length} are needed")
-    if x.shape[0] == 0 and "indptr" in name:
+    count = x.numel()  # in less time than len(x) or x.shape[0]
+    if length is not None and count != length:
+        raise ValueError(f"{name} has {count} entries: {length} are needed")
+    if count == 0 and "indptr" in name:
         raise ValueError(f"{name} is empty: it must have batch size + 1 entries, at least 1")
     return x
 
@@ -57,9 +58,9 @@ def _check_page_size(page_size: int) -> None:
 
 def _refuse_devices(**tables: Tensor) -> None:
     """Refuse tables that are on different devices."""
-    devices = sorted({str(x.device) for x in tables.values()})
-    if len(devices) > 1:
-        *names, last = tables
+    first, *others = (x.device for x in tables.values())
+    if any(device != first for device in others):
+        devices, (*names, last) = sorted({str(x.device) for x in tables.values()}), tables
         raise ValueError(f"{', '.join(names)} and {last} lie on different devices: {devices}")
 
 
@@ -102,7 +103,7 @@ def appended_tokens(indptr: Tensor, lengths: Tensor, count: int) -> tuple[Tensor
 
 def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name: str = "") -> None:
     """Refuse a host indptr that starts below 0, decreases anywhere, or ends beyond `total`."""
-    if indptr.device.type != "cpu":
+    if not indptr.is_cpu:
         return
     if int(indptr[0]) < 0:
         raise ValueError(f"{name}[0] = {int(indptr[0])}: an indptr starts at 0")
@@ -210,9 +211,7 @@ class PageTable:
             return None
         device, int32 = self.indptr.device, torch.int32
         for x in (indptr, indices, per_request):
-            if type(x) is not Tensor or x.dtype is not int32 or x.device != device or not x.is_contiguous():
-                return None
-            if x.ndim != 1:
+            if type(x) is not Tensor or x.dtype is not int32 or x.device != device or x.stride() != (1,):
                 return None
         if indptr.numel() != self.indptr.numel() or per_request.numel() != indptr.numel() - 1:
             return None

@@ -95,7 +95,8 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(LatentWrapper):
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        self._capture.begin_plan(type(self).__name__)
+        if self._capture.captured:
+            self._capture.begin_plan(type(self).__name__)
         dim = head_dim_compressed_kv
         check(dim in (128, 256, 512), "head_dim_compressed_kv", dim, "128, 256 or 512")
         last_page_len = table(last_page_len, "last_page_len")

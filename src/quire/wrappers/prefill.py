@@ -33,7 +33,8 @@ class PrefillWrapper(AttentionWrapper):
             RuntimeError: a captured graph reads the tables of the last plan.
             ValueError: another batch size than that of the wrapper's buffers for CUDA graphs.
         """
-        self._capture.begin_plan(type(self).__name__)
+        if self._capture.captured:
+            self._capture.begin_plan(type(self).__name__)
         if self._use_cuda_graph:
             fixed_batch(self._qo_indptr_buf, "qo_indptr_buf", len(qo_indptr) - 1, extra=1)
         return self._rows(qo_indptr)
