@@ -1,4 +1,4 @@
-"""What wrappers made of other wrappers have: cascades, shared prefixes, POD, mixed batches, block-sparse masks."""
+"""The base of wrappers that use other wrappers: cascades, shared prefixes, POD, mixed batches, block-sparse masks."""
 
 from __future__ import annotations
 

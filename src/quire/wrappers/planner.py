@@ -104,7 +104,7 @@ class Planner:
             )
 
     def _equal_rows(self, batch_size: int, q_len: int) -> RaggedLayout:
-        """The rows of requests that have q_len query tokens each: those of the last plan where they are equal, since
+        """The rows of requests that have q_len query tokens each. Equal rows of the last plan are used again, since
         captured graphs read them.
         """
         plan = self._current

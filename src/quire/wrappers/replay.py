@@ -25,7 +25,7 @@ Entry = tuple[Replay, bool, int, PageTable | RaggedLayout]
 class ReplayCache:
     """The runs of a plan that can be replayed.
 
-    A checked run of 20 to 50 us on the host becomes one of 10. The rules:
+    A replayed run skips all checks of the call, which take most of a run's time on the host. The rules:
 
     - A run is found by the shapes, strides, dtypes and devices of its tensors and by all its other arguments, with
       their types. Two runs with equal keys differ in addresses alone.

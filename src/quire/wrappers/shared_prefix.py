@@ -21,8 +21,8 @@ from quire.wrappers.prefixes import shared_prefixes
 from quire.wrappers.replay import ReplayCache, Result
 from quire.wrappers.workspace import Workspace
 
-LEAST_TOKENS = 128  # keys of a prefix, against which a row's state, written and read again, is little
-LEAST_BYTES = 32 << 20  # that a group saves: about what is read in the time that the launches of a level take
+LEAST_TOKENS = 128  # shorter prefixes save less than it costs to write and read the partial states of their rows
+LEAST_BYTES = 32 << 20  # bytes that a group must save: about what memory delivers while one more level is launched
 
 
 @dataclass(frozen=True, eq=False)
