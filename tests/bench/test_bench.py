@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quire.bench import cpu, dense
-from quire.bench.calls import planned
+import quire
+from quire.bench import calls, cpu, dense
+from quire.bench.calls import Sample, planned
 from quire.bench.cells import Cell
 
 
@@ -24,6 +28,12 @@ def test_cells_from_their_names():
         "decode", 64, 4096, num_qo_heads=128, num_kv_heads=1, head_dim=576, page_size=64, latent=True
     )
     assert Cell.parse("prefill 4x256@2k") == Cell("prefill", 4, 2048, q_len=256)
+    assert Cell.parse("prefill 4x256@2k device") == Cell("prefill", 4, 2048, q_len=256, device_tables=True)
+    mixed = Cell.parse("prefill p16 3x1@4k+2x500@4k+1x7")
+    assert mixed == Cell("prefill", 3, 4096, q_len=1, more=((2, 500, 4096), (1, 7, 7)))
+    assert (mixed.q_lens, mixed.kv_lens) == ([1, 1, 1, 500, 500, 7], [4096] * 5 + [7])
+    assert mixed.tokens == 5 * 4096 + 7
+    assert not mixed.whole
 
 
 @pytest.mark.parametrize(
@@ -40,6 +50,8 @@ NONSENSE = [
     *("decode p0 2x16", "decode 0:0 2x16", "decode 4:0 2x9", "decode 0:4 2x9", "decode mla0 2x9", "decode 7:2 2x9"),
     *("decode d0 2x9", "decode d7 2x9", "decode d1000 2x9", "decode 2x0", "decode 0x2", "prefill 0x0@5"),
     *("prefill 2x0@5", "prefill 2x9@4", "decode 2x4@9", "decode 64 256k", "decode 8x2k mixed", "decode 64 mixed 63"),
+    *("decode 2x3+2x5", "prefill 2x3@9+0x5", "prefill 2x3@9+1x7@6", "prefill 2x3++2x5", "prefill 2x3+5"),
+    *("decode 2x3 device", "prefill mla2 2x3 device", "prefill 2x3 device device", "prefill 2x3+9999999x99999999"),
     *("decode mixed 5", "decode 5 mixed", "decode 3 mixed 9 9", "decode 3x3 4x4", "prefill 3 mixed 9"),
     *(
         "decode 9999999999999999x1",
@@ -60,13 +72,13 @@ NONSENSE = [
 
 @pytest.mark.parametrize("name", NONSENSE)
 def test_cells_that_cannot_be_are_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"^cell {name!r}: "):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'cell {name!r}: ')}"):
         Cell.parse(name)
 
 
 def test_any_words_make_a_batch_or_are_refused(rng):
     words = ["p0", "p1", "p16", "d8", "d12", "0:1", "2:1", "3:2", "mla2", "mla0", "fp32", "fp8", "ragged"]
-    sizes = ["2x3", "0x3", "2x0", "2x3@5", "2x5@3", "5 mixed 9", "5 mixed 3", "5 3", "mixed"]
+    sizes = ["2x3", "0x3", "2x0", "2x3@5", "2x5@3", "5 mixed 9", "5 mixed 3", "5 3", "mixed", "2x1@7+1x5", "2x3 device"]
     made = 0
     for _ in range(400):
         name = " ".join([rng.choice(("decode", "prefill")), *rng.sample(words, rng.randint(0, 3)), rng.choice(sizes)])
@@ -76,8 +88,9 @@ def test_any_words_make_a_batch_or_are_refused(rng):
             continue
         batch = cell.make()
         lengths = batch.kv.lengths()
-        assert (len(lengths), int(lengths.sum())) == (cell.batch, cell.tokens)
-        assert int(lengths.min()) >= cell.q_len
+        assert (len(lengths), int(lengths.sum())) == (len(cell.q_lens), cell.tokens)
+        assert batch.qo.lengths().tolist() == cell.q_lens
+        assert bool((lengths >= batch.qo.lengths()).all())
         assert cell.kv_bytes(batch) > 0
         assert cell.flops(batch) > 0
         made += 1
@@ -99,6 +112,8 @@ def test_bytes_and_operations_by_hand():
     assert cell.kv_bytes(cell.make()) == 3 * 10 * (512 + 64) * 2
     cell = Cell.parse("prefill 4:2 d8 2x3@5")
     assert cell.flops(cell.make()) == 2 * (3 + 4 + 5) * 4 * 4 * 8
+    cell = Cell.parse("prefill 4:2 d8 2x3@5+1x2+1x1@6")
+    assert cell.flops(cell.make()) == (2 * (3 + 4 + 5) + (1 + 2) + 6) * 4 * 4 * 8
 
 
 def test_medians_take_turns():
@@ -122,10 +137,58 @@ def test_torchs_way_computes_the_same(name):
     torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2)
 
 
-def test_cells_that_torch_has_not():
-    row = cpu.measure("decode 4:2 d64 fp8 2x20", rounds=1)
+@pytest.mark.parametrize("name", ["decode 4:2 d64 fp8 2x20", "prefill 4:2 d64 2x1@20+1x5"])
+def test_cells_that_torch_has_not(name):
+    row = cpu.measure(name, rounds=1)
     assert row["torch_ms"] is None
     assert row["error"] < 3e-3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["prefill 4:2 d64 3x20", "prefill p4 12:2 d64 2x600@700", "prefill p4 8:1 d64 1x1@50+2x300", "decode mla3 p4 3x40"],
+)
+def test_a_sample_is_what_the_oracle_computes(name):
+    batch = Cell.parse(name).make()
+    exact, _ = batch.exact()
+    sample = Sample.of(batch)
+    torch.testing.assert_close(sample.exact, exact[sample.rows][:, sample.heads], rtol=1e-9, atol=1e-9)
+    assert sample.error(exact) < 1e-12
+    assert {0, len(exact) - 1} <= set(sample.rows.tolist())
+    kv_head = sample.heads * batch.spec.num_kv_heads // batch.spec.num_qo_heads
+    assert kv_head.unique().tolist() == list(range(batch.spec.num_kv_heads))
+    wrong = exact.clone()
+    wrong[sample.rows[-1], sample.heads[-1]] += 1
+    assert sample.error(wrong) > 1e-3
+    wrong[sample.rows[0], sample.heads[0]] = torch.nan
+    assert math.isnan(sample.error(wrong))
+
+
+def test_a_sample_of_long_requests_is_small():
+    assert calls._sampled_rows(16384, 16384) == [(0, 32), (16352, 16384)]
+    assert calls._sampled_rows(1, 1 << 20) == [(0, 1)]
+    assert calls._sampled_rows(250, 300) == [(0, 250)]
+
+
+@pytest.mark.parametrize("word", ["", " device"])
+def test_where_tables_are(word, monkeypatch):
+    """The host has no copy of qo_indptr in a `device` cell; elsewhere plan gets one."""
+    given, cell = [], Cell.parse(f"prefill 4:2 d64 3x4@9{word}")
+
+    class Wrapper(quire.BatchPrefillWithPagedKVCacheWrapper):
+        def plan(self, *args, **options):
+            given.append(args)
+
+    batch = cell.make()
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.clone()) or copies[-1])
+    plan, _ = calls.prepared(cell, batch, SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper))
+    plan()
+    (qo_indptr, *tables) = given[0][:4]
+    assert (qo_indptr is batch.qo.indptr) == bool(word)
+    assert (not copies) == bool(word)
+    assert qo_indptr.tolist() == [0, 4, 8, 12]
+    assert all(x is y for x, y in zip(tables, (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len), strict=True))
 
 
 def test_dense_copies_may_be_too_large():
@@ -136,5 +199,8 @@ def test_dense_copies_may_be_too_large():
 
 
 def test_every_listed_cell_is_understood():
-    for name in (*cpu.DECODE, *cpu.PREFILL):
-        Cell.parse(name)
+    pytest.importorskip("triton")
+    from quire.bench import gpu
+
+    for names in (cpu.DECODE, cpu.PREFILL, gpu.DECODE, gpu.PREFILL):
+        assert len(set(map(Cell.parse, names))) == len(names)

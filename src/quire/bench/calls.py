@@ -1,8 +1,9 @@
-"""A cell's plan and run through the public wrappers, and the error of its output."""
+"""A cell's plan and run through the public wrappers, and the error of outputs on a sample of its query rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -13,16 +14,27 @@ from torch import Tensor
 import quire
 from quire.bench.batches import Batch, relative_error
 from quire.bench.cells import Cell
-from quire.definition.pages import PageTable, RaggedLayout
+from quire.definition import oracle
 
 Plan = Callable[[], None]
 Run = Callable[[Tensor, Tensor], Tensor]
+_MAX_ROWS = 128  # query tokens of a piece of a sample
+_MAX_PAIRS = 1 << 19  # query tokens times keys of a piece of a sample, if that is more than one token
+_MIN_HEADS = 8  # query heads of a sample, at least one of each KV head
 
 
 def prepared(
     cell: Cell, batch: Batch, module: ModuleType = quire, workspace: int = 0, **options: Any
 ) -> tuple[Plan, Run]:
-    """Functions that plan a cell's batch, and that run it over k and v (paged, or ragged for a ragged cell).
+    """The functions of `wrapped`."""
+    return wrapped(cell, batch, module, workspace, **options)[1:]
+
+
+def wrapped(
+    cell: Cell, batch: Batch, module: ModuleType = quire, workspace: int = 0, **options: Any
+) -> tuple[Any, Plan, Run]:
+    """A wrapper, and functions that plan a cell's batch with it, and that run it over k and v (paged, or ragged for a
+    ragged cell).
 
     Args:
         module: the module whose wrapper is used, Quire or FlashInfer.
@@ -35,23 +47,32 @@ def prepared(
     table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
     if cell.latent:
         return _latent(cell, batch, module.BatchMLAPagedAttentionWrapper(buffer, **options))
-    if cell.ragged:
-        ragged = module.BatchPrefillWithRaggedKVCacheWrapper(buffer, **options)
-        rows = (batch.qo.indptr, batch.rows()[2])
-        return lambda: ragged.plan(*rows, *shape, causal=True, **dtypes), lambda k, v: ragged.run(batch.q, k, v)
-    if cell.operation == "decode":
+    if cell.operation == "decode" and not cell.ragged:
         decode = module.BatchDecodeWithPagedKVCacheWrapper(buffer, **options)
-        return lambda: decode.plan(*table, *shape, cell.page_size, **dtypes), lambda k, v: decode.run(batch.q, (k, v))
+        return (
+            decode,
+            lambda: decode.plan(*table, *shape, cell.page_size, **dtypes),
+            lambda k, v: decode.run(batch.q, (k, v)),
+        )
+    on_device = cell.device_tables or cell.operation == "decode"
+    qo_indptr = batch.qo.indptr if on_device else batch.qo.indptr.cpu()
+    if cell.ragged:
+        ragged, kv_indptr = module.BatchPrefillWithRaggedKVCacheWrapper(buffer, **options), batch.rows()[2]
+        return (
+            ragged,
+            lambda: ragged.plan(qo_indptr, kv_indptr, *shape, causal=True, **dtypes),
+            lambda k, v: ragged.run(batch.q, k, v),
+        )
     prefill = module.BatchPrefillWithPagedKVCacheWrapper(buffer, **options)
-    tables = (batch.qo.indptr, *table)
     return (
-        lambda: prefill.plan(*tables, *shape, cell.page_size, causal=True, **dtypes),
+        prefill,
+        lambda: prefill.plan(qo_indptr, *table, *shape, cell.page_size, causal=True, **dtypes),
         lambda k, v: prefill.run(batch.q, (k, v)),
     )
 
 
-def _latent(cell: Cell, batch: Batch, wrapper: Any) -> tuple[Plan, Run]:
-    """`prepared` for an MLA cell: 512 latent elements, which are keys and values, and 64 rotary elements of keys."""
+def _latent(cell: Cell, batch: Batch, wrapper: Any) -> tuple[Any, Plan, Run]:
+    """`wrapped` for an MLA cell: 512 latent elements, which are keys and values, and 64 rotary elements of keys."""
     spec, kv, q = batch.spec, batch.kv, batch.q.split((512, 64), -1)
     tables = (batch.qo.indptr, kv.indptr, kv.indices, kv.lengths())
     layer = (spec.num_qo_heads, 512, 64, cell.page_size, True, spec.sm_scale, spec.q_dtype, spec.kv_dtype)
@@ -65,7 +86,7 @@ def _latent(cell: Cell, batch: Batch, wrapper: Any) -> tuple[Plan, Run]:
         out: Tensor = wrapper.run(*q, *split(k), **scales)
         return out
 
-    return lambda: wrapper.plan(*tables, *layer), run
+    return wrapper, lambda: wrapper.plan(*tables, *layer), run
 
 
 def planned(cell: Cell, batch: Batch, backend: str) -> Run:
@@ -75,19 +96,54 @@ def planned(cell: Cell, batch: Batch, backend: str) -> Run:
     return run
 
 
-def sampled_error(batch: Batch, out: Tensor, requests: int = 2) -> float:
-    """Relative error of the last 512 query tokens (or fewer) of the first requests.
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Query rows and heads of a batch, and the oracle's output for them; the oracle is too slow for all of a batch.
 
-    The oracle is too slow for a whole batch. It computes on the host, since its float64 products lower a GPU's clocks
-    for a second or more.
+    Rows are the first and the last of the first and of the last request. It is computed once, however many outputs are
+    compared with it, and on the host, since the oracle's float64 products lower a GPU's clocks for a second or more.
     """
-    count = min(requests, batch.kv.batch_size)
-    indptr, lengths = batch.kv.indptr[: count + 1].cpu(), batch.qo.lengths()[:count].clamp(max=512).cpu()
-    ends = batch.qo.indptr[1 : count + 1].tolist()
-    rows = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, lengths.tolist(), strict=True)]).to(out.device)
-    pages = batch.kv.indices[: int(indptr[-1])].long()
-    indices = torch.arange(len(pages), dtype=torch.int32)
-    table = PageTable(indptr, indices, batch.kv.last_page_len[:count].cpu(), batch.kv.page_size)
-    q, k, v = (x.cpu() for x in (batch.q[rows], batch.k[pages], batch.v[pages]))
-    sample = Batch(batch.spec, q, k, v, RaggedLayout.from_lengths(lengths), table)
-    return relative_error(out[rows].cpu(), sample.exact()[0])
+
+    rows: Tensor
+    heads: Tensor
+    exact: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> Sample:
+        qo, kv = batch.qo.indptr.tolist(), batch.kv.to("cpu")
+        lengths, heads = kv.lengths().tolist(), _sampled_heads(batch.spec.num_qo_heads, batch.spec.num_kv_heads)
+        spec = batch.spec.but(num_qo_heads=len(heads))
+        rows, exact = [], []
+        for b in sorted({0, kv.batch_size - 1}):
+            first, q_len, kv_len = qo[b], qo[b + 1] - qo[b], lengths[b]
+            for start, end in _sampled_rows(q_len, kv_len):
+                keys = kv_len - q_len + end  # what the last of these rows sees
+                pages = kv.indices[kv.indptr[b] :][: -(-keys // kv.page_size)].long().to(batch.k.device)
+                k, v = (x[pages].flatten(0, 1)[:keys].cpu() for x in (batch.k, batch.v))
+                q = batch.q[first + start : first + end].cpu()[:, heads]
+                exact.append(oracle.attend(q, k, v, spec)[0])
+                rows.append(torch.arange(first + start, first + end))
+        return cls(torch.cat(rows), heads, torch.cat(exact))
+
+    def error(self, out: Tensor) -> float:
+        """Relative error of an output of the batch, [..., num_qo_heads, head_dim_vo] with a row for each query token.
+
+        It is NaN if there is a NaN in the sample.
+        """
+        sampled = out.reshape(-1, *out.shape[-2:])[self.rows.to(out.device)].cpu()
+        return relative_error(sampled[:, self.heads], self.exact)
+
+
+def _sampled_rows(q_len: int, kv_len: int) -> list[tuple[int, int]]:
+    """The ranges of a request's query tokens that are sampled."""
+    count = max(1, min(_MAX_ROWS, _MAX_PAIRS // kv_len))
+    return [(0, count), (q_len - count, q_len)] if q_len > 2 * count else [(0, q_len)]
+
+
+def _sampled_heads(num_qo_heads: int, num_kv_heads: int) -> Tensor:
+    """Equally many query heads of each KV head, by KV head, not the same ones of each."""
+    group = num_qo_heads // num_kv_heads
+    count = min(group, -(-_MIN_HEADS // num_kv_heads))
+    kv_head = torch.arange(num_kv_heads)[:, None]
+    members = (kv_head + torch.arange(count) * group // count) % group
+    return (kv_head * group + members).flatten()

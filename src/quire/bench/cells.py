@@ -6,8 +6,14 @@
     decode mla128 p64 64x4k         128 query heads over a latent cache of 512 + 64 elements (MLA)
     prefill ragged 8x512            8 prompts of 512, keys and values stored one after another
     prefill p16 4x512@16k           4 chunks of 512 new tokens at the end of 16,384
+    prefill 60x1@4k+4x500@4k        a mixed step: 60 requests decode one token each, 4 add chunks of 500
+    prefill 64x4@4k device          64 requests of 4 drafted tokens, all tables on the device
 
 Defaults: gqa4, head_dim 128, pages of 16, bf16. Each property may be named at most once.
+
+Prefill is planned as engines plan it, with `qo_indptr` on the host, from which `plan` learns the most query tokens of a
+request, and page tables on the device. The word `device` puts `qo_indptr` on the device, too: `plan`, which never waits
+for the device, then knows nothing about lengths. Tables of decode and of MLA are on the device in any case.
 """
 
 from __future__ import annotations
@@ -28,12 +34,20 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
+Group = tuple[int, int, int]  # a number of requests, and the new tokens and the keys of each
 _HEADS = {"mha": (32, 32), "gqa4": (32, 8), "gqa8": (64, 8)}
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell. `kv_len` counts the tokens of one request, or of all requests if lengths are mixed."""
+    """One cell.
+
+    Attributes:
+        batch, q_len, kv_len: requests, and the new tokens and the keys of each; of `mixed` lengths, kv_len counts the
+            keys of all requests together.
+        more: further groups of requests, of other lengths.
+        device_tables: whether qo_indptr of prefill is on the device.
+    """
 
     operation: str
     batch: int
@@ -47,6 +61,8 @@ class Cell:
     latent: bool = False
     mixed: bool = False
     ragged: bool = False
+    more: tuple[Group, ...] = ()
+    device_tables: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Cell:
@@ -87,8 +103,15 @@ class Cell:
             raise ValueError("mixed lengths are those of requests that decode")
         if self.operation == "decode" and chunk not in (None, self.kv_len):
             raise ValueError("a chunk of new tokens @ all of them is a prefill")
-        if not 1 <= self.q_len <= self.kv_len:
-            raise ValueError(f"{self.q_len} new tokens of {self.kv_len}: there must be one, and no more than all")
+        if self.operation == "decode" and self.more:
+            raise ValueError("requests of several kinds are a prefill")
+        if self.device_tables and (self.operation == "decode" or self.latent):
+            raise ValueError("tables of decode and of MLA are on the device in any case")
+        for batch, q_len, kv_len in self.groups:
+            if batch < 1:
+                raise ValueError(f"{batch} requests: there must be one")
+            if not 1 <= q_len <= kv_len:
+                raise ValueError(f"{q_len} new tokens of {kv_len}: there must be one, and no more than all")
         if self.mixed and self.kv_len < self.batch:
             raise ValueError(f"{self.kv_len} tokens are too few for {self.batch} requests")
         for name, value in (("tokens", self.tokens), ("page_size", self.page_size)):
@@ -96,15 +119,30 @@ class Cell:
                 raise ValueError(f"{name} = {value}: it must be positive, and below 2**31")
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups of requests, in their order in the batch."""
+        return ((self.batch, self.q_len, self.kv_len), *self.more)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all requests are whole prompts of one length, as attention over dense tensors needs them."""
+        return self.operation == "prefill" and not self.more and self.q_len == self.kv_len
+
+    @property
     def tokens(self) -> int:
         """Tokens of all requests together."""
-        return self.kv_len if self.mixed else self.batch * self.kv_len
+        return self.kv_len if self.mixed else sum(batch * kv_len for batch, _, kv_len in self.groups)
+
+    @property
+    def q_lens(self) -> list[int]:
+        """New tokens of each request."""
+        return [q_len for batch, q_len, _ in self.groups for _ in range(batch)]
 
     @property
     def kv_lens(self) -> list[int]:
         """Key tokens of each request; mixed lengths are random, lognormal, and add up to `kv_len`."""
         if not self.mixed:
-            return [self.kv_len] * self.batch
+            return [kv_len for batch, _, kv_len in self.groups for _ in range(batch)]
         shares = torch.distributions.LogNormal(0.0, 1.0).sample((self.batch,))
         lengths = (shares / shares.sum() * (self.kv_len - self.batch)).long() + 1
         lengths[lengths.argmax()] += self.kv_len - lengths.sum()
@@ -125,7 +163,7 @@ class Cell:
 
     def make(self, device: torch.device | str = "cpu") -> Batch:
         """A random batch for the cell."""
-        batch = random_batch(self.spec, [self.q_len] * self.batch, self.kv_lens, self.page_size, device=device)
+        batch = random_batch(self.spec, self.q_lens, self.kv_lens, self.page_size, device=device)
         return replace(batch, v=batch.k[..., :512]) if self.latent else batch
 
     def kv_bytes(self, batch: Batch) -> int:
@@ -153,17 +191,27 @@ def _fields(word: str, has_batch: bool) -> dict[str, Any] | None:
         return {"dtype": word}
     if word in ("ragged", "mixed"):
         return {word: True}
+    if word == "device":
+        return {"device_tables": True}
     if found := re.fullmatch(r"(\d+):(\d+)", word):
         return {"num_qo_heads": int(found[1]), "num_kv_heads": int(found[2])}
     if found := re.fullmatch(r"mla(\d+)", word):
         return {"num_qo_heads": int(found[1]), "num_kv_heads": 1, "head_dim": 576, "latent": True}
     if found := re.fullmatch(r"([dp])(\d+)", word):
         return {"head_dim" if found[1] == "d" else "page_size": int(found[2])}
-    if found := re.fullmatch(r"(\d+)x(\d+k?)(?:@(\d+k?))?", word):
-        return {"batch": int(found[1]), "q_len": _tokens(found[2]), "kv_len": _tokens(found[3] or found[2])}
+    groups = [_group(part) for part in word.split("+")]
+    if None not in groups:
+        (batch, q_len, kv_len), *more = groups  # type: ignore[misc]
+        return {"batch": batch, "q_len": q_len, "kv_len": kv_len} | ({"more": tuple(more)} if more else {})
     if re.fullmatch(r"\d+k?", word):
         return {"kv_len" if has_batch else "batch": _tokens(word)}
     return None
+
+
+def _group(text: str) -> Group | None:
+    """The requests that 4x512@16k or 8x2k counts; None for anything else."""
+    found = re.fullmatch(r"(\d+)x(\d+k?)(?:@(\d+k?))?", text)
+    return (int(found[1]), _tokens(found[2]), _tokens(found[3] or found[2])) if found else None
 
 
 def _tokens(text: str) -> int:

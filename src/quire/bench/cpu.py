@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from quire import __version__
 from quire.bench import dense
 from quire.bench.batches import Batch
-from quire.bench.calls import planned, sampled_error
+from quire.bench.calls import Sample, planned
 from quire.bench.cells import Cell
 
 DECODE = (
@@ -94,7 +94,7 @@ def _torch(cell: Cell, batch: Batch) -> Run | None:
     if cell.operation == "decode":
         gather = dense.decode(batch, _MAX_DENSE, cell.latent)
         return partial(gather, batch.k, batch.v) if gather else None
-    if batch.spec.kv_dtype.itemsize == 1 or cell.mixed:
+    if batch.spec.kv_dtype.itemsize == 1 or cell.more:
         return None
     k, v, _ = batch.rows()
     q, k, v = (x.view(cell.batch, -1, *x.shape[1:]).transpose(1, 2).contiguous() for x in (batch.q, k, v))
@@ -105,7 +105,7 @@ def _torch(cell: Cell, batch: Batch) -> Run | None:
 
 
 def measure(name: str, backend: str = "auto", rounds: int = 11) -> dict[str, Any]:
-    """One cell's row: milliseconds of Quire and torch, Quire's rate, and its error on the first requests."""
+    """One cell's row: milliseconds of Quire and torch, Quire's rate, and its error on a sample."""
     cell = Cell.parse(name)
     batch = cell.make()
     run, baseline = planned(cell, batch, backend), _torch(cell, batch)
@@ -120,7 +120,7 @@ def measure(name: str, backend: str = "auto", rounds: int = 11) -> dict[str, Any
         row["gb_s"] = cell.kv_bytes(batch) / times[0] / 1e9
     else:
         row["gflop_s"] = cell.flops(batch) / times[0] / 1e9
-    row["error"] = sampled_error(batch, ours())
+    row["error"] = Sample.of(batch).error(ours())
     return row
 
 

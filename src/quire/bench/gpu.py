@@ -20,7 +20,7 @@ from triton import language as tl
 from quire import __version__
 from quire.bench import dense, peers
 from quire.bench.batches import Batch
-from quire.bench.calls import Plan, Run, prepared, sampled_error
+from quire.bench.calls import Plan, Run, Sample, prepared
 from quire.bench.cells import Cell
 
 DECODE = (
@@ -159,9 +159,9 @@ def _torch(
 def _timed(
     batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], rounds: int, plan: Plan, run: Run
 ) -> dict[str, float]:
-    """Microseconds of a run on the device, and of plan and run on the host, and the error on the first requests."""
+    """Microseconds of a run on the device, and of plan and run on the host, and the error on a sample."""
     plan()
-    error = sampled_error(batch, run(*caches[0]))
+    error = Sample.of(batch).error(run(*caches[0]))
     host = {
         "plan_host_us": host_seconds(plan) * 1e6,
         "run_host_us": host_seconds(partial(run, *caches[0])) * 1e6,
