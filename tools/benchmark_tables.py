@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from quire.bench import cpu, gpu
+from quire.bench import cpu, gpu, peers
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -26,7 +26,7 @@ def rendered(name: str) -> str:
     machine = (
         result["device"] if on_gpu else f"{result['device']}, {result['threads']} threads",
         f"Python {result['python']}, torch {result['torch']}, {compiler} {result[compiler]}",
-        *([f"FlashInfer {result['flashinfer']}"] if "flashinfer" in result else []),
+        *(f"{title} {result[name]}" for name, title in peers.TITLES.items() if name in result),
         result["date"],
     )
     return f"{', '.join(machine)}:\n\n{(gpu if on_gpu else cpu).table(result)}\n"

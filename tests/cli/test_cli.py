@@ -224,6 +224,7 @@ MISTAKES = {
     "cell": (["bench", "decode", "--cell", "8x"], "'8x' is not understood"),
     "page size of a cell": (["bench", "decode", "--cell", "p0 2x16"], "cell 'decode p0 2x16': page_size = 0"),
     "rounds": (["bench", "decode", "--rounds", "0"], "--rounds 0"),
+    "peers": (["bench", "decode", "--device", "cpu", "--peers", "fa3"], "--peers fa3: on a CPU only torch is timed"),
     "plot": (["bench", "decode", "--plot", "rates.jpg"], "must end in .png"),
     "plot's folder": (["bench", "decode", "--plot", "no/such/folder/rates.png"], "in a folder that exists"),
 }
@@ -323,6 +324,23 @@ def test_bench_times_a_gpu_if_there_is_one(there_is, timed, monkeypatch, capsys)
     assert main(["bench", "decode"]) == 0
     assert asked == list(module.DECODE)
     assert capsys.readouterr().out == "a table\n"
+
+
+def test_bench_times_the_peers_that_are_named(monkeypatch, capsys):
+    gpu = pytest.importorskip("triton") and importlib.import_module("quire.bench.gpu")
+    given = []
+
+    def bench(names, backend, rounds, asked):
+        given.append((backend, asked))
+        yield {"cells": [{"cell": names[0]}]}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "bench", bench)
+    monkeypatch.setattr(gpu, "table", lambda result: "a table")
+    assert main(["bench", "prefill", "--cell", "2x9", "--backend", "triton", "--peers", "fa3,sdpa"]) == 0
+    assert given == [("triton", ("fa3", "sdpa"))]
+    assert main(["bench", "prefill", "--cell", "2x9", "--peers", "fa5"]) == 2
+    assert "'fa5' is unknown" in capsys.readouterr().err
 
 
 def test_bench_needs_the_gpu_that_it_is_told_to_use(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The baseline in plain torch: gather pages into dense keys and values, then call `scaled_dot_product_attention`."""
+"""Attention over dense keys and values: torch's baselines, cuDNN and FlexAttention."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from quire.bench.batches import Batch, slots
+from quire.bench.cells import Cell
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, k and v, [requests, heads, tokens, head_dim]
 
 
 def decode(batch: Batch, max_bytes: int, latent: bool = False) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -42,3 +47,39 @@ def decode(batch: Batch, max_bytes: int, latent: bool = False) -> Callable[[Tens
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(*batch.q.shape[:2], -1)
 
     return run
+
+
+def is_dense(cell: Cell) -> bool:
+    """Whether `prefill` can compute a cell: whole prompts of one length, and no fp8, which torch has not."""
+    return cell.whole and not cell.latent and cell.spec.kv_dtype.itemsize > 1
+
+
+def prefill(cell: Cell, batch: Batch, attention: Attention) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that prefills whole prompts of one length over ragged rows k and v, whose output is
+    [requests, tokens, num_qo_heads, head_dim]. No tensor is copied: the views differ in shape and strides alone.
+    """
+
+    def view(x: Tensor) -> Tensor:
+        return x.view(cell.batch, cell.kv_len, *x.shape[1:]).transpose(1, 2)
+
+    q = view(batch.q)
+    return lambda k, v: attention(q, view(k), view(v)).transpose(1, 2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention with the kernel that torch chooses."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention with cuDNN's kernel; RuntimeError where it has none."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa(q, k, v)
+
+
+def flex(length: int, device: torch.device) -> Attention:
+    """FlexAttention with a causal mask for prompts of one length, to be compiled at its first call."""
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
+    torch.compiler.reset()  # after eight shapes torch.compile would no longer compile, and compute it some slower way
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True)

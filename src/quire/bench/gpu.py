@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 from triton import language as tl
@@ -20,9 +18,11 @@ from triton import language as tl
 from quire import __version__
 from quire.bench import dense, peers
 from quire.bench.batches import Batch
-from quire.bench.calls import Plan, Run, Sample, prepared
+from quire.bench.calls import Plan, Run, Sample, wrapped
 from quire.bench.cells import Cell
+from quire.bench.table import table
 
+__all__ = ["DECODE", "PREFILL", "bench", "table"]
 DECODE = (
     "decode gqa4 p16 1x1k",
     "decode gqa4 p16 1x8k",
@@ -45,17 +45,31 @@ DECODE = (
 PREFILL = (
     "prefill ragged 1x4k",
     "prefill ragged 1x16k",
+    "prefill ragged 8x2k",
     "prefill ragged 32x512",
     "prefill p16 1x16k",
     "prefill p16 8x2k",
     "prefill p1 8x2k",
-    "prefill p16 d64 8x2k",
     "prefill p16 4x512@16k",
-    "prefill p16 64x4@4k",
+    "prefill p16 60x1@4k+4x500@4k",
+    "prefill p16 64x4@4k device",
+    # Kernels are not tuned for the cells that follow, which show what the choices for those above cost elsewhere.
+    "prefill ragged mha 8x2k",
+    "prefill p16 28:4 8x2k",
+    "prefill p16 gqa8 8x2k",
+    "prefill p16 d64 8x2k",
+    "prefill ragged d256 8x2k",
+    "prefill p16 fp8 8x2k",
+    "prefill p64 8x2k",
+    "prefill p128 8x2k",
+    "prefill ragged 1x1k",
+    "prefill ragged 16x1k",
+    "prefill p16 1x512@128k",
 )
 _L2_TIMES = 4  # a graph reads caches of this many times the size of the L2 cache, so that none is found there
 _MIN_BYTES = 200 << 20  # of those caches together
-_LAYERS = 16  # runs in a graph, so that the cost of launching the graph does not count
+_LAYERS = 16  # runs in a graph, so that the cost of launching the graph does not count,
+_GRAPH_SECONDS = 8e-3  # or as many as take this long: more would only heat the GPU
 _PAUSE = 0.4  # seconds before each series of replays, for the clocks to recover
 
 
@@ -70,7 +84,7 @@ def _read(x, sums, n, block: tl.constexpr):
 
 
 def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
-    """Seconds per call of `runs`, which are captured in one graph, repeated to at least 16 calls.
+    """Seconds per call of `runs`, which are captured in one graph, repeated to 16 calls or 8 ms.
 
     The result is the least of three medians over `rounds` replays each: after heavy work a GPU is slower for about a
     second, by a tenth or more.
@@ -80,8 +94,9 @@ def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
     with torch.cuda.stream(stream):
         for run in runs[:2]:
             run()
-    stream.synchronize()
-    graph, repeats = torch.cuda.CUDAGraph(), -(-_LAYERS // len(runs))
+        stream.synchronize()
+        calls = min(_LAYERS, int(_GRAPH_SECONDS / _seconds(runs[0])) + 1)
+    graph, repeats = torch.cuda.CUDAGraph(), -(-calls // len(runs))
     with torch.cuda.graph(graph):
         for run in [*runs] * repeats:
             run()
@@ -89,21 +104,21 @@ def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
     medians = []
     for _ in range(3):
         time.sleep(_PAUSE)
-        medians.append(median(_replayed(graph) for _ in range(rounds)))
+        medians.append(median(_seconds(graph.replay) for _ in range(rounds)))
     return min(medians) / (len(runs) * repeats)
 
 
-def _replayed(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds of one replay."""
+def _seconds(call: Callable[[], Any]) -> float:
+    """Seconds of what a call launches on the current stream."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    graph.replay()
+    call()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e-3
 
 
-def host_seconds(call: Callable[[], Any], calls: int = 100) -> float:
+def host_seconds(call: Callable[[], Any], calls: int = 40) -> float:
     """Median seconds until a call returns on the host; the device is not waited for."""
     times = []
     for _ in range(calls):
@@ -143,25 +158,24 @@ def _torch(
     cell: Cell, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], max_bytes: int
 ) -> list[Callable[[], Any]] | None:
     """Torch's attention over each cache: for decode, gather the pages and call `scaled_dot_product_attention`; for
-    prefill of whole prompts, only the call, over dense keys and values made beforehand. None if torch has none, or its
-    copies exceed `max_bytes`.
+    prefill of whole prompts, only the call, over ragged rows or, for pages, over rows made beforehand. None if torch
+    has none, or its copies exceed `max_bytes`.
     """
     if cell.operation == "decode":
         gather = dense.decode(batch, max_bytes, cell.latent)
         return [partial(gather, *kv) for kv in caches] if gather else None
-    if cell.q_len != cell.kv_len or batch.spec.kv_dtype.itemsize == 1:
+    if not dense.is_dense(cell):
         return None
-    k, v, _ = batch.rows()
-    q, k, v = (x.view(cell.batch, cell.kv_len, *x.shape[1:]).transpose(1, 2) for x in (batch.q, k, v))
-    return [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)] * 4
+    run = dense.prefill(cell, batch, dense.sdpa)
+    return [partial(run, *kv) for kv in (caches if cell.ragged else [batch.rows()[:2]] * 2)]
 
 
 def _timed(
-    batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], rounds: int, plan: Plan, run: Run
+    caches: Sequence[tuple[Tensor, Tensor]], sample: Sample, rounds: int, plan: Plan, run: Run
 ) -> dict[str, float]:
     """Microseconds of a run on the device, and of plan and run on the host, and the error on a sample."""
     plan()
-    error = Sample.of(batch).error(run(*caches[0]))
+    error = sample.error(run(*caches[0]))
     host = {
         "plan_host_us": host_seconds(plan) * 1e6,
         "run_host_us": host_seconds(partial(run, *caches[0])) * 1e6,
@@ -169,73 +183,57 @@ def _timed(
     return {"us": graph_seconds([partial(run, *kv) for kv in caches], rounds) * 1e6, **host, "error": error}
 
 
-def measure(name: str, backend: str, rounds: int, peer: ModuleType | None = None) -> dict[str, Any]:
-    """One cell's row: times, rate and error of Quire, and times of torch and, unless None, FlashInfer (`peer`)."""
+def _quire(cell: Cell, batch: Batch, backend: str, timed: Callable[[Plan, Run], dict[str, float]]) -> dict[str, Any]:
+    """Times, error and rate of Quire, and the kernel family that computed; {"failed": reason} if `backend` declines.
+
+    "auto" declines nothing that can be computed: its errors are raised.
+    """
+    wrapper, plan, run = wrapped(cell, batch, backend=backend)
+    try:
+        row: dict[str, Any] = timed(plan, run)
+    except ValueError as error:
+        if backend == "auto":
+            raise
+        return {"failed": str(error)}
+    row["family"] = wrapper.backend
+    if cell.operation == "decode":
+        return row | {"gb_s": cell.kv_bytes(batch) / row["us"] / 1e3}
+    return row | {"tflop_s": cell.flops(batch) / row["us"] / 1e6}
+
+
+def measure(
+    name: str, backend: str, rounds: int, beside: Mapping[str, peers.Peer], baseline: bool = True
+) -> dict[str, Any]:
+    """One cell's row: times, rate and error of Quire, and times of peers by their names and of torch's baseline."""
     cell, device = Cell.parse(name), torch.cuda.get_device_properties(0)
     batch = cell.make("cuda")
     k, v = batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
     copies = max(2, -(-max(_MIN_BYTES, _L2_TIMES * device.L2_cache_size) // cell.kv_bytes(batch)))
     caches = [(k, v), *((k.clone(), v if cell.latent else v.clone()) for _ in range(copies - 1))]
-    timed = partial(_timed, batch, caches, rounds)
-    row: dict[str, Any] = {"cell": name, **timed(*prepared(cell, batch, backend=backend))}
-    if cell.operation == "decode":
-        row["gb_s"] = cell.kv_bytes(batch) / row["us"] / 1e3
-    else:
-        row["tflop_s"] = cell.flops(batch) / row["us"] / 1e6
-    if peer is not None:
-        row["flashinfer"] = peers.measure(peer, cell, batch, (device.major, device.minor), timed)
-    baseline = _torch(cell, batch, caches, device.total_memory // 5)
-    row["sdpa_us"] = graph_seconds(baseline, rounds) * 1e6 if baseline else None
+    timed = partial(_timed, caches, Sample.of(batch), rounds)
+    row = {"cell": name, **_quire(cell, batch, backend, timed)}
+    for peer, (_, kernels) in beside.items():
+        if found := peers.measure(kernels(cell, batch), timed):
+            row[peer] = found
+    runs = _torch(cell, batch, caches, device.total_memory // 5) if baseline else None
+    row["sdpa_us"] = graph_seconds(runs, rounds) * 1e6 if runs else None
     return row
 
 
-def bench(names: Sequence[str], backend: str = "auto", rounds: int = 11) -> Iterator[dict[str, Any]]:
-    """Yield the result after each cell: the machine, its ceilings, and the rows so far."""
-    seed, peer = torch.seed() % (1 << 31), peers.flashinfer()
+def bench(
+    names: Sequence[str], backend: str = "auto", rounds: int = 11, asked: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the result after each cell: the machine, its ceilings, and the rows so far.
+
+    Args:
+        asked: the names of the peers to time, see `peers.installed`.
+    """
+    seed, device = torch.seed() % (1 << 31), torch.cuda.get_device_properties(0)
+    beside = peers.installed(asked, (device.major, device.minor))
+    baseline = asked is None or peers.BASELINE in asked
     torch.manual_seed(seed)
-    found = machine() | ({"flashinfer": peer.__version__} if peer else {})
-    result: dict[str, Any] = {**found, "seed": seed, "ceilings": ceilings(), "cells": []}
+    found = machine() | {name: peer.version for name, peer in beside.items()}
+    result: dict[str, Any] = {**found, "backend": backend, "seed": seed, "ceilings": ceilings(), "cells": []}
     for name in names:
-        result["cells"].append(measure(name, backend, rounds, peer))
+        result["cells"].append(measure(name, backend, rounds, beside, baseline))
         yield result
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
-    rows = result["cells"]
-    decode = any("gb_s" in row for row in rows)
-    top, unit = ("read_gb_s", "GB/s") if decode else ("matmul_tflop_s", "TFLOP/s")
-    ceiling = result["ceilings"][top]
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {"Quire µs": lambda row: f"{row['us']:.1f}"}
-    if any("flashinfer" in row for row in rows):
-        columns |= {"FlashInfer µs": _flashinfer, "ratio": _ratio}
-    if any("sdpa_us" in row for row in rows):
-        baseline = "gather + SDPA µs" if decode else "SDPA µs, dense"
-        columns[baseline] = lambda row: f"{row['sdpa_us']:.0f}" if row["sdpa_us"] else "-"
-    columns |= {
-        unit: lambda row: f"{_rate(row):,.0f}",
-        f"of {ceiling:,.0f} {unit}": lambda row: f"{_rate(row) / ceiling:.0%}",
-        "error": lambda row: f"{row['error']:.1e}",
-        "host: plan µs": lambda row: f"{row['plan_host_us']:.0f}",
-        "run µs": lambda row: f"{row['run_host_us']:.0f}",
-    }
-    lines = [["cell", *columns], *([row["cell"], *(show(row) for show in columns.values())] for row in rows)]
-    head, *body = (f"| {' | '.join(line)} |" for line in lines)
-    text = "\n".join([head, "|---|" + "--:|" * len(columns), *body])
-    summary = peers.summary(rows)
-    return f"{text}\n\n{summary}" if summary else text
-
-
-def _flashinfer(row: dict[str, Any]) -> str:
-    best = peers.best(row)
-    return f"{best[1]:.1f} {best[0]}" if best else "failed"
-
-
-def _ratio(row: dict[str, Any]) -> str:
-    ratio = peers.ratio(row)
-    return f"{ratio:.2f}" if ratio else "-"
-
-
-def _rate(row: dict[str, Any]) -> float:
-    rate: float = row["gb_s"] if "gb_s" in row else row["tflop_s"]
-    return rate

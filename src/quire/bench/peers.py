@@ -1,21 +1,119 @@
-"""Timing of FlashInfer, if it is installed, with each of its kernels and on the tensors that Quire is timed with."""
+"""The peers that are timed beside Quire on a GPU, where they are installed and on the tensors that Quire is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from statistics import geometric_mean
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 import quire
+from quire.bench import dense, flash_attention
 from quire.bench.batches import Batch
 from quire.bench.calls import Plan, Run, prepared
 from quire.bench.cells import Cell
 
+TITLES = {"fa3": "FA3", "flashinfer": "FlashInfer", "cudnn": "cuDNN", "flex": "FlexAttention"}  # in tables and plots
+BASELINE = "sdpa"  # torch's own choice of a kernel, which is timed but not compared with the oracle
+DEFAULT = ("fa3", "flashinfer", "cudnn", BASELINE)
 _WORKSPACE = 512 << 20  # bytes; FlashInfer recommends 128 MB or more
 _MAX_ERROR = 1e-2  # relative, of outputs in 16 bits; a larger one means that something else was computed
+
+Prepare = Callable[[], tuple[Plan, Run]]
+
+
+class Peer(NamedTuple):
+    """A library beside Quire.
+
+    Attributes:
+        version: the library's.
+        kernels: by name, those that may compute a cell: each is called to get functions that plan and run.
+    """
+
+    version: str
+    kernels: Callable[[Cell, Batch], dict[str, Prepare]]
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The peers that a list like "fa3,cudnn" names.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    found = tuple(name for name in text.split(",") if name)
+    for name in found:
+        if name not in (*TITLES, BASELINE):
+            raise ValueError(f"--peers {text}: {name!r} is unknown; there are {', '.join((*TITLES, BASELINE))}")
+    return found
+
+
+def installed(asked: Sequence[str] | None, capability: tuple[int, int]) -> dict[str, Peer]:
+    """The peers of these names but the baseline; None: those of `DEFAULT` that are installed.
+
+    FlexAttention is not among them, since it is compiled for each cell.
+
+    Raises:
+        ValueError: a peer that was asked for is not installed.
+    """
+    find: dict[str, Callable[[], Peer | None]] = {
+        "fa3": _fa3,
+        "flashinfer": partial(_flashinfer, capability),
+        "cudnn": _cudnn,
+        "flex": _flex,
+    }
+    found = {name: find[name]() for name in (DEFAULT if asked is None else asked) if name != BASELINE}
+    missing = [name for name, peer in found.items() if peer is None]
+    if asked is not None and missing:
+        raise ValueError(f"--peers {','.join(asked)}: {missing[0]} is not installed")
+    return {name: peer for name, peer in found.items() if peer is not None}
+
+
+def _fa3() -> Peer | None:
+    module = flash_attention.module()
+    if module is None:
+        return None
+    return Peer(flash_attention.version_of(module), lambda cell, batch: flash_attention.kernels(module, cell, batch))
+
+
+def _flashinfer(capability: tuple[int, int]) -> Peer | None:
+    module = flashinfer()
+    if module is None:
+        return None
+    return Peer(
+        module.__version__,
+        lambda cell, batch: {
+            name: partial(prepared, cell, batch, module, _WORKSPACE, **options)
+            for name, options in kernels(cell, capability).items()
+        },
+    )
+
+
+def _cudnn() -> Peer | None:
+    if not torch.backends.cudnn.is_available():
+        return None
+    number = torch.backends.cudnn.version() or 0
+    return Peer(
+        f"{number // 10000}.{number // 100 % 100}.{number % 100}", partial(_dense, "sdpa", lambda *_cell: dense.cudnn)
+    )
+
+
+def _flex() -> Peer:
+    return Peer(
+        torch.__version__, partial(_dense, "compiled", lambda cell, batch: dense.flex(cell.kv_len, batch.q.device))
+    )
+
+
+def _dense(
+    name: str, attention: Callable[[Cell, Batch], dense.Attention], cell: Cell, batch: Batch
+) -> dict[str, Prepare]:
+    """A kernel over dense tensors, for ragged rows of whole prompts of one length, which are dense."""
+    if not (cell.ragged and dense.is_dense(cell)):
+        return {}
+    return {name: lambda: (lambda: None, dense.prefill(cell, batch, attention(cell, batch)))}
 
 
 def flashinfer() -> ModuleType | None:
@@ -44,28 +142,20 @@ def kernels(cell: Cell, capability: tuple[int, int]) -> dict[str, dict[str, Any]
             "cuda": {"backend": "fa2", "use_tensor_cores": False},
             "fa2": {"backend": "fa2", "use_tensor_cores": True},
         }
-    names = ("fa2", "fa3") if capability == (9, 0) else ("fa2",)
-    return {name: {"backend": name} for name in names}
+    return {name: {"backend": name} for name in (("fa2", "fa3") if capability == (9, 0) else ("fa2",))}
 
 
-def measure(
-    module: ModuleType,
-    cell: Cell,
-    batch: Batch,
-    capability: tuple[int, int],
-    time: Callable[[Plan, Run], dict[str, float]],
-) -> dict[str, dict[str, Any]]:
-    """Times and error of each of FlashInfer's kernels, or {"failed": reason} if it cannot compute the cell.
+def measure(prepare: Mapping[str, Prepare], time: Callable[[Plan, Run], dict[str, float]]) -> dict[str, dict[str, Any]]:
+    """Times and error of each of a peer's kernels, or {"failed": reason} if it cannot compute the cell.
 
     Args:
-        module: FlashInfer, or a module with its wrappers.
         time: called with functions that plan and run; returns times and an "error".
     """
     found: dict[str, dict[str, Any]] = {}
-    for name, options in kernels(cell, capability).items():
+    for name, make in prepare.items():
         try:
-            row: dict[str, Any] = time(*prepared(cell, batch, module, _WORKSPACE, **options))
-        except Exception as error:  # FlashInfer, and the compilers that it calls, raise unrelated types
+            row: dict[str, Any] = time(*make())
+        except Exception as error:  # peers, and the compilers that they call, raise unrelated types
             row = {"failed": f"{type(error).__name__}: {error}"}
         if "failed" not in row and not row["error"] <= _MAX_ERROR:  # NaN fails this, too
             row = {"failed": f"error {row['error']:.1e} against the oracle"}
@@ -73,22 +163,23 @@ def measure(
     return found
 
 
-def best(row: dict[str, Any]) -> tuple[str, float] | None:
-    """The name and microseconds of FlashInfer's fastest kernel in a cell's row; None if none computed it."""
-    times = {name: found["us"] for name, found in row.get("flashinfer", {}).items() if "us" in found}
+def best(row: dict[str, Any], peer: str = "flashinfer") -> tuple[str, float] | None:
+    """The name and microseconds of a peer's fastest kernel in a cell's row; None if none computed it."""
+    times = {name: found["us"] for name, found in row.get(peer, {}).items() if "us" in found}
     return min(times.items(), key=lambda item: item[1]) if times else None
 
 
-def ratio(row: dict[str, Any]) -> float | None:
-    """FlashInfer's time over Quire's: above 1 if Quire is faster. None if FlashInfer did not compute the cell."""
-    fastest = best(row)
-    return fastest[1] / row["us"] if fastest else None
+def ratio(row: dict[str, Any], peer: str = "flashinfer") -> float | None:
+    """A peer's time over Quire's: above 1 if Quire is faster. None if one of them did not compute the cell."""
+    fastest = best(row, peer)
+    return fastest[1] / row["us"] if fastest and "us" in row else None
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
-    """A sentence with the mean ratio over all cells that FlashInfer computed; empty if there are none."""
-    ratios = [found for found in map(ratio, rows) if found is not None]
-    if not ratios:
-        return ""
-    mean = geometric_mean(ratios)
-    return f"FlashInfer's time over Quire's, geometric mean of {len(ratios)} of {len(rows)} cells: {mean:.2f}."
+def present(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the peers that were timed in some of these rows."""
+    return [name for name in TITLES if any(name in row for row in rows)]
+
+
+def rival(rows: Sequence[dict[str, Any]]) -> str:
+    """The peer that a table compares Quire with: FlashAttention-3 if it computed any of the cells, or FlashInfer."""
+    return "fa3" if any(best(row, "fa3") for row in rows) else "flashinfer"

@@ -1,7 +1,8 @@
-"""A bar chart of a `quire bench` result: one row per cell, with Quire, FlashInfer and the ceiling of that run."""
+"""A bar chart of a `quire bench` result: one row per cell, with Quire, its peers and the ceiling of that run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,34 @@ _RATES = {  # a row's rate: its unit, the ceiling that it is compared with, and 
 }
 _DEFAULT = Cell("", 1, 1)
 _DEFAULT_LAYER = "requests × tokens (32 heads over 8 of 128, pages of 16, bf16)"
-_QUIRE, _FLASHINFER, _TEXT = "#2a6f97", "#e9a23b", "#333333"
+_QUIRE, _TEXT = "#2a6f97", "#333333"
+_COLORS = {"fa3": "#c8553d", "flashinfer": "#e9a23b", "cudnn": "#76a24a", "flex": "#8d7b9f"}
+_HEIGHT = 0.76  # of the bars of a cell, whose rows are 1 apart
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
     """Draw a result of `quire bench` as a PNG, 1,000 pixels wide.
 
-    Cells of the default layer come first, by their number of tokens, then those of other layers. Where FlashInfer
-    computed a cell, the bar below Quire's is the fastest of its kernels, and its time over Quire's stands on the right.
+    Cells of the default layer come first, by their number of tokens, then those of other layers. Below Quire's bar are
+    those of the peers that computed the cell, each with the fastest of its kernels. On the right stands how many times
+    Quire is as fast as FlashAttention-3 or, where that computed no cell, FlashInfer. Cells that Quire did not compute
+    are left out.
     """
-    cells = sorted(((Cell.parse(row["cell"]), row) for row in result["cells"]), key=lambda pair: _order(pair[0]))
-    key = next(name for name in _RATES if name in cells[0][1])
+    rows = [row for row in result["cells"] if row.keys() & _RATES.keys()]
+    if not rows:
+        raise ValueError("there is nothing to plot: Quire computed none of the cells")
+    key = next(name for name in _RATES if name in rows[0])
+    cells = sorted(((Cell.parse(row["cell"]), row) for row in rows), key=lambda pair: _order(pair[0]))
     unit, ceiling, meaning = _RATES[key]
     top = result["ceilings"][ceiling]
     others = [bool(_differences(cell)) for cell, _ in cells]
     places = [i + other for i, other in enumerate(others)]  # a row is left free for the heading of the other layers
-    figure = Figure(figsize=(8, 1.6 + 0.28 * (len(cells) + 2)), layout="constrained")
+    beside = [peer for peer in peers.TITLES if any(peers.best(row, peer) for row in rows)]
+    inches = 0.28 if len(beside) < 2 else 0.12 * (len(beside) + 1)  # of a cell
+    figure = Figure(figsize=(8, 1.6 + inches * (len(cells) + 2)), layout="constrained")
     axes = figure.subplots()
-    _bars(axes, result, places, [(row[key], peers.ratio(row)) for _, row in cells], 1.03 * top)
+    _bars(axes, result, beside, places, [(row[key], row) for _, row in cells])
+    _ratios(axes, peers.rival(rows), places, [row for _, row in cells], 1.03 * top)
     axes.axvline(top, color=_TEXT, linestyle="--", linewidth=1, label=f"{meaning}: {top:,.0f} {unit}")
     for other, heading in ((False, _DEFAULT_LAYER), (True, "other layers")):
         if other in others:
@@ -59,28 +70,43 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def _bars(
-    axes: Axes, result: dict[str, Any], places: list[int], cells: list[tuple[float, float | None]], right: float
+    axes: Axes,
+    result: dict[str, Any],
+    beside: Sequence[str],
+    places: Sequence[int],
+    cells: Sequence[tuple[float, dict[str, Any]]],
 ) -> None:
-    """Draw the rates of Quire and FlashInfer from (rate, ratio) of each cell, and write the ratios at x = `right`."""
-    rates = [rate for rate, _ in cells]
-    compared = [(place, rate, ratio) for place, (rate, ratio) in zip(places, cells, strict=True) if ratio]
-    if not compared:
-        axes.barh(places, rates, 0.6, color=_QUIRE, label="Quire")
-        return
-    axes.barh([place - 0.19 for place in places], rates, 0.38, color=_QUIRE, label="Quire")
-    label = f"FlashInfer {result.get('flashinfer', '')}".strip()
-    theirs = [rate / ratio for _, rate, ratio in compared]
-    axes.barh([place + 0.19 for place, *_ in compared], theirs, 0.38, color=_FLASHINFER, label=label)
-    for place, _, ratio in compared:
+    """Draw Quire's rate of each cell, given with the cell's row, and right below it those of peers that computed it."""
+    height = _HEIGHT / (len(beside) + 1) if beside else 0.6
+    computed = [[peer for peer in beside if peers.ratio(row, peer)] for _, row in cells]
+    tops = [place - height * len(those) / 2 for place, those in zip(places, computed, strict=True)]
+    axes.barh(tops, [rate for rate, _ in cells], height, color=_QUIRE, label="Quire")
+    for peer in beside:
+        at, rates = [], []
+        for top, those, (rate, row) in zip(tops, computed, cells, strict=True):
+            if ratio := peers.ratio(row, peer):
+                at.append(top + height * (1 + those.index(peer)))
+                rates.append(rate / ratio)
+        label = f"{peers.TITLES[peer]} {result.get(peer, '')}".strip()
+        axes.barh(at, rates, height, color=_COLORS[peer], label=label)
+
+
+def _ratios(axes: Axes, rival: str, places: Sequence[int], rows: Sequence[dict[str, Any]], right: float) -> None:
+    """Write at x = `right` how many times Quire is as fast as a peer in each of the rows."""
+    ratios = [(place, ratio) for place, row in zip(places, rows, strict=True) if (ratio := peers.ratio(row, rival))]
+    for place, ratio in ratios:
         weight = "bold" if round(ratio, 2) > 1 else "normal"
         axes.text(right, place, f"{ratio:.2f}×", va="center", fontsize=9, fontweight=weight, color=_TEXT)
-    axes.text(right, places[0] - 0.62, "speed-up", va="bottom", fontsize=9, style="italic", color=_TEXT)
+    if ratios:
+        axes.text(
+            right, places[0] - 0.62, f"vs {peers.TITLES[rival]}", va="bottom", fontsize=9, style="italic", color=_TEXT
+        )
 
 
 def _order(cell: Cell) -> tuple[bool, int, int]:
     """Sort key: the default layer first, by tokens; other layers keep the order of the result."""
     other = bool(_differences(cell))
-    return (other, 0, 0) if other else (other, cell.tokens, cell.batch)
+    return (other, 0, 0) if other else (other, cell.tokens, len(cell.kv_lens))
 
 
 def _label(cell: Cell) -> str:
@@ -88,8 +114,11 @@ def _label(cell: Cell) -> str:
     size = f"{cell.batch} × {_tokens(cell.kv_len)}"
     if cell.mixed:
         size = f"{cell.batch} mixed, {_tokens(cell.kv_len)} in all"
-    elif cell.q_len not in (1, cell.kv_len):
-        size = f"{cell.batch} × {_tokens(cell.q_len)} of {_tokens(cell.kv_len)}"
+    elif cell.operation == "prefill":
+        size = " + ".join(
+            f"{batch} × {_tokens(q_len)}" + (f" of {_tokens(kv_len)}" if q_len != kv_len else "")
+            for batch, q_len, kv_len in cell.groups
+        )
     return ", ".join([*_differences(cell), size])
 
 
@@ -104,7 +133,9 @@ def _differences(cell: Cell) -> list[str]:
         words.append("ragged")
     elif cell.page_size != _DEFAULT.page_size:
         words.append(f"pages of {cell.page_size}")
-    return words if cell.dtype == _DEFAULT.dtype else [*words, cell.dtype]
+    if cell.dtype != _DEFAULT.dtype:
+        words.append(cell.dtype)
+    return [*words, "tables on device"] if cell.device_tables else words
 
 
 def _tokens(n: int) -> str:

@@ -1,4 +1,4 @@
-"""quire bench: time attention beside torch and, on a GPU, an installed FlashInfer, under ceilings of the same run."""
+"""quire bench: time attention beside torch and, on a GPU, installed peers, under ceilings of the same run."""
 
 from __future__ import annotations
 
@@ -43,13 +43,20 @@ def run(args: argparse.Namespace) -> int:
     listed = bench.DECODE if args.operation == "decode" else bench.PREFILL
     from quire.bench.cells import Cell
 
+    asked: dict[str, Any] = {}
+    if args.peers is not None:
+        if bench.__name__ != "quire.bench.gpu":
+            raise ValueError(f"--peers {args.peers}: on a CPU only torch is timed beside Quire")
+        from quire.bench import peers
+
+        asked["asked"] = peers.names(args.peers)
     names = [f"{args.operation} {cell}" for cell in args.cell] if args.cell else listed
     for name in names:
         Cell.parse(name)  # refuse unknown cells before timing any
     plot = None if args.plot is None else _plotter(args.plot)
     file = None if args.json == Path("-") else args.json
     result: dict[str, Any] = {}
-    for result in bench.bench(names, args.backend, args.rounds):
+    for result in bench.bench(names, args.backend, args.rounds, **asked):
         done = result["cells"]
         print(f"{len(done)} of {len(names)}: {done[-1]['cell']}", file=sys.stderr, flush=True)
         if file is not None:  # after each cell, so that a crash loses no results
