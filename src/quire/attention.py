@@ -15,9 +15,9 @@ from torch import Tensor
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import AttentionSpec, check
-from quire.definition.tensors import check_cache, check_optional, check_tensors
+from quire.definition.tensors import check_cache, check_optional
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.wrappers.arguments import DType, Scale, refuse
+from quire.wrappers.arguments import DType, LayerArgs, Scale, refuse
 from quire.wrappers.composite import CompositeWrapper
 
 __all__ = [
@@ -76,26 +76,13 @@ class BatchAttention(CompositeWrapper):
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed; use_profiler.
         """
-        refuse(use_profiler=use_profiler)
-        check_tensors(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
-        kv_indptr, kv_indices, kv_len_arr = self._wrapper._together((kv_indptr, kv_indices, kv_len_arr))
-        pages = PageTable.from_lengths(kv_indptr, kv_indices, kv_len_arr, page_size, "kv_len_arr")
-        self._wrapper.plan(
-            qo_indptr,
-            pages.indptr,
-            pages.indices,
-            pages.last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            page_size,
-            head_dim_vo,
-            causal=causal,
-            sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-        )
+        if use_profiler is not False:
+            refuse(use_profiler=use_profiler)
+        layer = LayerArgs._make((
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, 0, q_data_type, kv_data_type, None,
+            bool(causal), -1, logits_soft_cap, sm_scale, "NONE", None, None, (), self._wrapper.invariant, False, -1,
+        ))  # fmt: skip
+        self._wrapper._plan_lengths(layer, qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         self._logits_soft_cap = logits_soft_cap or 0.0
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:

@@ -175,7 +175,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         ))  # fmt: skip
         if window_right != 0:
             refuse(window_right=window_right)
-        if not shared_prefix and self._plan_again(layer, indptr, indices, last_page_len):
+        rows = None if self._current is None else self._current.qo.indptr  # which equal layers have in common
+        if not shared_prefix and self._plan_again(layer, q_len_per_req, rows, indptr, indices, last_page_len):
             self._shared = None
             return
         self._check_q_len(q_len_per_req)

@@ -159,8 +159,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         ))  # fmt: skip
         flat = metadata is cum_seq_lens_q is block_tables is seq_lens is None
         options = flat, lse_mode, use_sinks, output_scale, scale_mode, use_profiler, skip_softmax
-        like_the_last = flat and options == self._options and self._has_rows(qo_indptr)
-        if like_the_last and self._plan_again(layer, kv_indptr, kv_indices, kv_len_arr):
+        like_the_last = flat and options == self._options  # and rows on the device, whose longest is not known
+        if like_the_last and self._plan_again(layer, 0, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
             return
         self._check_options(layer, lse_mode, output_scale, scale_mode)
         refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)

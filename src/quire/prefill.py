@@ -154,34 +154,26 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        paged_kv_last_page_len = table(paged_kv_last_page_len, "paged_kv_last_page_len")
-        qo_indptr = table(qo_indptr, "qo_indptr", paged_kv_last_page_len.shape[0] + 1)
-        qo = self._query_rows(qo_indptr)
+        if self._capture.captured:
+            self._capture.begin_plan(type(self).__name__)
+        # By position, in the order of LayerArgs, since 20 keywords would take a microsecond.
+        layer = LayerArgs._make((
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, 0, q_data_type, kv_data_type, o_data_type,
+            bool(causal), window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
+            () if alibi_slopes is None else as_slopes(alibi_slopes),
+            self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, window_right,
+        ))  # fmt: skip
+        longest = longest_request(qo_indptr, max_token_per_sequence, self._use_cuda_graph, self.device)
+        given = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
+        if plain and self._plan_again(layer, longest, *given):
+            return
+        last_page_len = table(paged_kv_last_page_len, "paged_kv_last_page_len")
+        qo = self._query_rows(table(qo_indptr, "qo_indptr", last_page_len.shape[0] + 1))
         indptr, indices = table(paged_kv_indptr, "paged_kv_indptr"), table(paged_kv_indices, "paged_kv_indices")
-        pages = self._pages((indptr, indices, paged_kv_last_page_len), page_size)
+        pages = self._pages((indptr, indices, last_page_len), page_size)
         mask = self._pack_mask(custom_mask, packed_custom_mask, qo, pages)
         items = self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
-        layer = LayerArgs(
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            head_dim_vo,
-            page_size,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            causal=(causal and mask is None) or items is not None,
-            window_left=window_left,
-            window_right=window_right,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            pos_encoding=pos_encoding_mode,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            slopes=as_slopes(alibi_slopes),
-            batch_invariant=self.invariant or disable_split_kv or (fixed_split_size or 0) > 0,
-        )
-        longest = longest_request(qo_indptr, max_token_per_sequence, self._use_cuda_graph, self.device)
         self._commit(layer, qo, pages, mask, items, longest, non_blocking)
 
     def run(

@@ -114,13 +114,19 @@ def test_tables_that_are_alike_are_not_checked_again():
     other = pages.like(indptr.clone(), more, last.clone())
     assert other.indices is more
     assert (other.page_size, other.batch_size) == (16, 3)
-    assert pages.like(indptr[1:], indices, last[1:]) is None
+    assert pages.like(indptr[1:], indices, last[1:]).batch_size == 2
+    assert pages.like(indptr[1:], indices, last) is None
     assert pages.like(indptr.short(), indices, last) is None
     assert pages.like(indptr, indices.view(3, 3), last) is None
     assert pages.like(indptr, torch.empty(18, dtype=torch.int32, device="meta")[::2], last) is None
     assert pages.like(indptr, torch.zeros(9, dtype=torch.int32), last) is None
     host = PageTable(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0], [5])), 16)
     assert host.like(host.indptr, host.indices, host.last_page_len) is None
+    rows = RaggedLayout(indptr)
+    assert rows.like(last).indptr is last
+    for other in (None, [0, 1], indptr.short(), indptr.view(2, 2), indptr[::2], indptr[:0], host.indptr):
+        assert rows.like(other) is None
+    assert RaggedLayout(host.indptr).like(host.indptr) is None
 
 
 def test_a_table_with_lengths(rng):

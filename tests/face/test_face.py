@@ -343,7 +343,7 @@ def test_zeros_grow_with_plans_that_need_more(batch, monkeypatch):
 def test_scratch_is_of_the_workspace_that_is_there(batch, monkeypatch):
     """Kernels for the CPU need none, so the size is made up."""
     size = 64
-    monkeypatch.setattr("quire.kernels.family.Family.float_workspace_size", lambda *given: size)
+    monkeypatch.setattr("quire.wrappers.plan._float_workspace_size", lambda *given: size)
     wrapper = decoder(batch)
     again = (*tables(batch), *heads(batch), 16)
     for buffer in (torch.empty(128, dtype=torch.uint8), torch.empty(128, dtype=torch.uint8)):

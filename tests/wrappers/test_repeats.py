@@ -10,9 +10,8 @@ import torch
 
 import quire
 from quire.definition import PageTable
-from quire.definition.pages import LengthTable
+from quire.definition.pages import LengthTable, RaggedLayout
 from quire.kernels import registry
-from quire.wrappers.buffers import same
 
 launch = pytest.importorskip("quire.kernels.gpu.launch")
 
@@ -20,6 +19,10 @@ launch = pytest.importorskip("quire.kernels.gpu.launch")
 def table_of(entries: int, device: str = "cpu") -> PageTable:
     counts = torch.tensor([0, entries // 2, entries], dtype=torch.int32, device=device)
     return PageTable(counts, torch.zeros(entries, dtype=torch.int32, device=device), counts[1:] * 0 + 1, 16)
+
+
+def rows_of(batch_size: int = 2) -> RaggedLayout:
+    return RaggedLayout(torch.zeros(batch_size + 1, dtype=torch.int32))
 
 
 class Compiled:
@@ -35,36 +38,51 @@ class Compiled:
         self.launched.append(given[-6:])
 
 
-def test_a_launch_over_another_page_table():
-    """Its addresses and its number of page ids take the first one's place; all else stays."""
-    first, second, part = table_of(8), table_of(20), torch.zeros(4)
-    compiled = Compiled()
-    others = (part, first.indptr, first.indices, first.last_page_len)
-    repeat = launch.LaunchReplay(compiled, 1, others, (8, 0.5), entries=4)
-    for which in (repeat, repeat.moved(first, second), repeat.moved(first, second).moved(second, first)):
+def read(rows: RaggedLayout, table: PageTable) -> tuple[torch.Tensor, ...]:
+    """The tables of a launch, in its order."""
+    return rows.indptr, table.indptr, table.per_request, table.indices
+
+
+def launched(rows: RaggedLayout, table: PageTable, compiled: Compiled | None = None, entries: int | None = None):
+    """The replay of a launch over these tables."""
+    numbers = (len(table.indices) if entries is None else entries, 0.5)
+    others = (torch.zeros(4), *read(rows, table))
+    return launch.LaunchReplay(compiled or Compiled(), 1, others, numbers, tables=1, entries=5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_launch_over_other_tables(shared):
+    """Their addresses and their number of page ids take the first ones' places; all else stays. One tensor may have
+    been both the query rows' offsets and those of the pages.
+    """
+    first, second, compiled = table_of(8), table_of(20), Compiled()
+    rows = (RaggedLayout(first.indptr) if shared else rows_of(), rows_of())
+    repeat = launched(rows[0], first, compiled)
+    moved = repeat.moved(first, rows[1], second)
+    for which in (repeat, moved, moved.moved(second, rows[0], first)):
         assert which(0, None, 0, 0, None, 0, None, None, 0)
-    tables = [[x.data_ptr() for x in (y.indptr, y.indices, y.last_page_len)] for y in (first, second, first)]
-    counts = (8, 20, 8)
-    assert compiled.launched == [
-        (part.data_ptr(), *addresses, count, 0.5) for addresses, count in zip(tables, counts, strict=True)
-    ]
+    expected = [(*read(rows[0], first), 8), (*read(rows[1], second), 20), (*read(rows[0], first), 8)]
+    assert [x[:4] for x in compiled.launched] == [tuple(t.data_ptr() for t in x[:4]) for x in expected]
+    assert [x[4:] for x in compiled.launched] == [(x[4], 0.5) for x in expected]
     assert not repeat(0, None, 8, 0, None, 0, None, None, 0), "an address that is not aligned"
 
 
-def test_a_launch_that_read_no_pages_is_not_moved():
-    first = table_of(8)
-    others = (torch.zeros(4), first.indptr, first.indices, first.last_page_len)
-    assert launch.LaunchReplay(Compiled(), 1, others, (0, 0.5), entries=4).moved(first, table_of(20)) is None
+def test_launches_that_are_not_moved():
+    """Those that read no pages or ragged rows, and over other numbers of requests."""
+    first, second, rows = table_of(8), table_of(20), rows_of()
+    assert launched(rows, first, entries=0).moved(first, rows, second) is None
+    assert launched(rows, first).moved(first, rows_of(3), second) is None
+    assert launched(rows, first).moved(rows, rows, rows) is None
+    assert launched(rows, first).moved(first, rows, second) is not None
 
 
 def test_a_launch_with_programs_for_few():
-    first, second = table_of(8), table_of(20)
-    others = (first.indptr, first.indices, first.last_page_len)
-    repeat = launch.LaunchReplay(Compiled(), 1, others, (8,), entries=3)
+    first, second, rows = table_of(8), table_of(20), rows_of()
+    repeat = launched(rows, first)
     repeat.max_entries = 19
-    assert repeat.moved(first, second) is None
+    assert repeat.moved(first, rows, second) is None
     repeat.max_entries = 20
-    assert repeat.moved(first, second).max_entries == 20
+    assert repeat.moved(first, rows, second).max_entries == 20
 
 
 def test_a_launch_that_read_lengths():
@@ -72,28 +90,27 @@ def test_a_launch_that_read_lengths():
     plain, lengths = table_of(20), [torch.tensor(x, dtype=torch.int32) for x in ([5, 64], [17, 3])]
     tables = zip((table_of(8), plain), lengths, strict=True)
     first, second = (LengthTable.of(t.indptr, t.indices, x, 16, "kv_lens") for t, x in tables)
-    compiled, others = Compiled(), (torch.zeros(4), first.indptr, first.indices, first.kv_lens)
-    repeat = launch.LaunchReplay(compiled, 1, others, (8, 0.5), entries=4)
-    assert repeat.moved(first, second)(0, None, 0, 0, None, 0, None, None, 0)
-    assert compiled.launched[0][1:4] == tuple(x.data_ptr() for x in (second.indptr, second.indices, second.kv_lens))
-    assert repeat.moved(first, plain) is None
-    others = (torch.zeros(4), plain.indptr, plain.indices, plain.last_page_len)
-    assert launch.LaunchReplay(compiled, 1, others, (20, 0.5), entries=4).moved(plain, first) is None
+    compiled, rows = Compiled(), rows_of()
+    repeat = launched(rows, first, compiled)
+    assert repeat.moved(first, rows, second)(0, None, 0, 0, None, 0, None, None, 0)
+    assert compiled.launched[0][1:4] == tuple(x.data_ptr() for x in (second.indptr, second.kv_lens, second.indices))
+    assert repeat.moved(first, rows, plain) is None
+    assert launched(rows, plain).moved(plain, rows, first) is None
 
 
 class Repeat:
     """What remembers a run of a plan over some tables."""
 
-    def __init__(self, table, done):
-        self.table, self.done = table, done
+    def __init__(self, rows, table, done):
+        self.rows, self.table, self.done = rows, table, done
 
     def __call__(self, *addresses):
         self.done.append(self.table)
         return True
 
-    def moved(self, table, other):
+    def moved(self, table, rows, other):
         assert table is self.table
-        return Repeat(other, self.done)
+        return Repeat(rows, other, self.done) if rows.batch_size == self.rows.batch_size else None
 
 
 @pytest.fixture
@@ -103,7 +120,7 @@ def computed(monkeypatch):
 
     def attend(call, *given):
         first.append(call.kv)
-        return Repeat(call.kv, again)
+        return Repeat(call.qo, call.kv, again)
 
     monkeypatch.setattr("quire.wrappers.plan.attend", attend)
     monkeypatch.setattr(registry, "choose", lambda *given: "cpu")
@@ -175,34 +192,199 @@ def test_what_equals_an_argument_has_not_been_checked(kind, computed):
                 latent.plan(rows, rows, rows, rows[1:], **{**numbers, name: kind(numbers[name])}, **options)
 
 
-LAYER = {
-    "num_qo_heads": 8, "num_kv_heads": 1, "head_dim": 128, "page_size": 8, "pos_encoding_mode": "ALIBI",
-    "window_left": 5, "logits_soft_cap": 3.0, "q_data_type": "float16", "kv_data_type": "float8_e5m2",
-    "o_data_type": "float32", "data_type": "float8_e4m3fn", "sm_scale": 0.5, "rope_scale": 2.0, "rope_theta": 5e5,
-    "fixed_split_size": 512, "disable_split_kv": True, "q_len_per_req": 2, "head_dim_vo": 32, "window_right": 1,
-    "is_causal": False, "alibi_slopes": [0.5, 0.25, 0.125, 0.0625],
-}  # fmt: skip
+class Decode:
+    """A wrapper over tables without memory, and arguments that make another layer."""
+
+    make = quire.BatchDecodeWithPagedKVCacheWrapper
+    given = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}  # noqa: RUF012
+    layer = {  # noqa: RUF012
+        "num_qo_heads": 8, "num_kv_heads": 1, "head_dim": 128, "page_size": 8, "pos_encoding_mode": "ALIBI",
+        "window_left": 5, "logits_soft_cap": 3.0, "q_data_type": "float16", "kv_data_type": "float8_e5m2",
+        "o_data_type": "float32", "data_type": "float8_e4m3fn", "sm_scale": 0.5, "rope_scale": 2.0, "rope_theta": 5e5,
+        "fixed_split_size": 512, "disable_split_kv": True, "q_len_per_req": 2, "head_dim_vo": 32, "window_right": 1,
+        "is_causal": False, "alibi_slopes": [0.5, 0.25, 0.125, 0.0625],
+    }  # fmt: skip
+    rest = ("indptr", "indices", "last_page_len", "block_tables", "seq_lens", "non_blocking", "shared_prefix")
+
+    def __init__(self):
+        self.outer = self.make(torch.empty(0, device="meta"))
+        self.wrapper = self.outer
+
+    def tables(self, entries, batch_size):
+        sizes = (batch_size + 1, entries, batch_size)
+        return [torch.empty(n, dtype=torch.int32, device="meta") for n in sizes]
+
+    def plan(self, entries=8, batch_size=2, **layer):
+        """Plan new tables; return the layer, of which a plan that does all its work makes its own."""
+        self.planned = self.tables(entries, batch_size)
+        self.outer.plan(*self.planned, **{**self.given, "q_data_type": "bfloat16", **layer})
+        return self.wrapper.planned.layer
 
 
-@pytest.mark.parametrize("name", LAYER)
-def test_all_that_a_plan_says_of_its_layer_is_compared(name, computed):
-    others = {"indptr", "indices", "last_page_len", "block_tables", "seq_lens", "non_blocking", "shared_prefix", "self"}
-    assert set(LAYER) == set(signature(quire.BatchDecodeWithPagedKVCacheWrapper.plan).parameters) - others
-    wrapper, table = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta")), table_of(8, "meta")
-    given = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "q_data_type": "bfloat16"}
-    given |= {"pos_encoding_mode": "ALIBI"} if name == "alibi_slopes" else {}
+class Prefill(Decode):
+    make = quire.BatchPrefillWithPagedKVCacheWrapper
+    given = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "page_size": 16}  # noqa: RUF012
+    layer = {  # noqa: RUF012
+        **{name: x for name, x in Decode.layer.items() if name not in ("head_dim", "data_type", "q_len_per_req")},
+        "head_dim_qk": 128, "causal": True,
+    }  # fmt: skip
+    del layer["is_causal"]
+    # Masks and items are not compared, since plans that have one do all their work.
+    rest = (
+        "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "custom_mask",
+        "packed_custom_mask", "use_fp16_qk_reduction", "non_blocking", "prefix_len_ptr", "token_pos_in_items_ptr",
+        "token_pos_in_items_len", "max_item_len_ptr", "seq_lens", "seq_lens_q", "block_tables",
+        "max_token_per_sequence", "max_sequence_kv",
+    )  # fmt: skip
 
-    def plan(**layer):
-        wrapper.plan(table.indptr, table.indices, table.last_page_len, **layer)
-        return wrapper.planned.layer  # a plan that does all its work makes its own
+    def tables(self, entries, batch_size):
+        return [torch.empty(batch_size + 1, dtype=torch.int32, device="meta"), *super().tables(entries, batch_size)]
 
-    layer = plan(**given)
-    assert plan(**given) is layer
-    if name == "window_right":
+
+class Ragged(Prefill):
+    make = quire.BatchPrefillWithRaggedKVCacheWrapper
+    given = {name: x for name, x in Prefill.given.items() if name != "page_size"}  # noqa: RUF012
+    layer = {name: x for name, x in Prefill.layer.items() if name != "page_size"}  # noqa: RUF012
+    paged = {"block_tables", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"}  # noqa: RUF012
+    rest = (*(set(Prefill.rest) - paged), "kv_indptr", "v_indptr", "o_indptr")
+
+    def tables(self, entries, batch_size):
+        return super().tables(entries, batch_size)[:2]
+
+
+class Mixed(Prefill):
+    given = {**Prefill.given, "head_dim_vo": 64, "kv_data_type": "float8_e4m3fn"}  # noqa: RUF012
+    layer = {
+        name: Prefill.layer[name]
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "causal", "sm_scale")
+    } | {"logits_soft_cap": 3.0, "q_data_type": "float16", "kv_data_type": "float8_e5m2"}
+    rest = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "use_profiler")
+
+    def __init__(self):
+        self.outer = quire.BatchAttention(device="meta")
+        self.wrapper = self.outer._wrapper
+
+
+ALL, PREFILLS = (Decode, Prefill, Ragged, Mixed), pytest.mark.parametrize("kind", [Prefill, Ragged, Mixed])
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in ALL for name in kind.layer])
+def test_all_that_a_plan_says_of_its_layer_is_compared(kind, name, computed):
+    case = kind()
+    assert {*kind.layer, *kind.rest} == set(signature(case.outer.plan).parameters)
+    given = {"pos_encoding_mode": "ALIBI"} if name == "alibi_slopes" else {}
+    layer = case.plan(**given)
+    assert case.plan(**given) is layer
+    if kind is Decode and name == "window_right":
         with pytest.raises(ValueError, match="window_right is not supported"):
-            plan(**given, window_right=1)
+            case.plan(**given, window_right=1)
     else:
-        assert plan(**{**given, name: LAYER[name]}) is not layer
+        assert case.plan(**{**given, name: kind.layer[name]}) is not layer
+
+
+@PREFILLS
+def test_what_a_prefill_like_the_last_one_reads(kind, computed):
+    """Its own tables, whatever their sizes, by the names under which engines know them."""
+    case = kind()
+    layer = case.plan()
+    for sizes in ((12, 2), (12, 5), (7, 1), (9, 0)):
+        assert case.plan(*sizes) is layer
+        rows, *keys = case.planned
+        plan, names = case.wrapper.planned, ("_qo_indptr_buf", *case.wrapper._kv_buffers)
+        assert plan.qo.indptr is rows
+        kept = (plan.kv.indptr,) if kind is Ragged else (plan.kv.indptr, plan.kv.indices, plan.kv.per_request)
+        assert all(x is y for x, y in zip(kept, keys, strict=True))
+        assert all(getattr(case.wrapper, name) is x for name, x in zip(names, case.planned, strict=True))
+    assert isinstance(plan.kv, LengthTable) == (kind is Mixed)
+    assert plan.kv.batch_size == plan.qo.batch_size == 0
+
+
+@PREFILLS
+def test_rows_and_keys_of_other_requests_are_refused(kind, computed):
+    """By a plan like the last one as by the first."""
+    for wrong in (None, [0, 1, 2], torch.empty(4, dtype=torch.int32, device="meta"), torch.empty(3, device="meta")):
+        case = kind()
+        for first in (True, False):
+            rows, *keys = case.tables(8, 2)
+            with pytest.raises(ValueError, match="indptr"):
+                case.outer.plan(wrong, *keys, **case.given)
+            if first:
+                case.outer.plan(rows, *keys, **case.given)
+    empty = torch.empty(0, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match="indptr"):
+        case.outer.plan(empty, empty, *keys[1:], **case.given)
+
+
+def test_a_prefill_with_another_longest_request(computed, monkeypatch):
+    """It takes the workspace that it needs, and is of the kernel family that can compute it."""
+    asked = []
+
+    def choose(spec, device, backend, max_q_len):
+        asked.append(max_q_len)
+        return "cpu"
+
+    monkeypatch.setattr(registry, "choose", choose)
+    monkeypatch.setattr("quire.wrappers.plan._float_workspace_size", lambda family, spec, device, most, *_: most * 16)
+    case = Prefill()
+    layer = case.plan(max_token_per_sequence=1)
+    for most in (1, 1, 8, 8, 3, None, 2, 0):
+        asked.clear()
+        before, given = case.wrapper.planned, {} if most is None else {"max_token_per_sequence": most}
+        assert case.plan(**given) is layer
+        plan = case.wrapper.planned
+        assert plan.max_q_len == (most or 0)
+        assert asked == ([] if plan.max_q_len == before.max_q_len else [plan.max_q_len])
+        assert (0 if plan.float_workspace is None else plan.float_workspace.nbytes) >= plan.max_q_len * 16
+    for most, wrong in ((1, True), (8, 8.0), (8, -1), (8, "8")):
+        case.plan(max_token_per_sequence=most)
+        with pytest.raises(ValueError, match="max_token_per_sequence = "):
+            case.plan(max_token_per_sequence=wrong)
+        assert case.wrapper.planned.max_q_len == most
+
+
+@PREFILLS
+def test_prefills_that_differ_in_tables_alone_repeat_runs(kind, computed):
+    """Of as many requests with as many query tokens; others are computed with all checks, and then repeated."""
+    case, (first, again) = kind(), computed
+    case.wrapper._replays.enabled = True
+    k = torch.empty(9, 16, 2, 64, dtype=torch.float8_e4m3fn if kind is Mixed else torch.bfloat16, device="meta")
+    cache = (k.flatten(0, 1), k.flatten(0, 1)) if kind is Ragged else ((k, k),)
+
+    def runs(tokens=6, **plan):
+        first.clear(), again.clear()
+        case.plan(**plan)
+        for _ in range(3):
+            case.outer.run(torch.empty(tokens, 4, 64, dtype=torch.bfloat16, device="meta"), *cache)
+        assert all(x is case.wrapper.planned.kv for x in first + again)
+        return len(first), len(again)
+
+    assert runs() == (1, 2)
+    assert runs() == (0, 3)
+    assert runs(entries=12) == (0, 3)
+    assert runs(batch_size=3) == (1, 2), "other requests"
+    assert runs(batch_size=3) == (0, 3)
+    assert runs(7, batch_size=3) == (1, 2), "other tokens"
+    assert runs(8, batch_size=3) == (1, 2)
+    assert runs(7, batch_size=3) == (1, 2), "no more is kept than runs of one plan"
+    if kind is Prefill:
+        assert runs(7, batch_size=3, max_token_per_sequence=5) == (1, 2), "another longest request"
+
+
+@pytest.mark.parametrize("kind", [Prefill, Ragged])
+def test_masks_and_items_are_planned_anew(kind, monkeypatch):
+    """And what follows them is, too."""
+    monkeypatch.setattr(registry, "choose", lambda *given: "cpu")
+    case = kind()
+    masks = {"packed_custom_mask": torch.empty(9, dtype=torch.uint8, device="meta")}
+    items = {"prefix_len_ptr": torch.empty(2, device="meta"), "token_pos_in_items_ptr": torch.empty(8, device="meta")}
+    monkeypatch.setattr("quire.wrappers.prefill.PackedMask.from_packed", lambda bits, *lengths: bits)
+    monkeypatch.setattr("quire.wrappers.prefill.Items", lambda *given: given)
+    for given, causal in (({}, False), (masks, False), ({}, True), (items, True), (masks, False), ({}, False)):
+        assert (case.plan(causal=causal if not given else given is masks, **given) is None) == bool(given)
+        plan = case.wrapper.planned
+        assert (plan.spec.custom_mask, plan.spec.items) == (given is masks, given is items)
+        assert (plan.mask is not None, plan.items is not None) == (given is masks, given is items)
+        assert plan.spec.causal == causal
 
 
 def test_plans_of_latent_caches_repeat_runs(computed):
@@ -226,12 +408,6 @@ def test_plans_of_latent_caches_repeat_runs(computed):
     assert runs(8) == ([8], [8])
     assert runs(12) == ([], [12, 12])
     assert runs(14, rows[:]) == ([], [14, 14]), "a view of the same rows"
-    assert runs(16, torch.empty(6, dtype=torch.int32, device="meta")[::2]) == ([16], [16]), "other rows"
+    assert runs(16, torch.empty(3, dtype=torch.int32, device="meta")) == ([], [16, 16]), "other rows"
+    assert runs(16, torch.empty(6, dtype=torch.int32, device="meta")[::2]) == ([16], [16]), "rows to be copied"
     assert runs(18, sm_scale=0.2) == ([18], [18]), "another layer"
-
-
-def test_the_same_numbers():
-    x = torch.arange(6)
-    assert all(same(x[which], x[which]) for which in (slice(None), slice(2, 4), slice(None, None, 2)))
-    for other in (x.clone(), x[1:], x[:5], x.view(2, 3), x.view(torch.float64), None):
-        assert not same(other, x)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -137,6 +137,18 @@ class RaggedLayout:
         torch.cumsum(lengths, 0, out=indptr[1:])
         return cls(indptr)
 
+    def like(self, indptr: Any) -> RaggedLayout | None:
+        """Rows of this indptr without checks, if it is one on the device of these rows; None otherwise, and on the
+        host, where values have to be checked.
+        """
+        if self.indptr.is_cpu or type(indptr) is not Tensor or indptr.dtype is not torch.int32:
+            return None
+        if indptr.device != self.indptr.device or indptr.stride() != (1,) or not indptr.numel():
+            return None
+        other = object.__new__(RaggedLayout)  # without its checks
+        other.__dict__["indptr"] = indptr
+        return other
+
     @property
     def batch_size(self) -> int:
         return self.indptr.shape[0] - 1  # len() of a tensor takes microseconds
@@ -203,9 +215,9 @@ class PageTable:
             page = int(self.indices[bad])
             raise ValueError(f"kv_indices[{bad}] = {page} of request {request} is out of range: 0 to {num_pages - 1}")
 
-    def like(self, indptr: Tensor, indices: Tensor, per_request: Tensor) -> PageTable | None:
-        """A table of these tensors without checks, if they have this table's dtypes, shapes and device; None otherwise,
-        and on the host, where values have to be checked.
+    def like(self, indptr: Any, indices: Any, per_request: Any) -> PageTable | None:
+        """A table of these tensors without checks, if they are tables on this one's device and fit together; None
+        otherwise, and on the host, where values have to be checked.
         """
         if self.indptr.is_cpu:
             return None
@@ -213,7 +225,7 @@ class PageTable:
         for x in (indptr, indices, per_request):
             if type(x) is not Tensor or x.dtype is not int32 or x.device != device or x.stride() != (1,):
                 return None
-        if indptr.numel() != self.indptr.numel() or per_request.numel() != indptr.numel() - 1:
+        if per_request.numel() != indptr.numel() - 1:
             return None
         other = object.__new__(type(self))  # without its checks
         fields = other.__dict__

@@ -15,6 +15,8 @@ from quire.definition.masks import PackedMask
 from quire.definition.pages import LengthTable, PageTable, RaggedLayout
 from quire.definition.spec import AttentionSpec
 
+Keys = PageTable | RaggedLayout
+
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -42,7 +44,7 @@ class Call:
     k: Tensor
     v: Tensor
     qo: RaggedLayout
-    kv: PageTable | RaggedLayout
+    kv: Keys
     spec: AttentionSpec
     mask: PackedMask | None = None
     sinks: Tensor | None = None
@@ -124,5 +126,5 @@ class Replay(Protocol):
     ) -> bool:
         """Launch on a stream with tensors at these addresses; False, and nothing launched, if they are not aligned."""
 
-    def moved(self, table: PageTable, other: PageTable) -> Replay | None:
-        """A replay that reads the page table `other`, of as many requests, in place of `table`; None if it cannot."""
+    def moved(self, table: Keys, rows: RaggedLayout, other: Keys) -> Replay | None:
+        """A replay that reads query rows `rows`, and `other` in place of `table`; None if it cannot."""

@@ -49,15 +49,6 @@ def fitting(buffer: Tensor | None, values: Tensor, name: str) -> Tensor:
     return buffer
 
 
-def same(x: object, other: Tensor) -> bool:
-    """Whether two tensors are views of equal shape of the same memory."""
-    if x is other:
-        return True
-    if type(x) is not Tensor or x.data_ptr() != other.data_ptr() or x.dtype != other.dtype or x.device != other.device:
-        return False
-    return x.shape == other.shape and x.stride() == other.stride()
-
-
 def fixed_batch(buffer: Tensor | None, name: str, batch_size: int, extra: int = 0) -> None:
     """Refuse a batch of another size than the buffers of a CUDA-graph wrapper were made for."""
     if buffer is None:

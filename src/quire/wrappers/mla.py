@@ -16,7 +16,7 @@ from quire.definition.tensors import check_tensor, check_tensors
 from quire.kernels.latent import GROUP
 from quire.wrappers.arguments import LayerArgs
 from quire.wrappers.base import AttentionWrapper
-from quire.wrappers.buffers import fitting, fixed_batch, same
+from quire.wrappers.buffers import fitting, fixed_batch
 
 _CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 _DENSE = ("cum_seq_lens_q", "block_tables", "seq_lens")
@@ -89,10 +89,6 @@ class LatentWrapper(AttentionWrapper):
     _lse_mode: str | None
     _use_sinks: bool
 
-    def _has_rows(self, qo_indptr: Any) -> bool:
-        """Whether these are the query rows of the last plan."""
-        return self._current is not None and same(qo_indptr, self._current.qo.indptr)
-
     def _check_options(self, layer: LayerArgs, lse_mode: str, output_scale: str, scale_mode: str) -> None:
         """Refuse arguments of a plan that latent attention does not have."""
         q_dtype = as_dtype(layer.q_data_type, "q_data_type")
@@ -112,21 +108,21 @@ class LatentWrapper(AttentionWrapper):
         check_tensors(**dict(zip(form, (qo, *given), strict=True)))
         batch = len(table(given[-1], form[-1]))
         check(len(table(qo, form[0])) > batch, f"len({form[0]})", len(qo), f"batch size + 1 = {batch + 1}")
-        qo = qo if len(qo) == batch + 1 else qo[: batch + 1]  # the same object, for `same`
+        qo = qo[: batch + 1]
         if form is _CSR:
-            indptr, indices, here = self._together(given)
-            pages = PageTable.from_lengths(indptr[: batch + 1], indices, here, page_size, form[-1])
+            indptr, indices, lengths = given
+            pages = self._pages_of_lengths(indptr[: batch + 1], indices, lengths, page_size, form[-1])
         else:
             block_tables, here = self._together(given)
             pages = PageTable.from_block_tables(block_tables, here, page_size)
+            if self.device.type != "cpu":
+                pages = LengthTable.of(pages.indptr, pages.indices, here, page_size, form[-1])
         if self._use_cuda_graph:
             fixed_batch(self._qo_indptr_buf, "qo_indptr", batch, extra=1)
             fixed_batch(self._kv_indptr_buf, "kv_indptr", batch, extra=1)
             fixed_batch(self._kv_len_arr_buf, "kv_len_arr", batch)
             fitting(self._kv_indices_buf, pages.indices, "kv_indices")
-        if self.device.type == "cpu":
-            return self._rows(qo), pages
-        return self._rows(qo), LengthTable.of(pages.indptr, pages.indices, here, page_size, form[-1])
+        return self._rows(qo), pages
 
     def _hold_keys(self, kv: PageTable | RaggedLayout, non_blocking: bool) -> PageTable | RaggedLayout:
         if isinstance(kv, LengthTable):

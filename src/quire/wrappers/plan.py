@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +131,7 @@ def make_plan(
     device = workspace.device
     kv_tokens = kv.indices.shape[0] * kv.page_size if spec.batch_invariant and isinstance(kv, PageTable) else 0
     batch_size = kv.batch_size if kv_tokens else 0
-    floats, ints = family.float_workspace_size(spec, device, max_q_len, batch_size, kv_tokens), 0
+    floats, ints = _float_workspace_size(family, spec, device, max_q_len, batch_size, kv_tokens), 0
     if spec.batch_invariant:
         ints = family.int_workspace_size(spec, device, max_q_len, kv.batch_size, kv_tokens)
     float_workspace, int_workspace = workspace.take(floats, ints)
@@ -138,11 +139,21 @@ def make_plan(
     return Plan(spec, qo, kv, mask, items, max_q_len, layer, types, backend, float_workspace, int_workspace, ints)
 
 
+@lru_cache(maxsize=4096)
+def _float_workspace_size(family: Family, *of: Any) -> int:
+    """`Family.float_workspace_size`, which chooses tile sizes and so takes longer than the rest of a plan."""
+    return family.float_workspace_size(*of)
+
+
 def longest_request(qo_indptr: Tensor, given: int | None, use_cuda_graph: bool, device: torch.device) -> int:
     """The most query tokens of a request: as given, or where it is known without waiting, and holds for later plans of
     a captured graph too; or 0.
+
+    Raises:
+        ValueError: what is given is no int, or too small.
     """
-    free = device.type == "cuda" and qo_indptr.is_cpu and qo_indptr.shape[0] > 1 and not use_cuda_graph
+    on_host = isinstance(qo_indptr, Tensor) and qo_indptr.is_cpu
+    free = on_host and device.type == "cuda" and qo_indptr.numel() > 1 and not use_cuda_graph
     known = int(qo_indptr.diff().max()) if free else 0
     if given is not None:
         fits = is_int(given) and given >= known

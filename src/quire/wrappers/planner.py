@@ -10,10 +10,11 @@ from torch import Tensor
 
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
-from quire.definition.pages import LengthTable, PageTable, RaggedLayout
-from quire.definition.spec import check, is_int
+from quire.definition.pages import LengthTable, PageTable, RaggedLayout, table
+from quire.definition.spec import AttentionSpec, check, is_int
 from quire.definition.tensors import split_cache
 from quire.kernels import registry
+from quire.kernels.family import Family
 from quire.kernels.ops import traced
 from quire.wrappers.arguments import LayerArgs, RunArgs
 from quire.wrappers.buffers import fitting
@@ -30,7 +31,6 @@ class Planner:
     the attributes in which FlashInfer has them, which are those named here.
     """
 
-    _qo_buffer: ClassVar[str] = "_qo_indptr_buf"
     _kv_buffers: ClassVar[tuple[str, ...]] = (
         "_paged_kv_indptr_buf",
         "_paged_kv_indices_buf",
@@ -86,6 +86,18 @@ class Planner:
         here = self.device  # `to` takes a microsecond, even where there is nothing to do
         indptr, indices, last_page_len = (x if x.device == here else x.to(here, non_blocking=True) for x in tables)
         return PageTable(indptr, indices, last_page_len, page_size)
+
+    def _pages_of_lengths(
+        self, indptr: Tensor, indices: Tensor, lengths: Tensor, page_size: int, name: str
+    ) -> PageTable:
+        """A page table made of the requests' lengths in tokens, as `PageTable.from_lengths`; its contents are checked
+        as those of `_pages`. Kernels for GPUs read the lengths as they are.
+        """
+        indptr, indices, lengths = self._together((indptr, indices, table(lengths, name)))
+        pages = PageTable.from_lengths(indptr, indices, lengths, page_size, name)
+        if self.device.type == "cpu":
+            return pages
+        return LengthTable.of(pages.indptr, pages.indices, lengths, page_size, name)
 
     def _rows(self, indptr: Tensor) -> RaggedLayout:
         """Ragged rows of an int32 indptr, whose contents are checked as those of `_pages`."""
@@ -155,8 +167,13 @@ class Planner:
         indptr[: len(mask.indptr)] = mask.indptr
         return PackedMask(bits, indptr)
 
-    def _plan_again(self, layer: LayerArgs, indptr: Any, indices: Any, per_request: Any) -> bool:
-        """Plan a batch that differs from the last one in its page table alone, as the steps of an engine do.
+    def _plan_again(self, layer: LayerArgs, max_q_len: int, qo_indptr: Any, *tables: Any) -> bool:
+        """Plan a batch that differs from the last one in its tables alone, as the steps of an engine do.
+
+        Args:
+            max_q_len: the most query tokens that a request has, 0 if it is not known. It may differ, too.
+            qo_indptr: of the query rows; any object, as the tables.
+            tables: of the keys, in the order of `_kv_buffers`.
 
         Returns:
             False, and nothing is planned, if it differs in more, or has tables that must be converted or checked.
@@ -164,13 +181,20 @@ class Planner:
         plan = self._current
         if plan is None or layer != plan.layer or tuple(map(type, layer)) != plan.layer_types:
             return False
-        pages = plan.kv.like(indptr, indices, per_request)  # type: ignore[union-attr]
-        if pages is None:
+        kv, qo = plan.kv.like(*tables), plan.qo
+        if qo_indptr is not qo.indptr:
+            qo = qo.like(qo_indptr)  # type: ignore[assignment]
+        if qo is None or kv is None or qo.indptr.numel() != kv.indptr.numel():
             return False
-        own, names = self.__dict__, self._kv_buffers
-        own[names[0]], own[names[1]], own[names[2]] = indptr, indices, per_request
-        self._current = tuple.__new__(Plan, (*plan[:2], pages, *plan[3:]))  # Plan(...) takes twice as long
-        self._replays.move()
+        if max_q_len == plan.max_q_len:
+            self._current = tuple.__new__(Plan, (plan[0], qo, kv, *plan[3:]))  # Plan(...) takes twice as long
+            self._replays.move()
+        else:
+            family, sizes = self._choose(plan.spec, max_q_len), (qo, kv, None, None, max_q_len)
+            self.planned = make_plan(plan.spec, *sizes, plan.layer, plan.backend, family, self._workspace)
+        own, self._qo_indptr_buf = self.__dict__, qo.indptr
+        for name, x in zip(self._kv_buffers, tables):  # noqa: B905  (strict takes longer)
+            own[name] = x
         return True
 
     def _commit(
@@ -186,20 +210,28 @@ class Planner:
         """Check a batch's layer, keep its tables, take memory, and make the plan.
 
         Args:
-            qo, kv, mask: as the caller gave them, on the host or on a device.
+            qo, kv, mask: as the caller gave them, on the host or on a device. Whether the layer is causal is up to the
+                mask or the items, if there are any.
             max_q_len: the most query tokens that a request has, 0 if it is not known.
 
         Raises:
             ValueError: a layer that nobody can compute, or a buffer that is too small.
         """
+        if mask is not None or items is not None:
+            layer = layer._replace(causal=items is not None)
         spec = layer.spec(mask is not None, items is not None)
-        family = registry.family(registry.choose(spec, self.device, self._family, max_q_len))
-        qo, kv = self._hold_rows(qo, self._qo_buffer, non_blocking), self._hold_keys(kv, non_blocking)
+        family = self._choose(spec, max_q_len)
+        qo, kv = self._hold_rows(qo, "_qo_indptr_buf", non_blocking), self._hold_keys(kv, non_blocking)
         mask = None if mask is None else self._hold_mask(mask)
-        fixed = self.checking or self._use_cuda_graph or spec.batch_invariant  # each plan of these does all its work
+        # With one of these, a plan depends on more than its layer, the longest request and the shapes of its tables.
+        more = self.checking or self._use_cuda_graph or spec.batch_invariant or spec.custom_mask or spec.items
         self.planned = make_plan(
-            spec, qo, kv, mask, items, max_q_len, None if fixed else layer, self._family, family, self._workspace
+            spec, qo, kv, mask, items, max_q_len, None if more else layer, self._family, family, self._workspace
         )
+
+    def _choose(self, spec: AttentionSpec, max_q_len: int) -> Family:
+        """The kernel family of a plan; ValueError if nobody can compute the layer."""
+        return registry.family(registry.choose(spec, self.device, self._family, max_q_len))
 
     def _replan(self, **changes: Any) -> None:
         """Change the plan's layer by the arguments that the deprecated forward() repeats; None is the default."""

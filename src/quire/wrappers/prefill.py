@@ -8,11 +8,13 @@ from torch import Tensor
 
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
-from quire.definition.pages import PageTable, RaggedLayout
+from quire.definition.pages import PageTable, RaggedLayout, table
 from quire.definition.spec import check
 from quire.definition.tensors import check_optional, check_tensors
+from quire.wrappers.arguments import LayerArgs
 from quire.wrappers.base import AttentionWrapper
 from quire.wrappers.buffers import fixed_batch
+from quire.wrappers.plan import longest_request
 
 
 class PrefillWrapper(AttentionWrapper):
@@ -26,15 +28,22 @@ class PrefillWrapper(AttentionWrapper):
             options["head_dim_qk"] = head_dim
         self.plan(*args, **options)
 
-    def _query_rows(self, qo_indptr: Tensor) -> RaggedLayout:
-        """The query rows of a new plan.
-
-        Raises:
-            RuntimeError: a captured graph reads the tables of the last plan.
-            ValueError: another batch size than that of the wrapper's buffers for CUDA graphs.
-        """
+    def _plan_lengths(
+        self, layer: LayerArgs, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor
+    ) -> None:
+        """Plan a batch over pages from the requests' lengths in tokens, as `quire.attention.BatchAttention.plan`."""
         if self._capture.captured:
             self._capture.begin_plan(type(self).__name__)
+        longest = longest_request(qo_indptr, None, self._use_cuda_graph, self.device)
+        if self._plan_again(layer, longest, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+            return
+        check_tensors(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
+        pages = self._pages_of_lengths(kv_indptr, kv_indices, kv_len_arr, layer.page_size, "kv_len_arr")
+        qo = self._query_rows(table(qo_indptr, "qo_indptr", pages.batch_size + 1))
+        self._commit(layer, qo, pages, max_q_len=longest)
+
+    def _query_rows(self, qo_indptr: Tensor) -> RaggedLayout:
+        """The query rows of a new plan; ValueError for another batch size than that of the buffers for CUDA graphs."""
         if self._use_cuda_graph:
             fixed_batch(self._qo_indptr_buf, "qo_indptr_buf", len(qo_indptr) - 1, extra=1)
         return self._rows(qo_indptr)

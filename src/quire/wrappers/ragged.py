@@ -98,35 +98,28 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
         The other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
-        refuse(v_indptr=v_indptr, o_indptr=o_indptr)
-        qo_indptr = table(qo_indptr, "qo_indptr")
-        kv_indptr = table(kv_indptr, "kv_indptr", qo_indptr.shape[0])
-        qo, kv = self._query_rows(qo_indptr), self._rows(kv_indptr)
-        if self._use_cuda_graph:
-            fixed_batch(self._kv_indptr_buf, "kv_indptr_buf", kv.batch_size, extra=1)
+        if self._capture.captured:
+            self._capture.begin_plan(type(self).__name__)
+        if v_indptr is not None or o_indptr is not None:
+            refuse(v_indptr=v_indptr, o_indptr=o_indptr)
         if o_data_type is None and as_dtype(q_data_type, "q_data_type") in FLOATS8:
             o_data_type = torch.bfloat16
+        # By position, in the order of LayerArgs, since 20 keywords would take a microsecond.
+        layer = LayerArgs._make((
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, 0, 0, q_data_type, kv_data_type, o_data_type,
+            bool(causal), window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
+            () if alibi_slopes is None else as_slopes(alibi_slopes),
+            self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, window_right,
+        ))  # fmt: skip
+        plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
+        if plain and self._plan_again(layer, 0, qo_indptr, kv_indptr):
+            return
+        qo_indptr = table(qo_indptr, "qo_indptr")
+        qo, kv = self._query_rows(qo_indptr), self._rows(table(kv_indptr, "kv_indptr", qo_indptr.shape[0]))
+        if self._use_cuda_graph:
+            fixed_batch(self._kv_indptr_buf, "kv_indptr_buf", kv.batch_size, extra=1)
         mask = self._pack_mask(custom_mask, packed_custom_mask, qo, kv)
         items = self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
-        layer = LayerArgs(
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            head_dim_vo,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            causal=(causal and mask is None) or items is not None,
-            window_left=window_left,
-            window_right=window_right,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            pos_encoding=pos_encoding_mode,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            slopes=as_slopes(alibi_slopes),
-            batch_invariant=self.invariant or disable_split_kv or (fixed_split_size or 0) > 0,
-        )
         self._commit(layer, qo, kv, mask, items, non_blocking=non_blocking)
 
     def run(

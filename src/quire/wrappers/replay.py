@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.tensors import outputs
-from quire.kernels.call import Replay
+from quire.kernels.call import Keys, Replay
 from quire.wrappers.capture import CaptureGuard
 from quire.wrappers.plan import Plan
 
 Result = Tensor | tuple[Tensor, Tensor]
 Key = tuple[Any, ...]
-# (replay, whether the output has q's shape and dtype, bytes from k to v in memory, the table that the launch reads)
-Entry = tuple[Replay, bool, int, PageTable | RaggedLayout]
+# (replay, whether the output has q's shape and dtype, bytes from k to v in memory, the keys that the launch reads)
+Entry = tuple[Replay, bool, int, Keys]
 
 
 class ReplayCache:
@@ -32,8 +31,8 @@ class ReplayCache:
     - Only runs on a GPU are kept, and only where the kernel family says that its launch may be repeated. Runs that
       torch.compile traces, that would need gradients, that check the contents of tables, or whose device is not the
       current one go through all checks.
-    - A new plan forgets all runs (`forget`), unless it differs from the last in its page table alone (`move`). Then
-      runs are kept, and the launch is changed to read the new table when it is next found.
+    - A new plan forgets all runs (`forget`), unless it differs from the last in its tables alone (`move`). Then the
+      runs of one plan are kept, and a launch is changed to read the new tables when it is next found.
     - A launch is not repeated at addresses that are not aligned as the kernel was compiled for: `lookup` then finds
       nothing, and the run is computed and kept anew.
     """
@@ -46,13 +45,14 @@ class ReplayCache:
     def forget(self) -> None:
         """Forget all runs."""
         self.current: dict[Key, Entry] = {}  # runs of the last plan
-        self.earlier: dict[Key, Entry] = {}  # runs of plans before it, which read other page tables
+        self.earlier: dict[Key, Entry] = {}  # runs of a plan before it, which read other tables
 
     def move(self) -> None:
-        """Keep the runs for a plan that has another page table."""
+        """Keep the runs for a plan that has other tables. Those of a plan before it, which were not found again, are
+        forgotten: their queries may have had another shape in each plan.
+        """
         if self.current:
-            self.earlier.update(self.current)
-            self.current = {}
+            self.earlier, self.current = self.current, {}
 
     def lookup(
         self,
@@ -107,12 +107,12 @@ class ReplayCache:
         return key, self._launch(found, plan, q, k, v, out, lse, sinks, return_lse, q_pe, k_pe)
 
     def _moved(self, key: Key, plan: Plan) -> Entry | None:
-        """A run of an earlier plan, changed to read the page table of this one."""
+        """A run of an earlier plan, changed to read the tables of this one."""
         found = self.earlier.pop(key, None)
         if found is None:
             return None
         replay, alike, v_offset, kv = found
-        moved = replay.moved(kv, plan.kv)  # type: ignore[arg-type]
+        moved = replay.moved(kv, plan.qo, plan.kv)
         if moved is None:
             return None
         entry = self.current[key] = moved, alike, v_offset, plan.kv

@@ -12,9 +12,9 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from quire.definition.pages import PageTable
+from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import FLOATS
-from quire.kernels.call import Call
+from quire.kernels.call import Call, Keys
 
 
 @triton.jit
@@ -37,11 +37,18 @@ class LaunchReplay:
     max_entries: int | None = None
 
     def __init__(
-        self, compiled: Any, programs: int, others: tuple[Tensor | None, ...], rest: tuple[Any, ...], entries: int
+        self,
+        compiled: Any,
+        programs: int,
+        others: tuple[Tensor | None, ...],
+        rest: tuple[Any, ...],
+        tables: int,
+        entries: int,
     ) -> None:
-        """entries: the index into (*others, *rest) of the number of page ids."""
-        self._others, self._entries = others, entries
-        self._tables_at: tuple[int, ...] | None = None  # where others has a page table's tensors, once `moved` knows
+        """tables: the index into others of the query rows' indptr, before the page table's indptr, per_request and
+        indices; entries: the index into (*others, *rest) of the number of page ids.
+        """
+        self._others, self._tables, self._entries = others, tables, entries
         self._rest = (*(None if x is None else x.data_ptr() for x in others), *rest)
         self._grid, self._run = (programs, 1, 1), compiled.run
         self._handle: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -62,22 +69,19 @@ class LaunchReplay:
         self._run(*self._grid, stream, *self._handle, q, q_pe, k, v, k_pe, out, lse, sinks, *self._rest)
         return True
 
-    def moved(self, table: PageTable, other: PageTable) -> LaunchReplay | None:
-        """A replay that reads page table `other` in place of `table`, for as many requests. None if the launch did not
-        read table's page ids, or if `other` is of another kind or has more than max_entries.
+    def moved(self, table: Keys, rows: RaggedLayout, other: Keys) -> LaunchReplay | None:
+        """A replay that reads query rows `rows`, and page table `other` in place of `table`. None if the launch did not
+        read table's page ids, or if `other` is of another kind or batch size, or has more than max_entries.
         """
-        entries = other.indices.shape[0]
-        if self._rest[self._entries] != table.indices.shape[0]:
+        if not isinstance(table, PageTable) or type(other) is not type(table):
             return None
-        if type(other) is not type(table) or (self.max_entries is not None and entries > self.max_entries):
+        i, entries, others, rest = self._tables, other.indices.shape[0], list(self._others), list(self._rest)
+        if rest[self._entries] != table.indices.shape[0] or rows.indptr.shape != others[i].shape:  # type: ignore[union-attr]
             return None
-        others, rest = list(self._others), list(self._rest)
-        rest[self._entries] = entries
-        if self._tables_at is None:
-            read = table.indptr, table.indices, table.per_request
-            self._tables_at = tuple(next(i for i, x in enumerate(others) if x is y) for y in read)
-        for i, x in zip(self._tables_at, (other.indptr, other.indices, other.per_request), strict=True):
-            others[i], rest[i] = x, x.data_ptr()
+        if self.max_entries is not None and entries > self.max_entries:
+            return None
+        read = rows.indptr, other.indptr, other.per_request, other.indices
+        others[i : i + 4], rest[i : i + 4], rest[self._entries] = read, [x.data_ptr() for x in read], entries
         replay = object.__new__(LaunchReplay)  # copy() takes longer than this whole method
         replay.__dict__.update(self.__dict__, _others=tuple(others), _rest=tuple(rest))
         return replay
@@ -93,7 +97,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, constants: Any, **options: int) -> None:
         self._kernel, self._constants, self._options = kernel, constants, options
-        self._entries = kernel.arg_names.index("entries")
+        self._tables, self._entries = (kernel.arg_names.index(name) for name in ("qo_indptr", "entries"))
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -108,7 +112,8 @@ class Launcher:
 
         Args:
             tensors: those that a replay replaces; the kernel is compiled for the alignment of the first NUM_ALIGNED.
-            others: tensors for whose alignment it is not compiled, except for the first.
+            others: tensors for whose alignment it is not compiled, except for the first. Among them are, one after
+                another, the query rows' indptr and the page table's indptr, per_request and indices.
             numbers: numbers that the kernel is not compiled for.
             strides: numbers that it is compiled for.
 
@@ -126,14 +131,14 @@ class Launcher:
             low_bits |= address or 0
         dtypes = tuple(None if x is None else x.dtype for x in (*tensors, *others))
         key = (low_bits & 15, device, strides, dtypes)
-        compiled = self._compiled.get(key)
+        compiled, at = self._compiled.get(key), (self._tables - len(tensors), self._entries - len(tensors))
         if compiled is None:
             compiled = self._kernel[(programs,)](*tensors, *others, *rest, **self._options)
             if low_bits & 15 or compiled is None:
                 return None
             self._compiled[key] = compiled
-            return LaunchReplay(compiled, programs, others, rest, self._entries - len(tensors))
-        replay = LaunchReplay(compiled, programs, others, rest, self._entries - len(tensors))
+            return LaunchReplay(compiled, programs, others, rest, *at)
+        replay = LaunchReplay(compiled, programs, others, rest, *at)
         replay(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type, call-arg]
         return replay
 
