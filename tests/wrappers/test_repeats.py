@@ -12,6 +12,7 @@ import quire
 from quire.definition import PageTable
 from quire.definition.pages import LengthTable, RaggedLayout
 from quire.kernels import registry
+from quire.wrappers.plan import longest_request
 
 launch = pytest.importorskip("quire.kernels.gpu.launch")
 
@@ -340,6 +341,23 @@ def test_a_prefill_with_another_longest_request(computed, monkeypatch):
         with pytest.raises(ValueError, match="max_token_per_sequence = "):
             case.plan(max_token_per_sequence=wrong)
         assert case.wrapper.planned.max_q_len == most
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_longest_request_is_known_where_rows_lie_on_the_host(dtype):
+    """Unless graphs are to be replayed with others, or kernels do not ask."""
+    rows, cuda = torch.tensor([0, 3, 3, 10, 11], dtype=dtype), torch.device("cuda")
+    assert longest_request(rows, None, False, cuda) == 7
+    assert longest_request(rows, 9, False, cuda) == 9
+    assert longest_request(rows[:1], None, False, cuda) == 0
+    for given, graph, device in ((None, True, "cuda"), (None, False, "cpu"), (9, True, "cuda"), (2, False, "cpu")):
+        assert longest_request(rows, given, graph, torch.device(device)) == (given or 0)
+    assert longest_request(rows.to("meta"), None, False, cuda) == 0
+    with pytest.raises(ValueError, match=r"max_token_per_sequence = 6 is not supported: an integer, no less than 7"):
+        longest_request(rows, 6, False, cuda)
+    for wrong in (rows[:, None], rows.float(), rows[:0]):
+        with pytest.raises(ValueError, match="qo_indptr is"):
+            longest_request(wrong, None, False, cuda)
 
 
 @PREFILLS

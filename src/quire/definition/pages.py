@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,10 +45,10 @@ def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
     return x
 
 
-def refuse_first(bad: Tensor, name: str, values: Tensor, bound: str) -> None:
+def refuse_first(bad: Tensor | np.ndarray, name: str, values: Tensor | np.ndarray, bound: str) -> None:
     """Raise a ValueError that names the first entry of a host table for which `bad` is set, if there is one."""
     if bool(bad.any()):
-        i = int(bad.nonzero()[0])
+        i = int(np.flatnonzero(bad)[0])
         raise ValueError(f"{name}[{i}] = {int(values[i])} is out of range: {bound}")
 
 
@@ -105,14 +106,15 @@ def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name
     """Refuse a host indptr that starts below 0, decreases anywhere, or ends beyond `total`."""
     if not indptr.is_cpu:
         return
-    if int(indptr[0]) < 0:
-        raise ValueError(f"{name}[0] = {int(indptr[0])}: an indptr starts at 0")
-    falls = indptr[1:] < indptr[:-1]
-    if bool(falls.any()):
-        i = int(falls.nonzero()[0])
-        raise ValueError(f"{name} falls at request {i}, from {int(indptr[i])} to {int(indptr[i + 1])}")
-    if total is not None and int(indptr[-1]) > total:
-        raise ValueError(f"{name}[-1] = {int(indptr[-1])} is beyond {total_name} = {total}")
+    offsets = indptr.numpy()  # whose operations take a fifth of the time
+    if offsets[0] < 0:
+        raise ValueError(f"{name}[0] = {offsets[0]}: an indptr starts at 0")
+    falls = offsets[1:] < offsets[:-1]
+    if falls.any():
+        i = int(falls.argmax())
+        raise ValueError(f"{name} falls at request {i}, from {offsets[i]} to {offsets[i + 1]}")
+    if total is not None and offsets[-1] > total:
+        raise ValueError(f"{name}[-1] = {offsets[-1]} is beyond {total_name} = {total}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,11 +196,11 @@ class PageTable:
             self._check_values()
 
     def _check_values(self) -> None:
-        check_indptr(self.indptr, "kv_indptr", len(self.indices), "the number of kv_indices")
-        used = self.indptr.diff() > 0
-        last, size = self.last_page_len, self.page_size
+        check_indptr(self.indptr, "kv_indptr", self.indices.shape[0], "the number of kv_indices")
+        indptr, last, size = self.indptr.numpy(), self.last_page_len.numpy(), self.page_size
+        used = indptr[1:] > indptr[:-1]
         refuse_first(used & ((last < 1) | (last > size)), "kv_last_page_len", last, f"1 to page_size = {size}")
-        pages = self.indices[self.indptr[0] : self.indptr[-1]]
+        pages = self.indices.numpy()[indptr[0] : indptr[-1]]
         refuse_first(pages < 0, "kv_indices", pages, "page ids start at 0")
 
     @cached_property

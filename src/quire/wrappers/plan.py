@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
-from quire.definition.pages import PageTable, RaggedLayout
+from quire.definition.pages import PageTable, RaggedLayout, table
 from quire.definition.spec import AttentionSpec, check, is_int
 from quire.definition.tensors import as_scale, check_lse, check_qkv, check_tensor, outputs
 from quire.kernels import registry
@@ -94,9 +94,9 @@ class Plan(NamedTuple):
         if wanted and not plain:
             lse: Tensor | None = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
             check_lse(args.lse, q.shape[:2], args.lse_base, args.lse_layout, device)
-            out, _ = outputs(len(q), spec, device, args.out, None, False)
-        else:
-            out, lse = outputs(len(q), spec, device, args.out, args.lse, wanted)
+            out, _ = outputs(q.shape[0], spec, device, args.out, None, False)
+        else:  # len() of a tensor takes microseconds
+            out, lse = outputs(q.shape[0], spec, device, args.out, args.lse, wanted)
         call = Call(
             q, k, v, self.qo, self.kv, spec, self.mask, args.sinks, *scales, self.items, q_pe, k_pe, pe_gain,
             self.max_q_len, self.float_workspace, self.int_workspace,
@@ -150,11 +150,12 @@ def longest_request(qo_indptr: Tensor, given: int | None, use_cuda_graph: bool, 
     a captured graph too; or 0.
 
     Raises:
-        ValueError: what is given is no int, or too small.
+        ValueError: what is given is no int, or too small; an indptr on the host that is none.
     """
-    on_host = isinstance(qo_indptr, Tensor) and qo_indptr.is_cpu
-    free = on_host and device.type == "cuda" and qo_indptr.numel() > 1 and not use_cuda_graph
-    known = int(qo_indptr.diff().max()) if free else 0
+    known = 0
+    if isinstance(qo_indptr, Tensor) and qo_indptr.is_cpu and device.type == "cuda" and not use_cuda_graph:
+        rows = table(qo_indptr, "qo_indptr").numpy()
+        known = int((rows[1:] - rows[:-1]).max(initial=0))
     if given is not None:
         fits = is_int(given) and given >= known
         check(fits, "max_token_per_sequence", given, f"an integer, no less than {known}")
