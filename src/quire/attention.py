@@ -115,7 +115,8 @@ class BatchAttention(CompositeWrapper):
             RuntimeError: nothing has been planned.
             ValueError: a tensor that does not fit the plan, or a soft cap where none was planned.
         """
-        refuse(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        if not (profiler_buffer is kv_cache_sf is None):
+            refuse(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         check_cache(kv_cache, "kv_cache")
         capped = logits_soft_cap > 0
         if capped:

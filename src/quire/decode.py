@@ -239,19 +239,19 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             ValueError: a tensor that does not fit the plan, or, in grad mode, one of q, k, v, out and lse that requires
                 grad; sinks and scales are detached.
         """
+        if not (kv_cache_sf is skip_softmax_threshold_scale_factor is None):
+            refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if args or self._sink_by_position:
             return_lse = bool(args[3]) if len(args) == 4 else return_lse
             q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
                 args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
         options = (
-            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req, kv_cache_sf,
-            skip_softmax_threshold_scale_factor,
+            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req,
         )  # fmt: skip
         key, done = self._replays.lookup(self._current, q, paged_kv_cache, out, lse, sinks, return_lse, options)
         if done is not None:
             return done
-        refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         plan = self.require_plan()
         check_tensors(q=q)
         q_len, rows = plan.max_q_len, plan.qo.batch_size * plan.max_q_len

@@ -207,20 +207,20 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
         The other arguments, results and errors are those of `BatchDecodeWithPagedKVCacheWrapper.run`.
         """
+        if not (kv_cache_sf is skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None):
+            refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+            refuse(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
         if args or self._sink_by_position:
             return_lse = bool(args[3]) if len(args) == 4 else return_lse
             q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
                 args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
         options = (
-            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, kv_cache_sf,
-            skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress,
+            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout,
         )  # fmt: skip
         key, done = self._replays.lookup(self._current, q, paged_kv_cache, out, lse, sinks, return_lse, options)
         if done is not None:
             return done
-        refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
-        refuse(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
         self.require_plan()
         k, v = self._split_cache(paged_kv_cache)
         given = RunArgs(

@@ -135,9 +135,10 @@ def check_tensor(
     """
     if not isinstance(x, Tensor):
         check_tensors(**{name: x})
-    if x.ndim != len(shape) or any(
-        want is not None and have != want for have, want in zip(x.shape, shape, strict=True)
-    ):
+    fits = x.ndim == len(shape)
+    for size, want in zip(x.shape, shape):  # noqa: B905  (lengths have been compared)
+        fits = fits and (want is None or size == want)
+    if not fits:
         wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be {wanted}")
     if dtype is None:

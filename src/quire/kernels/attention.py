@@ -59,7 +59,10 @@ def attend(
     else:
         refuse_grad(q_nope=call.q, q_pe=call.q_pe, ckv_cache=call.k, kpe_cache=call.k_pe)
     if not traced(call.q):
-        return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
+        if torch.is_inference_mode_enabled():  # entering inference mode takes microseconds
+            return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
+        with torch.inference_mode():
+            return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
     kv, mask, items = call.kv, call.mask, call.items
     q_scale, k_scale, v_scale, numbers = _split_scales(call.q_scale, call.k_scale, call.v_scale)
     _attend_op(
@@ -113,7 +116,6 @@ def _join_scales(
     )
 
 
-@torch.inference_mode()  # sinks and scales may be parameters, and what is written to may be an inference tensor
 def _compute(
     call: Call,
     out: Tensor,
@@ -123,7 +125,9 @@ def _compute(
     logits_soft_cap: float | None,
     sm_scale: float | None,
 ) -> Replay | None:
-    """Check what lies on the host against the tensors' sizes, apply the run's overrides, and dispatch the call."""
+    """Check what lies on the host against the tensors' sizes, apply the run's overrides, and dispatch the call. In
+    inference mode, as sinks and scales may be parameters, and what is written to may be an inference tensor.
+    """
     spec, rows = call.spec, call.qo.indptr
     if rows.device.type == "cpu":
         check(
@@ -133,7 +137,7 @@ def _compute(
             f"at least qo_indptr[-1] = {int(rows[-1])} tokens",
         )
     if isinstance(call.kv, PageTable):
-        call.kv.check_pool(len(call.k))
+        call.kv.check_pool(call.k.shape[0])
     elif call.kv.indptr.device.type == "cpu":
         end = int(call.kv.indptr[-1])
         check(len(call.k) >= end, "k.shape", list(call.k.shape), f"at least kv_indptr[-1] = {end} tokens")
@@ -208,7 +212,8 @@ def _attend_op(
         max_q_len=max_q_len,
         int_workspace=int_workspace,
     )
-    _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
+    with torch.inference_mode():
+        _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
 
 
 def attend_one(

@@ -153,18 +153,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
         The other arguments, results and errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
+        if kv_cache_sf is not None:
+            refuse(kv_cache_sf=kv_cache_sf)
         if args or self._sink_by_position:
             q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
                 args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
         options = (
             q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale,
-            kv_cache_sf,
         )  # fmt: skip
         key, done = self._replays.lookup(self._current, q, (k, v), out, lse, sinks, return_lse, options)
         if done is not None:
             return done
-        refuse(kv_cache_sf=kv_cache_sf)
         spec = self.require_plan().spec
         k, v = as_nhd(k, self._kv_layout, "k"), as_nhd(v, self._kv_layout, "v")
         if o_scale is not None:

@@ -49,7 +49,7 @@ class LaunchReplay:
         indices; entries: the index into (*others, *rest) of the number of page ids.
         """
         self._others, self._tables, self._entries = others, tables, entries
-        self._rest = (*(None if x is None else x.data_ptr() for x in others), *rest)
+        self._rest = (*[None if x is None else x.data_ptr() for x in others], *rest)
         self._grid, self._run = (programs, 1, 1), compiled.run
         self._handle: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
         if DIRECT and compiled.run.global_scratch_size == compiled.run.profile_scratch_size == 0:
@@ -129,7 +129,7 @@ class Launcher:
         low_bits = 0
         for address in (*addresses[:NUM_ALIGNED], None if others[0] is None else others[0].data_ptr()):
             low_bits |= address or 0
-        dtypes = tuple(None if x is None else x.dtype for x in (*tensors, *others))
+        dtypes = tuple([None if x is None else x.dtype for x in (*tensors, *others)])  # a generator takes twice as long
         key = (low_bits & 15, device, strides, dtypes)
         compiled, at = self._compiled.get(key), (self._tables - len(tensors), self._entries - len(tensors))
         if compiled is None:
@@ -194,4 +194,4 @@ def is_aligned(x: Tensor, dims: int, step: int = 16) -> bool:
 
 def extent_in_elements(x: Tensor) -> int:
     """The distance of a tensor's first element from its last in memory, in elements."""
-    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)])
