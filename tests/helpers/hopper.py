@@ -26,6 +26,6 @@ class Recorded:
     def __init__(self, kernel, constants, **options):
         self.names, self.constants = kernel.arg_names, constants
 
-    def __call__(self, programs, tensors, others, numbers, strides):
+    def __call__(self, programs, tensors, others, numbers, strides, matrices=None):
         values = (*tensors, *others, *numbers, *strides, self.constants)
-        Recorded.last = {"programs": programs, **dict(zip(self.names, values, strict=True))}
+        Recorded.last = {"programs": programs, "matrices": matrices, **dict(zip(self.names, values, strict=True))}

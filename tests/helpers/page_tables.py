@@ -19,3 +19,9 @@ def table(rows: list[list[int]], page_size: int = 16, last: int | None = None) -
 
 def rows(kv: PageTable) -> list[list[int]]:
     return [kv.indices[a:b].tolist() for a, b in pairwise(kv.indptr.tolist())]
+
+
+def empty_table(entries: int, device: str = "cpu") -> PageTable:
+    """The page table of two requests with `entries` page ids together, all 0, and one token in their last pages."""
+    counts = torch.tensor([0, entries // 2, entries], dtype=torch.int32, device=device)
+    return PageTable(counts, torch.zeros(entries, dtype=torch.int32, device=device), counts[1:] * 0 + 1, 16)

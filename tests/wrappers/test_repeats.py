@@ -9,94 +9,10 @@ import pytest
 import torch
 
 import quire
-from quire.definition import PageTable
-from quire.definition.pages import LengthTable, RaggedLayout
+from helpers.page_tables import empty_table
+from quire.definition.pages import LengthTable
 from quire.kernels import registry
 from quire.wrappers.plan import longest_request
-
-launch = pytest.importorskip("quire.kernels.gpu.launch")
-
-
-def table_of(entries: int, device: str = "cpu") -> PageTable:
-    counts = torch.tensor([0, entries // 2, entries], dtype=torch.int32, device=device)
-    return PageTable(counts, torch.zeros(entries, dtype=torch.int32, device=device), counts[1:] * 0 + 1, 16)
-
-
-def rows_of(batch_size: int = 2) -> RaggedLayout:
-    return RaggedLayout(torch.zeros(batch_size + 1, dtype=torch.int32))
-
-
-class Compiled:
-    """A kernel that only keeps what it is launched with."""
-
-    function = packed_metadata = "the kernel"
-    global_scratch_size, profile_scratch_size = 1, 0
-
-    def __init__(self):
-        self.run, self.launched = self, []
-
-    def __call__(self, *given):
-        self.launched.append(given[-6:])
-
-
-def read(rows: RaggedLayout, table: PageTable) -> tuple[torch.Tensor, ...]:
-    """The tables of a launch, in its order."""
-    return rows.indptr, table.indptr, table.per_request, table.indices
-
-
-def launched(rows: RaggedLayout, table: PageTable, compiled: Compiled | None = None, entries: int | None = None):
-    """The replay of a launch over these tables."""
-    numbers = (len(table.indices) if entries is None else entries, 0.5)
-    others = (torch.zeros(4), *read(rows, table))
-    return launch.LaunchReplay(compiled or Compiled(), 1, others, numbers, tables=1, entries=5)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_launch_over_other_tables(shared):
-    """Their addresses and their number of page ids take the first ones' places; all else stays. One tensor may have
-    been both the query rows' offsets and those of the pages.
-    """
-    first, second, compiled = table_of(8), table_of(20), Compiled()
-    rows = (RaggedLayout(first.indptr) if shared else rows_of(), rows_of())
-    repeat = launched(rows[0], first, compiled)
-    moved = repeat.moved(first, rows[1], second)
-    for which in (repeat, moved, moved.moved(second, rows[0], first)):
-        assert which(0, None, 0, 0, None, 0, None, None, 0)
-    expected = [(*read(rows[0], first), 8), (*read(rows[1], second), 20), (*read(rows[0], first), 8)]
-    assert [x[:4] for x in compiled.launched] == [tuple(t.data_ptr() for t in x[:4]) for x in expected]
-    assert [x[4:] for x in compiled.launched] == [(x[4], 0.5) for x in expected]
-    assert not repeat(0, None, 8, 0, None, 0, None, None, 0), "an address that is not aligned"
-
-
-def test_launches_that_are_not_moved():
-    """Those that read no pages or ragged rows, and over other numbers of requests."""
-    first, second, rows = table_of(8), table_of(20), rows_of()
-    assert launched(rows, first, entries=0).moved(first, rows, second) is None
-    assert launched(rows, first).moved(first, rows_of(3), second) is None
-    assert launched(rows, first).moved(rows, rows, rows) is None
-    assert launched(rows, first).moved(first, rows, second) is not None
-
-
-def test_a_launch_with_programs_for_few():
-    first, second, rows = table_of(8), table_of(20), rows_of()
-    repeat = launched(rows, first)
-    repeat.max_entries = 19
-    assert repeat.moved(first, rows, second) is None
-    repeat.max_entries = 20
-    assert repeat.moved(first, rows, second).max_entries == 20
-
-
-def test_a_launch_that_read_lengths():
-    """It goes on with lengths, and only with those."""
-    plain, lengths = table_of(20), [torch.tensor(x, dtype=torch.int32) for x in ([5, 64], [17, 3])]
-    tables = zip((table_of(8), plain), lengths, strict=True)
-    first, second = (LengthTable.of(t.indptr, t.indices, x, 16, "kv_lens") for t, x in tables)
-    compiled, rows = Compiled(), rows_of()
-    repeat = launched(rows, first, compiled)
-    assert repeat.moved(first, rows, second)(0, None, 0, 0, None, 0, None, None, 0)
-    assert compiled.launched[0][1:4] == tuple(x.data_ptr() for x in (second.indptr, second.kv_lens, second.indices))
-    assert repeat.moved(first, rows, plain) is None
-    assert launched(rows, plain).moved(plain, rows, first) is None
 
 
 class Repeat:
@@ -138,7 +54,7 @@ def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
     cache = torch.empty(9, 2, 16, 2, 64, dtype=bf16, device="meta")
 
     def plan(entries, **changes):
-        table = table_of(entries, "meta")
+        table = empty_table(entries, "meta")
         wrapper.plan(table.indptr, table.indices, table.last_page_len, 4, 2, 64, 16, q_data_type=bf16, **changes)
         return wrapper.planned.kv
 
@@ -164,7 +80,7 @@ def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
 @pytest.mark.parametrize("kind", [float, np.int64, bool])
 def test_what_equals_an_argument_has_not_been_checked(kind, computed):
     """Neither as a plan's, nor as a run's."""
-    wrapper, table = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta")), table_of(8, "meta")
+    wrapper, table = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta")), empty_table(8, "meta")
     wrapper._replays.enabled = True
     q, cache = torch.empty(2, 1, 64, device="meta"), torch.empty(9, 2, 16, 1, 64, device="meta")
     given = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 64, "page_size": 16, "window_left": 1}
@@ -415,7 +331,7 @@ def test_plans_of_latent_caches_repeat_runs(computed):
     rows = torch.empty(3, dtype=torch.int32, device="meta")
 
     def runs(entries, rows=rows, sm_scale=0.1):
-        table = table_of(entries, "meta")
+        table = empty_table(entries, "meta")
         lengths = torch.empty(2, dtype=torch.int32, device="meta")
         first.clear(), again.clear()
         wrapper.plan(rows, table.indptr, table.indices, lengths, 4, 512, 64, 16, True, sm_scale, bf16, bf16)

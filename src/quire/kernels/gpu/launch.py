@@ -15,6 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import FLOATS
 from quire.kernels.call import Call, Keys
+from quire.kernels.gpu.tma import Matrix, descriptors
 
 
 @triton.jit
@@ -44,9 +45,11 @@ class LaunchReplay:
         rest: tuple[Any, ...],
         tables: int,
         entries: int,
+        matrices: tuple[Matrix, Matrix] | None = None,
     ) -> None:
         """tables: the index into others of the query rows' indptr, before the page table's indptr, per_request and
-        indices; entries: the index into (*others, *rest) of the number of page ids.
+        indices; entries: the index into (*others, *rest) of the number of page ids; matrices: of k and v, if the kernel
+        loads them by TMA.
         """
         self._others, self._tables, self._entries = others, tables, entries
         self._rest = (*[None if x is None else x.data_ptr() for x in others], *rest)
@@ -58,6 +61,10 @@ class LaunchReplay:
             launcher, self._run = compiled.run, compiled.run.launch
             modes = (launcher.launch_cooperative_grid, launcher.launch_pdl)
             self._handle = (compiled.function, *modes, None, None, compiled.packed_metadata, None, None, None)
+        self._descriptors = None
+        if matrices is not None:
+            self._descriptors = descriptors(compiled, matrices)
+            self._run = self._descriptors.launch
 
     def __call__(
         self, q: int, q_pe: int | None, k: int, v: int, k_pe: int | None, out: int, lse: int | None, sinks: int | None,
@@ -66,7 +73,8 @@ class LaunchReplay:
         """Launch with these addresses in place of the first tensors; False, without a launch, if one is not aligned."""
         if (q | k | v | out | (q_pe or 0) | (k_pe or 0)) & 15:
             return False
-        self._run(*self._grid, stream, *self._handle, q, q_pe, k, v, k_pe, out, lse, sinks, *self._rest)
+        kv = (k, v) if self._descriptors is None else self._descriptors(k, v)
+        self._run(*self._grid, stream, *self._handle, q, q_pe, *kv, k_pe, out, lse, sinks, *self._rest)
         return True
 
     def moved(self, table: Keys, rows: RaggedLayout, other: Keys) -> LaunchReplay | None:
@@ -107,6 +115,7 @@ class Launcher:
         others: tuple[Tensor | None, ...],
         numbers: tuple[int | float, ...],
         strides: tuple[int, ...],
+        matrices: tuple[Matrix, Matrix] | None = None,
     ) -> LaunchReplay | None:
         """Launch on the first tensor's device. The kernel's arguments are those of the tuples and then the constants.
 
@@ -116,6 +125,7 @@ class Launcher:
                 another, the query rows' indptr and the page table's indptr, per_request and indices.
             numbers: numbers that the kernel is not compiled for.
             strides: numbers that it is compiled for.
+            matrices: how TMA reads k and v, the third and the fourth tensor, if the kernel takes descriptors of them.
 
         Returns:
             the launch's replay, if it has one.
@@ -123,7 +133,7 @@ class Launcher:
         device = tensors[0].device.index  # type: ignore[union-attr]
         if not INTERPRETED and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self(programs, tensors, others, numbers, strides)
+                return self(programs, tensors, others, numbers, strides, matrices)
         rest = (*numbers, *strides, self._constants)
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         low_bits = 0
@@ -131,14 +141,19 @@ class Launcher:
             low_bits |= address or 0
         dtypes = tuple([None if x is None else x.dtype for x in (*tensors, *others)])  # a generator takes twice as long
         key = (low_bits & 15, device, strides, dtypes)
-        compiled, at = self._compiled.get(key), (self._tables - len(tensors), self._entries - len(tensors))
+        compiled = self._compiled.get(key)
+        at = self._tables - len(tensors), self._entries - len(tensors)
         if compiled is None:
-            compiled = self._kernel[(programs,)](*tensors, *others, *rest, **self._options)
-            if low_bits & 15 or compiled is None:
+            given: tuple[Any, ...] = tensors
+            if matrices is not None:
+                k, v = (m.descriptor(x) for m, x in zip(matrices, tensors[2:4], strict=True))  # type: ignore[arg-type]
+                given = (*tensors[:2], k, v, *tensors[4:])
+            compiled = self._kernel[(programs,)](*given, *others, *rest, **self._options)
+            if low_bits & 15 or compiled is None or not (DIRECT or matrices is None):
                 return None
             self._compiled[key] = compiled
-            return LaunchReplay(compiled, programs, others, rest, *at)
-        replay = LaunchReplay(compiled, programs, others, rest, *at)
+            return LaunchReplay(compiled, programs, others, rest, *at, matrices)
+        replay = LaunchReplay(compiled, programs, others, rest, *at, matrices)
         replay(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type, call-arg]
         return replay
 
