@@ -12,11 +12,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from quire.definition import AttentionSpec
 from quire.kernels.hopper.decode import host as decode_host
 from quire.kernels.hopper.mla import host as mla_host
+from quire.kernels.hopper.prefill import host as prefill_host
 from quire.kernels.triton import kernel
 from quire.kernels.triton.config import Machine, choose_block_m, make_config, tune
 
@@ -99,6 +101,31 @@ def compile_latent(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16,
     return compile_kernel(mla_host.decode_latent, "sm_90", given, num_warps=4, maxnreg=mla_host.REGISTERS)
 
 
+def compile_prefill(spec: AttentionSpec, page_size: int = 16) -> tuple[prefill_host.Config, Usage]:
+    """Compile the prefill kernel of the Hopper family for sm_90, with pages of 8 tokens and more loaded by TMA; and
+    what it is compiled for.
+    """
+    box = 0 if spec.kv_dtype.itemsize == 1 or page_size in range(1, 8) else page_size or prefill_host.block_size(spec)
+    c = prefill_host.config(spec, page_size, box, (False,) * 3 + (True, False, False, False))
+    number = _NAMES[spec.q_dtype]
+    given = dict.fromkeys(("q", "out"), f"*{number}") | dict.fromkeys("kv", f"*{_NAMES[spec.kv_dtype]}")
+    if box:
+        for x, width in (("k", c.part), ("v", c.dim)):
+            layout = gl.NVMMASharedLayout.get_default_for([box, width], gl.bfloat16)
+            given[x] = f"tensordesc<{number}[{box},{width}],{layout!r}>"
+    given |= dict.fromkeys(("counter", "qo_indptr", "kv_indptr", "last_page_len", "indices"), "*i32")
+    given |= {"lse": "*fp32", "partials": "*fp32", "q_pe": None, "k_pe": None, "sinks": "*fp32" if c.sinks else None}
+    given |= {"mask_bits": "*u8" if c.mask else None, "mask_indptr": "*i32" if c.mask else None}
+    given |= {"slopes": "*fp32" if c.alibi else None, "q_scale": None, "k_scale": None, "v_scale": None}
+    given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
+    return c, compile_kernel(prefill_host.prefill, "sm_90", given, num_warps=4)
+
+
+def disassemble(usage: Usage) -> str:
+    """The machine instructions of a kernel for an NVIDIA GPU."""
+    return _run_tool("nvdisasm", usage.asm["cubin"])
+
+
 def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:
     """A kernel whose arguments have these types ("*fp16", "fp32"), or, if not strings, these values; the rest are i32.
     Pointers, strides, which end in _token, _head, _page or _state, and all numbers in tuples are multiples of 16.
@@ -123,12 +150,16 @@ def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:
     return Usage(registers, spills, compiled.metadata.shared, limit, compiled.asm)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def _run_tool(name: str, cubin: bytes, *options: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        return subprocess.run([tool, *options, file.name], capture_output=True, text=True).stdout
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    text = _run_tool("cuobjdump", cubin, "--dump-resource-usage")
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 

@@ -327,12 +327,12 @@ def test_runs_are_captured(rng, eager):
 
 
 @pytest.mark.gpu
-def test_levels_of_more_rows_than_the_named_kernels_have_go_to_others(rng, eager):
+def test_levels_of_many_rows_are_a_prefill_of_the_named_kernels(rng, eager):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("it needs a Hopper GPU")
     batch = prefixed("cuda", requests=20, dtype=BF16)
     wrapper = plan(batch, quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper"))
-    assert [part.plan.family for part in wrapper.shared_prefix.parts] == ["hopper", "triton"]
+    assert [part.plan.family for part in wrapper.shared_prefix.parts] == ["hopper", "hopper"]
     check(batch, *run(wrapper, batch))
 
 

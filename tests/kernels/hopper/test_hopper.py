@@ -23,6 +23,7 @@ LAYERS = {
     "plain": {},
     "not causal": {"causal": False},
     "window": {"window_left": 70},
+    "window to the right": {"window_right": 5, "causal": False},
     "no window but itself": {"window_left": 0},
     "soft cap": {"logits_soft_cap": 5.0},
     "sinks": {"sinks": True},
@@ -256,10 +257,9 @@ def test_tables_that_change_after_their_check_never_lead_outside(rng):
 def test_auto_chooses_it_for_decode(rng):
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
-    assert registry.choose(spec, device) == registry.choose(spec, device, max_q_len=17) == "triton"
     assert registry.choose(spec, device, max_q_len=16) == "hopper"
-    with pytest.raises(ValueError, match=r"hopper: it decodes: at most 64 query rows .*, not 68"):
-        registry.choose(spec, device, "hopper", 17)
+    assert hopper._host(spec, 16) is hopper.decode_host
+    assert hopper._host(spec, 17) is hopper._host(spec, 0) is hopper.prefill_host
     batch = random_batch(spec, [1, 1], [640, 64], 16, device="cuda")
     table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper")
@@ -290,9 +290,9 @@ def test_tree_masks_of_known_lengths_are_decoded(rng):
     assert wrapper.backend == "hopper"
     assert relative_error(wrapper.run(batch.q, (batch.k, batch.v)), batch.exact()[0]) < 3e-3
     given = {"custom_mask": batch.bool_mask, "q_data_type": torch.bfloat16}
-    for longest, backend in ((None, "triton"), (17, "triton"), (16, "hopper")):
+    for longest in (None, 17, 16):  # of which the first two are a prefill's
         wrapper.plan(batch.qo.indptr, *table, 8, 2, 128, 16, **given, max_token_per_sequence=longest)
-        assert wrapper.backend == backend
+        assert wrapper.backend == "hopper"
         assert relative_error(wrapper.run(batch.q, (batch.k, batch.v)), batch.exact()[0]) < 3e-3
     with pytest.raises(ValueError, match="max_token_per_sequence = 15"):
         wrapper.plan(batch.qo.indptr.cpu(), *table, 8, 2, 128, 16, **given, max_token_per_sequence=15)

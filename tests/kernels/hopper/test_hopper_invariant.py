@@ -238,7 +238,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     assert given["programs"] == 132
     assert given["partials"] is zeros
     assert size == given["slots"] * 4 * 130
-    assert (given["c"].unit_size, given["c"].run, given["c"].whole_tiles, given["c"].causal) == (128, 8, False, False)
+    assert (given["c"].unit_size, given["c"].run, given["c"].whole_tiles, given["c"].right) == (128, 8, False, -1)
     call.int_workspace = zeros[1:]
     hopper.decode_host.launch(call, batch.q, None, 132)
     assert Recorded.last["partials"].numel() == size
@@ -247,7 +247,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     given = Recorded.last
     assert given["programs"] == 264
     assert given["partials"] is None
-    assert (given["c"].unit_size, given["c"].run, given["c"].whole_tiles, given["c"].causal) == (128, 8, True, True)
+    assert (given["c"].unit_size, given["c"].run, given["c"].whole_tiles, given["c"].right) == (128, 8, True, 0)
     hopper.decode_host._launcher.cache_clear()
 
 
@@ -358,7 +358,7 @@ def test_partial_states_are_stored_and_merged_alike(whole, monkeypatch, rng):
         heads, rows = rng.choice((1, 2, 3)), 32 if whole else 8
         c = SimpleNamespace(
             unit_size=128, block_n=64, run=8, whole_tiles=whole, tile_rows=rows if whole else 0, heads=heads,
-            group=group, block_m=rows, partial_rows=rows, dim=128, stages=3, causal=True, window=window >= 0, fp8=False,
+            group=group, block_m=rows, partial_rows=rows, dim=128, stages=3, right=0, window=window >= 0, fp8=False,
         )  # fmt: skip
         kv_lens = [rng.choice((0, 1, 300, 4096, 4097, 9000, 20_000, 70_000)) for _ in range(rng.randint(1, 7))]
         most = 100 if whole else 8 // group

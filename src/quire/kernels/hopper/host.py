@@ -1,12 +1,14 @@
-"""The family "hopper": decode kernels for Hopper GPUs (sm_90), written in Gluon.
+"""The family "hopper": kernels for Hopper GPUs (sm_90), written in Gluon.
 
-`mla/` computes layers over latent caches, `decode/` all others, and prefill too if they are batch-invariant. Both share
-`schedule.py`, `mask.py`, `softmax.py` and `epilogue.py`.
+`mla/` computes layers over latent caches; of all others `decode/` computes requests of few query rows, and of any
+number if they are batch-invariant, and `prefill/` the rest. They share `schedule.py`, `mask.py`, `softmax.py` and
+`epilogue.py`.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from quire.kernels.gpu.launch import INTERPRETED, LaunchReplay, launch_into
 from quire.kernels.hopper.decode import host as decode_host
 from quire.kernels.hopper.mask import MASKS
 from quire.kernels.hopper.mla import host as mla_host
+from quire.kernels.hopper.prefill import host as prefill_host
 
 
 @lru_cache(maxsize=64)
@@ -25,13 +28,22 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache(maxsize=1024)
+def _host(spec: AttentionSpec, max_q_len: int) -> ModuleType:
+    """The host side of the kernel that computes a layer, or that says why none does."""
+    if spec.latent:
+        return mla_host
+    return prefill_host if decode_host.declines(spec, max_q_len) and not spec.batch_invariant else decode_host
+
+
 def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
-    return (mla_host if call.spec.latent else decode_host).launch(call, out, lse, _processors(out.device))
+    replay: LaunchReplay | None = _host(call.spec, call.max_q_len).launch(call, out, lse, _processors(out.device))
+    return replay
 
 
 class _Hopper(Family):
     name = "hopper"
-    # decode/ and mla/ decline items and position encodings, and what else one of them does not compute, themselves.
+    # decode/, mla/ and prefill/ decline what one of them does not compute themselves.
     computes = BASIC | MASKS | frozenset({
         "items", "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta", "slopes", "sinks", "latent",
         "batch_invariant",
@@ -42,15 +54,20 @@ class _Hopper(Family):
             return "it needs a Hopper GPU"
         if torch.cuda.get_device_capability(device)[0] != 9:
             return "it is for Hopper GPUs (sm_90)"
-        return mla_host.declines(spec) if spec.latent else decode_host.declines(spec, max_q_len)
+        reason: str | None = _host(spec, max_q_len).declines(spec, max_q_len)
+        return reason
 
     def refuses(self, call: Call) -> str | None:
-        return (mla_host if call.spec.latent else decode_host).refuses(call)
+        reason: str | None = _host(call.spec, call.max_q_len).refuses(call)
+        return reason
 
     def float_workspace_size(
         self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int
     ) -> int:
-        return mla_host.float_workspace_size(spec, _processors(device), max_q_len) if spec.latent else 0
+        if spec.latent:
+            return mla_host.float_workspace_size(spec, _processors(device), max_q_len)
+        prefill = _host(spec, max_q_len) is prefill_host
+        return prefill_host.float_workspace_size(spec, _processors(device)) if prefill else 0
 
     def int_workspace_size(
         self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int

@@ -13,8 +13,17 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.definition.spec import AttentionSpec
+
 # The fields of AttentionSpec that this file computes.
-MASKS = frozenset({"causal", "window_left", "custom_mask"})
+MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask"})
+
+
+def keys_to_the_right(spec: AttentionSpec, max_q_len: int = 0) -> int:
+    """How many keys to the right of its position a row sees, which kernels are compiled for: 0 in causal layers, -1 for
+    all of them. Nothing is to the right of a request's only query token.
+    """
+    return -1 if max_q_len == 1 else 0 if spec.causal else spec.window_right
 
 
 class Mask(NamedTuple):
@@ -29,9 +38,12 @@ class Mask(NamedTuple):
 
 
 class RowMask(NamedTuple):
-    """For each row of a tile, its position among the keys and, with c.mask, the index of its first bit."""
+    """For each row of a tile, its position among the keys, the end of the keys that it may see and, with c.mask, the
+    index of its first bit.
+    """
 
     position: tl.tensor
+    end: tl.tensor
     bit: tl.tensor
 
 
@@ -49,9 +61,9 @@ def tile_keys(past, row, last_row, start, end, mask, c: gl.constexpr):
     """Which of keys start to end a tile reads: those that any of its rows, `row` to last_row, sees, and those before
     them in a block. past: the position of its request's first query token.
     """
-    if c.causal and c.tile_rows > 0:  # otherwise the tile has its request's last row, which sees all keys
-        end = gl.minimum(end, past + last_row // c.group + 1)
-    if c.window and c.unit_size > c.block_n:  # otherwise `first_key` has left these out
+    if c.right >= 0 and c.tile_rows > 0:  # otherwise the tile has its request's last row, which sees all keys
+        end = gl.minimum(end, past + last_row // c.group + (c.right + 1))
+    if c.window and (c.tile_rows > 0 or c.unit_size > c.block_n):  # otherwise `first_key` has left these out
         start = gl.maximum(start, (past + row // c.group - mask.window) // c.block_n * c.block_n)
     return start, end
 
@@ -74,29 +86,53 @@ def position_of(request, r, c: gl.constexpr):
 @gluon.jit
 def unmasked_end(request, row, c: gl.constexpr):
     """Keys before this one are seen by `row` and all rows after it, in layers without window and custom mask."""
-    return gl.minimum(position_of(request, row, c) + 1, request.kv_len) if c.causal else request.kv_len
+    end = request.kv_len
+    if c.right >= 0:
+        end = gl.minimum(position_of(request, row, c) + (c.right + 1), end)
+    return end
+
+
+@gluon.jit
+def unmasked_keys(request, row, last_row, mask, c: gl.constexpr):
+    """The start and the end of the keys that all of rows `row` to last_row see."""
+    start, end = request.kv_len * 0, unmasked_end(request, row, c)
+    if c.window:
+        start = position_of(request, last_row, c) - mask.window
+    if c.mask:
+        end = start
+    return start, end
+
+
+@gluon.jit
+def partly_needed(request, start, end, mask, c: gl.constexpr):
+    """Whether some of keys start to end are not needed: see `needed_keys`."""
+    partly = end > request.kv_len
+    if c.window:
+        partly = partly | (start < request.kv_len - request.q_len - mask.window)
+    return partly
 
 
 @gluon.jit
 def row_mask(request, r, mask, c: gl.constexpr):
     """The RowMask of rows r of a request."""
-    bit = r.to(gl.int64)
+    position, bit = position_of(request, r, c), r.to(gl.int64)
+    end = position * 0 + request.kv_len
+    if c.right >= 0:
+        end = gl.minimum(position + (c.right + 1), end)
     if c.mask:
         start = gl.maximum(gl.load(mask.indptr + request.b), 0).to(gl.int64)
         bit = start * 8 + (r // c.group).to(gl.int64) * request.kv_len
-    return RowMask(position_of(request, r, c), bit)
+        end = gl.where(position < request.kv_len, end, 0)  # rows after the request's last one have no bits
+    return RowMask(position, end, bit)
 
 
 @gluon.jit
-def visible(j, position, bit, kv_len, mask, c: gl.constexpr):
-    """Whether rows see keys j. position and bit: of RowMask, in shapes that broadcast with j."""
-    seen = j < kv_len
-    if c.causal:
-        seen = seen & (j <= position)
+def visible(j, position, end, bit, mask, c: gl.constexpr):
+    """Whether rows see keys j. position, end and bit: of RowMask, in shapes that broadcast with j."""
+    seen = j < end
     if c.window:
         seen = seen & (j >= position - mask.window)
     if c.mask:
-        seen = seen & (position < kv_len)  # rows after the request's last one have no bits
         at = bit + j
         byte = gl.load(mask.bits + gl.minimum(at >> 3, mask.size - 1), seen, 0)
         seen = seen & (((byte.to(gl.int32) >> (at & 7).to(gl.int32)) & 1) != 0)

@@ -13,6 +13,7 @@ from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, kv_strides, split_scales
 from quire.kernels.hopper.decode.kernel import Config, decode
+from quire.kernels.hopper.mask import keys_to_the_right
 from quire.kernels.hopper.schedule import FEW_BLOCKS, scan_size
 
 _MAX_ROWS = 64  # query rows of a tile
@@ -107,7 +108,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         partial_rows=_partial_rows(tuning),
         partial_cost=0 if spec.batch_invariant else _partial_rows(tuning) * spec.head_dim_vo // 128,
         load_registers=72 if tuning.programs == 2 else 152,
-        causal=spec.causal and max_q_len != 1,
+        right=keys_to_the_right(spec, max_q_len),
         window=spec.window_left >= 0,
         mask=spec.custom_mask,
         cap=spec.logits_soft_cap > 0,

@@ -41,7 +41,7 @@ class Config:
     partial_rows: int  # rows of a partial state, a power of two, at least 4
     partial_cost: int  # time to merge a partial state, in 32nds of the time of a work unit
     load_registers: int  # per thread of the producer
-    causal: bool
+    right: int  # keys to the right of its position that a row sees; -1: all
     window: bool
     mask: bool  # custom masks
     cap: bool  # of logits

@@ -189,7 +189,7 @@ def _reduce_keys(x, largest: gl.constexpr):
 
 
 @gluon.jit
-def _attend_block(acc, m, l, queries, rows, kv_len, t0, k, v, mask, c: gl.constexpr):
+def _attend_block(acc, m, l, queries, rows, t0, k, v, mask, c: gl.constexpr):
     """Add a block of keys, from t0 on, to the state of all rows. l is [block_n, block_m] here: its sum over keys is
     left to the end of the tile.
     """
@@ -202,7 +202,8 @@ def _attend_block(acc, m, l, queries, rows, kv_len, t0, k, v, mask, c: gl.conste
     if c.cap:
         s = queries.cap - 2.0 * queries.cap / (1.0 + gl.exp2(s * (2.0 * LOG2E / queries.cap)))
     j = (t0 + gl.arange(0, c.block_n, gl.SliceLayout(1, L)))[:, None]
-    seen = visible(j, rows.mask.position[None, :], rows.mask.bit[None, :], kv_len, mask, c)
+    of = rows.mask
+    seen = visible(j, of.position[None, :], of.end[None, :], of.bit[None, :], mask, c)
     s = gl.where(seen, s, -float("inf"))
     m_new = gl.maximum(m, _reduce_keys(s, True))
     base = exponent_base(m_new)
@@ -242,7 +243,7 @@ def attend_keys(queries, rows, request, pipeline, start, end, n, mask, c: gl.con
         mbarrier.wait(pipeline.full.index(stage), n // c.stages & 1)
         fence_async_shared()
         k, v = pipeline.k.index(stage), pipeline.v.index(stage)
-        acc, m, l = _attend_block(acc, m, l, queries, rows, request.kv_len, t0, k, v, mask, c)
+        acc, m, l = _attend_block(acc, m, l, queries, rows, t0, k, v, mask, c)
         mbarrier.arrive(pipeline.empty.index(stage), count=1)
         n += 1
     return acc, m, _reduce_keys(l, False), n

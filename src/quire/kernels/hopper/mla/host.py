@@ -11,6 +11,7 @@ from quire.definition.pages import PageTable
 from quire.definition.spec import LOG2E, AttentionSpec
 from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, split_scales
+from quire.kernels.hopper.mask import keys_to_the_right
 from quire.kernels.hopper.mla.kernel import REGISTERS, Config, decode_latent
 from quire.kernels.hopper.schedule import scan_size
 
@@ -20,11 +21,11 @@ _STAGES = {512: 2, 256: 4, 128: 7}  # by head_dim_vo: stages and queries fill 22
 _COUNTERS = 6  # of arrivals, per program
 
 
-def declines(spec: AttentionSpec) -> str | None:
+def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     """Why the MLA kernel does not compute a latent layer; None if it does."""
     if spec.items or spec.custom_mask or spec.pos_encoding != "NONE" or spec.batch_invariant:
         return "it knows no items, masks, position encodings, nor batch invariance"
-    if spec.window_left >= 0 or spec.logits_soft_cap > 0:
+    if spec.window_left >= 0 or spec.window_right >= 0 or spec.logits_soft_cap > 0:
         return "over latent caches it knows no windows and no soft cap"
     if spec.q_dtype not in (torch.float16, torch.bfloat16) or spec.kv_dtype != spec.q_dtype:
         return f"queries and caches are both float16 or both bfloat16, not {spec.q_dtype} and {spec.kv_dtype}"
@@ -62,7 +63,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         scan=scan_size(batch),
         merge_rows=8,
         fan_in=8,
-        causal=spec.causal and max_q_len != 1,
+        right=keys_to_the_right(spec, max_q_len),
         sinks=spec.sinks,
         int64_offsets=int64_offsets,
         by_length=by_length,

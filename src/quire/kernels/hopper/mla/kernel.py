@@ -44,7 +44,7 @@ class Config:
     scan: int
     merge_rows: int  # rows of partial states that are merged at a time
     fan_in: int  # partial states that one program merges
-    causal: bool
+    right: int  # keys to the right of its position that a row sees; -1: all
     sinks: bool
     int64_offsets: bool
     by_length: bool

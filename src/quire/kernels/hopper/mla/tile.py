@@ -50,14 +50,13 @@ class Queries(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a tile. factor: of their logits; mask: which keys they see, of kv_len; unmasked_end: keys before it
+    """The rows of a tile. factor: of their logits; mask: which keys they see; unmasked_end: keys before it
     are seen by all rows; kv_start: the tile's first key.
     """
 
     factor: tl.tensor
     mask: RowMask
     unmasked_end: tl.tensor
-    kv_len: tl.tensor
     kv_start: tl.tensor
 
 
@@ -81,7 +80,7 @@ def rows_of(queries, request, tile, flat: gl.constexpr, mask, c: gl.constexpr):
         factor *= gl.load(queries.q_scale + (tile.row + r) % c.group, r < tile.count, 1.0)
     if c.k_scale:
         factor *= gl.load(queries.k_scale)
-    return Rows(factor, sees, end, request.kv_len, tile.kv_start)
+    return Rows(factor, sees, end, tile.kv_start)
 
 
 @gluon.jit
@@ -139,7 +138,7 @@ def softmax_block(s, m, l, rows, pipeline, i, n, mask, c: gl.constexpr):
     s *= rows.factor[:, None]
     if t0 + c.block_n > rows.unmasked_end:
         j = (t0 + gl.arange(0, c.block_n, gl.SliceLayout(0, L)))[None, :]
-        seen = visible(j, rows.mask.position[:, None], rows.mask.bit[:, None], rows.kv_len, mask, c)
+        seen = visible(j, rows.mask.position[:, None], rows.mask.end[:, None], rows.mask.bit[:, None], mask, c)
         s = gl.where(seen, s, -float("inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     base = exponent_base(m_new)

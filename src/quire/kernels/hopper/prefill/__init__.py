@@ -1,0 +1,1 @@
+"""Prefill on Hopper: the kernel, and its host side."""

@@ -1,0 +1,163 @@
+"""The host side of prefill: which layers and calls it computes, tile sizes, and the launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec
+from quire.kernels.call import Call
+from quire.kernels.gpu.launch import (
+    Launcher,
+    LaunchReplay,
+    extent_in_elements,
+    is_aligned,
+    kv_strides,
+    split_scales,
+)
+from quire.kernels.gpu.tma import Matrix
+from quire.kernels.hopper.mask import keys_to_the_right
+from quire.kernels.hopper.prefill.kernel import Config, prefill
+
+_MIN_BOX = 8  # keys: the rows of one swizzled block of shared memory
+_TILE_ROWS = 128
+_SLOTS, _MOST_SLOTS = 2, 8  # for partial states, per program
+_HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of queries and keys, and of values
+
+
+def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
+    """Why the prefill kernel does not compute a layer (with MHA, GQA or MQA heads); None if it does."""
+    if spec.batch_invariant:
+        return "prefill of batch-invariant layers is computed by the decode kernel"
+    if spec.items or spec.pos_encoding == "ROPE_LLAMA":
+        return "it knows no items, nor rotary encodings"
+    dims = spec.head_dim_qk, spec.head_dim_vo
+    if dims not in _HEAD_DIMS:
+        return f"head_dim is 64, 128, 256, or 192 with 128 for values, not {dims[0]} and {dims[1]}"
+    if spec.q_dtype not in (torch.bfloat16, torch.float16):
+        return f"queries are float16 or bfloat16, not {spec.q_dtype}"
+    return None
+
+
+def refuses(call: Call) -> str | None:
+    """Why the kernel, which copies 16 aligned bytes at a time, does not compute a call; None if it does."""
+    if all(is_aligned(x, x.ndim - 1, 16 // x.element_size()) for x in (call.q, call.k, call.v)):
+        return None
+    return "queries, keys and values must be aligned to 16 bytes, and their strides"
+
+
+def box_of(x: Tensor, page_size: int, block_n: int) -> int:
+    """How many keys TMA loads of a tensor at once, or 0: boxes are rows of one page in a matrix whose rows have the
+    stride of tokens, if there is such a matrix.
+    """
+    if x.element_size() == 1:
+        return 0
+    if page_size == 0:
+        return block_n if len(x) else 0
+    fits = page_size >= _MIN_BOX and (block_n % page_size == 0 or page_size % block_n == 0)
+    page, token, _head = kv_strides(x)
+    return min(page_size, block_n) if fits and len(x) and page % token == 0 else 0
+
+
+def _matrix(x: Tensor, box: int, width: int) -> Matrix:
+    """The matrix of `box_of`, with boxes of `width` elements."""
+    page, token, head = kv_strides(x)
+    row = token if x.ndim == 4 else page
+    heads, dim = x.shape[-2:]
+    rows = (len(x) - 1) * (page // row) + (x.shape[1] if x.ndim == 4 else 1) + (heads - 1) * (head // row)
+    return Matrix(rows, (heads - 1) * (head % row) + dim, row, box, width)
+
+
+@lru_cache(maxsize=1024)
+def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...]) -> Config:
+    """What the kernel is compiled for. flags: q_scale, k_scale, v_scale, lse, int64_offsets, by_length of Config, and
+    whether the scale of logits may be negative.
+    """
+    q_scale, k_scale, v_scale, lse, int64_offsets, by_length, negative = flags
+    dim = spec.head_dim_qk
+    block_n = block_size(spec)
+    cap, alibi = spec.logits_soft_cap > 0, spec.pos_encoding == "ALIBI"
+    return Config(
+        heads=spec.num_kv_heads,
+        group=spec.group_size,
+        dim=spec.head_dim_vo,
+        dim_qk=dim,
+        part=dim & -dim,  # the largest power of two in it
+        fp8=spec.kv_dtype in FLOATS8,
+        page_size=page_size,
+        box=box,
+        block_n=block_n,
+        unit_size=block_n,
+        tile_rows=_TILE_ROWS,
+        stages=4 if dim == 64 else 2,
+        registers=240 if box else 208,
+        load_registers=24 if box else 88,
+        load_warps=1 if box else 4,
+        packed_p=box == 0,
+        right=keys_to_the_right(spec),
+        window=spec.window_left >= 0,
+        mask=spec.custom_mask,
+        cap=cap,
+        alibi=alibi,
+        transform=cap or alibi or q_scale or k_scale or negative,
+        sinks=spec.sinks,
+        int64_offsets=int64_offsets,
+        by_length=by_length,
+        lse=lse,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def block_size(spec: AttentionSpec) -> int:
+    """Keys in a block."""
+    return 64 if spec.head_dim_qk == 256 else 128
+
+
+def float_workspace_size(spec: AttentionSpec, processors: int) -> int:
+    """Bytes for partial states. The kernel uses as many slots as there are, up to _MOST_SLOTS per program."""
+    return _SLOTS * processors * _TILE_ROWS * (spec.head_dim_vo + 2) * 4
+
+
+@lru_cache(maxsize=1024)
+def _launcher(c: Config) -> Launcher:
+    return Launcher(prefill, c, num_warps=4, launch_pdl=True)
+
+
+@lru_cache(maxsize=64)
+def _slopes(spec: AttentionSpec, device: torch.device) -> Tensor:
+    return (spec.alibi_slopes() * LOG2E).to(device)
+
+
+def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> LaunchReplay | None:
+    """Compute a call with one program on each multiprocessor."""
+    spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
+    page_size, indices, lengths, by_length, entries = call.table()
+    (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
+    tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
+    scale, cap = spec.sm_scale * LOG2E * q_gain * k_gain, spec.logits_soft_cap * LOG2E
+    block_n = block_size(spec)
+    box = min(box_of(k, page_size, block_n), box_of(v, page_size, block_n))
+    wide = max(extent_in_elements(k), extent_in_elements(v)) >= 1 << 31
+    scales = (q_scale is not None, k_scale is not None, v_scale is not None)
+    c = config(spec, page_size, box, (*scales, lse is not None, wide, by_length, scale <= 0))
+    partials = call.float_workspace_for(float_workspace_size(spec, processors) // 4)
+    slots = min(partials.numel() // (_TILE_ROWS * (spec.head_dim_vo + 2)), _MOST_SLOTS * processors)
+    counter = call.int_workspace_for(1 + 2 * slots, 1 + 2 * slots)
+    bits, bits_indptr, bits_size = (None, None, 0) if mask is None else (mask.bits, mask.indptr, mask.bits.shape[0])
+    slopes = _slopes(spec, out.device) if c.alibi else None
+    replay = _launcher(c)(
+        processors,
+        (q, None, k, v, None, out, lse, call.sinks),
+        (partials, counter, call.qo.indptr, kv.indptr, lengths, indices, bits, bits_indptr, slopes, q_scale, k_scale,
+         v_scale),
+        (slots, bits_size, batch, tokens, entries, k.shape[0], spec.window_left, scale, v_gain, cap),
+        (*q.stride()[:2], *kv_strides(k), *kv_strides(v), *out.stride()[:2]),
+        (_matrix(k, box, c.part), _matrix(v, box, c.dim)) if box else None,
+    )  # fmt: skip
+    # A launch that is repeated must read the caller's own tensors.
+    own = counter is call.int_workspace and partials is call.float_workspace and q_scale is k_scale is v_scale is None
+    return replay if own else None

@@ -1,0 +1,232 @@
+"""The producer: takes work units, and loads their keys and values into the stages of a pipeline in shared memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton import language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from quire.kernels.hopper.mask import needed_keys
+from quire.kernels.hopper.prefill.tile_scheduler import find_unit, first_walk, plan_units, post_job
+from quire.kernels.hopper.schedule import page_of
+
+
+class Cache(NamedTuple):
+    """Keys or values. x: a pointer, and the strides of pages, tokens and heads in elements; or, if c.box > 0, a
+    descriptor of a matrix whose rows have the stride of tokens, then page and head are strides in rows, and column is
+    the stride of heads in columns.
+    """
+
+    x: Any
+    page: tl.tensor
+    token: tl.tensor
+    head: tl.tensor
+    column: tl.tensor
+
+
+@gluon.jit
+def cache_of(x, page, token, head, c: gl.constexpr):
+    """The Cache of a tensor with these strides."""
+    column = head
+    if c.box > 0:
+        row = page if c.page_size == 0 else token
+        page, head, column = page // row, head // row, head % row
+    return Cache(x, page, token, head, column)
+
+
+class Stages(NamedTuple):
+    """Stages of blocks in shared memory, each with two mbarriers: the producer arrives at `full`, each consumer at
+    `empty`.
+    """
+
+    data: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class KVPipeline(NamedTuple):
+    """k: stages of blocks of keys, [c.block_n, c.part] for each part of them; v: of values, [c.block_n, c.dim]."""
+
+    k: Stages
+    v: Stages
+
+
+@gluon.jit
+def _barriers(stages: gl.constexpr, count: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(stages):
+        mbarrier.init(bars.index(s), count=count)
+    return bars
+
+
+@gluon.jit
+def _allocate_stages(dtype: gl.constexpr, width: gl.constexpr, parts: gl.constexpr, c: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, width], dtype)
+    arrivals: gl.constexpr = 1 if c.box > 0 or c.fp8 else 32 * c.load_warps
+    data = gl.allocate_shared_memory(dtype, [c.stages * parts, c.block_n, width], layout)
+    return Stages(data, _barriers(c.stages, arrivals), _barriers(c.stages, c.consumers))
+
+
+@gluon.jit
+def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
+    """A pipeline all of whose stages are empty."""
+    k = _allocate_stages(dtype, c.part, c.dim_qk // c.part, c)
+    return KVPipeline(k, _allocate_stages(dtype, c.dim, 1, c))
+
+
+@gluon.jit
+def _lane(x, i, c: gl.constexpr):
+    """Element i of a vector of 32 elements."""
+    return gl.sum(gl.where(gl.arange(0, 32, x.type.layout) == i, x, 0), 0)
+
+
+@gluon.jit
+def _page_ids(tables, request, block, c: gl.constexpr):
+    """The page ids of 32 boxes, among them those of a block of keys. Pages that a request does not have lie behind the
+    cache, where TMA reads zeros.
+    """
+    boxes: gl.constexpr = c.block_n // c.box
+    i = block * boxes // 32 * 32 + gl.arange(0, 32, gl.BlockedLayout([1], [32], [c.load_warps], [0]))
+    j = i * c.box
+    inside = (j >= 0) & (j < request.kv_len)
+    ids = gl.load(tables.indices + request.kv_start + j // c.page_size, inside, 0)
+    return gl.where(inside, gl.minimum(gl.maximum(ids, 0), tables.pages - 1), tables.pages)
+
+
+@gluon.jit
+def _copy_boxes(cache, stages, n, request, h, block, ids, dim: gl.constexpr, c: gl.constexpr):
+    """Load a block of keys or values by TMA into the n-th stage."""
+    boxes: gl.constexpr = c.block_n // c.box
+    width: gl.constexpr = stages.data.shape[2]
+    parts: gl.constexpr = dim // width
+    stage = n % c.stages
+    mbarrier.wait(stages.empty.index(stage), (n // c.stages & 1) ^ 1)
+    mbarrier.expect(stages.full.index(stage), c.block_n * dim * 2)
+    for i in gl.static_range(boxes):
+        row = h * cache.head
+        if c.page_size > 0:
+            j = block * c.block_n + i * c.box
+            row += _lane(ids, (block * boxes + i) % 32, c) * cache.page + j % c.page_size
+        else:
+            row += (request.kv_start + block * c.block_n) * cache.page
+        for part in gl.static_range(parts):
+            box = stages.data.index(stage * parts + part).slice(i * c.box, c.box)
+            at = [row, h * cache.column + part * width]
+            tma.async_copy_global_to_shared(cache.x, at, stages.full.index(stage), box)
+
+
+@gluon.jit
+def _load_boxes(k, v, pipeline, tables, job, n, c: gl.constexpr):
+    """Load blocks of keys and values by TMA, from the last to the first: values are used a block later than keys."""
+    boxes: gl.constexpr = c.block_n // c.box
+    h, first, last = job.h, job.first, job.last
+    ids = last
+    if c.page_size > 0:
+        ids = _page_ids(tables, job, last, c)
+    v_ids, next_ids = ids * 0, ids * 0 + 1  # not ids: the compiler takes variables of a loop that begin equal for one
+    for i in range(last - first + 1):
+        block = last - i
+        if c.page_size > 0:
+            at_end = (block + 1) * boxes % 32 == 0  # of what one vector of ids has
+            ids = gl.where(at_end & (i > 0), next_ids, ids)
+            if at_end | (i == 0):
+                next_ids = _page_ids(tables, job, block // (32 // boxes) * (32 // boxes) - 1, c)
+        _copy_boxes(k, pipeline.k, n + i, job, h, block, ids, c.dim_qk, c)
+        if i > 0:
+            at = n + i - 1
+            _copy_boxes(v, pipeline.v, at, job, h, block + 1, v_ids, c.dim, c)
+        v_ids = ids
+    _copy_boxes(v, pipeline.v, n + last - first, job, h, first, v_ids, c.dim, c)
+
+
+@gluon.jit
+def _pages_of(tables, request, block, flat: gl.constexpr, c: gl.constexpr):
+    """Page ids of the keys of a block, which may lie before the request's first one."""
+    return page_of(tables, request, gl.maximum(block * c.block_n + gl.arange(0, c.block_n, flat), 0), c)
+
+
+@gluon.constexpr_function
+def _row_layout(width, warps, fp8):
+    """The layout of rows of `width` elements that are copied: 16 bytes for each thread."""
+    elements = 16 if fp8 else 8
+    threads = width // elements
+    return gl.BlockedLayout([1, elements], [32 // threads, threads], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _copy_rows(cache, stages, n, request, h, block, page, mask, dim: gl.constexpr, c: gl.constexpr):
+    """Copy a block of keys or values to the n-th stage, 16 bytes at a time. Those that are not needed become zeros."""
+    width: gl.constexpr = stages.data.shape[2]
+    parts: gl.constexpr = dim // width
+    layout: gl.constexpr = _row_layout(width, c.load_warps, c.fp8)
+    j = block * c.block_n + gl.arange(0, c.block_n, gl.SliceLayout(1, layout))
+    page = gl.convert_layout(page, gl.SliceLayout(1, layout))
+    at = page * cache.page + (h.to(gl.int64) if c.int64_offsets else h) * cache.head
+    if c.page_size > 1:
+        at += j % c.page_size * cache.token
+    at = gl.multiple_of(at, 8)[:, None] + gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
+    stage, phase = n % c.stages, n // c.stages & 1
+    needed = needed_keys(request, j, mask, c)[:, None]
+    if not c.fp8:
+        mbarrier.wait(stages.empty.index(stage), phase ^ 1)
+    for part in gl.static_range(parts):
+        to, x = stages.data.index(stage * parts + part), cache.x + (at + part * width)
+        if c.fp8:
+            block = gl.load(x, needed, 0.0)
+            if part == 0:
+                mbarrier.wait(stages.empty.index(stage), phase ^ 1)
+            to.store(block.to(to.dtype))
+        else:
+            async_copy.async_copy_global_to_shared(to, x, needed)
+    if c.fp8:
+        fence_async_shared()
+        mbarrier.arrive(stages.full.index(stage), count=1)
+    else:
+        async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _load_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
+    """`_load_boxes` with copies of 16 bytes."""
+    flat: gl.constexpr = gl.SliceLayout(1, _row_layout(c.part, c.load_warps, c.fp8))
+    mask, h, first, last = tables.mask, job.h, job.first, job.last
+    pages = _pages_of(tables, job, last, flat, c)
+    v_pages = pages * 0  # not pages: the compiler takes variables of a loop that begin equal for one
+    for i in range(last - first + 1):
+        block = last - i
+        next_pages = _pages_of(tables, job, block - 1, flat, c)  # a block ahead
+        _copy_rows(k, pipeline.k, n + i, job, h, block, pages, mask, c.dim_qk, c)
+        if i > 0:
+            at = n + i - 1
+            _copy_rows(v, pipeline.v, at, job, h, block + 1, v_pages, mask, c.dim, c)
+        v_pages, pages = pages, next_pages
+    _copy_rows(v, pipeline.v, n + last - first, job, h, first, v_pages, mask, c.dim, c)
+
+
+@gluon.jit
+def load(tables, k, v, pipeline, mailbox, counter, slots, c: gl.constexpr):
+    """Take work units from the counter, tell them to the consumers, and load their blocks, until there are none."""
+    split = plan_units(tables, slots, c)
+    walk = first_walk(split, c)
+    unit = gl.program_id(0)
+    i, n = unit * 0, unit * 0  # jobs and blocks so far
+    while unit < split.total:
+        walk, job = find_unit(walk, unit, tables, split, c)
+        if job.first <= job.last:
+            post_job(mailbox, i, job, c)
+            i += 1
+            if c.box > 0:
+                _load_boxes(k, v, pipeline, tables, job, n, c)
+            else:
+                _load_rows(k, v, pipeline, tables, job, n, c)
+            n += job.last - job.first + 1
+        taken = gl.atomic_add(counter, 1, sem="relaxed")
+        if taken == split.total - 1:
+            gl.store(counter, 0)  # nobody asks any more
+        unit = taken + gl.num_programs(0)
+    walk, job = find_unit(walk, unit, tables, split, c)
+    post_job(mailbox, i, job, c)

@@ -1,0 +1,313 @@
+"""A consumer: one warp group, which computes half of the query rows of each tile.
+
+The products QK of a block and PV of the block before it run while the softmax of the former is computed: see `_step`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton import language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from quire.kernels.hopper.epilogue import store_rows
+from quire.kernels.hopper.mask import needed_keys, partly_needed, row_mask, unmasked_keys, visible
+from quire.kernels.hopper.prefill.combine import combine
+from quire.kernels.hopper.prefill.tile_scheduler import (
+    FIRST,
+    LAST,
+    Q_START,
+    ROW,
+    ROWS,
+    SPLITS,
+    H,
+    job_field,
+    job_request,
+    release_job,
+    wait_for_job,
+)
+from quire.kernels.hopper.softmax import LOG2E, exponent_base
+
+
+class Queries(NamedTuple):
+    """The tensor q with strides in elements; shared memory for the rows of each consumer; scale and cap of logits, in
+    base 2; q_scale, k_scale: factors per query head and per KV head; slopes: of ALiBi, in base 2.
+    """
+
+    q: tl.tensor
+    token: tl.tensor
+    head: tl.tensor
+    shared: gl.shared_memory_descriptor
+    scale: tl.tensor
+    cap: tl.tensor
+    q_scale: tl.tensor
+    k_scale: tl.tensor
+    slopes: tl.tensor
+
+
+class Rows(NamedTuple):
+    """The rows of a tile. position, end, bit: as in RowMask; factor: of logits, with c.transform; slope: of ALiBi."""
+
+    position: tl.tensor
+    end: tl.tensor
+    bit: tl.tensor
+    factor: tl.tensor
+    slope: tl.tensor
+
+
+@gluon.jit
+def _copy_queries(queries, mailbox, i, W: gl.constexpr, c: gl.constexpr):
+    """Start to copy a consumer's rows of the i-th job to shared memory. Rows that do not exist become zeros."""
+    parts: gl.constexpr = c.dim_qk // c.part
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.part, c.part // 8], [4, 1], [1, 0])
+    wait_for_job(mailbox, i)
+    h, q_start, rows = job_field(mailbox, i, H), job_field(mailbox, i, Q_START), job_field(mailbox, i, ROWS)
+    r = job_field(mailbox, i, ROW) + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    d = gl.arange(0, c.part, gl.SliceLayout(0, layout))
+    at = (q_start + r // c.group).to(gl.int64) * queries.token + (h * c.group + r % c.group) * queries.head
+    at = queries.q + (gl.multiple_of(at, 8)[:, None] + d[None, :])
+    valid = ((r < rows) & (h >= 0))[:, None]
+    for part in gl.static_range(parts):
+        async_copy.async_copy_global_to_shared(queries.shared.index(W * parts + part), at + part * c.part, valid)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _hold(l):
+    """Return l, in a way that keeps the wait for products after it behind the softmax.
+
+    ptxas moves a wait up, in front of all that does not depend on it, so that nothing is left to overlap with the
+    products; but not in front of a store, even if that is never executed, as here, where sums are not negative.
+    """
+    ptx: gl.constexpr = """{ .reg .pred p; .reg .b32 z; .reg .f32 a, b; add.f32 a, $4, $5; add.f32 b, $6, $7;
+        add.f32 a, a, b; mov.b32 z, 0; setp.lt.f32 p, a, 0f00000000; @p st.shared.f32 [z], a;
+        mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }"""
+    return gl.inline_asm_elementwise(ptx, "=f,=f,=f,=f,f,f,f,f", [l], gl.float32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def _start_qk(queries, pipeline, n, W: gl.constexpr, c: gl.constexpr):
+    """Start the product of a consumer's queries and the n-th block of keys."""
+    stage = n % c.stages
+    mbarrier.wait(pipeline.k.full.index(stage), n // c.stages & 1)
+    if c.box == 0:
+        fence_async_shared()
+    zero = gl.full([64, c.block_n], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16]))
+    parts: gl.constexpr = c.dim_qk // c.part
+    k = pipeline.k.data.index(stage * parts).permute([1, 0])
+    s = warpgroup_mma(queries.shared.index(W * parts), k, zero, use_acc=False, is_async=True)
+    for part in gl.static_range(1, parts):
+        k = pipeline.k.data.index(stage * parts + part).permute([1, 0])
+        s = warpgroup_mma(queries.shared.index(W * parts + part), k, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _pack(p, dtype: gl.constexpr):
+    """Probabilities as pairs of 16-bit elements, which take half of the registers until they are used."""
+    a, b = p.reshape([64, p.shape[1] // 2, 2]).split()
+    ptx: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(ptx, "=r,f,f", [a, b], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def _two(dtype):
+    return dtype, dtype
+
+
+@gluon.jit
+def _unpack(p, dtype: gl.constexpr):
+    """The 16-bit elements of pairs, without the conversions that take apart a tensor of these."""
+    ptx: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+    a, b = gl.inline_asm_elementwise(ptx, "=h,=h,r", [p], _two(dtype), is_pure=True, pack=1)
+    return gl.join(a, b).reshape([64, 2 * p.shape[1]])
+
+
+@gluon.jit
+def _start_pv(acc, p, pipeline, n, c: gl.constexpr):
+    """Start to add the product of P and the n-th block of values to acc."""
+    stage = n % c.stages
+    mbarrier.wait(pipeline.v.full.index(stage), n // c.stages & 1)
+    if c.box == 0:
+        fence_async_shared()
+    p = _unpack(p, pipeline.v.data.dtype) if c.packed_p else p.to(pipeline.v.data.dtype)
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
+    return warpgroup_mma(p, pipeline.v.data.index(stage), acc, is_async=True)
+
+
+@gluon.jit
+def _transform(s, rows, j, queries, c: gl.constexpr):
+    """Scaled logits in base 2, with ALiBi, then the soft cap."""
+    s = s * rows.factor[:, None]
+    if c.alibi:
+        s = gl.fma(gl.zeros_like(s) + rows.slope[:, None], (j[None, :] - rows.position[:, None]).to(gl.float32), s)
+    if c.cap:
+        s = queries.cap - 2.0 * queries.cap / (1.0 + gl.exp2(s * (2.0 * LOG2E / queries.cap)))
+    return s
+
+
+@gluon.jit
+def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: gl.constexpr, c: gl.constexpr):
+    """Take a block's logits into the state of the rows. Returns its probabilities, m, l and the factor of acc. m is the
+    largest logit before it is scaled by queries.scale; l: [64, 8], sums of every eighth probability.
+    """
+    scale = 1.0 if c.transform else queries.scale
+    if masked or c.transform:
+        j = block * c.block_n + gl.arange(0, c.block_n, gl.SliceLayout(0, s.type.layout))
+        if c.transform:
+            s = _transform(s, rows, j, queries, c)
+        if masked:
+            seen = visible(j[None, :], rows.position[:, None], rows.end[:, None], rows.bit[:, None], mask, c)
+            s = gl.where(seen, s, -float("inf"))
+    m_new = gl.maximum(m, gl.max(s, 1))
+    base = exponent_base(m_new) * scale if masked else m_new * scale
+    p = gl.exp2(s * scale - base[:, None])
+    alpha = gl.exp2(m * scale - base)
+    sums = gl.sum(p.reshape([64, c.block_n // 8, 8]), 1)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None] + sums
+    if c.packed_p:
+        p = _pack(p, dtype)
+    return p, m_new, l, alpha
+
+
+@gluon.jit
+def _step(
+    acc, p, m, l, queries, pipeline, n, rows, block, mask, W: gl.constexpr, masked: gl.constexpr, c: gl.constexpr
+):
+    """Start QK of a block, the n-th of the pipeline, and PV of the block before it; compute the softmax of the former
+    while the latter runs.
+    """
+    s = _start_qk(queries, pipeline, n, W, c)
+    acc = _start_pv(acc, p, pipeline, n - 1, c)
+    s = warpgroup_mma_wait(1, [s])
+    mbarrier.arrive(pipeline.k.empty.index(n % c.stages), count=1)
+    p, m, l, alpha = _softmax(s, m, l, rows, block, queries, mask, pipeline.v.data.dtype, masked, c)
+    l = _hold(l)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(pipeline.v.empty.index((n - 1) % c.stages), count=1)
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None], p, m, l
+
+
+@gluon.jit
+def _clear_values(pipeline, n, block, request, mask, c: gl.constexpr):
+    """Zero the values of keys that the request does not have, or that none of its rows sees, in the n-th block, which
+    TMA has loaded: what is stored there may be NaN, which a probability of 0 does not hide. Both consumers do it, each
+    before it uses the block, and write the same, so that neither waits for the other.
+    """
+    if partly_needed(request, block * c.block_n, (block + 1) * c.block_n, mask, c):
+        stage = n % c.stages
+        mbarrier.wait(pipeline.v.full.index(stage), n // c.stages & 1)
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.dim, c.dim // 8], [4, 1], [1, 0])
+        for i in gl.static_range(c.block_n // 32):
+            v = pipeline.v.data.index(stage).slice(i * 32, 32)
+            j = block * c.block_n + i * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
+            x = v.load(layout)
+            v.store(gl.where(needed_keys(request, j, mask, c)[:, None], x, gl.zeros_like(x)))
+        fence_async_shared()
+        gl.thread_barrier()
+
+
+@gluon.jit
+def _load_rows(queries, request, h, row, mask, flat: gl.constexpr, c: gl.constexpr):
+    """The Rows from `row` on."""
+    r = row + gl.arange(0, 64, flat)
+    head, valid = h * c.group + r % c.group, r < request.q_len * c.group
+    of_mask = row_mask(request, r, mask, c)
+    factor, slope = of_mask.position, of_mask.position
+    if c.transform:
+        factor = gl.full([64], 1.0, gl.float32, flat) * queries.scale
+        if c.q_scale:
+            factor *= gl.load(queries.q_scale + head, valid, 1.0)
+        if c.k_scale:
+            factor *= gl.load(queries.k_scale + h)
+    if c.alibi:
+        slope = gl.load(queries.slopes + head, valid, 0.0)
+    return Rows(of_mask.position, of_mask.end, of_mask.bit, factor, slope)
+
+
+@gluon.jit
+def _pass(pipeline, n, blocks, c: gl.constexpr):
+    """Release blocks of the pipeline of which this consumer has no rows."""
+    for i in range(n, n + blocks):
+        stage, phase = i % c.stages, i // c.stages & 1
+        mbarrier.wait(pipeline.k.full.index(stage), phase)
+        mbarrier.arrive(pipeline.k.empty.index(stage), count=1)
+        mbarrier.wait(pipeline.v.full.index(stage), phase)
+        mbarrier.arrive(pipeline.v.empty.index(stage), count=1)
+
+
+@gluon.jit
+def _attend(queries, pipeline, mailbox, taken, n, mask, W: gl.constexpr, c: gl.constexpr):
+    """The state of a consumer's rows over the blocks of a job but for the last PV, whose P is returned too."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
+    flat: gl.constexpr = gl.SliceLayout(1, L)
+    request, row = job_request(mailbox, taken), job_field(mailbox, taken, ROW) + W * 64
+    first, last = job_field(mailbox, taken, FIRST), job_field(mailbox, taken, LAST)
+    if c.box > 0:
+        _clear_values(pipeline, n, last, request, mask, c)
+    rows = _load_rows(queries, request, job_field(mailbox, taken, H), row, mask, flat, c)
+    start, end = unmasked_keys(request, row, gl.minimum(row + 64, request.q_len * c.group) - 1, mask, c)
+    high = gl.minimum(gl.maximum(gl.maximum(end, 0) // c.block_n, first), last)
+    low = gl.minimum(gl.maximum(gl.maximum(start + (c.block_n - 1), 0) // c.block_n, first), high)
+    m = gl.full([64], -float("inf"), gl.float32, flat)
+    l = gl.sum(gl.full([64, c.block_n], 0.0, gl.float32, L).reshape([64, c.block_n // 8, 8]), 1)
+    acc = gl.full([64, c.dim], 0.0, gl.float32, O)
+    s = warpgroup_mma_wait(0, [_start_qk(queries, pipeline, n, W, c)])
+    mbarrier.arrive(pipeline.k.empty.index(n % c.stages), count=1)
+    p, m, l, _alpha = _softmax(s, m, l, rows, last, queries, mask, pipeline.v.data.dtype, True, c)
+    n += last  # block j is the pipeline's (n - j)-th
+    for j in range(last - 1, high - 1, -1):
+        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, True, c)
+    for j in range(high - 1, low - 1, -1):
+        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, False, c)
+    if c.window:
+        for j in range(low - 1, first - 1, -1):
+            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, True, c)
+    n -= first
+    if c.box > 0 and c.window:
+        _clear_values(pipeline, n, first, job_request(mailbox, taken), mask, c)
+    return acc, p, m, l, n
+
+
+@gluon.jit
+def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr, c: gl.constexpr):
+    """Compute rows 64 * W to 64 * W + 63 of the tiles of all jobs."""
+    flat: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16]))
+    i, n = gl.program_id(0) * 0, gl.program_id(0) * 0  # jobs and blocks so far
+    _copy_queries(queries, mailbox, i, W, c)
+    while job_field(mailbox, i, H) >= 0:
+        if job_field(mailbox, i, ROW) + W * 64 < job_field(mailbox, i, ROWS):
+            async_copy.wait_group(0)
+            fence_async_shared()
+            gl.thread_barrier()
+            acc, p, m, l, n = _attend(queries, pipeline, mailbox, i, n, mask, W, c)
+            _copy_queries(queries, mailbox, i + 1, W, c)
+            acc = warpgroup_mma_wait(0, [_start_pv(acc, p, pipeline, n, c)])
+            mbarrier.arrive(pipeline.v.empty.index(n % c.stages), count=1)
+            n += 1
+            l = gl.convert_layout(gl.sum(l, 1), flat)
+            if not c.transform:
+                m = m * queries.scale
+            complete = True
+            if job_field(mailbox, i, SPLITS) > 1:
+                complete, acc, m, l = combine(acc, m, l, partials, mailbox, i, W, c)
+            if complete:
+                q_start, h = job_field(mailbox, i, Q_START), job_field(mailbox, i, H)
+                row, rows = job_field(mailbox, i, ROW) + W * 64, job_field(mailbox, i, ROWS)
+                store_rows(acc, m, l, output, q_start, h, row, rows, c, True)
+        else:
+            first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
+            _pass(pipeline, n, last - first + 1, c)
+            n += last - first + 1
+            _copy_queries(queries, mailbox, i + 1, W, c)
+        release_job(mailbox, i)
+        i += 1

@@ -1,0 +1,351 @@
+"""Prefill on Hopper GPUs against the oracle; elsewhere the kernel is compiled, and the family says what it declines."""
+
+from __future__ import annotations
+
+import functools
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import quire
+from helpers.families import check, compute, spoil
+from helpers.hopper import Recorded, gpu, shifted
+from quire.bench.batches import random_batch, relative_error
+from quire.definition import AttentionSpec, RaggedLayout
+from quire.kernels import registry
+from quire.kernels.call import Call
+
+hopper = pytest.importorskip("quire.kernels.hopper.host")
+host = hopper.prefill_host
+LAYERS = {
+    "plain": {},
+    "not causal": {"causal": False},
+    "window": {"window_left": 70},
+    "window to the right": {"window_right": 5, "causal": False},
+    "window not causal": {"window_left": 300, "causal": False},
+    "no window but itself": {"window_left": 0},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "alibi": {"pos_encoding": "ALIBI"},
+    "sinks": {"sinks": True},
+    "mask": {"custom_mask": True, "causal": False},
+    "all": {
+        "logits_soft_cap": 3.0, "window_left": 300, "sinks": True, "custom_mask": True, "pos_encoding": "ALIBI",
+    },
+}  # fmt: skip
+DIMS = ((64, 64), (128, 128), (128, 128), (192, 128), (256, 256))
+
+
+def layer(rng, dtype, fp8=True, **changes):
+    kv_heads, (dim, dim_vo) = rng.choice((1, 2, 3)), rng.choice(DIMS)
+    kv_dtype = rng.choice((dtype, dtype, torch.float8_e4m3fn, torch.float8_e5m2)) if fp8 else dtype
+    given = {"num_kv_heads": kv_heads, "head_dim_qk": dim, "head_dim_vo": dim_vo, "kv_dtype": kv_dtype}
+    return AttentionSpec(num_qo_heads=kv_heads * rng.choice((1, 2, 3, 4, 7, 16)), **given, q_dtype=dtype, **changes)
+
+
+def lengths(rng):
+    """Query and key tokens of a few requests: some have no query tokens, no keys, or fewer keys than query tokens."""
+    kv_lens = [rng.choice((0, 1, 5, 64, 200, 700, 3000)) for _ in range(rng.randint(1, 7))]
+    return [rng.choice((0, 1, 4, 40, 129, rng.randint(1, 900))) for _ in kv_lens], kv_lens
+
+
+@gpu
+@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_batches(dtype, name, rng):
+    """Any heads, pages, layouts and scales. Unused slots of pages are NaN."""
+    for spec, page_size in [(layer(rng, dtype, **LAYERS[name]), rng.choice((1, 3, 8, 16, 64, 256))) for _ in range(2)]:
+        for _ in range(4):  # each layer compiles a kernel of its own
+            given = {f"{x}_scale": rng.choice((1.0, 0.5, torch.rand(spec.num_kv_heads) + 0.5)) for x in "kv"}
+            given |= {"kv_layout": rng.choice(("NHD", "HND")), "padding": 2}
+            q_lens, kv_lens = lengths(rng)
+            batch = random_batch(spec, q_lens, kv_lens, page_size, **given)
+            out, lse = compute(batch, "hopper")
+            check(batch, out, lse, "hopper")
+            assert (out[sum(q_lens) :] == 0).all()
+            assert (lse[sum(q_lens) :] == -torch.inf).all()
+
+
+@gpu
+@pytest.mark.parametrize("name", ["plain", "window", "mask", "all"])
+def test_rows_that_are_not_in_pages(name, rng):
+    """Rows of other requests, and those behind the last one, count for nothing, even if they are NaN."""
+    for _ in range(3):
+        spec = layer(rng, torch.bfloat16, **LAYERS[name])
+        batch = random_batch(spec, *lengths(rng), 16)
+        k, v, indptr = batch.rows()
+        out, lse = compute(batch, "hopper", k=k, v=v, kv=RaggedLayout(indptr))
+        check(batch, out, lse, "hopper")
+        b = rng.randrange(len(indptr) - 1)
+        rows = slice(int(indptr[b]), int(indptr[b + 1]))
+        if indptr[b] < indptr[b + 1]:
+            k[rows] = v[rows] = torch.nan
+            again, _ = compute(batch, "hopper", k=k, v=v, kv=RaggedLayout(indptr))
+            other = torch.ones(len(out), dtype=torch.bool)
+            other[int(batch.qo.indptr[b]) : int(batch.qo.indptr[b + 1])] = False
+            assert torch.equal(again[other], out[other])
+
+
+@gpu
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_pages_before_a_window_are_not_read(page_size, rng):
+    spec = layer(rng, torch.bfloat16, window_left=rng.choice((5, 100, 128, 333)))
+    q_len = rng.randint(1, 300)
+    batch = random_batch(spec, [q_len], [2000], page_size)
+    spare = batch.kv.indices[: (2000 - q_len - spec.window_left) // page_size].long()
+    expected = batch.exact()
+    for x in (batch.k, batch.v):
+        x[spare] = torch.full((), torch.nan).to(x.dtype)
+    out, _ = compute(batch, "hopper")
+    assert relative_error(out, expected[0]) < 3e-3
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(1, 1, 70000), (1, 64, 33000), (3, 40, 9000), (2, 130, 20000)], ids=str)
+def test_partial_states_are_combined(shape, rng):
+    """Few tiles with many keys: the same bits each time, and right, whatever the workspace has from before."""
+    count, q_len, kv_len = shape
+    spec = layer(rng, torch.bfloat16)
+    q_lens, kv_lens = [rng.randint(1, q_len) for _ in range(count)], [rng.randint(kv_len // 2, kv_len)] * count
+    batch = random_batch(spec, q_lens, kv_lens, 16)
+    floats = torch.full((64 << 20,), torch.nan, device="cuda")
+    zeros = torch.zeros(2 << 20, dtype=torch.int32, device="cuda")
+    first = compute(batch, "hopper", float_workspace=floats, int_workspace=zeros)
+    check(batch, *first, "hopper")
+    for _ in range(5):
+        again = compute(batch, "hopper", float_workspace=floats, int_workspace=zeros)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert not zeros.any()
+    assert not floats[: 132 * 128].isnan().all(), "nothing was split"
+
+
+@gpu
+@pytest.mark.parametrize("window", [-1, 5])
+@pytest.mark.parametrize("count", [33, 700, 2100])
+def test_many_requests(count, window, rng):
+    """More requests than a warp looks at together, of lengths that differ by powers of two; with a window, tiles of one
+    block that has unused slots on both sides, of which one consumer may be several ahead.
+    """
+    dim = rng.choice((64, 128))
+    spec = AttentionSpec(
+        num_qo_heads=8, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.bfloat16, window_left=window
+    )  # fmt: skip
+    kv_lens = [rng.choice((0, 1, rng.randint(1, 20), rng.randint(1, 400))) for _ in range(count)]
+    kv_lens[rng.randrange(count)] = 5000
+    batch = random_batch(spec, [rng.choice((0, 1, 2, 30)) for _ in kv_lens], kv_lens, 16)
+    check(batch, *compute(batch, "hopper"), "hopper")
+
+
+@gpu
+def test_tables_that_change_after_their_check_never_lead_outside(rng):
+    for page_size in (1, 16):
+        spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+        batch = random_batch(spec, [70, 100], [640, 64], page_size)
+        expected = spoil(batch)
+        check(expected, *compute(batch, "hopper"), "hopper")
+
+
+@gpu
+def test_graphs_read_tables_that_changed(rng):
+    """A captured plan and run compute what the tables say when they are replayed, over caches in any layout."""
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    batches = [
+        random_batch(spec, [300, 1, 20], kv_lens, 16, device="cuda") for kv_lens in ([400, 900, 70], [900, 400, 70])
+    ]
+    tables = [x.clone() for x in (batches[0].kv.indptr, batches[0].kv.indices, batches[0].kv.last_page_len)]
+    q, kv = batches[0].q.clone(), torch.stack([batches[0].k, batches[0].v], 1)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device="cuda"))
+
+    def step():
+        wrapper.plan(batches[0].qo.indptr, *tables, 8, 2, 128, 16, causal=True, q_data_type=torch.bfloat16)
+        return wrapper.run(q, kv)
+
+    step()
+    assert wrapper.backend == "hopper"
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for batch in batches:
+        for held, new in zip(tables, (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len), strict=True):
+            held.copy_(new)
+        q.copy_(batch.q)
+        kv.copy_(torch.stack([batch.k, batch.v], 1))
+        graph.replay()
+        assert relative_error(out, batch.exact()[0]) < 3e-3
+
+
+@gpu
+def test_auto_chooses_it_for_prefill(rng):
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    device = torch.device("cuda", 0)
+    assert registry.choose(spec, device) == registry.choose(spec, device, max_q_len=999) == "hopper"
+    assert registry.choose(spec.but(pos_encoding="ROPE_LLAMA"), device) == "triton"
+    batch = random_batch(spec, [100, 1], [640, 64], 16, device="cuda")
+    k, v, indptr = batch.rows()
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, device="cuda"))
+    wrapper.plan(batch.qo.indptr, indptr, 8, 2, 128, causal=True, q_data_type=torch.bfloat16)
+    assert wrapper.backend == "hopper"
+    for _ in range(2):  # the second run repeats the first one's launch
+        assert relative_error(wrapper.run(batch.q, k, v), batch.exact()[0]) < 3e-3
+    with pytest.warns(UserWarning, match="hopper does not compute a call"):
+        out = wrapper.run(batch.q, shifted(k), v)
+    assert relative_error(out, batch.exact()[0]) < 3e-3
+
+
+def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
+    """Caches that TMA reads as matrices of tokens, in any layout, and those whose keys are copied one by one."""
+    monkeypatch.setattr(host, "Launcher", Recorded)
+    host._launcher.cache_clear()
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    for page_size, layout, box, stride in (
+        (16, "NHD", 16, 256), (16, "HND", 16, 128), (256, "NHD", 128, 256), (0, "NHD", 128, 256), (4, "NHD", 0, 0),
+        (24, "NHD", 0, 0),
+    ):  # fmt: skip
+        batch = random_batch(spec, [90, 1], [640, 64], page_size or 16, kv_layout=layout, padding=1)
+        k, v, kv = batch.k, batch.v, batch.kv
+        if page_size == 0:
+            k, v, indptr = batch.rows()
+            kv = RaggedLayout(indptr)
+        call = Call(q=batch.q, qo=batch.qo, spec=spec, k=k, v=v, kv=kv)
+        assert host.refuses(call) is None
+        host.launch(call, batch.q, None, 132)
+        given = Recorded.last
+        assert (given["programs"], given["c"].box, given["pages"]) == (132, box, len(k))
+        assert (given["matrices"] is None) == (box == 0)
+        for x, m in zip((k, v), given["matrices"] or (), strict=False):
+            assert m[2:] == (stride, box, 128)
+            extent = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+            assert (m.rows - 1) * m.stride + m.columns == extent  # nothing outside the tensor is read
+        call.k = shifted(k)
+        assert "aligned to 16 bytes" in host.refuses(call)
+    host._launcher.cache_clear()
+
+
+class Host:
+    """What the scheduler uses of Gluon, on torch tensors of 32 elements and scalars."""
+
+    int32, float32, where = torch.int32, torch.float32, staticmethod(torch.where)
+    constexpr = BlockedLayout = staticmethod(lambda *x: x)
+    full_like, ceil = staticmethod(torch.full_like), staticmethod(torch.ceil)
+    maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
+    minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
+    arange = staticmethod(lambda a, b, layout: torch.arange(a, b))
+    sum = staticmethod(lambda x, axis: x.sum())
+    max = staticmethod(lambda x, axis: x.max())
+    min = staticmethod(lambda x, axis: x.min())
+    associative_scan = staticmethod(lambda x, axis, function: x.cumsum(0))
+    reduce = staticmethod(lambda x, axis, function: torch.tensor(functools.reduce(int.__or__, x.tolist())))
+
+
+def scheduled(patch, c, q_lens, kv_lens, window, programs, slots):
+    """All jobs of a batch in the order in which programs take them, by the kernel's own code."""
+    from quire.kernels.hopper import mask
+    from quire.kernels.hopper.prefill import tile_scheduler as scheduler
+    from quire.kernels.hopper.schedule import Request
+
+    gl, lengths = Host(), torch.tensor([q_lens, kv_lens])
+    gl.num_programs = lambda axis: torch.tensor(programs)
+
+    def load_request(tables, b, start, c):
+        b = torch.as_tensor(b)
+        inside = b < len(q_lens)
+        q_len, kv_len = lengths[:, b.clamp(max=len(q_lens) - 1)] * inside
+        low = ((kv_len - q_len - window).clamp(min=0) if c.window else kv_len * 0) // c.unit_size * c.unit_size
+        units = torch.where(q_len > 0, ((kv_len - low + c.unit_size - 1) // c.unit_size).clamp(min=1), 0)
+        return Request(b, start, b * 0, q_len, b * 0, kv_len, low, units)
+
+    for module in (scheduler, mask):
+        patch.setattr(module, "gl", gl)
+        for name, x in vars(module).copy().items():
+            if hasattr(x, "fn"):
+                patch.setattr(module, name, x.fn)
+    for name in ("LANES", "L2_BYTES", "UNSPLIT", "UNIT_COST", "SPLIT_COST", "END"):
+        patch.setattr(scheduler, name, getattr(scheduler, name).value)
+    patch.setattr(scheduler, "_level", lambda x: x.clamp(min=1).double().log2().floor().long())
+    patch.setattr(scheduler, "quotient", lambda a, b: a // torch.as_tensor(b).clamp(min=1))
+    patch.setattr(scheduler, "load_request", load_request)
+    tables = SimpleNamespace(batch=len(q_lens), mask=SimpleNamespace(window=window))
+    split = scheduler.plan_units(tables, torch.tensor(slots), c)
+    walk, jobs = scheduler.first_walk(split, c), []
+    for unit in range(int(split.total) + 1):
+        walk, job = scheduler.find_unit(walk, torch.tensor(unit), tables, split, c)
+        jobs.append(type(job)(*(int(x) for x in job)))
+    assert jobs[-1].h == -1
+    return jobs[:-1]
+
+
+def test_work_units_cover_all_tiles(monkeypatch, rng):
+    """Units have each block that a row of their tile sees once; partial states have slots of their own; long requests
+    come first.
+    """
+    cut = 0
+    for _ in range(60):
+        group, heads, window = rng.choice((1, 4, 7)), rng.choice((1, 3, 8)), rng.choice((-1, -1, 70, 5000))
+        c = SimpleNamespace(
+            group=group, heads=heads, tile_rows=128, block_n=128, unit_size=128, load_warps=1, dim=128, dim_qk=128,
+            window=window >= 0, right=rng.choice((0, 0, -1)),
+        )  # fmt: skip
+        count = rng.choice((1, 2, 5, 40, 70))
+        kv_lens = [rng.choice((0, 1, 300, rng.randint(1, 3000), 20_000 if count < 9 else 7)) for _ in range(count)]
+        q_lens = [rng.choice((0, 1, 4, 130, min(n, 700))) for n in kv_lens]
+        slots = rng.choice((0, 264, 1056))
+        with monkeypatch.context() as patch:
+            jobs = [x for x in scheduled(patch, c, q_lens, kv_lens, window, 132, slots) if x.first <= x.last]
+        tiles = {}
+        for job in jobs:
+            tiles.setdefault((job.b, job.h, job.row), []).append(job)
+        expected = {(b, h, row) for b, n in enumerate(q_lens) for h in range(heads) for row in range(0, n * group, 128)}
+        assert tiles.keys() == expected
+        for (b, _h, row), units in tiles.items():
+            past, last_row = kv_lens[b] - q_lens[b], min(row + 128, q_lens[b] * group) - 1
+            end = kv_lens[b] if c.right < 0 else min(kv_lens[b], past + last_row // group + 1)
+            start = max(past + row // group - window, 0) if window >= 0 else 0
+            last = max((end - 1) // 128, 0)
+            blocks = sorted(x for job in units for x in range(job.first, job.last + 1))
+            assert blocks == list(range(min(start // 128, last), last + 1))
+            assert sorted(job.index for job in units) == list(range(units[0].splits))
+            assert len({(job.slot, job.splits) for job in units}) == 1
+        used = [job.slot + job.index for job in jobs if job.splits > 1]
+        assert len(used) == len(set(used))
+        assert not used or max(used) < slots
+        levels = [max(-(-kv_lens[job.b] // 128), 1).bit_length() for job in jobs]
+        assert window >= 0 or levels == sorted(levels, reverse=True)
+        cut += bool(used)
+    assert cut > 3
+
+
+@pytest.mark.parametrize("name", ["p16", "ragged", "p1", "fp8", "d64", "d192", "d256", "all"])
+def test_kernels_compile(name):
+    """Registers last in the loop over keys, and the wait for PV stays behind the exponentials: see `_hold`."""
+    from helpers.triton_compile import compile_prefill, disassemble
+
+    page_size = {"ragged": 0, "p1": 1}.get(name, 16)
+    dims = {"d64": (64, 64), "d192": (192, 128), "d256": (256, 256)}.get(name, (128, 128))
+    spec = AttentionSpec(
+        num_qo_heads=32, num_kv_heads=8, head_dim_qk=dims[0], head_dim_vo=dims[1], q_dtype=torch.bfloat16,
+        kv_dtype=torch.float8_e4m3fn if name == "fp8" else torch.bfloat16, **(LAYERS["all"] if name == "all" else {}),
+    )  # fmt: skip
+    c, usage = compile_prefill(spec, page_size)
+    assert usage.shared <= 227 << 10
+    text = disassemble(usage)
+    order = "".join(re.findall(r"(MUFU\.EX2|HGMMA|DEPBAR\.LE gsb0, 0x[01]|STL|LDL)", text))
+    assert "setmaxnreg" in usage.asm["ptx"]
+    loops = re.findall(r"HGMMADEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", order)
+    assert len(loops) >= 4  # blocks with and without a mask, of two consumers
+    if name != "all":
+        block_n = host.block_size(spec)
+        assert all(x.count("MUFU.EX2") >= block_n // 2 for x in loops)
+        assert all(len(re.findall("STL|LDL", x)) <= (0 if c.box else 2) for x in loops)
+
+
+def test_what_it_declines():
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    assert host.declines(spec, 0) is host.declines(spec.but(pos_encoding="ALIBI", sinks=True), 5000) is None
+    assert host.declines(spec.but(head_dim_qk=192), 0) is None
+    assert "head_dim is 64, 128, 256, or 192 with 128" in host.declines(spec.but(head_dim_qk=80, head_dim_vo=80), 0)
+    assert "nor rotary encodings" in host.declines(spec.but(pos_encoding="ROPE_LLAMA"), 0)
+    assert "no items" in host.declines(spec.but(items=True), 0)
+    assert "torch.float32" in host.declines(spec.but(q_dtype=torch.float32, kv_dtype=torch.float32), 0)
+    assert hopper._host(spec.but(batch_invariant=True), 0) is hopper.decode_host
