@@ -64,10 +64,8 @@ class _Hopper(Family):
     def float_workspace_size(
         self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int
     ) -> int:
-        if spec.latent:
-            return mla_host.float_workspace_size(spec, _processors(device), max_q_len)
-        prefill = _host(spec, max_q_len) is prefill_host
-        return prefill_host.float_workspace_size(spec, _processors(device)) if prefill else 0
+        size: int = _host(spec, max_q_len).float_workspace_size(spec, _processors(device), max_q_len)
+        return size
 
     def int_workspace_size(
         self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int

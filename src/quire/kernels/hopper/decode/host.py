@@ -141,6 +141,11 @@ def _slots(spec: AttentionSpec, max_q_len: int, processors: int, batch: int, key
     return programs, _RUN * programs + runs
 
 
+def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
+    """None: partial states are self-flagging, in the int workspace."""
+    return 0
+
+
 def int_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int, batch: int, keys: int) -> int:
     """Bytes of zeros for partial states of a batch-invariant layer; whole tiles need none."""
     if _whole_tiles(spec, max_q_len):

@@ -9,14 +9,7 @@ from torch import Tensor
 
 from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.call import Call
-from quire.kernels.gpu.launch import (
-    Launcher,
-    LaunchReplay,
-    extent_in_elements,
-    is_aligned,
-    kv_strides,
-    split_scales,
-)
+from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, kv_strides, split_scales
 from quire.kernels.gpu.tma import Matrix
 from quire.kernels.hopper.mask import keys_to_the_right
 from quire.kernels.hopper.prefill.kernel import Config, prefill
@@ -29,8 +22,6 @@ _HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of queries and ke
 
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     """Why the prefill kernel does not compute a layer (with MHA, GQA or MQA heads); None if it does."""
-    if spec.batch_invariant:
-        return "prefill of batch-invariant layers is computed by the decode kernel"
     if spec.items or spec.pos_encoding == "ROPE_LLAMA":
         return "it knows no items, nor rotary encodings"
     dims = spec.head_dim_qk, spec.head_dim_vo
@@ -48,7 +39,7 @@ def refuses(call: Call) -> str | None:
     return "queries, keys and values must be aligned to 16 bytes, and their strides"
 
 
-def box_of(x: Tensor, page_size: int, block_n: int) -> int:
+def _box_of(x: Tensor, page_size: int, block_n: int) -> int:
     """How many keys TMA loads of a tensor at once, or 0: boxes are rows of one page in a matrix whose rows have the
     stride of tokens, if there is such a matrix.
     """
@@ -62,7 +53,7 @@ def box_of(x: Tensor, page_size: int, block_n: int) -> int:
 
 
 def _matrix(x: Tensor, box: int, width: int) -> Matrix:
-    """The matrix of `box_of`, with boxes of `width` elements."""
+    """The matrix of `_box_of`, with boxes of `width` elements."""
     page, token, head = kv_strides(x)
     row = token if x.ndim == 4 else page
     heads, dim = x.shape[-2:]
@@ -95,7 +86,6 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         registers=240 if box else 208,
         load_registers=24 if box else 88,
         load_warps=1 if box else 4,
-        packed_p=box == 0,
         right=keys_to_the_right(spec),
         window=spec.window_left >= 0,
         mask=spec.custom_mask,
@@ -117,7 +107,7 @@ def block_size(spec: AttentionSpec) -> int:
     return 64 if spec.head_dim_qk == 256 else 128
 
 
-def float_workspace_size(spec: AttentionSpec, processors: int) -> int:
+def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
     """Bytes for partial states. The kernel uses as many slots as there are, up to _MOST_SLOTS per program."""
     return _SLOTS * processors * _TILE_ROWS * (spec.head_dim_vo + 2) * 4
 
@@ -140,11 +130,11 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
     scale, cap = spec.sm_scale * LOG2E * q_gain * k_gain, spec.logits_soft_cap * LOG2E
     block_n = block_size(spec)
-    box = min(box_of(k, page_size, block_n), box_of(v, page_size, block_n))
+    box = min(_box_of(k, page_size, block_n), _box_of(v, page_size, block_n))
     wide = max(extent_in_elements(k), extent_in_elements(v)) >= 1 << 31
     scales = (q_scale is not None, k_scale is not None, v_scale is not None)
     c = config(spec, page_size, box, (*scales, lse is not None, wide, by_length, scale <= 0))
-    partials = call.float_workspace_for(float_workspace_size(spec, processors) // 4)
+    partials = call.float_workspace_for(float_workspace_size(spec, processors, call.max_q_len) // 4)
     slots = min(partials.numel() // (_TILE_ROWS * (spec.head_dim_vo + 2)), _MOST_SLOTS * processors)
     counter = call.int_workspace_for(1 + 2 * slots, 1 + 2 * slots)
     bits, bits_indptr, bits_size = (None, None, 0) if mask is None else (mask.bits, mask.indptr, mask.bits.shape[0])

@@ -36,10 +36,9 @@ class Config:
     box: int  # keys that TMA loads at once; 0: keys are copied one by one
     block_n: int  # keys in a block
     stages: int  # blocks in the pipeline
-    registers: int  # per thread of the second consumer
+    registers: int  # per thread of a consumer
     load_registers: int  # per thread of the producer
     load_warps: int  # of the producer
-    packed_p: bool  # consumers have few registers
     right: int  # keys to the right of its position that a row sees; -1: all
     window: bool
     mask: bool  # custom masks

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quire.kernels.hopper.epilogue import store_rows
-from quire.kernels.hopper.mask import needed_keys, partly_needed, row_mask, unmasked_keys, visible
+from quire.kernels.hopper.mask import RowMask, needed_keys, partly_needed, row_mask, unmasked_keys, visible
 from quire.kernels.hopper.prefill.combine import combine
 from quire.kernels.hopper.prefill.tile_scheduler import (
     FIRST,
@@ -54,11 +54,9 @@ class Queries(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a tile. position, end, bit: as in RowMask; factor: of logits, with c.transform; slope: of ALiBi."""
+    """The rows of a tile. mask: which keys they see; factor: of logits, with c.transform; slope: of ALiBi."""
 
-    position: tl.tensor
-    end: tl.tensor
-    bit: tl.tensor
+    mask: RowMask
     factor: tl.tensor
     slope: tl.tensor
 
@@ -138,7 +136,7 @@ def _start_pv(acc, p, pipeline, n, c: gl.constexpr):
     mbarrier.wait(pipeline.v.full.index(stage), n // c.stages & 1)
     if c.box == 0:
         fence_async_shared()
-    p = _unpack(p, pipeline.v.data.dtype) if c.packed_p else p.to(pipeline.v.data.dtype)
+    p = _unpack(p, pipeline.v.data.dtype) if c.box == 0 else p.to(pipeline.v.data.dtype)
     p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
     return warpgroup_mma(p, pipeline.v.data.index(stage), acc, is_async=True)
 
@@ -148,7 +146,7 @@ def _transform(s, rows, j, queries, c: gl.constexpr):
     """Scaled logits in base 2, with ALiBi, then the soft cap."""
     s = s * rows.factor[:, None]
     if c.alibi:
-        s = gl.fma(gl.zeros_like(s) + rows.slope[:, None], (j[None, :] - rows.position[:, None]).to(gl.float32), s)
+        s = gl.fma(gl.zeros_like(s) + rows.slope[:, None], (j[None, :] - rows.mask.position[:, None]).to(gl.float32), s)
     if c.cap:
         s = queries.cap - 2.0 * queries.cap / (1.0 + gl.exp2(s * (2.0 * LOG2E / queries.cap)))
     return s
@@ -165,7 +163,8 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
         if c.transform:
             s = _transform(s, rows, j, queries, c)
         if masked:
-            seen = visible(j[None, :], rows.position[:, None], rows.end[:, None], rows.bit[:, None], mask, c)
+            of = rows.mask
+            seen = visible(j[None, :], of.position[:, None], of.end[:, None], of.bit[:, None], mask, c)
             s = gl.where(seen, s, -float("inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     base = exponent_base(m_new) * scale if masked else m_new * scale
@@ -173,7 +172,7 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
     alpha = gl.exp2(m * scale - base)
     sums = gl.sum(p.reshape([64, c.block_n // 8, 8]), 1)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None] + sums
-    if c.packed_p:
+    if c.box == 0:  # consumers have fewer registers then
         p = _pack(p, dtype)
     return p, m_new, l, alpha
 
@@ -230,7 +229,7 @@ def _load_rows(queries, request, h, row, mask, flat: gl.constexpr, c: gl.constex
             factor *= gl.load(queries.k_scale + h)
     if c.alibi:
         slope = gl.load(queries.slopes + head, valid, 0.0)
-    return Rows(of_mask.position, of_mask.end, of_mask.bit, factor, slope)
+    return Rows(of_mask, factor, slope)
 
 
 @gluon.jit
@@ -245,16 +244,18 @@ def _pass(pipeline, n, blocks, c: gl.constexpr):
 
 
 @gluon.jit
-def _attend(queries, pipeline, mailbox, taken, n, mask, W: gl.constexpr, c: gl.constexpr):
-    """The state of a consumer's rows over the blocks of a job but for the last PV, whose P is returned too."""
+def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.constexpr):
+    """The state of a consumer's rows over the blocks of the i-th job, the n-th of the pipeline and those after it, but
+    for the last PV: the state, P of the last block, and which of the pipeline it is.
+    """
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
-    request, row = job_request(mailbox, taken), job_field(mailbox, taken, ROW) + W * 64
-    first, last = job_field(mailbox, taken, FIRST), job_field(mailbox, taken, LAST)
+    request, row = job_request(mailbox, i), job_field(mailbox, i, ROW) + W * 64
+    first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
     if c.box > 0:
         _clear_values(pipeline, n, last, request, mask, c)
-    rows = _load_rows(queries, request, job_field(mailbox, taken, H), row, mask, flat, c)
+    rows = _load_rows(queries, request, job_field(mailbox, i, H), row, mask, flat, c)
     start, end = unmasked_keys(request, row, gl.minimum(row + 64, request.q_len * c.group) - 1, mask, c)
     high = gl.minimum(gl.maximum(gl.maximum(end, 0) // c.block_n, first), last)
     low = gl.minimum(gl.maximum(gl.maximum(start + (c.block_n - 1), 0) // c.block_n, first), high)
@@ -274,7 +275,7 @@ def _attend(queries, pipeline, mailbox, taken, n, mask, W: gl.constexpr, c: gl.c
             acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, True, c)
     n -= first
     if c.box > 0 and c.window:
-        _clear_values(pipeline, n, first, job_request(mailbox, taken), mask, c)
+        _clear_values(pipeline, n, first, job_request(mailbox, i), mask, c)
     return acc, p, m, l, n
 
 

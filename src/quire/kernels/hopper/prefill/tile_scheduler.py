@@ -244,8 +244,7 @@ def first_walk(split, c: gl.constexpr):
 @gluon.jit
 def _walk_on(walk, tables, split, c: gl.constexpr):
     """Go on to the next 32 requests, or to the next level."""
-    more = walk.b0 + LANES < tables.batch
-    more = more | (walk.b0 < 0)
+    more = (walk.b0 < 0) | (walk.b0 + LANES < tables.batch)
     b0 = gl.where(more, walk.b0 + LANES, 0)
     levels = gl.where(more, walk.levels, walk.levels & ~((walk.levels * 0 + 1) << _level(walk.levels)))
     request = load_request(tables, b0 + _lanes(c), 0, c)
