@@ -127,6 +127,13 @@ def row_mask(request, r, mask, c: gl.constexpr):
 
 
 @gluon.jit
+def shifted(rows, offset):
+    """A RowMask for keys that are counted from `offset` on, which may differ between columns: [rows, columns]."""
+    offset = offset[None, :]
+    return RowMask(rows.position[:, None] - offset, rows.end[:, None] - offset, rows.bit[:, None] + offset)
+
+
+@gluon.jit
 def visible(j, position, end, bit, mask, c: gl.constexpr):
     """Whether rows see keys j. position, end and bit: of RowMask, in shapes that broadcast with j."""
     seen = j < end

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quire.kernels.hopper.epilogue import store_rows
-from quire.kernels.hopper.mask import RowMask, needed_keys, partly_needed, row_mask, unmasked_keys, visible
+from quire.kernels.hopper.mask import RowMask, needed_keys, partly_needed, row_mask, shifted, unmasked_keys, visible
 from quire.kernels.hopper.prefill.combine import combine
 from quire.kernels.hopper.prefill.tile_scheduler import (
     FIRST,
@@ -67,11 +67,15 @@ def _copy_queries(queries, mailbox, i, W: gl.constexpr, c: gl.constexpr):
     parts: gl.constexpr = c.dim_qk // c.part
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.part, c.part // 8], [4, 1], [1, 0])
     wait_for_job(mailbox, i)
-    h, q_start, rows = job_field(mailbox, i, H), job_field(mailbox, i, Q_START), job_field(mailbox, i, ROWS)
-    r = job_field(mailbox, i, ROW) + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    d = gl.arange(0, c.part, gl.SliceLayout(0, layout))
-    at = (q_start + r // c.group).to(gl.int64) * queries.token + (h * c.group + r % c.group) * queries.head
-    at = queries.q + (gl.multiple_of(at, 8)[:, None] + d[None, :])
+    h, row, rows = job_field(mailbox, i, H), job_field(mailbox, i, ROW) + W * 64, job_field(mailbox, i, ROWS)
+    # Offsets from the first row's token fit 32 bits.
+    token, group = row // c.group, gl.to_tensor(c.group).to(gl.uint32)
+    r = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    at = (r.to(gl.uint32) // group).to(gl.int32)
+    at = (at - token) * queries.token + (r - at * c.group) * queries.head
+    at = gl.multiple_of(at, 8)[:, None] + gl.arange(0, c.part, gl.SliceLayout(0, layout))[None, :]
+    token = (job_field(mailbox, i, Q_START) + token).to(gl.int64) * queries.token
+    at = queries.q + (token + h * c.group * queries.head) + at
     valid = ((r < rows) & (h >= 0))[:, None]
     for part in gl.static_range(parts):
         async_copy.async_copy_global_to_shared(queries.shared.index(W * parts + part), at + part * c.part, valid)
@@ -163,8 +167,11 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
         if c.transform:
             s = _transform(s, rows, j, queries, c)
         if masked:
-            of = rows.mask
-            seen = visible(j[None, :], of.position[:, None], of.end[:, None], of.bit[:, None], mask, c)
+            # Columns of a thread are 0, 1, 8, 9, 16, ... and an offset, which is taken from the rows' side of each
+            # comparison: what is left of the columns is constant.
+            offset = j & 6
+            of, j = shifted(rows.mask, offset + block * c.block_n), gl.arange(0, c.block_n, j.type.layout) & ~6
+            seen = visible(j[None, :], of.position, of.end, of.bit, mask, c)
             s = gl.where(seen, s, -float("inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     base = exponent_base(m_new) * scale if masked else m_new * scale
