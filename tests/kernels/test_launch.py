@@ -78,6 +78,22 @@ def test_a_launch_with_programs_for_few():
     assert repeat.moved(first, rows, second).max_entries == 20
 
 
+def test_two_launches_of_one_call():
+    """Both are launched with the same addresses and tables, or neither is."""
+    first, second, rows, compiled = empty_table(8), empty_table(20), rows_of(), [Compiled(), Compiled()]
+    pair = launch.ReplayPair(*(launched(rows, first, x) for x in compiled))
+    moved = pair.moved(first, rows, second)
+    for which in (pair, moved):
+        assert which(0, None, 0, 0, None, 0, None, None, 0)
+    assert not pair(0, None, 8, 0, None, 0, None, None, 0), "an address that is not aligned"
+    for each in compiled:
+        assert [x[3] for x in each.launched] == [t.indices.data_ptr() for t in (first, second)]
+    for entries in ((0, 8), (8, 0)):
+        assert (
+            launch.ReplayPair(*(launched(rows, first, entries=n) for n in entries)).moved(first, rows, second) is None
+        )
+
+
 def test_a_launch_that_read_lengths():
     """It goes on with lengths, and only with those."""
     plain, lengths = empty_table(20), [torch.tensor(x, dtype=torch.int32) for x in ([5, 64], [17, 3])]

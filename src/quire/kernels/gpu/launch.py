@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import FLOATS
-from quire.kernels.call import Call, Keys
+from quire.kernels.call import Call, Keys, Replay
 from quire.kernels.gpu.tma import Matrix, descriptors
 
 
@@ -95,6 +95,26 @@ class LaunchReplay:
         return replay
 
 
+class ReplayPair:
+    """Two launches that compute one call together, replayed one after the other."""
+
+    def __init__(self, first: LaunchReplay, second: LaunchReplay) -> None:
+        self._first, self._second = first, second
+
+    def __call__(
+        self, q: int, q_pe: int | None, k: int, v: int, k_pe: int | None, out: int, lse: int | None, sinks: int | None,
+        stream: int,
+    ) -> bool:  # fmt: skip
+        """Launch both as `LaunchReplay`; neither if an address is not aligned, which both find alike."""
+        given = (q, q_pe, k, v, k_pe, out, lse, sinks, stream)
+        return self._first(*given) and self._second(*given)
+
+    def moved(self, table: Keys, rows: RaggedLayout, other: Keys) -> ReplayPair | None:
+        """As `LaunchReplay.moved`; None if one of the launches cannot be moved."""
+        first, second = self._first.moved(table, rows, other), self._second.moved(table, rows, other)
+        return None if first is None or second is None else ReplayPair(first, second)
+
+
 class Launcher:
     """Launches of one kernel with one set of constants.
 
@@ -159,8 +179,8 @@ class Launcher:
 
 
 def launch_into(
-    launch: Callable[[Call, Tensor, Tensor | None], LaunchReplay | None], call: Call, out: Tensor, lse: Tensor | None
-) -> LaunchReplay | None:
+    launch: Callable[[Call, Tensor, Tensor | None], Replay | None], call: Call, out: Tensor, lse: Tensor | None
+) -> Replay | None:
     """Launch into out and lse, through a temporary where kernels cannot write to one of them directly."""
     writable = out.dtype in FLOATS and out.stride(-1) == 1
     kernel_out = out if writable else torch.empty(out.shape, dtype=torch.float32, device=out.device)

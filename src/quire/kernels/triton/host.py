@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from quire.definition.spec import LOG2E, AttentionSpec
-from quire.kernels.call import Call
+from quire.kernels.call import Call, Replay
 from quire.kernels.family import BASIC, Family
 from quire.kernels.gpu.launch import (
     INTERPRETED,
@@ -182,7 +182,7 @@ class _Triton(Family):
         sizes = [m for m in (16, 32, 64) if m <= choose_block_m(spec, rows, machine)]
         return max(_num_slots(spec, m, machine) * min(rows, m) for m in sizes) * row_bytes
 
-    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
+    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
         return launch_into(_launch, call, out, lse)
 
 
