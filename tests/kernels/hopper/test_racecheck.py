@@ -1,7 +1,10 @@
-"""racecheck of compute-sanitizer, over decode on Hopper: threads that use shared memory before others are ready."""
+"""compute-sanitizer over decode and prefill on Hopper: threads that use shared memory before others are ready
+(racecheck), and accesses outside of tensors (memcheck).
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -15,34 +18,56 @@ from helpers.hopper import gpu
 hopper = pytest.importorskip("quire.kernels.hopper.host")
 
 TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-# One block for a program, and several; partial states combined in one level and in two.
-CELLS = ["gqa4 p16 2x1k", "8:1 p16 3x9k", "gqa4 d64 20 mixed 9k", "mla16 p64 2x4k", "mla128 p64 3x4k", "mla128 9x4k"]
+needs_tool = pytest.mark.skipif(TOOL is None, reason="there is no compute-sanitizer")
+# One block for a program, and several; partial states combined in one level and in two; all ways of loading keys.
+CELLS = [
+    "decode gqa4 p16 2x1k", "decode 8:1 p16 3x9k", "decode gqa4 d64 20 mixed 9k", "decode mla16 p64 2x4k",
+    "decode mla128 p64 3x4k", "decode mla128 9x4k", "prefill ragged 2x700", "prefill p16 2x500", "prefill p1 2x300",
+    "prefill p16 fp8 2x300", "prefill p16 3x40@2k",
+]  # fmt: skip
 PROGRAM = """
 import sys, torch
 from quire.bench.calls import prepared
 from quire.bench.cells import Cell
 for name in sys.argv[1:]:
-    cell = Cell.parse("decode " + name)
+    cell = Cell.parse(name)
     for invariant in (False,) if cell.latent else (False, True):
         batch = cell.make("cuda")
         plan, run = prepared(cell, batch, backend="hopper", batch_invariant=invariant)
         plan()
-        assert run(batch.k, batch.v).isfinite().all()
+        k, v = batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
+        assert run(k, v).isfinite().all()
         print("ran")
 """
 
 
+def sanitized(*options: str, cells: list[str], **env: str) -> str:
+    """What compute-sanitizer says of these cells, batch-invariant and not."""
+    command = [TOOL, *options, sys.executable, "-c", PROGRAM, *cells]
+    text = subprocess.run(command, capture_output=True, text=True, env=os.environ | env).stdout
+    runs = sum(1 if "mla" in cell else 2 for cell in cells)
+    assert len(re.findall("^ran$", text, re.MULTILINE)) == runs, text
+    return text
+
+
 @gpu
-@pytest.mark.skipif(TOOL is None, reason="there is no compute-sanitizer")
+@needs_tool
 def test_no_warp_group_reads_what_another_has_not_written():
     """Hazards are reported only where Triton starts and ends warp groups, as in kernels that do nothing else."""
-    command = [TOOL, "--tool", "racecheck", "--print-limit", "1000", sys.executable, "-c", PROGRAM, *CELLS]
-    text = subprocess.run(command, capture_output=True, text=True).stdout
-    assert text.count("ran") == 9, text
+    text = sanitized("--tool", "racecheck", "--print-limit", "1000", cells=CELLS)
     assert "RACECHECK SUMMARY" in text
     found = set(re.findall(r"(?:Read|Write) access at .* in (\w+\.py):(\d+)", text))
     assert len(found) == len(set(re.findall(r"access at .*\+0x\w+ in (.*?)(?: \[|\n)", text))), text
     for file, line in found:
         sources = [path.read_text().splitlines() for path in Path(hopper.__file__).parent.rglob(file)]
         lines = [source[int(line) - 1] for source in sources if int(line) <= len(source)]
-        assert any(re.match(r"def decode(_latent)?\(|    gl.warp_specialize\(", each) for each in lines), text
+        assert any(re.match(r"def (decode(_latent)?|prefill)\(|    gl.warp_specialize\(", each) for each in lines), text
+
+
+@gpu
+@needs_tool
+def test_nothing_outside_of_tensors_is_used():
+    """Each tensor is an allocation of its own, so that an access past its end is seen."""
+    cells = [CELLS[0], CELLS[2], *CELLS[6:]]
+    options = ("--tool", "memcheck", "--report-api-errors", "no")
+    assert "ERROR SUMMARY: 0 errors" in sanitized(*options, cells=cells, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
