@@ -1,6 +1,11 @@
-"""A mark for tests that need a Hopper GPU, and a launcher that records its arguments instead of launching."""
+"""A mark for tests that need a Hopper GPU, a launcher that records its arguments instead of launching, and what kernels
+need to run on the host.
+"""
 
 from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,3 +34,42 @@ class Recorded:
     def __call__(self, programs, tensors, others, numbers, strides, matrices=None):
         values = (*tensors, *others, *numbers, *strides, self.constants)
         Recorded.last = {"programs": programs, "matrices": matrices, **dict(zip(self.names, values, strict=True))}
+
+
+class HostGluon:
+    """What schedulers use of Gluon, on torch tensors and scalars."""
+
+    int32, float32, where = torch.int32, torch.float32, staticmethod(torch.where)
+    constexpr = BlockedLayout = staticmethod(lambda *x: x)
+    full_like, ceil = staticmethod(torch.full_like), staticmethod(torch.ceil)
+    maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
+    minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
+    arange = staticmethod(lambda a, b, layout: torch.arange(a, b))
+    sum = staticmethod(lambda x, axis: x.sum())
+    max = staticmethod(lambda x, axis: x.max())
+    min = staticmethod(lambda x, axis: x.min())
+    associative_scan = staticmethod(lambda x, axis, function: x.cumsum(0))
+    reduce = staticmethod(lambda x, axis, function: torch.tensor(functools.reduce(int.__or__, x.tolist())))
+    load = staticmethod(lambda at, mask, other: torch.where(mask, at.read(), other))
+
+
+class Pointer:
+    """An address of a tensor's element, or addresses of several."""
+
+    def __init__(self, values: torch.Tensor, at: int | torch.Tensor = 0) -> None:
+        self.values, self.at = values, at
+
+    def __add__(self, offset: int | torch.Tensor) -> Pointer:
+        return Pointer(self.values, self.at + offset)
+
+    def read(self) -> torch.Tensor:
+        return self.values[torch.as_tensor(self.at).clamp(max=len(self.values) - 1)]
+
+
+def ragged_tables(q_lens: list[int], kv_lens: list[int], window: int) -> SimpleNamespace:
+    """The `Tables` of requests whose keys are ragged rows, to be read by `HostGluon`."""
+    ends = [Pointer(torch.tensor([0, *n]).cumsum(0)) for n in (q_lens, kv_lens)]
+    return SimpleNamespace(
+        qo_indptr=ends[0], kv_indptr=ends[1], batch=len(q_lens), tokens=sum(q_lens), entries=sum(kv_lens),
+        mask=SimpleNamespace(window=window),
+    )  # fmt: skip

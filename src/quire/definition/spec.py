@@ -80,7 +80,7 @@ class AttentionSpec:
         custom_mask, items, sinks: whether calls pass a mask, the items of prompts, or a sink logit per head.
         latent: whether values are the first head_dim_vo elements of keys (MLA), 128, 256 or 512 elements. The other 64
             elements of keys, and of queries, are in tensors of their own. There is one KV head.
-        batch_invariant: whether the bits of an output row depend on its query and its keys alone, not on the batch.
+        batch_invariant: whether the bits of an output row depend on its own request alone, not on the batch.
 
     Raises:
         ValueError: a setting that is not supported, named with its value and what is allowed.

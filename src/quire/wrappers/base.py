@@ -45,8 +45,10 @@ class AttentionWrapper(Planner):
     All wrappers take, besides FlashInfer's arguments:
 
     - check: read and check tables that lie on a device too, which waits for it (default: whether QUIRE_CHECK is 1);
-    - batch_invariant: give the same bits for a request whatever it is batched with, however it is cut into chunks, and
-      whether it is decoded or prefilled (default: whether QUIRE_BATCH_INVARIANT is 1).
+    - batch_invariant: give the same bits for a request whatever it is batched with (default: whether
+      QUIRE_BATCH_INVARIANT is 1). Nor do they depend on how it is cut into chunks, and whether it is decoded or
+      prefilled, except with the family "hopper": its bits for chunks of more than 64 query rows, query tokens times
+      query heads of one KV head, are not those for shorter ones. `backend="triton"` has no such limit.
     """
 
     plan: Callable[..., None]

@@ -1,18 +1,17 @@
-"""Batch-invariant attention on Hopper GPUs, compared bit by bit; without a GPU, who stores and merges what."""
+"""Batch-invariant attention on Hopper GPUs, compared bit by bit; without a GPU, what is launched and compiled."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from unittest.mock import MagicMock
+from itertools import pairwise
 
 import pytest
 import torch
 
 import quire
-from helpers.families import alone, check, compute
+from helpers.families import BOUNDS, alone, check, compute
 from helpers.hopper import Recorded, gpu
-from quire.bench.batches import Batch, random_batch
+from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout
 from quire.kernels import registry
 from quire.kernels.call import Call
@@ -80,64 +79,93 @@ def together(parts: list[Batch]) -> Batch:
     return replace(parts[0], q=torch.cat([x.q for x in parts]), qo=qo, kv=table, bool_mask=mask)
 
 
-def same(batch: Batch, chunks: list[tuple[int, int, int]], out, lse, max_q_len: int, **changes) -> None:
-    """Chunks (request, first token, end), computed together, have the bits of the whole."""
-    part = together([chunk(batch, *each) for each in chunks])
-    begins = batch.qo.indptr.tolist()
-    rows = torch.cat([torch.arange(begins[b] + begin, begins[b] + end) for b, begin, end in chunks])
-    got, sums = compute(part, "hopper", max_q_len=max_q_len, **changes)
-    assert torch.equal(got.view(torch.int32), out[rows].view(torch.int32)), (chunks, max_q_len)
-    assert torch.equal(sums.view(torch.int32), lse[rows].view(torch.int32)), (chunks, max_q_len)
+def few_tokens(spec: AttentionSpec) -> int:
+    """Query tokens of a request up to which decode computes it."""
+    return 64 // spec.group_size
+
+
+class Expected:
+    """The bits of all rows of a batch, as rows of requests of few query rows and, where a request has more, of many."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.few, spec = few_tokens(batch.spec), batch.spec
+        self.many = compute(batch, "hopper")
+        check(batch, *self.many, "hopper")
+        chunks, begins = [], batch.qo.indptr.tolist()
+        for b, q_len in enumerate(batch.qo.lengths().tolist()):
+            starts = range(0, q_len, self.few) if spec.causal else (max(q_len - self.few, 0),)
+            chunks += [(b, begin, min(begin + self.few, q_len)) for begin in starts]
+        self.rows = [slice(n, m) for n, m in pairwise(begins)]
+        rows = torch.cat([self.of(each) for each in chunks])
+        self.short = tuple(torch.full_like(x, torch.nan) for x in self.many)
+        got = compute(together([chunk(batch, *each) for each in chunks]), "hopper", max_q_len=self.few)
+        for whole, x in zip(self.short, got, strict=True):
+            whole[rows] = x
+        assert relative_error(got[0], batch.exact()[0][rows]) < BOUNDS["hopper"][spec.q_dtype]
+
+    def of(self, chunk: tuple[int, int, int]) -> torch.Tensor:
+        """The rows of a chunk (request, first token, end)."""
+        b, begin, end = chunk
+        return torch.arange(self.rows[b].start + begin, self.rows[b].start + end)
+
+    def compare(self, batch: Batch, chunks: list[tuple[int, int, int]], max_q_len: int, **changes) -> None:
+        """Chunks, computed together as requests of their own, have the bits of their rows."""
+        got = compute(together([chunk(batch, *each) for each in chunks]), "hopper", max_q_len=max_q_len, **changes)
+        at = 0
+        for b, begin, end in chunks:
+            expected = self.short if end - begin <= self.few else self.many
+            for x, y in zip(got, expected, strict=True):
+                part, whole = x[at : at + end - begin], y[self.of((b, begin, end))]
+                assert torch.equal(part.view(torch.int32), whole.view(torch.int32)), (b, begin, end, max_q_len, chunks)
+            at += end - begin
 
 
 @gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_bits_do_not_depend_on_the_batch(name, shape, rng):
-    """Prefilled whole and in chunks, decoded alone and among others, with the most query tokens known or not."""
+    """Computed whole and in chunks, alone and among short and long others, with the most query tokens known or not."""
     spec = layer(shape, **LAYERS[name])
     kv_lens = [rng.randint(8300, 9500), rng.randint(4100, 4400), rng.randint(200, 700), 1, 4096]
     q_lens = [rng.randint(70, 130), 40, rng.randint(130, 200), 1, 3]
     batch = random_batch(spec, q_lens, kv_lens, rng.choice((1, 16, 64)))
     batch.v[..., 3] = 0  # zeros have a sign
-    out, lse = compute(batch, "hopper")
-    check(batch, out, lse, "hopper")
-    few = max(1, 64 // spec.group_size)
+    expected, few = Expected(batch), few_tokens(spec)
+    chunks = [(b, 0, q_len) for b, q_len in enumerate(q_lens)]
     if spec.causal:
-        chunks = [(b, begin, q_len) for b, q_len in enumerate(q_lens) for begin in {0, rng.randrange(q_len)}]
-        chunks += [(0, 3, 50), (2, 64, 100), (0, 17, 18), (1, 0, 1), (2, 100, 100 + min(few, 30))]
+        chunks += [(b, rng.randrange(q_len), q_len) for b, q_len in enumerate(q_lens)]
+        chunks += [(0, 3, 50), (2, 64, 100), (2, 5, 90), (0, 17, 18), (1, 0, 1), (2, 100, 100 + min(few, 30))]
     else:  # all see the keys of the last
-        chunks = [(b, rng.randrange(q_len), q_len) for b, q_len in enumerate(q_lens)]
+        chunks += [(b, rng.randrange(q_len), q_len) for b, q_len in enumerate(q_lens)]
         chunks += [(b, q_len - min(few, q_len), q_len) for b, q_len in enumerate(q_lens)]
     for each in chunks:
         for known in {0, each[2] - each[1]}:
-            same(batch, [each], out, lse, known)
+            expected.compare(batch, [each], known)
     short = [(b, max(begin, end - few), end) for b, begin, end in chunks]
     last = [(b, end - 1, end) for b, begin, end in chunks]
-    for some in (short, last, last[:2] * 7, last[::-1] * 40):
+    for some in (chunks, short + chunks[::-1], short, last, last[:2] * 7, last[::-1] * 40):
         for known in (0, max(end - begin for _, begin, end in some)):
-            same(batch, some, out, lse, known)
+            expected.compare(batch, some, known)
 
 
 @gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_long_requests_with_partial_states(shape, rng):
-    """Decoded by all programs, with few and with many others, and prefilled."""
+    """Decoded by all programs, with few and with many others, and in whole tiles."""
     spec = layer(shape)
-    few = max(1, 64 // spec.group_size)
-    batch = random_batch(spec, [few, few, few + 1], [60_001, 4095, 33_000], 16)
+    few = few_tokens(spec)
+    batch = random_batch(spec, [few] * 3, [60_001, 4095, 33_000], 16)
     batch.v[..., 3] = 0
-    out, lse = compute(batch, "hopper")
-    check(batch, out, lse, "hopper")
+    expected = Expected(batch)
     device = torch.device("cuda", 0)
     zeros = torch.zeros(32 << 20, dtype=torch.int32, device=device)
     for q_len in {1, min(few, 4), few}:
         for which in ([0], [2], [1, 0], [2, 0, 1] * 5, [1] * 300 + [0]):
-            chunks = [(b, int(batch.qo.lengths()[b]) - q_len, int(batch.qo.lengths()[b])) for b in which]
+            chunks = [(b, few - q_len, few) for b in which]
             keys = sum(-(-int(batch.kv.lengths()[b]) // 16) * 16 for b in which)
             size = hopper.FAMILY.int_workspace_size(spec, device, q_len, len(which), keys) // 4
             zeros[size:] = 7
-            same(batch, chunks, out, lse, q_len, int_workspace=zeros[:size])
+            expected.compare(batch, chunks, q_len, int_workspace=zeros[:size])
             assert not zeros[:size].any()
             assert (zeros[size:] == 7).all()
             zeros[size:] = 0
@@ -145,13 +173,28 @@ def test_long_requests_with_partial_states(shape, rng):
 
 @gpu
 def test_rows_that_are_not_in_pages(rng):
-    batch = random_batch(layer((128, BF16, 2, 4)), [1, 1, 1], [9000, 1, 5000], 16)
+    batch = random_batch(layer((128, BF16, 2, 4)), [1, 100, 1, 1], [9000, 300, 1, 5000], 16)
     k, v, indptr = batch.rows()
     out, lse = compute(batch, "hopper")
-    for known in (0, 1):
+    for known in (0, 100):
         got = compute(batch, "hopper", max_q_len=known, k=k, v=v, kv=RaggedLayout(indptr))
         assert torch.equal(got[0], out)
         assert torch.equal(got[1], lse)
+
+
+@gpu
+@pytest.mark.parametrize("q_lens", [[100, 0, 1, 4, 30, 0], [0, 3, 1], [90, 200], [0, 0]], ids=str)
+def test_rows_without_keys_or_requests(q_lens, rng):
+    """One of the two launches writes them, whatever the others are; the int workspace is zeros afterwards."""
+    batch = random_batch(layer((128, BF16, 2, 4)), q_lens, [200, 50, 0, 3, 0, 0][: len(q_lens)], 16, padding=5)
+    zeros = torch.zeros(2 << 20, dtype=torch.int32, device="cuda")
+    for known in {0, max(q_lens)}:
+        for _ in range(2):
+            out, lse = compute(batch, "hopper", max_q_len=known, int_workspace=zeros)
+            check(batch, out, lse, "hopper")
+            assert (out[sum(q_lens) :] == 0).all()
+            assert (lse[sum(q_lens) :] == -torch.inf).all()
+            assert not zeros.any()
 
 
 @gpu
@@ -171,23 +214,33 @@ def test_zeros_end_where_it_was_said_to(rng):
 
 @gpu
 def test_wrappers_choose_it(rng):
-    """Decode and prefill of one layer are computed by one family, whatever their rows."""
+    """Decode and prefill of one layer are computed by one family, whatever their rows, and whatever `plan` knows."""
     device = torch.device("cuda", 0)
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=BF16, batch_invariant=True)
     for max_q_len in (0, 1, 16, 17, 1000):
         assert registry.choose(spec, device, max_q_len=max_q_len) == "hopper"
         assert registry.choose(spec.but(pos_encoding="ALIBI"), device, max_q_len=max_q_len) == "triton"
-    batch = random_batch(spec, [100, 40], [9000, 40], 16, device="cuda")
-    table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
-    prefill = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), batch_invariant=True)
-    prefill.plan(batch.qo.indptr, *table, 8, 2, 128, 16, causal=True, q_data_type=BF16)
+    batch = random_batch(spec, [100, 40, 1], [9000, 40, 700], 16, device="cuda")
+    table, cache = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len), (batch.k, batch.v)
+    results = []
+    for qo_indptr in (batch.qo.indptr, batch.qo.indptr.cpu()):
+        prefill = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), batch_invariant=True)
+        prefill.plan(qo_indptr, *table, 8, 2, 128, 16, causal=True, q_data_type=BF16)
+        assert prefill.backend == "hopper"
+        results += [prefill.run(batch.q, cache) for _ in range(3)]
+        assert [type(replay).__name__ for replay, *_ in prefill._replays.current.values()] == ["ReplayPair"]
+    assert all(torch.equal(results[0], x) for x in results)
+    assert relative_error(results[0], batch.exact()[0]) < 3e-3
+    # Requests of one query token, which two wrappers plan.
+    last, ones = batch.qo.indptr[1:].long() - 1, torch.arange(4, dtype=torch.int32, device="cuda")
     decode = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), batch_invariant=True)
     decode.plan(*table, 8, 2, 128, 16, q_data_type=BF16)
-    assert prefill.backend == decode.backend == "hopper"
-    last = batch.qo.indptr[1:].long() - 1
-    whole, cache = prefill.run(batch.q, (batch.k, batch.v)), (batch.k, batch.v)
+    prefill.plan(ones, *table, 8, 2, 128, 16, causal=True, q_data_type=BF16)
+    assert decode.backend == prefill.backend == "hopper"
+    expected = prefill.run(batch.q[last], cache)
+    assert torch.equal(expected[2], results[0][-1])
     for _ in range(3):
-        assert torch.equal(decode.run(batch.q[last], cache), whole[last])
+        assert torch.equal(decode.run(batch.q[last], cache), expected)
 
 
 @pytest.mark.parametrize(
@@ -251,136 +304,36 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     hopper.decode_host._launcher.cache_clear()
 
 
-class Simulated:
-    """Programs of a launch one after another, as they start; states are tuples of what was folded into them."""
+@pytest.mark.parametrize(
+    ("group", "max_q_len", "names"),
+    [(4, 1, ["decode"]), (4, 16, ["decode"]), (4, 17, ["prefill", "decode"]), (4, 0, ["prefill", "decode"]),
+     (64, 1, ["decode"]), (65, 1, ["prefill"]), (65, 0, ["prefill"])],
+)  # fmt: skip
+def test_kernels_that_are_launched(group, max_q_len, names, monkeypatch, rng):
+    """The kernel of each request's length, and no other; between them they compute each request once."""
+    launched = []
 
-    def __init__(self, monkeypatch, c, requests, programs, window):
-        from quire.kernels.hopper import mask, schedule
-        from quire.kernels.hopper.decode import invariant, tile
+    class Named(Recorded):
+        def __init__(self, kernel, constants, **options):
+            super().__init__(kernel, constants, **options)
+            self.kernel = kernel.__name__
 
-        self.c, self.programs, self.window, self.invariant, self.schedule = c, programs, window, invariant, schedule
-        self.requests, self.slots, self.written, self.blocks, self.states = [], {}, {}, [], {}
-        gl = MagicMock()
-        gl.minimum, gl.maximum, gl.cdiv = min, max, lambda a, b: -(-a // b)
-        gl.where = lambda condition, a, b: a if condition else b
-        gl.num_programs, gl.load = lambda axis: programs, lambda *given: 0
-        start = 0
-        for b, (q_len, kv_len) in enumerate(requests):
-            low = max(kv_len - q_len - window, 0) // c.unit_size * c.unit_size if c.window else 0
-            cost = max(-(-(kv_len - low) // c.unit_size), 1) if q_len else 0
-            self.requests.append(schedule.Request(b, start, 0, q_len, 0, kv_len, low, cost))
-            start += schedule.total_units.fn(self.requests[-1], c)
-        self.total = start
-        for module in (mask, schedule, tile, invariant):
-            monkeypatch.setattr(module, "gl", gl)
-        rows = MagicMock()
-        monkeypatch.setattr(invariant, "load_rows", lambda *given: rows)
-        monkeypatch.setattr(schedule, "total_units", schedule.total_units.fn)
-        monkeypatch.setattr(schedule, "request_at", self.request_at)
-        monkeypatch.setattr(tile, "tile_keys", mask.tile_keys.fn)
-        monkeypatch.setattr(invariant, "MAX_ROWS", 16)
-        for name in ("segment_at", "next_tile", "_unit_slot", "_run_slot", "_combine"):
-            monkeypatch.setattr(invariant, name, getattr(invariant, name).fn)
-        for module in (schedule, invariant):
-            monkeypatch.setattr(module, "quotient", lambda a, b: a // b)
-        monkeypatch.setattr(invariant, "_no_keys", lambda *given: ((), 0, 0))
-        monkeypatch.setattr(
-            invariant, "_merge_columns", lambda acc, m, l, x, m2, l2, c: ((*acc, x) if x else acc, 0, 0)
-        )
-        monkeypatch.setattr(invariant, "_merge_rows", lambda acc, m, l, x, m2, l2: ((*acc, x) if x else acc, 0, 0))
-        monkeypatch.setattr(invariant, "transpose_acc", lambda acc, c: acc)
-        self._tile_of = invariant.tile_of
-        for name in ("request_at", "tile_of", "attend_keys", "save_state", "restore_rows"):
-            monkeypatch.setattr(invariant, name, getattr(self, name))
-        for name in ("store_slot", "merge_slots", "finish"):
-            monkeypatch.setattr(invariant, f"_{name}", getattr(self, name))
+        def __call__(self, *given):
+            super().__call__(*given)
+            launched.append((self.kernel, Recorded.last))
 
-    def request_at(self, tables, request, unit, end, c):
-        found = [x for x in self.requests if x.start <= unit < x.start + self.schedule.total_units(x, c)]
-        return found[0] if found else self.requests[-1]
-
-    def tile_of(self, request, segment, mask, c):
-        assert not self.blocks, "blocks that were loaded, and not attended to"
-        self.request, tile = request, self._tile_of.fn(request, segment, mask, c)
-        self.blocks = list(range(tile.kv_start, tile.kv_end, c.block_n))
-        return tile
-
-    def attend_keys(self, queries, rows, request, pipeline, start, end, n, mask, c):
-        here = tuple(range(start, end, c.block_n))
-        loaded, self.blocks = tuple(self.blocks[: len(here)]), self.blocks[len(here) :]
-        assert here == loaded
-        return here, 0, 0, n + len(here)
-
-    def store_slot(self, slot, acc, m, l, partials, row, row_end, c):
-        assert slot not in self.slots
-        assert 0 <= slot < c.run * self.programs + self.total // c.run
-        self.slots[slot] = acc
-
-    def save_state(self, acc, m, l, free, free_ml, index, states):
-        assert not self.blocks, "blocks that were loaded to where states are saved"
-        self.states[index] = acc
-
-    def restore_rows(self, free, free_ml, index, states, chunk, c):
-        assert chunk == 0
-        return self.states[index], 0, 0
-
-    def merge_slots(self, acc, m, l, partials, first, number, row, c):
-        for i in range(first, first + number):
-            state = self.slots.pop(i)
-            acc = (*acc, state) if state else acc
-        return acc, 0, 0
-
-    def finish(self, acc, m, l, output, q_start, h, row, row_end, c):
-        assert (self.request.b, h, row) not in self.written
-        self.written[self.request.b, h, row] = acc
-
-    def run(self, longer):
-        c, share = self.c, -(-self.total // self.programs)
-        share += share // 16 if longer else 0  # as shares of whole tiles may be
-        for program in reversed(range(self.programs)):
-            unit = min(program * share, self.total)
-            request = self.request_at(None, None, unit, 0, c)
-            span = self.schedule.Span(program, unit, min(unit + share, self.total), share, request)
-            tables = SimpleNamespace(mask=SimpleNamespace(window=self.window))
-            pipeline, queries = SimpleNamespace(k=None, v=None), SimpleNamespace(p_shared=None)
-            self.invariant.consume_invariant.fn(tables, queries, pipeline, None, None, span, c)
-        assert not self.slots, "nothing is left behind"
-        return self.written
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_partial_states_are_stored_and_merged_alike(whole, monkeypatch, rng):
-    """The kernel's own code runs with states that record what was merged into them: equal however work units are cut.
-    Programs run in the order of their start, so that none waits for one that starts later.
-    """
-    for _ in range(60):
-        group, window = rng.choice((1, 4)), rng.choice((-1, 70, 5000))
-        heads, rows = rng.choice((1, 2, 3)), 32 if whole else 8
-        c = SimpleNamespace(
-            unit_size=128, block_n=64, run=8, whole_tiles=whole, tile_rows=rows if whole else 0, heads=heads,
-            group=group, block_m=rows, partial_rows=rows, dim=128, stages=3, right=0, window=window >= 0, fp8=False,
-        )  # fmt: skip
-        kv_lens = [rng.choice((0, 1, 300, 4096, 4097, 9000, 20_000, 70_000)) for _ in range(rng.randint(1, 7))]
-        most = 100 if whole else 8 // group
-        requests = [(rng.choice((0, 1, rng.randint(1, most))), kv_len) for kv_len in kv_lens]
-        if not any(q_len for q_len, _ in requests):
-            continue
-        programs = rng.choice((1, 2, 7, 132, 264))
-        with monkeypatch.context() as patch:
-            written = Simulated(patch, c, requests, programs, window).run(rng.random() < 0.5)
-        tiles = 0
-        for b, (q_len, kv_len) in enumerate(requests):
-            for row in range(0, q_len * group, rows):
-                end = min(row + rows, q_len * group) if whole else q_len * group
-                first = max(kv_len - q_len + row // group - window, 0) // 64 * 64 if window >= 0 else 0
-                stop = kv_len - q_len + (end - 1) // group + 1
-                seen = range(first, stop, 64)
-                runs = [[t0 for t0 in seen if t0 // 1024 == run] for run in range(stop // 1024 + 1)]
-                nested = [
-                    tuple(x for u in range(8 * n, 8 * n + 8) if (x := tuple(t for t in run if t // 128 == u)))
-                    for n, run in enumerate(runs)
-                ]
-                for h in range(heads):
-                    assert written[b, h, row] == tuple(x for x in nested if x)
-                    tiles += 1
-        assert len(written) == tiles
+    for host in (hopper.decode_host, hopper.prefill_host):
+        monkeypatch.setattr(host, "Launcher", Named)
+        host._launcher.cache_clear()
+    monkeypatch.setattr(hopper, "_processors", lambda device: 132)
+    batch = random_batch(layer((128, BF16, 2, group)), [max_q_len or 30, 1], [200, 64], 16)
+    call = Call(q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=max_q_len)
+    assert hopper._launch(call, batch.q, None) is None
+    assert [name for name, _ in launched] == names
+    limits = [(given["c"].least_q_len, given["c"].most_q_len) for _, given in launched]
+    few = 64 // group
+    assert limits == {1: [(few + 1, 0)] if names == ["prefill"] else [(0, 0)], 2: [(few + 1, 0), (0, few)]}[len(names)]
+    for name, given in launched:
+        assert name == "decode" or (given["partials"], given["slots"], given["c"].split) == (None, 0, False)
+    for host in (hopper.decode_host, hopper.prefill_host):
+        host._launcher.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch
 
 import quire
 from helpers.families import check, compute, spoil
-from helpers.hopper import Recorded, gpu, shifted
+from helpers.hopper import HostGluon, Recorded, gpu, ragged_tables, shifted
 from quire.bench.batches import random_batch, relative_error
 from quire.definition import AttentionSpec, RaggedLayout
 from quire.kernels import registry
@@ -223,40 +222,14 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     host._launcher.cache_clear()
 
 
-class Host:
-    """What the scheduler uses of Gluon, on torch tensors of 32 elements and scalars."""
-
-    int32, float32, where = torch.int32, torch.float32, staticmethod(torch.where)
-    constexpr = BlockedLayout = staticmethod(lambda *x: x)
-    full_like, ceil = staticmethod(torch.full_like), staticmethod(torch.ceil)
-    maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
-    minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
-    arange = staticmethod(lambda a, b, layout: torch.arange(a, b))
-    sum = staticmethod(lambda x, axis: x.sum())
-    max = staticmethod(lambda x, axis: x.max())
-    min = staticmethod(lambda x, axis: x.min())
-    associative_scan = staticmethod(lambda x, axis, function: x.cumsum(0))
-    reduce = staticmethod(lambda x, axis, function: torch.tensor(functools.reduce(int.__or__, x.tolist())))
-
-
 def scheduled(patch, c, q_lens, kv_lens, window, programs, slots):
     """All jobs of a batch in the order in which programs take them, by the kernel's own code."""
-    from quire.kernels.hopper import mask
+    from quire.kernels.hopper import mask, schedule
     from quire.kernels.hopper.prefill import tile_scheduler as scheduler
-    from quire.kernels.hopper.schedule import Request
 
-    gl, lengths = Host(), torch.tensor([q_lens, kv_lens])
+    gl = HostGluon()
     gl.num_programs = lambda axis: torch.tensor(programs)
-
-    def load_request(tables, b, start, c):
-        b = torch.as_tensor(b)
-        inside = b < len(q_lens)
-        q_len, kv_len = lengths[:, b.clamp(max=len(q_lens) - 1)] * inside
-        low = ((kv_len - q_len - window).clamp(min=0) if c.window else kv_len * 0) // c.unit_size * c.unit_size
-        units = torch.where(q_len > 0, ((kv_len - low + c.unit_size - 1) // c.unit_size).clamp(min=1), 0)
-        return Request(b, start, b * 0, q_len, b * 0, kv_len, low, units)
-
-    for module in (scheduler, mask):
+    for module in (schedule, scheduler, mask):
         patch.setattr(module, "gl", gl)
         for name, x in vars(module).copy().items():
             if hasattr(x, "fn"):
@@ -265,8 +238,7 @@ def scheduled(patch, c, q_lens, kv_lens, window, programs, slots):
         patch.setattr(scheduler, name, getattr(scheduler, name).value)
     patch.setattr(scheduler, "_level", lambda x: x.clamp(min=1).double().log2().floor().long())
     patch.setattr(scheduler, "quotient", lambda a, b: a // torch.as_tensor(b).clamp(min=1))
-    patch.setattr(scheduler, "load_request", load_request)
-    tables = SimpleNamespace(batch=len(q_lens), mask=SimpleNamespace(window=window))
+    tables = ragged_tables(q_lens, kv_lens, window)
     split = scheduler.plan_units(tables, torch.tensor(slots), c)
     walk, jobs = scheduler.first_walk(split, c), []
     for unit in range(int(split.total) + 1):
@@ -276,16 +248,18 @@ def scheduled(patch, c, q_lens, kv_lens, window, programs, slots):
     return jobs[:-1]
 
 
-def test_work_units_cover_all_tiles(monkeypatch, rng):
+@pytest.mark.parametrize("split", [True, False])
+def test_work_units_cover_all_tiles(split, monkeypatch, rng):
     """Units have each block that a row of their tile sees once; partial states have slots of their own; long requests
-    come first.
+    come first. If batch-invariant, no tile is cut, and there are none of requests of few query rows.
     """
     cut = 0
     for _ in range(60):
         group, heads, window = rng.choice((1, 4, 7)), rng.choice((1, 3, 8)), rng.choice((-1, -1, 70, 5000))
         c = SimpleNamespace(
             group=group, heads=heads, tile_rows=128, block_n=128, unit_size=128, load_warps=1, dim=128, dim_qk=128,
-            window=window >= 0, right=rng.choice((0, 0, -1)),
+            window=window >= 0, right=rng.choice((0, 0, -1)), page_size=0, split=split, most_q_len=0,
+            least_q_len=0 if split else 64 // group + 1,
         )  # fmt: skip
         count = rng.choice((1, 2, 5, 40, 70))
         kv_lens = [rng.choice((0, 1, 300, rng.randint(1, 3000), 20_000 if count < 9 else 7)) for _ in range(count)]
@@ -296,7 +270,13 @@ def test_work_units_cover_all_tiles(monkeypatch, rng):
         tiles = {}
         for job in jobs:
             tiles.setdefault((job.b, job.h, job.row), []).append(job)
-        expected = {(b, h, row) for b, n in enumerate(q_lens) for h in range(heads) for row in range(0, n * group, 128)}
+        expected = {
+            (b, h, row)
+            for b, n in enumerate(q_lens)
+            if split or n * group > 64
+            for h in range(heads)
+            for row in range(0, n * group, 128)
+        }
         assert tiles.keys() == expected
         for (b, _h, row), units in tiles.items():
             past, last_row = kv_lens[b] - q_lens[b], min(row + 128, q_lens[b] * group) - 1
@@ -313,12 +293,14 @@ def test_work_units_cover_all_tiles(monkeypatch, rng):
         levels = [max(-(-kv_lens[job.b] // 128), 1).bit_length() for job in jobs]
         assert window >= 0 or levels == sorted(levels, reverse=True)
         cut += bool(used)
-    assert cut > 3
+    assert cut > 3 if split else cut == 0
 
 
-@pytest.mark.parametrize("name", ["p16", "ragged", "p1", "fp8", "d64", "d192", "d256", "all"])
+@pytest.mark.parametrize("name", ["p16", "ragged", "p1", "fp8", "d64", "d192", "d256", "all", "invariant"])
 def test_kernels_compile(name):
-    """Registers last in the loop over keys, and the wait for PV stays behind the exponentials: see `_hold`."""
+    """Registers last in the loop over keys, and the wait for PV stays behind the exponentials: see `_hold`. If
+    batch-invariant, exponents alone are fused, a product and a sum for each, with and without a mask.
+    """
     from helpers.triton_compile import compile_prefill, disassemble
 
     page_size = {"ragged": 0, "p1": 1}.get(name, 16)
@@ -326,11 +308,12 @@ def test_kernels_compile(name):
     spec = AttentionSpec(
         num_qo_heads=32, num_kv_heads=8, head_dim_qk=dims[0], head_dim_vo=dims[1], q_dtype=torch.bfloat16,
         kv_dtype=torch.float8_e4m3fn if name == "fp8" else torch.bfloat16, **(LAYERS["all"] if name == "all" else {}),
+        batch_invariant=name == "invariant",
     )  # fmt: skip
     c, usage = compile_prefill(spec, page_size)
     assert usage.shared <= 227 << 10
     text = disassemble(usage)
-    order = "".join(re.findall(r"(MUFU\.EX2|HGMMA|DEPBAR\.LE gsb0, 0x[01]|STL|LDL)", text))
+    order = "".join(re.findall(r"(MUFU\.EX2|FFMA|HGMMA|DEPBAR\.LE gsb0, 0x[01]|STL|LDL)", text))
     assert "setmaxnreg" in usage.asm["ptx"]
     loops = re.findall(r"HGMMADEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", order)
     assert len(loops) >= 4  # blocks with and without a mask, of two consumers
@@ -338,6 +321,7 @@ def test_kernels_compile(name):
         block_n = host.block_size(spec)
         assert all(x.count("MUFU.EX2") >= block_n // 2 for x in loops)
         assert all(len(re.findall("STL|LDL", x)) <= (0 if c.box else 2) for x in loops)
+        assert name != "invariant" or all(x.count("FFMA") == block_n // 2 for x in loops)
 
 
 def test_what_it_declines():
@@ -348,4 +332,3 @@ def test_what_it_declines():
     assert "nor rotary encodings" in host.declines(spec.but(pos_encoding="ROPE_LLAMA"), 0)
     assert "no items" in host.declines(spec.but(items=True), 0)
     assert "torch.float32" in host.declines(spec.but(q_dtype=torch.float32, kv_dtype=torch.float32), 0)
-    assert hopper._host(spec.but(batch_invariant=True), 0) is hopper.decode_host

@@ -5,6 +5,9 @@ them. The keys of a tile are cut into work units of c.unit_size keys, one block 
 by request, head by head, tile by tile. Programs take equal spans of units, so that a batch of mixed lengths takes no
 longer than one of equal lengths. Each program finds its span itself from the tables in device memory: the host makes
 no list of work.
+
+A batch-invariant batch may be computed by two launches, decode's and prefill's: each has the requests with as many
+query tokens as c.least_q_len and c.most_q_len say, and takes the others for empty.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.definition.spec import AttentionSpec
 from quire.kernels.hopper.mask import Mask, first_key
 
+DECODE_ROWS = 64  # query rows of a request, per KV head, up to which decode computes it
 FEW_BLOCKS = gl.constexpr(6)  # per program: up to so many, one program per multiprocessor is faster than several
 WARP_SCAN = gl.constexpr(128)  # up to so many requests, each warp computes the prefix sum alone
 MAX_SCAN = gl.constexpr(1024)  # requests in one prefix sum; larger batches take several
@@ -26,6 +31,13 @@ MAX_SCAN = gl.constexpr(1024)  # requests in one prefix sum; larger batches take
 def scan_size(batch: int) -> int:
     """Requests in one prefix sum of a batch: a power of two, and whole warps."""
     return max(32, min(MAX_SCAN.value, triton.next_power_of_2(batch)))
+
+
+def decode_tokens(spec: AttentionSpec) -> int:
+    """The most query tokens of a request that decode computes. Of a batch-invariant layer, prefill has the longer ones,
+    so that the kernel, and with it the bits, depend on the request alone; otherwise they depend on the longest request.
+    """
+    return DECODE_ROWS // spec.group_size
 
 
 class Tables(NamedTuple):
@@ -101,13 +113,19 @@ def quotient(a, b):
 
 @gluon.jit
 def load_request(tables, b, start, c: gl.constexpr):
-    """Request b, whose first work unit is `start`; beyond the batch it has no rows, no keys and no units."""
+    """Request b, whose first work unit is `start`. One that another launch computes has no rows and no units; beyond
+    the batch there are no keys, either.
+    """
     valid = b < tables.batch
     q_start = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b, valid, 0), 0), tables.tokens)
     q_end = gl.minimum(gl.maximum(gl.load(tables.qo_indptr + b + 1, valid, 0), q_start), tables.tokens)
     kv_start = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b, valid, 0), 0), tables.entries)
     kv_end = gl.minimum(gl.maximum(gl.load(tables.kv_indptr + b + 1, valid, 0), kv_start), tables.entries)
     q_len, kv_len = q_end - q_start, kv_end - kv_start
+    if c.least_q_len > 0:
+        q_len = gl.where(q_len >= c.least_q_len, q_len, 0)
+    if c.most_q_len > 0:
+        q_len = gl.where(q_len <= c.most_q_len, q_len, 0)
     if c.page_size > 0:
         last = gl.load(tables.last_page_len + b, valid, 0)
         if not c.by_length:
@@ -263,7 +281,7 @@ def next_tile(tables, request, unit, end, c: gl.constexpr):
 @gluon.jit
 def segment_at(request, unit, end, c: gl.constexpr):
     """The segment of a request that starts with `unit` and ends before or at `end`."""
-    h = (unit - request.start) // request.units if c.whole_tiles else quotient(unit - request.start, request.units)
+    h = quotient(unit - request.start, request.units)
     first = unit - request.start - h * request.units
     last = gl.minimum(first + end - unit, request.units)
     if c.whole_tiles:

@@ -14,9 +14,8 @@ from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, kv_strides, split_scales
 from quire.kernels.hopper.decode.kernel import Config, decode
 from quire.kernels.hopper.mask import keys_to_the_right
-from quire.kernels.hopper.schedule import FEW_BLOCKS, scan_size
+from quire.kernels.hopper.schedule import DECODE_ROWS, FEW_BLOCKS, decode_tokens, scan_size
 
-_MAX_ROWS = 64  # query rows of a tile
 _UNIT_SIZE, _RUN = 128, 8  # keys in a work unit, and units in a run, if batch-invariant
 _MAX_PARTIAL_BYTES = 120 << 20  # for partial states, if batch-invariant
 _BYTES_IN_FLIGHT = 128 << 10  # of a multiprocessor's pipelines: more loads would only wait for each other in memory
@@ -25,8 +24,9 @@ _BYTES_IN_FLIGHT = 128 << 10  # of a multiprocessor's pipelines: more loads woul
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     """Why the decode kernel does not compute a layer (with MHA, GQA or MQA heads); None if it does."""
     rows = max_q_len * spec.group_size
-    if not (0 < rows <= _MAX_ROWS or spec.batch_invariant):
-        return f"it decodes: at most {_MAX_ROWS} query rows per request and KV head" + (f", not {rows}" if rows else "")
+    if not (0 < rows <= DECODE_ROWS or spec.batch_invariant):
+        found = f", not {rows}" if rows else ""
+        return f"it decodes: at most {DECODE_ROWS} query rows per request and KV head{found}"
     if spec.items or spec.pos_encoding != "NONE":
         return "it knows no items, nor position encodings"
     if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
@@ -61,7 +61,7 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
     """
     rows, stored_dim = max_q_len * spec.group_size, spec.head_dim_qk * spec.kv_dtype.itemsize // 2
     if _whole_tiles(spec, max_q_len):
-        rows = _MAX_ROWS // 2
+        rows = DECODE_ROWS // 2
     packed = 2 if stored_dim == 64 and rows <= 4 and spec.num_kv_heads % 2 == 0 else 1
     rows *= packed
     block_m = max(8, triton.next_power_of_2(rows))
@@ -74,8 +74,8 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
 
 
 def _whole_tiles(spec: AttentionSpec, max_q_len: int) -> bool:
-    """Whether programs compute whole tiles: batch-invariant layers are also computed here with more rows than fit."""
-    return not 0 < max_q_len * spec.group_size <= _MAX_ROWS
+    """Whether programs compute whole tiles: where a batch-invariant layer's batch may have requests for prefill."""
+    return not 0 < max_q_len <= decode_tokens(spec)
 
 
 @lru_cache(maxsize=1024)
@@ -102,6 +102,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         run=_RUN if spec.batch_invariant else 0,
         whole_tiles=whole_tiles,
         tile_rows=tuning.rows if whole_tiles else 0,
+        most_q_len=decode_tokens(spec) if whole_tiles else 0,
         stages=tuning.stages,
         programs=tuning.programs,
         scan=scan_size(batch),

@@ -4,13 +4,14 @@ Keys are cut into work units of c.unit_size keys, and these into runs of c.run u
 length. The state of each unit is computed alone. Units are merged in order into the state of their run, and runs into
 the state of their tile, no matter which programs computed them. Merging a state of no keys changes no bit, so rows of
 one tile may see different keys. A column of an MMA does not depend on the other columns, so tiles may have any number
-of rows.
+of rows. Requests of more rows than decode computes are prefill's, which never cuts tiles.
 
 Decode tiles are cut between any two units. The owner of a run is the program with its first unit: it merges the run,
 and reads partial states of the units after its span. The owner of a tile, with the tile's first run, merges its runs in
 the same way, and writes the tile. Partial states are self-flagging, as in `combine.py`. That a 0 becomes -0 in them
 changes no sum but that of zeros, and results are never -0. Programs only wait for programs with later units, which
-start first. Tiles of a prefill (c.whole_tiles) are not cut, and have no partial states.
+start first. Where the longest request is not known, or is one for prefill, tiles are computed whole (c.whole_tiles),
+without partial states.
 
 The kernel is compiled without fusing products and sums, except where `fma` is written: otherwise the compiler would
 choose which product of a sum of two is rounded, differently in each kernel.

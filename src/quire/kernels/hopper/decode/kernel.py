@@ -58,6 +58,8 @@ class Config:
     run: int  # work units in a run of the batch-invariant split; 0: not batch-invariant
     whole_tiles: bool  # programs compute whole tiles
     tile_rows: int  # query rows of a tile; 0: all of a request
+    most_q_len: int  # query tokens of the requests that this launch computes; 0: any number
+    least_q_len: int = 0
 
 
 @gluon.jit
@@ -102,8 +104,8 @@ def decode(
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, o_token, o_head,
     c: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a batch of requests over pages or ragged rows, with at most 64 query rows per KV head unless
-    c.whole_tiles.
+    """Attention of those requests of a batch that have at most 64 query rows per KV head, over pages or ragged rows.
+    With c.whole_tiles there may be others.
 
     q, k, v, out: as in `quire.kernels.registry.Call` (q_pe and k_pe are None). lse: float32 [tokens, heads]. partials:
     None with c.whole_tiles, otherwise int32 [n, c.partial_rows, dim] and after it [n, c.partial_rows, 2] for `Partials`

@@ -81,7 +81,7 @@ def _row_offsets(page, head, j, next_rows, page_step, token_step, head_step, lay
 def load(tables, cache, pipeline, output, span, c: gl.constexpr):
     """Fill the pipeline with the blocks of a span, tile after tile, so that memory is busy across the ends of tiles.
     Each thread copies 16 bytes at a time; rows of keys that no query row sees become zeros. The producer also clears
-    the padding of the output, while its last copies are in flight.
+    the padding of the output, while its last copies are in flight, unless prefill does it.
     """
     width: gl.constexpr = c.stored_dim * c.packed_heads
     rows: gl.constexpr = min(c.block_n * width // 1024, 8)  # neighbouring rows of a thread
@@ -119,4 +119,5 @@ def load(tables, cache, pipeline, output, span, c: gl.constexpr):
             async_copy.mbarrier_arrive(pipeline.full.index(stage), increment_count=False)
             n += 1
         request = request_at(tables, request, unit, span.end, c)
-    clear_padding(tables, output, c)
+    if c.most_q_len == 0:
+        clear_padding(tables, output, c)

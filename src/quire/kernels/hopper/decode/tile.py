@@ -55,10 +55,8 @@ def tile_of(request, segment, mask, c: gl.constexpr):
     h, row, kv_start = segment.h, segment.h * 0, request.first_key + segment.start * c.unit_size
     past, row_end = request.kv_len - request.q_len, request.q_len * c.group
     if c.whole_tiles:
-        # Row tiles are taken from both ends alternately: if causal, two neighbours have as many keys as any other two.
         tiles = (row_end + c.tile_rows - 1) // c.tile_rows
-        h, at = segment.h // tiles, segment.h % tiles
-        row = gl.where(at % 2 == 0, at // 2, tiles - 1 - at // 2) * c.tile_rows
+        h, row = segment.h // tiles, segment.h % tiles * c.tile_rows
         row_end = gl.minimum(row + c.tile_rows, row_end)
     kv_start, kv_end = tile_keys(past, row, row_end - 1, kv_start, segment.kv_end, mask, c)
     return Tile(h, row, kv_start, kv_end)

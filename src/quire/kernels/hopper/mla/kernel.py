@@ -63,6 +63,8 @@ class Config:
     window: bool = False
     mask: bool = False
     whole_tiles: bool = False
+    least_q_len: int = 0
+    most_q_len: int = 0
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements,
 from quire.kernels.gpu.tma import Matrix
 from quire.kernels.hopper.mask import keys_to_the_right
 from quire.kernels.hopper.prefill.kernel import Config, prefill
+from quire.kernels.hopper.schedule import decode_tokens
 
 _MIN_BOX = 8  # keys: the rows of one swizzled block of shared memory
 _TILE_ROWS = 128
@@ -81,6 +82,8 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         box=box,
         block_n=block_n,
         unit_size=block_n,
+        split=not spec.batch_invariant,
+        least_q_len=decode_tokens(spec) + 1 if spec.batch_invariant else 0,
         tile_rows=_TILE_ROWS,
         stages=4 if dim == 64 else 2,
         registers=240 if box else 208,
@@ -108,13 +111,16 @@ def block_size(spec: AttentionSpec) -> int:
 
 
 def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
-    """Bytes for partial states. The kernel uses as many slots as there are, up to _MOST_SLOTS per program."""
-    return _SLOTS * processors * _TILE_ROWS * (spec.head_dim_vo + 2) * 4
+    """Bytes for partial states. The kernel uses as many slots as there are, up to _MOST_SLOTS per program. It cuts no
+    tiles of batch-invariant layers.
+    """
+    return 0 if spec.batch_invariant else _SLOTS * processors * _TILE_ROWS * (spec.head_dim_vo + 2) * 4
 
 
 @lru_cache(maxsize=1024)
 def _launcher(c: Config) -> Launcher:
-    return Launcher(prefill, c, num_warps=4, launch_pdl=True)
+    # If batch-invariant, blocks with and without a mask must round alike: see `decode/invariant.py`.
+    return Launcher(prefill, c, num_warps=4, launch_pdl=True, enable_fp_fusion=c.split)
 
 
 @lru_cache(maxsize=64)
@@ -134,8 +140,10 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     wide = max(extent_in_elements(k), extent_in_elements(v)) >= 1 << 31
     scales = (q_scale is not None, k_scale is not None, v_scale is not None)
     c = config(spec, page_size, box, (*scales, lse is not None, wide, by_length, scale <= 0))
-    partials = call.float_workspace_for(float_workspace_size(spec, processors, call.max_q_len) // 4)
-    slots = min(partials.numel() // (_TILE_ROWS * (spec.head_dim_vo + 2)), _MOST_SLOTS * processors)
+    slots, partials = 0, None
+    if c.split:
+        partials = call.float_workspace_for(float_workspace_size(spec, processors, call.max_q_len) // 4)
+        slots = min(partials.numel() // (_TILE_ROWS * (spec.head_dim_vo + 2)), _MOST_SLOTS * processors)
     counter = call.int_workspace_for(1 + 2 * slots, 1 + 2 * slots)
     bits, bits_indptr, bits_size = (None, None, 0) if mask is None else (mask.bits, mask.indptr, mask.bits.shape[0])
     slopes = _slopes(spec, out.device) if c.alibi else None
@@ -149,5 +157,5 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
         (_matrix(k, box, c.part), _matrix(v, box, c.dim)) if box else None,
     )  # fmt: skip
     # A launch that is repeated must read the caller's own tensors.
-    own = counter is call.int_workspace and partials is call.float_workspace and q_scale is k_scale is v_scale is None
-    return replay if own else None
+    own = counter is call.int_workspace and (partials is None or partials is call.float_workspace)
+    return replay if own and q_scale is k_scale is v_scale is None else None

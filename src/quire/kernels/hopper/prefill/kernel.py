@@ -53,6 +53,9 @@ class Config:
     k_scale: bool
     v_scale: bool
     unit_size: int  # block_n
+    split: bool  # tiles may be cut into several work units; no if batch-invariant
+    least_q_len: int  # query tokens of the requests that this launch computes; 0: any number
+    most_q_len: int = 0
     tile_rows: int = 128  # query rows of a tile
     consumers: int = 2
     packed_heads: int = 1
@@ -84,14 +87,17 @@ def prefill(
     """Attention of a batch of requests over pages or ragged rows, with any numbers of query tokens.
 
     q, k, v, out: as in `quire.kernels.registry.Call` (q_pe and k_pe are None); k and v are descriptors of boxes if
-    c.box > 0. lse: float32 [tokens, heads]. partials: float32 [slots, 128, dim] and after it [slots, 128, 2]; counter:
-    int32 [1 + 2 * slots], 0 before and after. Strides are in elements; those of q, k and v are multiples of 16 bytes.
-    slopes, scale and cap are in base 2.
+    c.box > 0. lse: float32 [tokens, heads]. partials: None unless c.split, float32 [slots, 128, dim] and after it
+    [slots, 128, 2]; counter: int32 [1 + 2 * slots], 0 before and after. Strides are in elements; those of q, k and v
+    are multiples of 16 bytes. slopes, scale and cap are in base 2.
     """
     mask = Mask(window, mask_bits, mask_indptr, mask_size)
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
     k, v = cache_of(k, k_page, k_token, k_head, c), cache_of(v, v_page, v_token, v_head, c)
-    states = Partials(partials, partials + slots.to(gl.int64) * (c.tile_rows * c.dim), counter + 1)
+    ml = partials
+    if c.split:
+        ml += slots.to(gl.int64) * (c.tile_rows * c.dim)
+    states = Partials(partials, ml, counter + 1)
     output = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain)
     dtype: gl.constexpr = q.dtype.element_ty
     pipeline = allocate_pipeline(dtype, c)

@@ -175,7 +175,8 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
             s = gl.where(seen, s, -float("inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     base = exponent_base(m_new) * scale if masked else m_new * scale
-    p = gl.exp2(s * scale - base[:, None])
+    # Explicit fma: for batch-invariant layers the compiler fuses nothing by itself.
+    p = gl.exp2(gl.fma(s, gl.zeros_like(s) + scale, gl.zeros_like(s) - base[:, None]))
     alpha = gl.exp2(m * scale - base)
     sums = gl.sum(p.reshape([64, c.block_n // 8, 8]), 1)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None] + sums
@@ -306,8 +307,9 @@ def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr,
             if not c.transform:
                 m = m * queries.scale
             complete = True
-            if job_field(mailbox, i, SPLITS) > 1:
-                complete, acc, m, l = combine(acc, m, l, partials, mailbox, i, W, c)
+            if c.split:  # noqa: SIM102, "and" would generate code for partial states
+                if job_field(mailbox, i, SPLITS) > 1:
+                    complete, acc, m, l = combine(acc, m, l, partials, mailbox, i, W, c)
             if complete:
                 q_start, h = job_field(mailbox, i, Q_START), job_field(mailbox, i, H)
                 row, rows = job_field(mailbox, i, ROW) + W * 64, job_field(mailbox, i, ROWS)

@@ -6,6 +6,9 @@ time from a counter in device memory. Units are ordered by the power of two in t
 the largest first, so that the last units to be taken are short; then by request, and in a request by heads whose keys
 and values fill at most a part of the L2 cache, from the last tile, which sees most keys, to the first one. The producer
 of each program finds units from the tables in device memory, 32 requests at a time: the host makes no list of work.
+
+How tiles are cut depends on the whole batch, so those of batch-invariant layers are not cut (c.split is False). All
+else that a tile's bits depend on, its rows, blocks and masks, derives from its own request.
 """
 
 from __future__ import annotations
@@ -193,13 +196,32 @@ def _mean_blocks(request, c: gl.constexpr):
 
 
 @gluon.jit
-def plan_units(tables, slots, c: gl.constexpr):
-    """The Split of a batch, with partial states for at most `slots` units.
+def _unit_size(total, longest, all_blocks, mean_blocks, slots, c: gl.constexpr):
+    """The most key blocks of a work unit, with partial states for at most `slots` units. total: tiles of the batch;
+    longest: the most blocks of one; all_blocks, mean_blocks: those of all tiles, if each had all of its request's, and
+    with causal order.
 
     Each thread estimates, in times of a block, how long the batch takes if the longest tile is cut into another number
     of units. Tiles of about one length are computed in as many rounds as programs need; others fill the gaps. A unit
     takes as long as UNIT_COST blocks beyond its own, and one that is not a whole tile, as SPLIT_COST.
     """
+    lanes, programs = _lanes(c), gl.num_programs(0).to(gl.float32)
+    size = (longest + lanes) // (lanes + 1)
+    each = size.to(gl.float32) + gl.where(lanes == 0, UNIT_COST, SPLIT_COST)
+    units = (lanes + 1).to(gl.float32) * total.to(gl.float32)
+    rounds = gl.ceil(units / programs) * each
+    filled = gl.maximum(each, (mean_blocks + units * (each - size.to(gl.float32))) / programs)
+    time = gl.where(mean_blocks >= 0.8 * total.to(gl.float32) * longest.to(gl.float32), rounds, filled)
+    # The units of all tiles that are cut are at most twice as many as units of full size.
+    fits = 2.0 * all_blocks <= slots.to(gl.float32) * size.to(gl.float32)
+    time = gl.where(fits | (lanes == 0), time, float("inf"))
+    best = gl.min(gl.where(time == gl.min(time, 0), lanes, LANES), 0)
+    return gl.where(best == 0, UNSPLIT, (longest + best) // (best + 1))
+
+
+@gluon.jit
+def plan_units(tables, slots, c: gl.constexpr):
+    """The Split of a batch, with partial states for at most `slots` units."""
     lanes = _lanes(c)
     tiles, levels, longest, all_blocks = lanes * 0, lanes * 0, lanes * 0, lanes.to(gl.float32) * 0.0
     mean_blocks = all_blocks
@@ -212,20 +234,11 @@ def plan_units(tables, slots, c: gl.constexpr):
         longest = gl.maximum(longest, request.units)
         levels = levels | gl.where(mine > 0, gl.full_like(lanes, 1) << _level(request.units), 0)
     total, levels, longest = gl.sum(tiles, 0), gl.reduce(levels, 0, _or), gl.maximum(gl.max(longest, 0), 1)
-    blocks, programs = gl.sum(mean_blocks, 0), gl.num_programs(0).to(gl.float32)
-    size = (longest + lanes) // (lanes + 1)
-    each = size.to(gl.float32) + gl.where(lanes == 0, UNIT_COST, SPLIT_COST)
-    units = (lanes + 1).to(gl.float32) * total.to(gl.float32)
-    rounds = gl.ceil(units / programs) * each
-    filled = gl.maximum(each, (blocks + units * (each - size.to(gl.float32))) / programs)
-    time = gl.where(blocks >= 0.8 * total.to(gl.float32) * longest.to(gl.float32), rounds, filled)
-    # The units of all tiles that are cut are at most twice as many as units of full size.
-    fits = 2.0 * gl.sum(all_blocks, 0) <= slots.to(gl.float32) * size.to(gl.float32)
-    time = gl.where(fits | (lanes == 0), time, float("inf"))
-    best = gl.min(gl.where(time == gl.min(time, 0), lanes, LANES), 0)
-    size = gl.where(best == 0, UNSPLIT, (longest + best) // (best + 1))
+    size = gl.maximum(longest, UNSPLIT)  # not UNSPLIT: the compiler of Triton 3.6 fails over a constant
+    if c.split:
+        size = _unit_size(total, longest, gl.sum(all_blocks, 0), gl.sum(mean_blocks, 0), slots, c)
     split = Split(total, size, levels, total * 0 + L2_BYTES // (2 * (c.dim_qk + c.dim)))
-    if best > 0:
+    if size < UNSPLIT:
         count = lanes * 0
         for b0 in range(0, tables.batch, LANES):
             request = load_request(tables, b0 + lanes, 0, c)
