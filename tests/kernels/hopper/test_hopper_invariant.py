@@ -246,7 +246,7 @@ def test_wrappers_choose_it(rng):
 @pytest.mark.parametrize(
     ("shape", "max_q_len", "spills"),
     [((128, BF16, 8, 4), 1, 16), ((64, BF16, 8, 4), 1, 16), ((128, E4M3, 8, 4), 1, 16), ((256, BF16, 8, 4), 1, 0),
-     ((128, BF16, 8, 4), 0, 250)],
+     ((128, BF16, 8, 4), 0, 0), ((128, BF16, 8, 32), 0, 250)],
     ids=str,
 )  # fmt: skip
 def test_kernels_compile(shape, max_q_len, spills):

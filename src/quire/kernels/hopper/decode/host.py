@@ -61,7 +61,7 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
     """
     rows, stored_dim = max_q_len * spec.group_size, spec.head_dim_qk * spec.kv_dtype.itemsize // 2
     if _whole_tiles(spec, max_q_len):
-        rows = DECODE_ROWS // 2
+        rows = 16 if spec.group_size <= 16 else 32  # most have one query token; 32 columns spill registers
     packed = 2 if stored_dim == 64 and rows <= 4 and spec.num_kv_heads % 2 == 0 else 1
     rows *= packed
     block_m = max(8, triton.next_power_of_2(rows))
