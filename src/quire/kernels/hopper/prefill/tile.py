@@ -63,10 +63,11 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def _copy_queries(queries, mailbox, i, W: gl.constexpr, c: gl.constexpr):
-    """Start to copy a consumer's rows of the i-th job to shared memory. Rows that do not exist become zeros."""
+    """Start to copy a consumer's rows of the i-th job, which has been waited for, to shared memory. Rows that do not
+    exist become zeros.
+    """
     parts: gl.constexpr = c.dim_qk // c.part
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.part, c.part // 8], [4, 1], [1, 0])
-    wait_for_job(mailbox, i)
     h, row, rows = job_field(mailbox, i, H), job_field(mailbox, i, ROW) + W * 64, job_field(mailbox, i, ROWS)
     # Offsets from the first row's token fit 32 bits.
     token, group = row // c.group, gl.to_tensor(c.group).to(gl.uint32)
@@ -175,8 +176,10 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
             s = gl.where(seen, s, -float("inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     base = exponent_base(m_new) * scale if masked else m_new * scale
-    # Explicit fma: for batch-invariant layers the compiler fuses nothing by itself.
-    p = gl.exp2(gl.fma(s, gl.zeros_like(s) + scale, gl.zeros_like(s) - base[:, None]))
+    if c.split:
+        p = gl.exp2(s * scale - base[:, None])
+    else:  # if batch-invariant, the compiler fuses nothing by itself
+        p = gl.exp2(gl.fma(s, gl.zeros_like(s) + scale, gl.zeros_like(s) - base[:, None]))
     alpha = gl.exp2(m * scale - base)
     sums = gl.sum(p.reshape([64, c.block_n // 8, 8]), 1)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None] + sums
@@ -259,10 +262,9 @@ def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.const
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
+    s = _start_qk(queries, pipeline, n, W, c)
     request, row = job_request(mailbox, i), job_field(mailbox, i, ROW) + W * 64
     first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
-    if c.box > 0:
-        _clear_values(pipeline, n, last, request, mask, c)
     rows = _load_rows(queries, request, job_field(mailbox, i, H), row, mask, flat, c)
     start, end = unmasked_keys(request, row, gl.minimum(row + 64, request.q_len * c.group) - 1, mask, c)
     high = gl.minimum(gl.maximum(gl.maximum(end, 0) // c.block_n, first), last)
@@ -270,8 +272,10 @@ def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.const
     m = gl.full([64], -float("inf"), gl.float32, flat)
     l = gl.sum(gl.full([64, c.block_n], 0.0, gl.float32, L).reshape([64, c.block_n // 8, 8]), 1)
     acc = gl.full([64, c.dim], 0.0, gl.float32, O)
-    s = warpgroup_mma_wait(0, [_start_qk(queries, pipeline, n, W, c)])
+    s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(pipeline.k.empty.index(n % c.stages), count=1)
+    if c.box > 0:
+        _clear_values(pipeline, n, last, request, mask, c)
     p, m, l, _alpha = _softmax(s, m, l, rows, last, queries, mask, pipeline.v.data.dtype, True, c)
     n += last  # block j is the pipeline's (n - j)-th
     for j in range(last - 1, high - 1, -1):
@@ -292,6 +296,7 @@ def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr,
     """Compute rows 64 * W to 64 * W + 63 of the tiles of all jobs."""
     flat: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16]))
     i, n = gl.program_id(0) * 0, gl.program_id(0) * 0  # jobs and blocks so far
+    wait_for_job(mailbox, i)
     _copy_queries(queries, mailbox, i, W, c)
     while job_field(mailbox, i, H) >= 0:
         if job_field(mailbox, i, ROW) + W * 64 < job_field(mailbox, i, ROWS):
@@ -299,13 +304,15 @@ def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr,
             fence_async_shared()
             gl.thread_barrier()
             acc, p, m, l, n = _attend(queries, pipeline, mailbox, i, n, mask, W, c)
+            wait_for_job(mailbox, i + 1)
+            acc = _start_pv(acc, p, pipeline, n, c)
             _copy_queries(queries, mailbox, i + 1, W, c)
-            acc = warpgroup_mma_wait(0, [_start_pv(acc, p, pipeline, n, c)])
-            mbarrier.arrive(pipeline.v.empty.index(n % c.stages), count=1)
-            n += 1
             l = gl.convert_layout(gl.sum(l, 1), flat)
             if not c.transform:
                 m = m * queries.scale
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(pipeline.v.empty.index(n % c.stages), count=1)
+            n += 1
             complete = True
             if c.split:  # noqa: SIM102, "and" would generate code for partial states
                 if job_field(mailbox, i, SPLITS) > 1:
@@ -318,6 +325,7 @@ def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr,
             first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
             _pass(pipeline, n, last - first + 1, c)
             n += last - first + 1
+            wait_for_job(mailbox, i + 1)
             _copy_queries(queries, mailbox, i + 1, W, c)
         release_job(mailbox, i)
         i += 1
