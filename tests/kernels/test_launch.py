@@ -51,47 +51,66 @@ def test_a_launch_over_other_tables(shared):
     first, second, compiled = empty_table(8), empty_table(20), Compiled()
     rows = (RaggedLayout(first.indptr) if shared else rows_of(), rows_of())
     repeat = launched(rows[0], first, compiled)
-    moved = repeat.moved(first, rows[1], second)
-    for which in (repeat, moved, moved.moved(second, rows[0], first)):
-        assert which(0, None, 0, 0, None, 0, None, None, 0)
-    expected = [(*read(rows[0], first), 8), (*read(rows[1], second), 20), (*read(rows[0], first), 8)]
-    assert [x[:4] for x in compiled.launched] == [tuple(t.data_ptr() for t in x[:4]) for x in expected]
-    assert [x[4:] for x in compiled.launched] == [(x[4], 0.5) for x in expected]
+    for now, new in (((rows[0], first), None), ((rows[1], second), first), ((rows[0], first), second)):
+        assert new is None or repeat.move(new, *now)
+        assert repeat(0, None, 0, 0, None, 0, None, None, 0)
+        addresses, numbers = compiled.launched[-1][:4], compiled.launched[-1][4:]
+        assert addresses == tuple(x.data_ptr() for x in read(*now))
+        assert numbers == (len(now[1].indices), 0.5)
     assert not repeat(0, None, 8, 0, None, 0, None, None, 0), "an address that is not aligned"
+    assert len(compiled.launched) == 3
+
+
+def test_a_launch_over_other_ragged_rows():
+    """The rows' offsets take the place of all tables; there are as many rows of keys, which the run's key says."""
+    rows, keys, compiled = (rows_of(), rows_of()), (rows_of(), rows_of()), Compiled()
+    others = (torch.zeros(4), rows[0].indptr, *[keys[0].indptr] * 3)
+    repeat = launch.LaunchReplay(compiled, 1, others, (77, 0.5), tables=1, entries=5)
+    assert repeat.move(keys[0], rows[1], keys[1])
+    assert repeat(0, None, 0, 0, None, 0, None, None, 0)
+    assert compiled.launched[0] == (rows[1].indptr.data_ptr(), *[keys[1].indptr.data_ptr()] * 3, 77, 0.5)
 
 
 def test_launches_that_are_not_moved():
-    """Those that read no pages or ragged rows, and over other numbers of requests."""
+    """Those that read no pages, and over other numbers of requests or other kinds of keys. They stay as they are."""
     first, second, rows = empty_table(8), empty_table(20), rows_of()
-    assert launched(rows, first, entries=0).moved(first, rows, second) is None
-    assert launched(rows, first).moved(first, rows_of(3), second) is None
-    assert launched(rows, first).moved(rows, rows, rows) is None
-    assert launched(rows, first).moved(first, rows, second) is not None
+    for entries, given in (
+        (0, (rows, second)),
+        (None, (rows_of(3), second)),
+        (None, (rows, rows)),
+        (8, (rows, second)),
+    ):
+        compiled = Compiled()
+        repeat = launched(rows, first, compiled, entries)
+        moves = repeat.move(first, *given)
+        assert moves == (entries == 8)
+        assert repeat(0, None, 0, 0, None, 0, None, None, 0)
+        table = second if moves else first
+        assert compiled.launched[0][:4] == tuple(x.data_ptr() for x in read(rows, table))
 
 
 def test_a_launch_with_programs_for_few():
     first, second, rows = empty_table(8), empty_table(20), rows_of()
     repeat = launched(rows, first)
     repeat.max_entries = 19
-    assert repeat.moved(first, rows, second) is None
+    assert not repeat.move(first, rows, second)
     repeat.max_entries = 20
-    assert repeat.moved(first, rows, second).max_entries == 20
+    assert repeat.move(first, rows, second)
 
 
 def test_two_launches_of_one_call():
     """Both are launched with the same addresses and tables, or neither is."""
     first, second, rows, compiled = empty_table(8), empty_table(20), rows_of(), [Compiled(), Compiled()]
     pair = launch.ReplayPair(*(launched(rows, first, x) for x in compiled))
-    moved = pair.moved(first, rows, second)
-    for which in (pair, moved):
-        assert which(0, None, 0, 0, None, 0, None, None, 0)
+    assert pair(0, None, 0, 0, None, 0, None, None, 0)
+    assert pair.move(first, rows, second)
+    assert pair(0, None, 0, 0, None, 0, None, None, 0)
     assert not pair(0, None, 8, 0, None, 0, None, None, 0), "an address that is not aligned"
     for each in compiled:
         assert [x[3] for x in each.launched] == [t.indices.data_ptr() for t in (first, second)]
     for entries in ((0, 8), (8, 0)):
-        assert (
-            launch.ReplayPair(*(launched(rows, first, entries=n) for n in entries)).moved(first, rows, second) is None
-        )
+        pair = launch.ReplayPair(*(launched(rows, first, entries=n) for n in entries))
+        assert not pair.move(first, rows, second)
 
 
 def test_a_launch_that_read_lengths():
@@ -101,10 +120,11 @@ def test_a_launch_that_read_lengths():
     first, second = (LengthTable.of(t.indptr, t.indices, x, 16, "kv_lens") for t, x in tables)
     compiled, rows = Compiled(), rows_of()
     repeat = launched(rows, first, compiled)
-    assert repeat.moved(first, rows, second)(0, None, 0, 0, None, 0, None, None, 0)
+    assert not repeat.move(first, rows, plain)
+    assert repeat.move(first, rows, second)
+    assert repeat(0, None, 0, 0, None, 0, None, None, 0)
     assert compiled.launched[0][1:4] == tuple(x.data_ptr() for x in (second.indptr, second.kv_lens, second.indices))
-    assert repeat.moved(first, rows, plain) is None
-    assert launched(rows, plain).moved(plain, rows, first) is None
+    assert not launched(rows, plain).move(plain, rows, first)
 
 
 def test_a_launch_that_takes_descriptors(monkeypatch):

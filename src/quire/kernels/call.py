@@ -126,5 +126,5 @@ class Replay(Protocol):
     ) -> bool:
         """Launch on a stream with tensors at these addresses; False, and nothing launched, if they are not aligned."""
 
-    def moved(self, table: Keys, rows: RaggedLayout, other: Keys) -> Replay | None:
-        """A replay that reads query rows `rows`, and `other` in place of `table`; None if it cannot."""
+    def move(self, table: Keys, rows: RaggedLayout, other: Keys) -> bool:
+        """Read query rows `rows`, and `other` in place of `table`, from now on; False if it cannot."""

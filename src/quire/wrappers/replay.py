@@ -112,10 +112,9 @@ class ReplayCache:
         if found is None:
             return None
         replay, alike, v_offset, kv = found
-        moved = replay.moved(kv, plan.qo, plan.kv)
-        if moved is None:
+        if not replay.move(kv, plan.qo, plan.kv):
             return None
-        entry = self.current[key] = moved, alike, v_offset, plan.kv
+        entry = self.current[key] = replay, alike, v_offset, plan.kv
         return entry
 
     def _launch(

@@ -77,22 +77,24 @@ class LaunchReplay:
         self._run(*self._grid, stream, *self._handle, q, q_pe, *kv, k_pe, out, lse, sinks, *self._rest)
         return True
 
-    def moved(self, table: Keys, rows: RaggedLayout, other: Keys) -> LaunchReplay | None:
-        """A replay that reads query rows `rows`, and page table `other` in place of `table`. None if the launch did not
-        read table's page ids, or if `other` is of another kind or batch size, or has more than max_entries.
+    def move(self, table: Keys, rows: RaggedLayout, other: Keys) -> bool:
+        """Read query rows `rows`, and keys `other` in place of `table`, from now on. False, and nothing changes, if the
+        launch did not read table's page ids, or if `other` is of another kind or batch size, or has more than
+        max_entries.
         """
-        if not isinstance(table, PageTable) or type(other) is not type(table):
-            return None
-        i, entries, others, rest = self._tables, other.indices.shape[0], list(self._others), list(self._rest)
-        if rest[self._entries] != table.indices.shape[0] or rows.indptr.shape != others[i].shape:  # type: ignore[union-attr]
-            return None
+        i, others, rest = self._tables, list(self._others), list(self._rest)
+        if type(other) is not type(table) or rows.indptr.shape != others[i].shape:  # type: ignore[union-attr]
+            return False
+        entries, read = rest[self._entries], (rows.indptr, other.indptr, other.indptr, other.indptr)
+        if isinstance(table, PageTable) and isinstance(other, PageTable):
+            if entries != table.indices.shape[0]:
+                return False
+            entries, read = other.indices.shape[0], (rows.indptr, other.indptr, other.per_request, other.indices)
         if self.max_entries is not None and entries > self.max_entries:
-            return None
-        read = rows.indptr, other.indptr, other.per_request, other.indices
+            return False
         others[i : i + 4], rest[i : i + 4], rest[self._entries] = read, [x.data_ptr() for x in read], entries
-        replay = object.__new__(LaunchReplay)  # copy() takes longer than this whole method
-        replay.__dict__.update(self.__dict__, _others=tuple(others), _rest=tuple(rest))
-        return replay
+        self._others, self._rest = tuple(others), tuple(rest)
+        return True
 
 
 class ReplayPair:
@@ -109,10 +111,9 @@ class ReplayPair:
         given = (q, q_pe, k, v, k_pe, out, lse, sinks, stream)
         return self._first(*given) and self._second(*given)
 
-    def moved(self, table: Keys, rows: RaggedLayout, other: Keys) -> ReplayPair | None:
-        """As `LaunchReplay.moved`; None if one of the launches cannot be moved."""
-        first, second = self._first.moved(table, rows, other), self._second.moved(table, rows, other)
-        return None if first is None or second is None else ReplayPair(first, second)
+    def move(self, table: Keys, rows: RaggedLayout, other: Keys) -> bool:
+        """As `LaunchReplay.move`; after a False the pair must not be launched again."""
+        return self._first.move(table, rows, other) and self._second.move(table, rows, other)
 
 
 class Launcher:
