@@ -159,8 +159,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         ))  # fmt: skip
         flat = metadata is cum_seq_lens_q is block_tables is seq_lens is None
         options = flat, lse_mode, use_sinks, output_scale, scale_mode, use_profiler, skip_softmax
-        like_the_last = flat and options == self._options  # and rows on the device, whose longest is not known
-        if like_the_last and self._plan_again(layer, 0, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+        like_the_last = flat and options == self._options
+        if like_the_last and self._plan_again(layer, None, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
             return
         self._check_options(layer, lse_mode, output_scale, scale_mode)
         refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)
@@ -172,9 +172,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         elif any(x is not None for x in vars(given).values()):
             raise ValueError("metadata and tables are given: one of the two is allowed")
         qo, pages = self._tables(metadata, page_size)  # type: ignore[arg-type]
-        starts = getattr(metadata, metadata.form()[0])
-        longest = longest_request(starts, None, self._use_cuda_graph, self.device)
-        self._commit(layer, qo, pages, max_q_len=longest)
+        self._commit(layer, qo, pages, max_q_len=longest_request(qo, None, self._use_cuda_graph, self.device))
         self._options, self._use_sinks = options, use_sinks
         self._lse_mode = None if flat and lse_mode == "none" else lse_mode
 

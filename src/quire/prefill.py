@@ -163,10 +163,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             () if alibi_slopes is None else as_slopes(alibi_slopes),
             self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, window_right,
         ))  # fmt: skip
-        longest = longest_request(qo_indptr, max_token_per_sequence, self._use_cuda_graph, self.device)
         given = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
-        if plain and self._plan_again(layer, longest, *given):
+        if plain and self._plan_again(layer, max_token_per_sequence, *given, non_blocking=non_blocking):
             return
         last_page_len = table(paged_kv_last_page_len, "paged_kv_last_page_len")
         qo = self._query_rows(table(qo_indptr, "qo_indptr", last_page_len.shape[0] + 1))
@@ -174,6 +173,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         pages = self._pages((indptr, indices, last_page_len), page_size)
         mask = self._pack_mask(custom_mask, packed_custom_mask, qo, pages)
         items = self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
+        longest = longest_request(qo, max_token_per_sequence, self._use_cuda_graph, self.device)
         self._commit(layer, qo, pages, mask, items, longest, non_blocking)
 
     def run(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import torch
 from quire.bench.batches import random_table
 from quire.definition import PackedMask, PageTable, RaggedLayout
 from quire.definition.masks import pack_bits, unpack_bits
-from quire.definition.pages import LengthTable
+from quire.definition.pages import LengthTable, check_indptr
 
 
 def ints(*values):
@@ -107,7 +107,7 @@ def test_each_request_of_a_packed_mask_starts_at_a_byte():
 
 
 def test_tables_that_are_alike_are_not_checked_again():
-    """On a device, where only shapes are looked at; other shapes and types, and values on the host, are checked."""
+    """On a device, where only shapes are looked at; what has another shape or type is left to the checks."""
     indptr, indices, last = (torch.empty(n, dtype=torch.int32, device="meta") for n in (4, 9, 3))
     pages = PageTable(indptr, indices, last, 16)
     more = torch.empty(12, dtype=torch.int32, device="meta")
@@ -119,14 +119,78 @@ def test_tables_that_are_alike_are_not_checked_again():
     assert pages.like(indptr.short(), indices, last) is None
     assert pages.like(indptr, indices.view(3, 3), last) is None
     assert pages.like(indptr, torch.empty(18, dtype=torch.int32, device="meta")[::2], last) is None
-    assert pages.like(indptr, torch.zeros(9, dtype=torch.int32), last) is None
     host = PageTable(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0], [5])), 16)
     assert host.like(host.indptr, host.indices, host.last_page_len) is None
     rows = RaggedLayout(indptr)
     assert rows.like(last).indptr is last
-    for other in (None, [0, 1], indptr.short(), indptr.view(2, 2), indptr[::2], indptr[:0], host.indptr):
+    for other in (None, [0, 1], indptr.short(), indptr.view(2, 2), indptr[::2], indptr[:0], host.indptr.long()):
         assert rows.like(other) is None
     assert RaggedLayout(host.indptr).like(host.indptr) is None
+
+
+def test_tables_of_the_host_that_are_alike_are_checked_and_copied(rng):
+    """Whichever of them lie there. Of lengths, all are left to the checks."""
+    q_lens = ints(*(rng.randrange(9) for _ in range(rng.randint(1, 99))))
+    indptr = RaggedLayout.from_lengths(q_lens).indptr
+    rows = RaggedLayout(indptr.to("meta"))
+    other = rows.like(indptr)
+    assert (rows.longest, other.longest, other.indptr.device.type) == (0, int(q_lens.max()), "meta")
+    assert other.batch_size == len(q_lens) == rows.batch_size
+    wrong = indptr.clone()
+    wrong[-1] = -1
+    with pytest.raises(ValueError, match=r"indptr falls at request \d+, from \d+ to -1|indptr\[0\] = -1"):
+        rows.like(wrong)
+    good, fields = (ints(0, 2, 2, 5), ints(0, 3, 1, 4, 2), ints(16, 0, 7)), ("indptr", "indices", "last_page_len")
+    far = PageTable(*(x.to("meta") for x in good), 16)
+    for on_host in product((False, True), repeat=3):
+        tables = [x if here else x.to("meta") for x, here in zip(good, on_host, strict=True)]
+        copied = far.like(*tables)
+        assert {x.device.type for x in copied.tables} == {"meta"}
+        assert [x.shape for x in copied.tables] == [x.shape for x in good]
+        for which, i, value, message in (
+            (0, 1, 3, r"kv_indptr falls at request 1, from 3 to 2"),
+            (0, 3, 6, r"kv_indptr\[-1\] = 6 is beyond the number of kv_indices = 5"),
+            (1, 3, -4, r"kv_indices\[3\] = -4 is out of range: page ids start at 0"),
+            (2, 2, 17, r"kv_last_page_len\[2\] = 17 is out of range: 1 to page_size = 16"),
+            (2, 0, 0, r"kv_last_page_len\[0\] = 0 is out of range: 1 to page_size = 16"),
+        ):
+            given = list(tables)
+            given[which] = good[which].clone()
+            given[which][i] = value
+            if on_host[0] or which == 0:
+                with pytest.raises(ValueError, match=message):
+                    far.like(*given)
+            else:
+                assert far.like(*given) is not None, f"{fields[which]} alone says nothing"
+    lengths = LengthTable.of(*(x.to("meta") for x in good), 16, "kv_lens")
+    assert lengths.like(*good) is None
+    copied = lengths.like(good[0], good[1].to("meta"), good[2])
+    assert type(copied) is LengthTable
+    assert {x.device.type for x in copied.tables} == {"meta"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_what_is_no_indptr_is_told(dtype, rng):
+    """Also where differences of int32 overflow; the longest request is returned."""
+    limit, falls = 2**31 - 1, 0
+    for _ in range(300):
+        value = rng.choice((5, limit))
+        offsets = [rng.randint(-rng.choice((0, 0, 0, value)), value) for _ in range(rng.randint(1, 9))]
+        offsets = sorted(offsets) if rng.random() < 0.5 else offsets
+        indptr, lengths = torch.tensor(offsets, dtype=dtype), [b - a for a, b in pairwise(offsets)]
+        if offsets[0] < 0 or min(lengths, default=0) < 0:
+            falls += 1
+            with pytest.raises(ValueError, match=rf"rows\[0\] = {offsets[0]}: |rows falls at request"):
+                check_indptr(indptr, "rows")
+        else:
+            assert check_indptr(indptr, "rows", offsets[-1], "all") == max(lengths, default=0)
+            with pytest.raises(ValueError, match=rf"rows\[-1\] = {offsets[-1]} is beyond all = {offsets[-1] - 1}"):
+                check_indptr(indptr, "rows", offsets[-1] - 1, "all")
+    assert 9 < falls < 291
+    for wraps in ([0, limit, -limit - 1, -1, 5], [0, limit, -2], [limit - 3, limit, -limit]):
+        with pytest.raises(ValueError, match=rf"rows falls at request 1, from {limit}"):
+            check_indptr(torch.tensor(wraps, dtype=dtype), "rows")
+    assert check_indptr(torch.empty(3, dtype=dtype, device="meta"), "rows") == 0
 
 
 def test_a_table_with_lengths(rng):

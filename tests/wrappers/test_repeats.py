@@ -10,7 +10,7 @@ import torch
 
 import quire
 from helpers.page_tables import empty_table
-from quire.definition.pages import LengthTable
+from quire.definition.pages import LengthTable, RaggedLayout
 from quire.kernels import registry
 from quire.wrappers.plan import longest_request
 
@@ -222,7 +222,15 @@ def test_what_a_prefill_like_the_last_one_reads(kind, computed):
 @PREFILLS
 def test_rows_and_keys_of_other_requests_are_refused(kind, computed):
     """By a plan like the last one as by the first."""
-    for wrong in (None, [0, 1, 2], torch.empty(4, dtype=torch.int32, device="meta"), torch.empty(3, device="meta")):
+    far = torch.empty(4, dtype=torch.int32, device="meta")
+    for wrong in (
+        None,
+        [0, 1, 2],
+        far,
+        far[:3].float(),
+        far[:3].view(3, 1),
+        torch.tensor([0, 3, 2], dtype=torch.int32),
+    ):
         case = kind()
         for first in (True, False):
             rows, *keys = case.tables(8, 2)
@@ -265,18 +273,52 @@ def test_a_prefill_with_another_longest_request(computed, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_longest_request_is_known_where_rows_lie_on_the_host(dtype):
     """Unless graphs are to be replayed with others, or kernels do not ask."""
-    rows, cuda = torch.tensor([0, 3, 3, 10, 11], dtype=dtype), torch.device("cuda")
+    offsets, cuda = torch.tensor([0, 3, 3, 10, 11], dtype=dtype), torch.device("cuda")
+    rows = RaggedLayout(offsets)
     assert longest_request(rows, None, False, cuda) == 7
     assert longest_request(rows, 9, False, cuda) == 9
-    assert longest_request(rows[:1], None, False, cuda) == 0
+    assert longest_request(RaggedLayout(offsets[:1]), None, False, cuda) == 0
     for given, graph, device in ((None, True, "cuda"), (None, False, "cpu"), (9, True, "cuda"), (2, False, "cpu")):
         assert longest_request(rows, given, graph, torch.device(device)) == (given or 0)
-    assert longest_request(rows.to("meta"), None, False, cuda) == 0
+    assert longest_request(RaggedLayout(offsets.to("meta")), None, False, cuda) == 0
     with pytest.raises(ValueError, match=r"max_token_per_sequence = 6 is not supported: an integer, no less than 7"):
         longest_request(rows, 6, False, cuda)
-    for wrong in (rows[:, None], rows.float(), rows[:0]):
-        with pytest.raises(ValueError, match="qo_indptr is"):
-            longest_request(wrong, None, False, cuda)
+
+
+@PREFILLS
+def test_tables_of_the_host_are_planned_like_the_last_ones(kind, computed, monkeypatch):
+    """Rows, or all tables, checked and copied to the device; the kernel family is chosen for their longest request."""
+    asked = []
+    monkeypatch.setattr(registry, "choose", lambda spec, device, backend, most: asked.append(most) or "cpu")
+    case, batch_size = kind(), 2
+    layer, names = case.plan(), ("_qo_indptr_buf", *case.wrapper._kv_buffers)
+    assert asked == [0]
+    for q_lens, all_on_host in (([5, 7], False), ([7, 1], False), ([7, 7], True), ([3, 0], True), ([0, 3], False)):
+        asked.clear()
+        rows, *keys = case.tables(8, batch_size)
+        rows = torch.tensor([0, *q_lens]).cumsum(0).int()
+        if all_on_host and kind is not Mixed:  # whose lengths on the host are compared with the pages first
+            keys = [torch.zeros(x.shape, dtype=torch.int32) for x in keys]
+        before = case.wrapper.planned.max_q_len
+        case.outer.plan(rows, *keys, **{**case.given, "q_data_type": "bfloat16"})
+        plan = case.wrapper.planned
+        assert plan.max_q_len == max(q_lens)
+        assert plan.layer is layer
+        assert asked == ([] if plan.max_q_len == before else [plan.max_q_len])
+        held = [plan.qo.indptr, *plan.kv.tables]
+        assert all(x.device.type == "meta" for x in held)
+        assert [x.shape for x in held] == [x.shape for x in (rows, *keys)]
+        assert all(getattr(case.wrapper, name) is x for name, x in zip(names, held, strict=True))
+        for wrong, message in (
+            (torch.tensor([0, 5, 4]), " falls at request 1, from 5 to 4"),
+            (rows - 1, r"\[0\] = -1"),
+        ):
+            with pytest.raises(ValueError, match="indptr" + message):
+                case.outer.plan(wrong.int(), *keys, **{**case.given, "q_data_type": "bfloat16"})
+            assert case.wrapper.planned is plan
+    device_rows = case.tables(8, batch_size)
+    case.outer.plan(*device_rows, **{**case.given, "q_data_type": "bfloat16"})
+    assert case.wrapper.planned.max_q_len == 0, "nothing is known of rows on a device"
 
 
 @PREFILLS

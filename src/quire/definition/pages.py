@@ -6,7 +6,7 @@ device are checked by shape and dtype only, because reading their values would w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -102,19 +102,53 @@ def appended_tokens(indptr: Tensor, lengths: Tensor, count: int) -> tuple[Tensor
     return torch.where(inside, request, -1), torch.where(inside, position, 0)
 
 
-def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name: str = "") -> None:
-    """Refuse a host indptr that starts below 0, decreases anywhere, or ends beyond `total`."""
+def _largest(x: np.ndarray) -> int:
+    """The largest of unsigned numbers, as which negative ones are 2**31 or more; 0 if there is none."""
+    x = x.view(np.uint32 if x.itemsize == 4 else np.uint64)
+    return x.item(x.argmax()) if x.size else 0  # max() takes several times as long
+
+
+def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name: str = "") -> int:
+    """Refuse a host indptr that starts below 0, decreases anywhere, or ends beyond `total`. Returns the length of the
+    longest request, and 0 for an indptr on a device.
+    """
     if not indptr.is_cpu:
-        return
+        return 0
     offsets = indptr.numpy()  # whose operations take a fifth of the time
+    first, longest, count = offsets.item(0), _largest(offsets[1:] - offsets[:-1]), offsets.size - 1
+    if first < 0 or first + longest * count >= 1 << 31:  # else nothing falls, and no difference has overflowed
+        _check_offsets(offsets, name)
+    if total is not None and offsets.item(-1) > total:
+        raise ValueError(f"{name}[-1] = {offsets[-1]} is beyond {total_name} = {total}")
+    return longest
+
+
+def _check_offsets(offsets: np.ndarray, name: str) -> None:
+    """Refuse offsets that start below 0 or decrease anywhere."""
     if offsets[0] < 0:
         raise ValueError(f"{name}[0] = {offsets[0]}: an indptr starts at 0")
     falls = offsets[1:] < offsets[:-1]
     if falls.any():
         i = int(falls.argmax())
         raise ValueError(f"{name} falls at request {i}, from {offsets[i]} to {offsets[i + 1]}")
-    if total is not None and offsets[-1] > total:
-        raise ValueError(f"{name}[-1] = {offsets[-1]} is beyond {total_name} = {total}")
+
+
+def check_pages(indptr: Tensor, indices: Tensor, last_page_len: Tensor | None, page_size: int) -> None:
+    """Refuse the values of a page table as far as they lie on the host; those of a request without pages may be any."""
+    if not indptr.is_cpu:
+        return
+    check_indptr(indptr, "kv_indptr", indices.shape[0], "the number of kv_indices")
+    offsets = indptr.numpy()
+    if last_page_len is not None and last_page_len.is_cpu:
+        last = last_page_len.numpy()
+        if _largest(last - 1) >= min(page_size, 1 << 31):
+            used = offsets[1:] > offsets[:-1]
+            bad = used & ((last < 1) | (last > page_size))
+            refuse_first(bad, "kv_last_page_len", last, f"1 to page_size = {page_size}")
+    if indices.is_cpu:
+        pages = indices.numpy()[offsets[0] : offsets[-1]]
+        if _largest(pages) >= 1 << 31:
+            refuse_first(pages < 0, "kv_indices", pages, "page ids start at 0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,13 +157,15 @@ class RaggedLayout:
 
     Attributes:
         indptr: int32 [batch_size + 1]; int64 is converted.
+        longest: the most rows of a request, where that was checked on the host; 0 where it is not known.
     """
 
     indptr: Tensor
+    longest: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.__dict__.update(indptr=table(self.indptr, "indptr"))
-        check_indptr(self.indptr, "indptr")
+        indptr = table(self.indptr, "indptr")
+        self.__dict__.update(indptr=indptr, longest=check_indptr(indptr, "indptr"))
 
     @classmethod
     def from_lengths(cls, lengths: Tensor) -> RaggedLayout:
@@ -139,17 +175,25 @@ class RaggedLayout:
         torch.cumsum(lengths, 0, out=indptr[1:])
         return cls(indptr)
 
-    def like(self, indptr: Any) -> RaggedLayout | None:
-        """Rows of this indptr without checks, if it is one on the device of these rows; None otherwise, and on the
-        host, where values have to be checked.
+    def like(self, indptr: Any, *, non_blocking: bool = True) -> RaggedLayout | None:
+        """Rows of this indptr on the device of these rows, without the checks that an int32 vector passes; None for
+        anything else, and if these rows are on the host. An indptr that lies on the host is checked, and copied.
         """
+        here = self.indptr.device
         if self.indptr.is_cpu or type(indptr) is not Tensor or indptr.dtype is not torch.int32:
             return None
-        if indptr.device != self.indptr.device or indptr.stride() != (1,) or not indptr.numel():
+        if indptr.stride() != (1,) or not indptr.numel():
             return None
         other = object.__new__(RaggedLayout)  # without its checks
+        if indptr.device != here:
+            other.__dict__["longest"] = check_indptr(indptr, "indptr")
+            indptr = indptr.to(here, non_blocking=non_blocking)
         other.__dict__["indptr"] = indptr
         return other
+
+    @property
+    def tables(self) -> tuple[Tensor]:
+        return (self.indptr,)
 
     @property
     def batch_size(self) -> int:
@@ -186,22 +230,17 @@ class PageTable:
         lengths: Tensor = self.__dict__[self._per_request]
         return lengths
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.indptr, self.indices, self.per_request
+
     def __post_init__(self) -> None:
         _check_page_size(self.page_size)
         indptr, indices = table(self.indptr, "kv_indptr"), table(self.indices, "kv_indices")
         last = table(self.last_page_len, "kv_last_page_len", indptr.shape[0] - 1)
         self.__dict__.update(indptr=indptr, indices=indices, last_page_len=last)
         _refuse_devices(kv_indptr=self.indptr, kv_indices=self.indices, kv_last_page_len=self.last_page_len)
-        if self.indptr.is_cpu:
-            self._check_values()
-
-    def _check_values(self) -> None:
-        check_indptr(self.indptr, "kv_indptr", self.indices.shape[0], "the number of kv_indices")
-        indptr, last, size = self.indptr.numpy(), self.last_page_len.numpy(), self.page_size
-        used = indptr[1:] > indptr[:-1]
-        refuse_first(used & ((last < 1) | (last > size)), "kv_last_page_len", last, f"1 to page_size = {size}")
-        pages = self.indices.numpy()[indptr[0] : indptr[-1]]
-        refuse_first(pages < 0, "kv_indices", pages, "page ids start at 0")
+        check_pages(self.indptr, self.indices, self.last_page_len, self.page_size)
 
     @cached_property
     def largest_page(self) -> int:
@@ -217,22 +256,30 @@ class PageTable:
             page = int(self.indices[bad])
             raise ValueError(f"kv_indices[{bad}] = {page} of request {request} is out of range: 0 to {num_pages - 1}")
 
-    def like(self, indptr: Any, indices: Any, per_request: Any) -> PageTable | None:
-        """A table of these tensors without checks, if they are tables on this one's device and fit together; None
-        otherwise, and on the host, where values have to be checked.
+    def like(self, indptr: Any, indices: Any, per_request: Any, *, non_blocking: bool = True) -> PageTable | None:
+        """A table of these tensors on this one's device, without the checks that int32 vectors pass which fit together;
+        None for anything else, and if this table is on the host. Tensors that lie on the host are checked, and copied.
         """
         if self.indptr.is_cpu:
             return None
-        device, int32 = self.indptr.device, torch.int32
+        device, int32, moves = self.indptr.device, torch.int32, False
         for x in (indptr, indices, per_request):
-            if type(x) is not Tensor or x.dtype is not int32 or x.device != device or x.stride() != (1,):
+            if type(x) is not Tensor or x.dtype is not int32 or x.stride() != (1,):
                 return None
+            moves = moves or x.device != device
         if per_request.numel() != indptr.numel() - 1:
             return None
         other = object.__new__(type(self))  # without its checks
-        fields = other.__dict__
-        fields["indptr"], fields["indices"], fields["page_size"] = indptr, indices, self.page_size
-        fields[self._per_request] = per_request
+        fields, name = other.__dict__, self._per_request
+        fields["indptr"], fields["indices"], fields[name] = indptr, indices, per_request
+        fields["page_size"] = self.page_size
+        if moves:
+            lengths = type(self) is not PageTable  # which `from_lengths` checks if all tables lie on the host
+            if lengths and indptr.is_cpu and indices.is_cpu and per_request.is_cpu:
+                return None
+            check_pages(indptr, indices, None if lengths else per_request, self.page_size)
+            for key in ("indptr", "indices", name):
+                fields[key] = fields[key].to(device, non_blocking=non_blocking)
         return other
 
     def to(self, device: torch.device | str) -> PageTable:

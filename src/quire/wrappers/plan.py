@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
-from quire.definition.pages import PageTable, RaggedLayout, table
+from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import AttentionSpec, check, is_int
 from quire.definition.tensors import as_scale, check_lse, check_qkv, check_tensor, outputs
 from quire.kernels import registry
@@ -145,18 +145,15 @@ def _float_workspace_size(family: Family, *of: Any) -> int:
     return family.float_workspace_size(*of)
 
 
-def longest_request(qo_indptr: Tensor, given: int | None, use_cuda_graph: bool, device: torch.device) -> int:
+def longest_request(rows: RaggedLayout, given: int | None, use_cuda_graph: bool, device: torch.device) -> int:
     """The most query tokens of a request: as given, or where it is known without waiting, and holds for later plans of
     a captured graph too; or 0.
 
     Raises:
-        ValueError: what is given is no int, or too small; an indptr on the host that is none.
+        ValueError: what is given is no int, or too small.
     """
-    known = 0
-    if isinstance(qo_indptr, Tensor) and qo_indptr.is_cpu and device.type == "cuda" and not use_cuda_graph:
-        rows = table(qo_indptr, "qo_indptr").numpy()
-        known = int((rows[1:] - rows[:-1]).max(initial=0))
-    if given is not None:
-        fits = is_int(given) and given >= known
-        check(fits, "max_token_per_sequence", given, f"an integer, no less than {known}")
-    return given or known
+    known = rows.longest if device.type != "cpu" and not use_cuda_graph else 0
+    if given is None:
+        return known
+    check(is_int(given) and given >= known, "max_token_per_sequence", given, f"an integer, no less than {known}")
+    return given

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
-from quire.definition.pages import LengthTable, PageTable, RaggedLayout, table
+from quire.definition.pages import LengthTable, PageTable, RaggedLayout, check_pages, table
 from quire.definition.spec import AttentionSpec, check, is_int
 from quire.definition.tensors import split_cache
 from quire.kernels import registry
@@ -84,8 +84,10 @@ class Planner:
             if on_host:
                 return checked
         here = self.device  # `to` takes a microsecond, even where there is nothing to do
-        indptr, indices, last_page_len = (x if x.device == here else x.to(here, non_blocking=True) for x in tables)
-        return PageTable(indptr, indices, last_page_len, page_size)
+        moved = [x if x.device == here else x.to(here, non_blocking=True) for x in tables]
+        pages = PageTable(moved[0], moved[1], moved[2], page_size)
+        check_pages(indptr, indices, last_page_len, page_size)
+        return pages
 
     def _pages_of_lengths(
         self, indptr: Tensor, indices: Tensor, lengths: Tensor, page_size: int, name: str
@@ -147,7 +149,7 @@ class Planner:
         """A page table, or ragged rows of keys, whose tables are kept in the attributes `_kv_buffers`."""
         if isinstance(kv, RaggedLayout):
             return self._hold_rows(kv, self._kv_buffers[0], non_blocking)
-        tables = (kv.indptr, kv.indices, kv.per_request)
+        tables = kv.tables
         indptr, indices, per_request = (
             self._hold(name, x, non_blocking) for name, x in zip(self._kv_buffers, tables, strict=True)
         )
@@ -167,24 +169,35 @@ class Planner:
         indptr[: len(mask.indptr)] = mask.indptr
         return PackedMask(bits, indptr)
 
-    def _plan_again(self, layer: LayerArgs, max_q_len: int, qo_indptr: Any, *tables: Any) -> bool:
+    def _plan_again(
+        self, layer: LayerArgs, max_q_len: int | None, qo_indptr: Any, *tables: Any, non_blocking: bool = True
+    ) -> bool:
         """Plan a batch that differs from the last one in its tables alone, as the steps of an engine do.
 
         Args:
-            max_q_len: the most query tokens that a request has, 0 if it is not known. It may differ, too.
-            qo_indptr: of the query rows; any object, as the tables.
+            max_q_len: the most query tokens that a request has, which may differ, too; None: as many as are known.
+            qo_indptr: of the query rows; any object, as the tables. What lies on the host is checked, and copied.
             tables: of the keys, in the order of `_kv_buffers`.
 
         Returns:
-            False, and nothing is planned, if it differs in more, or has tables that must be converted or checked.
+            False, and nothing is planned, if it differs in more, or has tables that must be converted.
+
+        Raises:
+            ValueError: a table on the host whose values are wrong.
         """
         plan = self._current
         if plan is None or layer != plan.layer or tuple(map(type, layer)) != plan.layer_types:
             return False
-        kv, qo = plan.kv.like(*tables), plan.qo
+        kv, qo = plan.kv.like(*tables, non_blocking=non_blocking), plan.qo
+        if kv is None:
+            return False
         if qo_indptr is not qo.indptr:
-            qo = qo.like(qo_indptr)  # type: ignore[assignment]
-        if qo is None or kv is None or qo.indptr.numel() != kv.indptr.numel():
+            qo = qo.like(qo_indptr, non_blocking=non_blocking)  # type: ignore[assignment]
+        if qo is None or qo.indptr.numel() != kv.indptr.numel():
+            return False
+        if max_q_len is None:
+            max_q_len = qo.longest
+        elif type(max_q_len) is not int or max_q_len < qo.longest:
             return False
         if max_q_len == plan.max_q_len:
             self._current = tuple.__new__(Plan, (plan[0], qo, kv, *plan[3:]))  # Plan(...) takes twice as long
@@ -193,7 +206,7 @@ class Planner:
             family, sizes = self._choose(plan.spec, max_q_len), (qo, kv, None, None, max_q_len)
             self.planned = make_plan(plan.spec, *sizes, plan.layer, plan.backend, family, self._workspace)
         own, self._qo_indptr_buf = self.__dict__, qo.indptr
-        for name, x in zip(self._kv_buffers, tables):  # noqa: B905  (strict takes longer)
+        for name, x in zip(self._kv_buffers, kv.tables):  # noqa: B905  (strict takes longer)
             own[name] = x
         return True
 

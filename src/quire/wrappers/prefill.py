@@ -34,13 +34,12 @@ class PrefillWrapper(AttentionWrapper):
         """Plan a batch over pages from the requests' lengths in tokens, as `quire.attention.BatchAttention.plan`."""
         if self._capture.captured:
             self._capture.begin_plan(type(self).__name__)
-        longest = longest_request(qo_indptr, None, self._use_cuda_graph, self.device)
-        if self._plan_again(layer, longest, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+        if self._plan_again(layer, None, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
             return
         check_tensors(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
         pages = self._pages_of_lengths(kv_indptr, kv_indices, kv_len_arr, layer.page_size, "kv_len_arr")
         qo = self._query_rows(table(qo_indptr, "qo_indptr", pages.batch_size + 1))
-        self._commit(layer, qo, pages, max_q_len=longest)
+        self._commit(layer, qo, pages, max_q_len=longest_request(qo, None, self._use_cuda_graph, self.device))
 
     def _query_rows(self, qo_indptr: Tensor) -> RaggedLayout:
         """The query rows of a new plan; ValueError for another batch size than that of the buffers for CUDA graphs."""

@@ -13,6 +13,7 @@ from quire.definition.spec import FLOATS8, as_dtype
 from quire.definition.tensors import as_nhd, as_scale, as_slopes
 from quire.wrappers.arguments import DType, LayerArgs, RunArgs, Scale, by_position, refuse
 from quire.wrappers.buffers import check_buffers, fixed_batch
+from quire.wrappers.plan import longest_request
 from quire.wrappers.prefill import PrefillWrapper
 
 
@@ -112,7 +113,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, window_right,
         ))  # fmt: skip
         plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
-        if plain and self._plan_again(layer, 0, qo_indptr, kv_indptr):
+        if plain and self._plan_again(layer, max_token_per_sequence, qo_indptr, kv_indptr, non_blocking=non_blocking):
             return
         qo_indptr = table(qo_indptr, "qo_indptr")
         qo, kv = self._query_rows(qo_indptr), self._rows(table(kv_indptr, "kv_indptr", qo_indptr.shape[0]))
@@ -120,7 +121,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             fixed_batch(self._kv_indptr_buf, "kv_indptr_buf", kv.batch_size, extra=1)
         mask = self._pack_mask(custom_mask, packed_custom_mask, qo, kv)
         items = self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, mask)
-        self._commit(layer, qo, kv, mask, items, non_blocking=non_blocking)
+        longest = longest_request(qo, max_token_per_sequence, self._use_cuda_graph, self.device)
+        self._commit(layer, qo, kv, mask, items, longest, non_blocking)
 
     def run(
         self,
