@@ -1,6 +1,9 @@
 """Attention of prefills and decodes in one call.
 
-Names, parameters and meanings are those of `flashinfer.pod`. Here a call launches the decodes, then the prefills.
+Names, parameters and meanings are those of `flashinfer.pod`. Here a call launches the decodes, then the prefills, on
+the current stream. On Hopper GPUs the kernels of both take all registers of every multiprocessor, so that on two
+streams, too, one would wait for the other. Requests with one cache are computed in one launch, as one batch of
+`quire.attention.BatchAttention` or `quire.prefill.BatchPrefillWithPagedKVCacheWrapper`.
 """
 
 from __future__ import annotations
@@ -178,6 +181,8 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._decode = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._wrappers = (self._prefill, self._decode)
+        self._masks: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._planned_as: tuple[Any, ...] = (False, None, None)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -228,9 +233,9 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
         }  # fmt: skip
         prefills = (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)
         self._plan_prefill = partial(self._prefill.plan, *prefills, **layer)
-        self._plan_prefill()
-        self._masks: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._planned_as: tuple[Any, ...] = (False, None, None)
+        causal = self._planned_as[0]  # as in the last run: the next one will hardly differ
+        self._plan_prefill(causal=causal)
+        self._masks, self._planned_as = (None, None), (causal, None, None)
         self._decode.plan(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, **layer)
 
     begin_forward = plan
@@ -275,14 +280,16 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
         check_tensors(q_p=q_p, q_d=q_d)
         check_cache(paged_kv_cache_p, "paged_kv_cache_p")
         check_cache(paged_kv_cache_d, "paged_kv_cache_d")
-        out_d, lse_d = self._decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale, return_lse=True)
+        decodes = self._decode.run(q_d, paged_kv_cache_d, q_scale, k_scale, v_scale, return_lse=return_lse)
         masks = custom_mask_p, packed_custom_mask_p
         planned_as = (causal_p, *(_version(x) for x in masks))
         if planned_as != self._planned_as or any(x is not y for x, y in zip(masks, self._masks, strict=True)):
             self._plan_prefill(causal=causal_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p)
             self._masks, self._planned_as = masks, planned_as
-        out_p, lse_p = self._prefill.run(q_p, paged_kv_cache_p, return_lse=True)
-        return ((out_p, out_d), (lse_p, lse_d)) if return_lse else (out_p, out_d)
+        prefills = self._prefill.run(q_p, paged_kv_cache_p, return_lse=return_lse)
+        if isinstance(prefills, tuple) and isinstance(decodes, tuple):
+            return (prefills[0], decodes[0]), (prefills[1], decodes[1])
+        return prefills, decodes  # type: ignore[return-value]
 
 
 def _version(mask: Tensor | None) -> int | None:

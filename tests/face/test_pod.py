@@ -147,6 +147,79 @@ def test_batches_of_prefills_and_decodes(device, rng):
     assert relative_error(out_d.cpu(), 3 * decodes.exact()[0]) < 2e-6
 
 
+def test_prefills_are_planned_as_they_were_run_last(decodes, monkeypatch):
+    """Once in a step, where steps are alike."""
+    paged, planned = flashinfer.BatchPrefillWithPagedKVCacheWrapper, []
+    plan = paged.plan
+    monkeypatch.setattr(
+        paged,
+        "plan",
+        lambda self, *args, **given: planned.append((self, given.get("causal"))) or plan(self, *args, **given),
+    )
+    wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(torch.empty(0))
+    q, cache, tables = on("cpu", decodes)
+    rows = decodes.qo.indptr
+    for causal, expected in ((False, [False]), (True, [False, True]), (True, [True]), (False, [True, False])):
+        planned.clear()
+        wrapper.plan(rows, *tables, rows, *tables, 4, 2, 32, decodes.kv.page_size, data_type=torch.float32)
+        for _ in range(2):
+            wrapper.run(q, cache, q, cache, causal_p=causal)
+        assert [given for each, given in planned if each is wrapper._prefill] == expected
+        assert len(planned) == len(expected) + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batched", [False, True])
+def test_graphs_of_both_follow_what_they_read(batched, rng):
+    """A captured plan and run of prefills and decodes compute what tables and caches hold when they are replayed."""
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.bfloat16)
+    lengths, empty = [400, 900, 70], torch.empty(0, device="cuda")
+
+    def drawn(q_lens):
+        return random_batch(spec, q_lens, rng.sample(lengths, 3), 16, device="cuda")
+
+    def contents():
+        """Prefills, decodes, and the rows of one prefill."""
+        return drawn([300, 1, 20]), drawn([1, 1, 1]), torch.randn(3, 333, 8, 64, dtype=torch.bfloat16, device="cuda")
+
+    def read(prefills, decodes, rows):
+        of_both = [x for batch in (prefills, decodes) for x in (batch.q, batch.k, batch.v, *batch.kv.tables)]
+        return [*of_both, rows]
+
+    first = contents()
+    held = [x.clone() for x in read(*first)]
+    (q_p, k_p, v_p, *tables_p), (q_d, k_d, v_d, *tables_d), (one,) = held[:6], held[6:12], held[12:]
+    layer = (8, 2, 64, 16)
+    if batched:
+        wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(empty)
+        rows = [batch.qo.indptr for batch in first[:2]]
+    else:
+        wrapper = flashinfer.PODWithPagedKVCacheWrapper(empty)
+
+    def step():
+        if batched:
+            wrapper.plan(rows[0], *tables_p, rows[1], *tables_d, *layer, data_type=torch.bfloat16)
+            return wrapper.run(q_p, (k_p, v_p), q_d, (k_d, v_d), causal_p=True)
+        wrapper.plan(*tables_d, *layer, data_type=torch.bfloat16)
+        return wrapper.run(one[0], one[1, :, :2], one[2, :, :2], q_d, (k_d, v_d), causal_p=True)
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out_p, out_d = step()
+    for prefills, decodes, rows_of_one in (first, contents(), contents()):
+        for x, new in zip(held, read(prefills, decodes, rows_of_one), strict=True):
+            x.copy_(new)
+        out_p.fill_(torch.nan), out_d.fill_(torch.nan)
+        graph.replay()
+        q, k, v = rows_of_one.cpu()
+        exact = prefills.exact()[0] if batched else attend(q, k[:, :2], v[:, :2], spec)[0]
+        assert relative_error(out_p.cpu(), exact.cpu()) < 3e-3
+        assert relative_error(out_d.cpu(), decodes.exact()[0].cpu()) < 3e-3
+
+
 @devices
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
