@@ -176,7 +176,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         if window_right != 0:
             refuse(window_right=window_right)
         rows = None if self._current is None else self._current.qo.indptr  # which equal layers have in common
-        if not shared_prefix and self._plan_again(layer, q_len_per_req, rows, indptr, indices, last_page_len):
+        given = (indptr, indices, last_page_len)
+        if not shared_prefix and self._plan_again(layer, q_len_per_req, rows, *given, non_blocking=non_blocking):
             self._shared = None
             return
         self._check_q_len(q_len_per_req)

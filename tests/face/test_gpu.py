@@ -305,25 +305,26 @@ def test_a_small_workspace_is_refused_with_the_size_that_is_needed(batch):
 @pytest.mark.parametrize("ragged", [False, True])
 def test_prefills_are_planned_from_tables_of_the_host(ragged, batch, rng):
     """Steps whose rows, or all of whose tables, lie on the host. A plan returns while the device is busy, and what it
-    was given may be overwritten then. Its kernel is that for the longest request, which changes between few rows, many
-    and few.
+    was given may be overwritten then, unless that is pinned: then a plan has to be told to wait. Its kernel is that for
+    the longest request, which changes between few rows, many and few.
     """
     planned(batch, "auto")  # imports the kernels, which takes long
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
     heads, layer = (8, 2, 64) if ragged else (8, 2, 64, 16), {"causal": True, "q_data_type": BF16}
     kind = quire.BatchPrefillWithRaggedKVCacheWrapper if ragged else quire.BatchPrefillWithPagedKVCacheWrapper
     wrapper = kind(torch.empty(0, device="cuda"))
-    for longest, on_host in ((3, 1), (200, 1), (7, 4), (200, 4), (200, 1), (2, 4), (2, 1)):
+    steps = ((3, 1, False), (200, 1, True), (7, 4, False), (200, 4, True), (200, 1, False), (2, 4, False), (2, 1, True))
+    for longest, on_host, pinned in steps:
         q_lens = [longest, *(rng.randint(0, longest) for _ in range(3))]
         step = random_batch(spec, q_lens, [n + rng.randint(0, 300) for n in q_lens], 16)
         k, v, kv_indptr = step.rows()
         tables = [step.qo.indptr, *([kv_indptr] if ragged else step.kv.tables)]
-        given = [x.clone() if i < on_host else x.cuda() for i, x in enumerate(tables)]
+        given = [(x.pin_memory() if pinned else x.clone()) if i < on_host else x.cuda() for i, x in enumerate(tables)]
         q, cache = step.q.cuda(), [x.cuda() for x in ((k, v) if ragged else (step.k, step.v))]
         torch.cuda.synchronize()
         torch.cuda._sleep(1 << 28)
-        wrapper.plan(*given, *heads, **layer)
-        assert not torch.cuda.current_stream().query(), "the plan has waited for the device"
+        wrapper.plan(*given, *heads, **layer, non_blocking=not pinned)
+        assert torch.cuda.current_stream().query() == pinned, "whether the plan has waited for the device"
         for x in given[:on_host]:
             x.fill_(-1)
         for _ in range(2):
