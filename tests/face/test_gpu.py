@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -253,6 +253,21 @@ def test_runs_are_repeated_over_the_tables_of_later_plans(batch):
         assert len(wrapper._replays.earlier) == min(spare, 1)
         out = wrapper.run(batch.q[order].cuda(), cache, sinks=sinks)
         assert relative_error(out.cpu(), exact[order]) < 3e-3
+        assert not wrapper._replays.earlier
+        assert len(wrapper._replays.current) == 1
+
+
+def test_runs_over_ragged_rows_are_repeated_after_later_plans():
+    """Requests in another order: as many tokens together, and the same longest one."""
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, device="cuda"))
+    for i, lengths in enumerate(permutations([(30, 90), (1, 64), (200, 333)])):
+        step = random_batch(spec, *zip(*lengths, strict=True), 16)
+        k, v, kv_indptr = step.rows()
+        wrapper.plan(step.qo.indptr, kv_indptr.cuda(), 8, 2, 64, causal=True, q_data_type=BF16)
+        assert len(wrapper._replays.earlier) == min(i, 1)
+        out = wrapper.run(step.q.cuda(), k.cuda(), v.cuda())
+        assert relative_error(out.cpu(), step.exact()[0]) < 3e-3
         assert not wrapper._replays.earlier
         assert len(wrapper._replays.current) == 1
 
