@@ -75,7 +75,8 @@ def _allocate_stages(dtype: gl.constexpr, width: gl.constexpr, parts: gl.constex
 def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
     """A pipeline all of whose stages are empty."""
     k = _allocate_stages(dtype, c.part, c.dim_qk // c.part, c)
-    return KVPipeline(k, _allocate_stages(dtype, c.dim, 1, c))
+    # fp8 is widened to float16 in a fourth of the instructions that bfloat16 takes. Keys must be as queries are.
+    return KVPipeline(k, _allocate_stages(gl.float16 if c.fp8 else dtype, c.dim, 1, c))
 
 
 @gluon.jit
@@ -150,11 +151,21 @@ def _pages_of(tables, request, block, flat: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _row_layout(width, warps, fp8):
-    """The layout of rows of `width` elements that are copied: 16 bytes for each thread."""
-    elements = 16 if fp8 else 8
+def _row_layout(width, elements, warps):
+    """The layout of rows of `width` elements that are copied, so many of them, 16 bytes, by each thread."""
     threads = width // elements
     return gl.BlockedLayout([1, elements], [32 // threads, threads], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _rows(cache, request, h, block, page, mask, layout: gl.constexpr, c: gl.constexpr):
+    """Where the rows of a block's keys or values begin in memory, and which of them are needed: [keys, 1]."""
+    flat: gl.constexpr = gl.SliceLayout(1, layout)
+    j = block * c.block_n + gl.arange(0, c.block_n, flat)
+    at = gl.convert_layout(page, flat) * cache.page + (h.to(gl.int64) if c.int64_offsets else h) * cache.head
+    if c.page_size > 1:
+        at += j % c.page_size * cache.token
+    return cache.x + gl.multiple_of(at, 16 if c.fp8 else 8)[:, None], needed_keys(request, j, mask, c)[:, None]
 
 
 @gluon.jit
@@ -162,37 +173,84 @@ def _copy_rows(cache, stages, n, request, h, block, page, mask, dim: gl.constexp
     """Copy a block of keys or values to the n-th stage, 16 bytes at a time. Those that are not needed become zeros."""
     width: gl.constexpr = stages.data.shape[2]
     parts: gl.constexpr = dim // width
-    layout: gl.constexpr = _row_layout(width, c.load_warps, c.fp8)
-    j = block * c.block_n + gl.arange(0, c.block_n, gl.SliceLayout(1, layout))
-    page = gl.convert_layout(page, gl.SliceLayout(1, layout))
-    at = page * cache.page + (h.to(gl.int64) if c.int64_offsets else h) * cache.head
-    if c.page_size > 1:
-        at += j % c.page_size * cache.token
-    at = gl.multiple_of(at, 8)[:, None] + gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
-    stage, phase = n % c.stages, n // c.stages & 1
-    needed = needed_keys(request, j, mask, c)[:, None]
-    if not c.fp8:
-        mbarrier.wait(stages.empty.index(stage), phase ^ 1)
+    layout: gl.constexpr = _row_layout(width, 8, c.load_warps)
+    at, needed = _rows(cache, request, h, block, page, mask, layout, c)
+    at = at + gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
+    stage = n % c.stages
+    mbarrier.wait(stages.empty.index(stage), (n // c.stages & 1) ^ 1)
     for part in gl.static_range(parts):
-        to, x = stages.data.index(stage * parts + part), cache.x + (at + part * width)
-        if c.fp8:
-            block = gl.load(x, needed, 0.0)
-            if part == 0:
-                mbarrier.wait(stages.empty.index(stage), phase ^ 1)
-            to.store(block.to(to.dtype))
-        else:
-            async_copy.async_copy_global_to_shared(to, x, needed)
-    if c.fp8:
-        fence_async_shared()
-        mbarrier.arrive(stages.full.index(stage), count=1)
-    else:
-        async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
+        async_copy.async_copy_global_to_shared(stages.data.index(stage * parts + part), at + part * width, needed)
+    async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _fetch_rows(cache, tables, request, h, block, wanted, width: gl.constexpr, dim: gl.constexpr, c: gl.constexpr):
+    """Start to load a block of fp8 keys or values, if it is wanted: a tensor for each part of `width` elements, in
+    words of four, since elements of a loop's variables take a register each.
+    """
+    words: gl.constexpr = width // 4
+    layout: gl.constexpr = _row_layout(words, 4, c.load_warps)
+    page = _pages_of(tables, request, block, gl.SliceLayout(1, layout), c)
+    at, needed = _rows(cache, request, h, block, page, tables.mask, layout, c)
+    at = at.to(gl.pointer_type(gl.int32), bitcast=True) + gl.arange(0, words, gl.SliceLayout(0, layout))[None, :]
+    needed = needed & wanted
+    if dim == width:
+        return (gl.load(at, needed, 0),)
+    else:  # which is not left out: the compiler goes on after a return
+        gl.static_assert(dim == 3 * width)  # heads of 192 elements
+        return gl.load(at, needed, 0), gl.load(at + words, needed, 0), gl.load(at + 2 * words, needed, 0)
+
+
+# A word of four fp8 numbers becomes two words of two 16-bit numbers.
+_TO_FP16 = """{{ .reg .b16 a, b; mov.b32 {{a, b}}, $2; cvt.rn.f16x2.{0}x2 $0, a; cvt.rn.f16x2.{0}x2 $1, b; }}"""
+_TO_BF16 = """{{ .reg .b16 a, b, p, q, r, s; .reg .b32 x, y; .reg .f32 i, j, k, l; mov.b32 {{a, b}}, $2;
+    cvt.rn.f16x2.{0}x2 x, a; cvt.rn.f16x2.{0}x2 y, b; mov.b32 {{p, q}}, x; mov.b32 {{r, s}}, y; cvt.f32.f16 i, p;
+    cvt.f32.f16 j, q; cvt.f32.f16 k, r; cvt.f32.f16 l, s; cvt.rn.bf16x2.f32 $0, j, i; cvt.rn.bf16x2.f32 $1, l, k; }}"""
+
+
+@gluon.constexpr_function
+def _widening(stored, dtype):
+    """PTX that widens a word of four numbers of type `stored` to dtype."""
+    return (_TO_BF16 if dtype == gl.bfloat16 else _TO_FP16).format("e5m2" if stored == gl.float8e5 else "e4m3")
+
+
+@gluon.jit
+def _widen_rows(x, stored: gl.constexpr, stages, n, c: gl.constexpr):
+    """Store what `_fetch_rows` has loaded in the n-th stage, in 16 bits."""
+    parts: gl.constexpr = len(x)
+    rows: gl.constexpr = stages.data.shape[1]
+    words: gl.constexpr = stages.data.shape[2] // 2
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, words], gl.int32)
+    to = stages.data._reinterpret(gl.int32, [stages.data.shape[0], rows, words], layout)
+    ptx: gl.constexpr = _widening(stored, stages.data.dtype)
+    stage = n % c.stages
+    mbarrier.wait(stages.empty.index(stage), (n // c.stages & 1) ^ 1)
+    for part in gl.static_range(parts):
+        a, b = gl.inline_asm_elementwise(ptx, "=r,=r,r", [x[part]], (gl.int32, gl.int32), is_pure=True, pack=1)
+        to.index(stage * parts + part).store(gl.join(a, b).reshape([rows, words]))
+    fence_async_shared()
+    mbarrier.arrive(stages.full.index(stage), count=1)
+
+
+@gluon.jit
+def _load_fp8_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
+    """`_load_boxes` of fp8 keys and values. What is stored next is on its way from memory meanwhile."""
+    stored: gl.constexpr = k.x.dtype.element_ty
+    h, last, blocks = job.h, job.last, job.last - job.first + 1
+    keys = _fetch_rows(k, tables, job, h, last, True, c.part, c.dim_qk, c)
+    for i in range(blocks + 1):
+        values = _fetch_rows(v, tables, job, h, last - i + 1, i > 0, c.dim, c.dim, c)
+        if i < blocks:
+            _widen_rows(keys, stored, pipeline.k, n + i, c)
+        keys = _fetch_rows(k, tables, job, h, last - i - 1, i + 1 < blocks, c.part, c.dim_qk, c)
+        if i > 0:
+            _widen_rows(values, stored, pipeline.v, n + i - 1, c)
 
 
 @gluon.jit
 def _load_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """`_load_boxes` with copies of 16 bytes."""
-    flat: gl.constexpr = gl.SliceLayout(1, _row_layout(c.part, c.load_warps, c.fp8))
+    flat: gl.constexpr = gl.SliceLayout(1, _row_layout(c.part, 8, c.load_warps))
     mask, h, first, last = tables.mask, job.h, job.first, job.last
     pages = _pages_of(tables, job, last, flat, c)
     v_pages = pages * 0  # not pages: the compiler takes variables of a loop that begin equal for one
@@ -221,6 +279,8 @@ def load(tables, k, v, pipeline, mailbox, counter, slots, c: gl.constexpr):
             i += 1
             if c.box > 0:
                 _load_boxes(k, v, pipeline, tables, job, n, c)
+            elif c.fp8:
+                _load_fp8_rows(k, v, pipeline, tables, job, n, c)
             else:
                 _load_rows(k, v, pipeline, tables, job, n, c)
             n += job.last - job.first + 1
