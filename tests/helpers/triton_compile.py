@@ -108,7 +108,7 @@ def compile_prefill(spec: AttentionSpec, page_size: int = 16) -> tuple[prefill_h
     box = 0 if spec.kv_dtype.itemsize == 1 or page_size in range(1, 8) else page_size or prefill_host.block_size(spec)
     c = prefill_host.config(spec, page_size, box, (False,) * 3 + (True, False, False, False))
     number = _NAMES[spec.q_dtype]
-    given = dict.fromkeys(("q", "out"), f"*{number}") | dict.fromkeys("kv", f"*{_NAMES[spec.kv_dtype]}")
+    given = {"q": f"*{number}", "out": f"*{_NAMES[spec.o_dtype]}"} | dict.fromkeys("kv", f"*{_NAMES[spec.kv_dtype]}")
     if box:
         for x, width in (("k", c.part), ("v", c.dim)):
             layout = gl.NVMMASharedLayout.get_default_for([box, width], gl.bfloat16)

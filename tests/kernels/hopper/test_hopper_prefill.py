@@ -67,6 +67,20 @@ def test_batches(dtype, name, rng):
 
 
 @gpu
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_queries(dtype, name, rng):
+    """Products of fp8 by fp8 are added up in fewer bits than float32 has."""
+    spec, page_size = layer(rng, dtype, False, o_dtype=torch.bfloat16, **LAYERS[name]), rng.choice((1, 16, 256))
+    for _ in range(4):
+        batch = random_batch(spec, *lengths(rng), page_size, v_scale=0.5, k_scale=rng.choice((1.0, 2.0)))
+        out, lse = compute(batch, "hopper")
+        exact, exact_lse = batch.exact()
+        assert relative_error(out, exact) < 5e-3
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-2)
+
+
+@gpu
 @pytest.mark.parametrize("name", ["plain", "window", "mask", "all"])
 def test_rows_that_are_not_in_pages(name, rng):
     """Rows of other requests, and those behind the last one, count for nothing, even if they are NaN."""
@@ -296,7 +310,7 @@ def test_work_units_cover_all_tiles(split, monkeypatch, rng):
     assert cut > 3 if split else cut == 0
 
 
-@pytest.mark.parametrize("name", ["p16", "ragged", "p1", "fp8", "d64", "d192", "d256", "all", "invariant"])
+@pytest.mark.parametrize("name", ["p16", "ragged", "p1", "fp8", "fp8 q", "d64", "d192", "d256", "all", "invariant"])
 def test_kernels_compile(name):
     """Registers last in the loop over keys, and the wait for PV stays behind the exponentials: see `_hold`. If
     batch-invariant, exponents alone are fused, a product and a sum for each, with and without a mask.
@@ -306,9 +320,9 @@ def test_kernels_compile(name):
     page_size = {"ragged": 0, "p1": 1}.get(name, 16)
     dims = {"d64": (64, 64), "d192": (192, 128), "d256": (256, 256)}.get(name, (128, 128))
     spec = AttentionSpec(
-        num_qo_heads=32, num_kv_heads=8, head_dim_qk=dims[0], head_dim_vo=dims[1], q_dtype=torch.bfloat16,
-        kv_dtype=torch.float8_e4m3fn if name == "fp8" else torch.bfloat16, **(LAYERS["all"] if name == "all" else {}),
-        batch_invariant=name == "invariant",
+        num_qo_heads=32, num_kv_heads=8, head_dim_qk=dims[0], head_dim_vo=dims[1], o_dtype=torch.bfloat16,
+        q_dtype=torch.float8_e4m3fn if name == "fp8 q" else torch.bfloat16, batch_invariant=name == "invariant",
+        kv_dtype=torch.float8_e4m3fn if "fp8" in name else torch.bfloat16, **(LAYERS["all"] if name == "all" else {}),
     )  # fmt: skip
     c, usage = compile_prefill(spec, page_size)
     assert usage.shared <= 227 << 10
@@ -332,3 +346,7 @@ def test_what_it_declines():
     assert "nor rotary encodings" in host.declines(spec.but(pos_encoding="ROPE_LLAMA"), 0)
     assert "no items" in host.declines(spec.but(items=True), 0)
     assert "torch.float32" in host.declines(spec.but(q_dtype=torch.float32, kv_dtype=torch.float32), 0)
+    fp8 = spec.but(q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn)
+    assert host.declines(fp8, 0) is host.declines(fp8, 17) is None
+    assert "few fp8 queries" in host.declines(fp8, 16)
+    assert "keys of their dtype" in host.declines(fp8.but(kv_dtype=torch.float8_e5m2), 0)

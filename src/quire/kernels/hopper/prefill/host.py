@@ -28,8 +28,13 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     dims = spec.head_dim_qk, spec.head_dim_vo
     if dims not in _HEAD_DIMS:
         return f"head_dim is 64, 128, 256, or 192 with 128 for values, not {dims[0]} and {dims[1]}"
-    if spec.q_dtype not in (torch.bfloat16, torch.float16):
-        return f"queries are float16 or bfloat16, not {spec.q_dtype}"
+    if spec.q_dtype in FLOATS8:
+        if spec.kv_dtype != spec.q_dtype:
+            return f"fp8 queries go with keys of their dtype, not {spec.q_dtype} with {spec.kv_dtype}"
+        if 0 < max_q_len <= decode_tokens(spec):
+            return "requests of few fp8 queries are not computed faster by it"
+    elif spec.q_dtype not in (torch.bfloat16, torch.float16):
+        return f"queries are float16, bfloat16 or fp8, not {spec.q_dtype}"
     return None
 
 
@@ -78,6 +83,7 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         dim_qk=dim,
         part=dim & -dim,  # the largest power of two in it
         fp8=spec.kv_dtype in FLOATS8,
+        fp8_q=spec.q_dtype in FLOATS8,
         page_size=page_size,
         box=box,
         block_n=block_n,

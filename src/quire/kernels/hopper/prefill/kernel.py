@@ -31,7 +31,8 @@ class Config:
     dim: int  # head_dim of values
     dim_qk: int  # head_dim of queries and keys, which are in parts of `part` elements, a power of two
     part: int
-    fp8: bool  # keys and values are fp8 and are widened to the dtype of queries
+    fp8: bool  # keys and values are fp8 and are widened: keys to the dtype of queries, values to float16
+    fp8_q: bool  # queries are fp8, too: keys stay as they are
     page_size: int  # tokens in a page; 0 for ragged rows
     box: int  # keys that TMA loads at once; 0: keys are copied one by one
     block_n: int  # keys in a block

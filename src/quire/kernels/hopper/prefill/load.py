@@ -64,9 +64,10 @@ def _barriers(stages: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def _allocate_stages(dtype: gl.constexpr, width: gl.constexpr, parts: gl.constexpr, c: gl.constexpr):
+def _allocate_stages(
+    dtype: gl.constexpr, width: gl.constexpr, parts: gl.constexpr, arrivals: gl.constexpr, c: gl.constexpr
+):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, width], dtype)
-    arrivals: gl.constexpr = 1 if c.box > 0 or c.fp8 else 32 * c.load_warps
     data = gl.allocate_shared_memory(dtype, [c.stages * parts, c.block_n, width], layout)
     return Stages(data, _barriers(c.stages, arrivals), _barriers(c.stages, c.consumers))
 
@@ -74,9 +75,11 @@ def _allocate_stages(dtype: gl.constexpr, width: gl.constexpr, parts: gl.constex
 @gluon.jit
 def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
     """A pipeline all of whose stages are empty."""
-    k = _allocate_stages(dtype, c.part, c.dim_qk // c.part, c)
+    threads: gl.constexpr = 32 * c.load_warps  # each of which arrives where its copies do
+    arrivals: gl.constexpr = 1 if c.box > 0 or c.fp8 else threads
+    k = _allocate_stages(dtype, c.part, c.dim_qk // c.part, threads if c.fp8_q else arrivals, c)
     # fp8 is widened to float16 in a fourth of the instructions that bfloat16 takes. Keys must be as queries are.
-    return KVPipeline(k, _allocate_stages(gl.float16 if c.fp8 else dtype, c.dim, 1, c))
+    return KVPipeline(k, _allocate_stages(gl.float16 if c.fp8 else dtype, c.dim, 1, arrivals, c))
 
 
 @gluon.jit
@@ -151,7 +154,7 @@ def _pages_of(tables, request, block, flat: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _row_layout(width, elements, warps):
+def row_layout(width, elements, warps):
     """The layout of rows of `width` elements that are copied, so many of them, 16 bytes, by each thread."""
     threads = width // elements
     return gl.BlockedLayout([1, elements], [32 // threads, threads], [warps, 1], [1, 0])
@@ -173,7 +176,7 @@ def _copy_rows(cache, stages, n, request, h, block, page, mask, dim: gl.constexp
     """Copy a block of keys or values to the n-th stage, 16 bytes at a time. Those that are not needed become zeros."""
     width: gl.constexpr = stages.data.shape[2]
     parts: gl.constexpr = dim // width
-    layout: gl.constexpr = _row_layout(width, 8, c.load_warps)
+    layout: gl.constexpr = row_layout(width, 16 if c.fp8_q else 8, c.load_warps)
     at, needed = _rows(cache, request, h, block, page, mask, layout, c)
     at = at + gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
     stage = n % c.stages
@@ -189,7 +192,7 @@ def _fetch_rows(cache, tables, request, h, block, wanted, width: gl.constexpr, d
     words of four, since elements of a loop's variables take a register each.
     """
     words: gl.constexpr = width // 4
-    layout: gl.constexpr = _row_layout(words, 4, c.load_warps)
+    layout: gl.constexpr = row_layout(words, 4, c.load_warps)
     page = _pages_of(tables, request, block, gl.SliceLayout(1, layout), c)
     at, needed = _rows(cache, request, h, block, page, tables.mask, layout, c)
     at = at.to(gl.pointer_type(gl.int32), bitcast=True) + gl.arange(0, words, gl.SliceLayout(0, layout))[None, :]
@@ -248,9 +251,25 @@ def _load_fp8_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
 
 
 @gluon.jit
+def _load_fp8_keys(k, v, pipeline, tables, job, n, c: gl.constexpr):
+    """`_load_fp8_rows` for fp8 queries: keys stay as they are."""
+    stored: gl.constexpr = v.x.dtype.element_ty
+    flat: gl.constexpr = gl.SliceLayout(1, row_layout(c.part, 16, c.load_warps))
+    h, last, blocks = job.h, job.last, job.last - job.first + 1
+    values = _fetch_rows(v, tables, job, h, last, True, c.dim, c.dim, c)
+    for i in range(blocks + 1):
+        if i < blocks:
+            pages = _pages_of(tables, job, last - i, flat, c)
+            _copy_rows(k, pipeline.k, n + i, job, h, last - i, pages, tables.mask, c.dim_qk, c)
+        if i > 0:
+            _widen_rows(values, stored, pipeline.v, n + i - 1, c)
+            values = _fetch_rows(v, tables, job, h, last - i, i < blocks, c.dim, c.dim, c)
+
+
+@gluon.jit
 def _load_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """`_load_boxes` with copies of 16 bytes."""
-    flat: gl.constexpr = gl.SliceLayout(1, _row_layout(c.part, 8, c.load_warps))
+    flat: gl.constexpr = gl.SliceLayout(1, row_layout(c.part, 8, c.load_warps))
     mask, h, first, last = tables.mask, job.h, job.first, job.last
     pages = _pages_of(tables, job, last, flat, c)
     v_pages = pages * 0  # not pages: the compiler takes variables of a loop that begin equal for one
@@ -279,6 +298,8 @@ def load(tables, k, v, pipeline, mailbox, counter, slots, c: gl.constexpr):
             i += 1
             if c.box > 0:
                 _load_boxes(k, v, pipeline, tables, job, n, c)
+            elif c.fp8_q:
+                _load_fp8_keys(k, v, pipeline, tables, job, n, c)
             elif c.fp8:
                 _load_fp8_rows(k, v, pipeline, tables, job, n, c)
             else:

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from quire.kernels.hopper.epilogue import store_rows
 from quire.kernels.hopper.mask import RowMask, needed_keys, partly_needed, row_mask, shifted, unmasked_keys, visible
 from quire.kernels.hopper.prefill.combine import combine
+from quire.kernels.hopper.prefill.load import row_layout
 from quire.kernels.hopper.prefill.tile_scheduler import (
     FIRST,
     LAST,
@@ -61,20 +62,26 @@ class Rows(NamedTuple):
     slope: tl.tensor
 
 
+@gluon.constexpr_function
+def _logits(c):
+    """The layout of a block's logits."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 32 if c.fp8_q else 16])
+
+
 @gluon.jit
 def _copy_queries(queries, mailbox, i, W: gl.constexpr, c: gl.constexpr):
     """Start to copy a consumer's rows of the i-th job, which has been waited for, to shared memory. Rows that do not
     exist become zeros.
     """
     parts: gl.constexpr = c.dim_qk // c.part
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.part, c.part // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = row_layout(c.part, 16 if c.fp8_q else 8, 4)
     h, row, rows = job_field(mailbox, i, H), job_field(mailbox, i, ROW) + W * 64, job_field(mailbox, i, ROWS)
     # Offsets from the first row's token fit 32 bits.
     token, group = row // c.group, gl.to_tensor(c.group).to(gl.uint32)
     r = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
     at = (r.to(gl.uint32) // group).to(gl.int32)
     at = (at - token) * queries.token + (r - at * c.group) * queries.head
-    at = gl.multiple_of(at, 8)[:, None] + gl.arange(0, c.part, gl.SliceLayout(0, layout))[None, :]
+    at = gl.multiple_of(at, 16 if c.fp8_q else 8)[:, None] + gl.arange(0, c.part, gl.SliceLayout(0, layout))[None, :]
     token = (job_field(mailbox, i, Q_START) + token).to(gl.int64) * queries.token
     at = queries.q + (token + h * c.group * queries.head) + at
     valid = ((r < rows) & (h >= 0))[:, None]
@@ -103,7 +110,7 @@ def _start_qk(queries, pipeline, n, W: gl.constexpr, c: gl.constexpr):
     mbarrier.wait(pipeline.k.full.index(stage), n // c.stages & 1)
     if c.box == 0:
         fence_async_shared()
-    zero = gl.full([64, c.block_n], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16]))
+    zero = gl.full([64, c.block_n], 0.0, gl.float32, _logits(c))
     parts: gl.constexpr = c.dim_qk // c.part
     k = pipeline.k.data.index(stage * parts).permute([1, 0])
     s = warpgroup_mma(queries.shared.index(W * parts), k, zero, use_acc=False, is_async=True)
@@ -259,7 +266,7 @@ def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.const
     """The state of a consumer's rows over the blocks of the i-th job, the n-th of the pipeline and those after it, but
     for the last PV: the state, P of the last block, and which of the pipeline it is.
     """
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16])
+    L: gl.constexpr = _logits(c)
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
     s = _start_qk(queries, pipeline, n, W, c)
@@ -294,7 +301,7 @@ def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.const
 @gluon.jit
 def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr, c: gl.constexpr):
     """Compute rows 64 * W to 64 * W + 63 of the tiles of all jobs."""
-    flat: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16]))
+    flat: gl.constexpr = gl.SliceLayout(1, _logits(c))
     i, n = gl.program_id(0) * 0, gl.program_id(0) * 0  # jobs and blocks so far
     wait_for_job(mailbox, i)
     _copy_queries(queries, mailbox, i, W, c)
