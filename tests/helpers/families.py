@@ -79,7 +79,7 @@ def move(x, device):
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if is_dataclass(x) and not isinstance(x, AttentionSpec):
-        return replace(x, **{f.name: move(getattr(x, f.name), device) for f in fields(x)})
+        return replace(x, **{f.name: move(getattr(x, f.name), device) for f in fields(x) if f.init})
     return x
 
 

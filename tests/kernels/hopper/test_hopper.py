@@ -258,8 +258,8 @@ def test_auto_chooses_it_for_decode(rng):
     spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
     assert registry.choose(spec, device, max_q_len=16) == "hopper"
-    assert hopper._host(spec, 16) is hopper.decode_host
-    assert hopper._host(spec, 17) is hopper._host(spec, 0) is hopper.prefill_host
+    assert hopper._hosts(spec, 16) == (hopper.decode_host,)
+    assert hopper._hosts(spec, 17) == hopper._hosts(spec, 0) == (hopper.prefill_host,)
     batch = random_batch(spec, [1, 1], [640, 64], 16, device="cuda")
     table = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper")

@@ -306,8 +306,8 @@ def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr,
     wait_for_job(mailbox, i)
     _copy_queries(queries, mailbox, i, W, c)
     while job_field(mailbox, i, H) >= 0:
+        async_copy.wait_group(0)  # also where there are no rows: the next copies write to the same place
         if job_field(mailbox, i, ROW) + W * 64 < job_field(mailbox, i, ROWS):
-            async_copy.wait_group(0)
             fence_async_shared()
             gl.thread_barrier()
             acc, p, m, l, n = _attend(queries, pipeline, mailbox, i, n, mask, W, c)
