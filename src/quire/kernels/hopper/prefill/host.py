@@ -17,6 +17,7 @@ from quire.kernels.hopper.schedule import decode_tokens
 
 _MIN_BOX = 8  # keys: the rows of one swizzled block of shared memory
 _TILE_ROWS = 128
+_MAX_Q_STRIDE = (1 << 31) // _TILE_ROWS  # offsets within a tile have 32 bits
 _SLOTS, _MOST_SLOTS = 2, 8  # for partial states, per program
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of queries and keys, and of values
 
@@ -40,9 +41,11 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
 
 def refuses(call: Call) -> str | None:
     """Why the kernel, which copies 16 aligned bytes at a time, does not compute a call; None if it does."""
-    if all(is_aligned(x, x.ndim - 1, 16 // x.element_size()) for x in (call.q, call.k, call.v)):
-        return None
-    return "queries, keys and values must be aligned to 16 bytes, and their strides"
+    if not all(is_aligned(x, x.ndim - 1, 16 // x.element_size()) for x in (call.q, call.k, call.v)):
+        return "queries, keys and values must be aligned to 16 bytes, and their strides"
+    if max(call.q.stride()) >= _MAX_Q_STRIDE:
+        return f"strides of queries must be below {_MAX_Q_STRIDE} elements"
+    return None
 
 
 def _box_of(x: Tensor, page_size: int, block_n: int) -> int:

@@ -76,7 +76,7 @@ def _copy_queries(queries, mailbox, i, W: gl.constexpr, c: gl.constexpr):
     parts: gl.constexpr = c.dim_qk // c.part
     layout: gl.constexpr = row_layout(c.part, 16 if c.fp8_q else 8, 4)
     h, row, rows = job_field(mailbox, i, H), job_field(mailbox, i, ROW) + W * 64, job_field(mailbox, i, ROWS)
-    # Offsets from the first row's token fit 32 bits.
+    # Offsets from the first row's token fit 32 bits, and unsigned quotients take fewer instructions.
     token, group = row // c.group, gl.to_tensor(c.group).to(gl.uint32)
     r = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
     at = (r.to(gl.uint32) // group).to(gl.int32)
