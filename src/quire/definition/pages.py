@@ -193,6 +193,7 @@ class RaggedLayout:
 
     @property
     def tables(self) -> tuple[Tensor]:
+        """The tensors that a plan keeps."""
         return (self.indptr,)
 
     @property
@@ -232,6 +233,7 @@ class PageTable:
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors that a plan keeps: indptr, indices, and last_page_len or, in a `LengthTable`, kv_lens."""
         return self.indptr, self.indices, self.per_request
 
     def __post_init__(self) -> None:

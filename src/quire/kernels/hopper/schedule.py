@@ -112,6 +112,12 @@ def quotient(a, b):
 
 
 @gluon.jit
+def leading_zeros(x):
+    """How many of the highest of 32 bits are 0."""
+    return gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], gl.int32, True, 1)
+
+
+@gluon.jit
 def load_request(tables, b, start, c: gl.constexpr):
     """Request b, whose first work unit is `start`. One that another launch computes has no rows and no units; beyond
     the batch there are no keys, either.
@@ -162,7 +168,8 @@ def page_of(tables, request, j, c: gl.constexpr):
 
 
 @gluon.jit
-def _sum(a, b):
+def add(a, b):
+    """The operation of a prefix sum."""
     return a + b
 
 
@@ -174,11 +181,11 @@ def _scan_requests(tables, b0, start, c: gl.constexpr):
     # A small batch lies in each warp as a whole, so that no warp waits for another one's part of the prefix sum.
     b = b0 + gl.arange(0, c.scan, gl.BlockedLayout([c.scan // (32 if c.scan <= WARP_SCAN else 128)], [32], [4], [0]))
     requests = load_request(tables, b, 0, c)
-    return requests, start + gl.associative_scan(total_units(requests, c), 0, _sum)
+    return requests, start + gl.associative_scan(total_units(requests, c), 0, add)
 
 
 @gluon.jit
-def _select(x, chosen):
+def select(x, chosen):
     """The element of x that is chosen; 0 if none is."""
     return gl.sum(gl.where(chosen, x, 0), 0)
 
@@ -191,12 +198,12 @@ def _find_request(request, requests, ends, unit, tables, c: gl.constexpr):
     starts = ends - total_units(requests, c)
     chosen = (starts <= unit) & (unit < ends)
     return _request(
-        request.b + _select(requests.b, chosen),
-        request.start + _select(starts, chosen),
-        request.q_start + _select(requests.q_start, chosen),
-        request.q_len + _select(requests.q_len, chosen),
-        request.kv_start + _select(requests.kv_start, chosen),
-        request.kv_len + _select(requests.kv_len, chosen),
+        request.b + select(requests.b, chosen),
+        request.start + select(starts, chosen),
+        request.q_start + select(requests.q_start, chosen),
+        request.q_len + select(requests.q_len, chosen),
+        request.kv_start + select(requests.kv_start, chosen),
+        request.kv_len + select(requests.kv_len, chosen),
         tables,
         c,
     )
@@ -210,8 +217,7 @@ def _least_span(longest, c: gl.constexpr):
     combined in two levels, for which smaller spans pay.
     """
     squared = gl.maximum(longest * c.partial_cost - 1, 0) >> 5
-    zeros = gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [squared], gl.int32, True, 1)
-    steps = gl.minimum((33 - zeros) >> 1, 8)
+    steps = gl.minimum((33 - leading_zeros(squared)) >> 1, 8)
     return gl.where(steps < 3, 1 << steps, 1 << steps >> 2)
 
 

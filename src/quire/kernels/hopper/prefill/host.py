@@ -33,7 +33,7 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
         if spec.kv_dtype != spec.q_dtype:
             return f"fp8 queries go with keys of their dtype, not {spec.q_dtype} with {spec.kv_dtype}"
         if 0 < max_q_len <= decode_tokens(spec):
-            return "requests of few fp8 queries are not computed faster by it"
+            return f"of fp8 queries it is for requests of more than {decode_tokens(spec)} tokens, not {max_q_len}"
     elif spec.q_dtype not in (torch.bfloat16, torch.float16):
         return f"queries are float16, bfloat16 or fp8, not {spec.q_dtype}"
     return None

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from quire.kernels.hopper.mask import needed_keys
 from quire.kernels.hopper.prefill.tile_scheduler import find_unit, first_walk, plan_units, post_job
-from quire.kernels.hopper.schedule import page_of
+from quire.kernels.hopper.schedule import page_of, select
 
 
 class Cache(NamedTuple):
@@ -83,12 +83,6 @@ def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def _lane(x, i, c: gl.constexpr):
-    """Element i of a vector of 32 elements."""
-    return gl.sum(gl.where(gl.arange(0, 32, x.type.layout) == i, x, 0), 0)
-
-
-@gluon.jit
 def _page_ids(tables, request, block, c: gl.constexpr):
     """The page ids of 32 boxes, among them those of a block of keys. Pages that a request does not have lie behind the
     cache, where TMA reads zeros.
@@ -114,7 +108,10 @@ def _copy_boxes(cache, stages, n, request, h, block, ids, dim: gl.constexpr, c: 
         row = h * cache.head
         if c.page_size > 0:
             j = block * c.block_n + i * c.box
-            row += _lane(ids, (block * boxes + i) % 32, c) * cache.page + j % c.page_size
+            mine = (
+                gl.arange(0, 32, ids.type.layout) == (block * boxes + i) % 32
+            )  # the thread that has the box's page id
+            row += select(ids, mine) * cache.page + j % c.page_size
         else:
             row += (request.kv_start + block * c.block_n) * cache.page
         for part in gl.static_range(parts):
@@ -161,7 +158,7 @@ def row_layout(width, elements, warps):
 
 
 @gluon.jit
-def _rows(cache, request, h, block, page, mask, layout: gl.constexpr, c: gl.constexpr):
+def _row_addresses(cache, request, h, block, page, mask, layout: gl.constexpr, c: gl.constexpr):
     """Where the rows of a block's keys or values begin in memory, and which of them are needed: [keys, 1]."""
     flat: gl.constexpr = gl.SliceLayout(1, layout)
     j = block * c.block_n + gl.arange(0, c.block_n, flat)
@@ -177,7 +174,7 @@ def _copy_rows(cache, stages, n, request, h, block, page, mask, dim: gl.constexp
     width: gl.constexpr = stages.data.shape[2]
     parts: gl.constexpr = dim // width
     layout: gl.constexpr = row_layout(width, 16 if c.fp8_q else 8, c.load_warps)
-    at, needed = _rows(cache, request, h, block, page, mask, layout, c)
+    at, needed = _row_addresses(cache, request, h, block, page, mask, layout, c)
     at = at + gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
     stage = n % c.stages
     mbarrier.wait(stages.empty.index(stage), (n // c.stages & 1) ^ 1)
@@ -194,7 +191,7 @@ def _fetch_rows(cache, tables, request, h, block, wanted, width: gl.constexpr, d
     words: gl.constexpr = width // 4
     layout: gl.constexpr = row_layout(words, 4, c.load_warps)
     page = _pages_of(tables, request, block, gl.SliceLayout(1, layout), c)
-    at, needed = _rows(cache, request, h, block, page, tables.mask, layout, c)
+    at, needed = _row_addresses(cache, request, h, block, page, tables.mask, layout, c)
     at = at.to(gl.pointer_type(gl.int32), bitcast=True) + gl.arange(0, words, gl.SliceLayout(0, layout))[None, :]
     needed = needed & wanted
     if dim == width:
@@ -236,8 +233,8 @@ def _widen_rows(x, stored: gl.constexpr, stages, n, c: gl.constexpr):
 
 
 @gluon.jit
-def _load_fp8_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
-    """`_load_boxes` of fp8 keys and values. What is stored next is on its way from memory meanwhile."""
+def _load_widened(k, v, pipeline, tables, job, n, c: gl.constexpr):
+    """`_load_boxes` of fp8 keys and values, which are widened while those that are stored next are being loaded."""
     stored: gl.constexpr = k.x.dtype.element_ty
     h, last, blocks = job.h, job.last, job.last - job.first + 1
     keys = _fetch_rows(k, tables, job, h, last, True, c.part, c.dim_qk, c)
@@ -251,8 +248,8 @@ def _load_fp8_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
 
 
 @gluon.jit
-def _load_fp8_keys(k, v, pipeline, tables, job, n, c: gl.constexpr):
-    """`_load_fp8_rows` for fp8 queries: keys stay as they are."""
+def _load_widened_values(k, v, pipeline, tables, job, n, c: gl.constexpr):
+    """`_load_boxes` of fp8 keys, which stay as they are for fp8 queries, and of values, which are widened."""
     stored: gl.constexpr = v.x.dtype.element_ty
     flat: gl.constexpr = gl.SliceLayout(1, row_layout(c.part, 16, c.load_warps))
     h, last, blocks = job.h, job.last, job.last - job.first + 1
@@ -299,9 +296,9 @@ def load(tables, k, v, pipeline, mailbox, counter, slots, c: gl.constexpr):
             if c.box > 0:
                 _load_boxes(k, v, pipeline, tables, job, n, c)
             elif c.fp8_q:
-                _load_fp8_keys(k, v, pipeline, tables, job, n, c)
+                _load_widened_values(k, v, pipeline, tables, job, n, c)
             elif c.fp8:
-                _load_fp8_rows(k, v, pipeline, tables, job, n, c)
+                _load_widened(k, v, pipeline, tables, job, n, c)
             else:
                 _load_rows(k, v, pipeline, tables, job, n, c)
             n += job.last - job.first + 1

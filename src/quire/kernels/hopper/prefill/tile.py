@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 @gluon.constexpr_function
-def _logits(c):
+def _logits_layout(c):
     """The layout of a block's logits."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 32 if c.fp8_q else 16])
 
@@ -110,7 +110,7 @@ def _start_qk(queries, pipeline, n, W: gl.constexpr, c: gl.constexpr):
     mbarrier.wait(pipeline.k.full.index(stage), n // c.stages & 1)
     if c.box == 0:
         fence_async_shared()
-    zero = gl.full([64, c.block_n], 0.0, gl.float32, _logits(c))
+    zero = gl.full([64, c.block_n], 0.0, gl.float32, _logits_layout(c))
     parts: gl.constexpr = c.dim_qk // c.part
     k = pipeline.k.data.index(stage * parts).permute([1, 0])
     s = warpgroup_mma(queries.shared.index(W * parts), k, zero, use_acc=False, is_async=True)
@@ -233,7 +233,7 @@ def _clear_values(pipeline, n, block, request, mask, c: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(queries, request, h, row, mask, flat: gl.constexpr, c: gl.constexpr):
+def _rows_of(queries, request, h, row, mask, flat: gl.constexpr, c: gl.constexpr):
     """The Rows from `row` on."""
     r = row + gl.arange(0, 64, flat)
     head, valid = h * c.group + r % c.group, r < request.q_len * c.group
@@ -266,13 +266,13 @@ def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.const
     """The state of a consumer's rows over the blocks of the i-th job, the n-th of the pipeline and those after it, but
     for the last PV: the state, P of the last block, and which of the pipeline it is.
     """
-    L: gl.constexpr = _logits(c)
+    L: gl.constexpr = _logits_layout(c)
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
     s = _start_qk(queries, pipeline, n, W, c)
     request, row = job_request(mailbox, i), job_field(mailbox, i, ROW) + W * 64
     first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
-    rows = _load_rows(queries, request, job_field(mailbox, i, H), row, mask, flat, c)
+    rows = _rows_of(queries, request, job_field(mailbox, i, H), row, mask, flat, c)
     start, end = unmasked_keys(request, row, gl.minimum(row + 64, request.q_len * c.group) - 1, mask, c)
     high = gl.minimum(gl.maximum(gl.maximum(end, 0) // c.block_n, first), last)
     low = gl.minimum(gl.maximum(gl.maximum(start + (c.block_n - 1), 0) // c.block_n, first), high)
@@ -301,7 +301,7 @@ def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.const
 @gluon.jit
 def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr, c: gl.constexpr):
     """Compute rows 64 * W to 64 * W + 63 of the tiles of all jobs."""
-    flat: gl.constexpr = gl.SliceLayout(1, _logits(c))
+    flat: gl.constexpr = gl.SliceLayout(1, _logits_layout(c))
     i, n = gl.program_id(0) * 0, gl.program_id(0) * 0  # jobs and blocks so far
     wait_for_job(mailbox, i)
     _copy_queries(queries, mailbox, i, W, c)

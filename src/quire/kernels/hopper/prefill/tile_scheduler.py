@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from quire.kernels.hopper.mask import tile_keys
-from quire.kernels.hopper.schedule import load_request, quotient
+from quire.kernels.hopper.schedule import add, leading_zeros, load_request, quotient, select
 
 LANES = gl.constexpr(32)  # requests that are looked at together, one for each thread of a warp
 L2_BYTES = gl.constexpr(32 << 20)  # of keys and values that are read at the same time
@@ -152,11 +152,6 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
 def _or(a, b):
     return a | b
 
@@ -164,8 +159,7 @@ def _or(a, b):
 @gluon.jit
 def _level(blocks):
     """The largest power of two in a number of blocks, as an exponent."""
-    zeros = gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [blocks], gl.int32, True, 1)
-    return 31 - gl.minimum(zeros, 31)
+    return 31 - gl.minimum(leading_zeros(blocks), 31)
 
 
 @gluon.jit
@@ -263,8 +257,8 @@ def _walk_on(walk, tables, split, c: gl.constexpr):
     request = load_request(tables, b0 + _lanes(c), 0, c)
     units = gl.where(_level(request.units) == _level(levels), _tiles(request, c) * c.heads * _splits(request, split), 0)
     slots = gl.where(_splits(request, split) > 1, units, 0)
-    ends = walk.end + gl.associative_scan(units, 0, _sum)
-    slot_ends = walk.slot_end + gl.associative_scan(slots, 0, _sum)
+    ends = walk.end + gl.associative_scan(units, 0, add)
+    slot_ends = walk.slot_end + gl.associative_scan(slots, 0, add)
     return Walk(levels, b0, units, ends, gl.max(ends, 0), slots, slot_ends, gl.max(slot_ends, 0))
 
 
@@ -277,9 +271,8 @@ def find_unit(walk, unit, tables, split, c: gl.constexpr):
     while at >= walk.end:
         walk = _walk_on(walk, tables, split, c)
     chosen = (walk.ends - walk.units <= at) & (at < walk.ends)
-    b = gl.sum(gl.where(chosen, walk.b0 + _lanes(c), 0), 0)
-    u = at - gl.sum(gl.where(chosen, walk.ends - walk.units, 0), 0)
-    slot = gl.sum(gl.where(chosen, walk.slot_ends - walk.slots, 0), 0)
+    b, u = select(walk.b0 + _lanes(c), chosen), at - select(walk.ends - walk.units, chosen)
+    slot = select(walk.slot_ends - walk.slots, chosen)
     request = load_request(tables, b, 0, c)
     tiles, splits = _tiles(request, c), _splits(request, split)
     # Heads of a section are read at the same time.
