@@ -39,7 +39,7 @@ class Recorded:
 class HostGluon:
     """What schedulers use of Gluon, on torch tensors and scalars."""
 
-    int32, float32, where = torch.int32, torch.float32, staticmethod(torch.where)
+    int32, int64, float32, where = torch.int32, torch.int64, torch.float32, staticmethod(torch.where)
     constexpr = BlockedLayout = staticmethod(lambda *x: x)
     full_like, ceil = staticmethod(torch.full_like), staticmethod(torch.ceil)
     maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
@@ -50,7 +50,7 @@ class HostGluon:
     min = staticmethod(lambda x, axis: x.min())
     associative_scan = staticmethod(lambda x, axis, function: x.cumsum(0))
     reduce = staticmethod(lambda x, axis, function: torch.tensor(functools.reduce(int.__or__, x.tolist())))
-    load = staticmethod(lambda at, mask, other: torch.where(mask, at.read(), other))
+    load = staticmethod(lambda at, mask=True, other=0: torch.where(torch.as_tensor(mask), at.read(), other))
 
 
 class Pointer:
@@ -63,7 +63,7 @@ class Pointer:
         return Pointer(self.values, self.at + offset)
 
     def read(self) -> torch.Tensor:
-        return self.values[torch.as_tensor(self.at).clamp(max=len(self.values) - 1)]
+        return self.values[torch.as_tensor(self.at).clamp(0, len(self.values) - 1)]
 
 
 def ragged_tables(q_lens: list[int], kv_lens: list[int], window: int) -> SimpleNamespace:

@@ -117,6 +117,7 @@ def compile_prefill(spec: AttentionSpec, page_size: int = 16) -> tuple[prefill_h
     given |= {"lse": "*fp32", "partials": "*fp32" if c.split else None, "q_pe": None, "k_pe": None}
     given |= {"sinks": "*fp32" if c.sinks else None}
     given |= {"mask_bits": "*u8" if c.mask else None, "mask_indptr": "*i32" if c.mask else None}
+    given |= {"prefix_lens": "*u32" if c.items else None, "item_positions": "*u16" if c.items else None}
     given |= {"slopes": "*fp32" if c.alibi else None, "q_scale": None, "k_scale": None, "v_scale": None}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
     return c, compile_kernel(prefill_host.prefill, "sm_90", given, num_warps=4, enable_fp_fusion=c.split)

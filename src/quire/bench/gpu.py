@@ -65,6 +65,8 @@ PREFILL = (
     "prefill ragged 1x1k",
     "prefill ragged 16x1k",
     "prefill p16 1x512@128k",
+    "prefill mla128 p64 4x512@4k",
+    "prefill mla16 p64 8x2k",
 )
 _L2_TIMES = 4  # a graph reads caches of this many times the size of the L2 cache, so that none is found there
 _MIN_BYTES = 200 << 20  # of those caches together

@@ -275,7 +275,7 @@ def test_work_units_cover_all_tiles(split, monkeypatch, rng):
         group, heads, window = rng.choice((1, 4, 7)), rng.choice((1, 3, 8)), rng.choice((-1, -1, 70, 5000))
         c = SimpleNamespace(
             group=group, heads=heads, tile_rows=128, block_n=128, unit_size=128, load_warps=1, dim=128, dim_qk=128,
-            window=window >= 0, right=rng.choice((0, 0, -1)), page_size=0, split=split, most_q_len=0,
+            window=window >= 0, right=rng.choice((0, 0, -1)), page_size=0, split=split, most_q_len=0, items=False,
             least_q_len=0 if split else 64 // group + 1,
         )  # fmt: skip
         count = rng.choice((1, 2, 5, 40, 70))
@@ -346,8 +346,8 @@ def test_what_it_declines():
     assert host.declines(spec, 0) is host.declines(spec.but(pos_encoding="ALIBI", sinks=True), 5000) is None
     assert host.declines(spec.but(head_dim_qk=192), 0) is None
     assert "head_dim is 64, 128, 256, or 192 with 128" in host.declines(spec.but(head_dim_qk=80, head_dim_vo=80), 0)
-    assert "nor rotary encodings" in host.declines(spec.but(pos_encoding="ROPE_LLAMA"), 0)
-    assert "no items" in host.declines(spec.but(items=True), 0)
+    assert "no rotary encodings" in host.declines(spec.but(pos_encoding="ROPE_LLAMA"), 0)
+    assert host.declines(spec.but(items=True), 0) is None
     assert "torch.float32" in host.declines(spec.but(q_dtype=torch.float32, kv_dtype=torch.float32), 0)
     fp8 = spec.but(q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn)
     assert host.declines(fp8, 0) is host.declines(fp8, 17) is None

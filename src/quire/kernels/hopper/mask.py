@@ -1,8 +1,8 @@
-"""Which keys a query row sees. No other file of this family knows causal order, windows or custom masks.
+"""Which keys a query row sees. No other file of this family knows causal order, windows, custom masks and items.
 
 Row r of a request, which has c.group rows per query token, stands at position kv_len - q_len + r // c.group among the
-keys. `first_key`, `tile_keys` and `needed_keys` bound what is loaded and computed for whole requests and tiles;
-`visible` decides for each row and key.
+keys. `first_key`, `tile_keys`, `hidden_blocks` and `needed_keys` bound what is loaded and computed for whole requests
+and tiles; `visible` decides for each row and key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from quire.definition.spec import AttentionSpec
 
 # The fields of AttentionSpec that this file computes.
-MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask"})
+MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "items"})
 
 
 def keys_to_the_right(spec: AttentionSpec, max_q_len: int = 0) -> int:
@@ -28,23 +28,29 @@ def keys_to_the_right(spec: AttentionSpec, max_q_len: int = 0) -> int:
 
 class Mask(NamedTuple):
     """Arguments of masks. window: how many keys before its own position a row sees, with c.window. bits, indptr, size:
-    packed custom masks as in `quire.definition.masks` and their number of bytes, with c.mask.
+    packed custom masks as in `quire.definition.masks` and their number of bytes, with c.mask. prefix_lens,
+    item_positions, items_len: the tensors and the length of `quire.definition.items`, with c.items.
     """
 
     window: tl.tensor
     bits: tl.tensor
     indptr: tl.tensor
     size: tl.tensor
+    prefix_lens: tl.tensor
+    item_positions: tl.tensor
+    items_len: tl.tensor
 
 
 class RowMask(NamedTuple):
     """For each row of a tile, its position among the keys, the end of the keys that it may see and, with c.mask, the
-    index of its first bit.
+    index of its first bit. With c.items, the keys from prefix_len to item_start are hidden from the row.
     """
 
     position: tl.tensor
     end: tl.tensor
     bit: tl.tensor
+    prefix_len: tl.tensor
+    item_start: tl.tensor
 
 
 @gluon.jit
@@ -98,6 +104,8 @@ def unmasked_keys(request, row, last_row, mask, c: gl.constexpr):
     start, end = request.kv_len * 0, unmasked_end(request, row, c)
     if c.window:
         start = position_of(request, last_row, c) - mask.window
+    if c.items:
+        end = gl.minimum(end, gl.load(mask.prefix_lens + request.b).to(gl.int32))
     if c.mask:
         end = start
     return start, end
@@ -123,24 +131,87 @@ def row_mask(request, r, mask, c: gl.constexpr):
         start = gl.maximum(gl.load(mask.indptr + request.b), 0).to(gl.int64)
         bit = start * 8 + (r // c.group).to(gl.int64) * request.kv_len
         end = gl.where(position < request.kv_len, end, 0)  # rows after the request's last one have no bits
-    return RowMask(position, end, bit)
+    prefix_len, item_start = position, position
+    if c.items:
+        prefix_len = gl.load(mask.prefix_lens + request.b).to(gl.int32)
+        item_start = _item_starts(request.b, position, prefix_len, mask)
+    return RowMask(position, end, bit, prefix_len, item_start)
 
 
 @gluon.jit
-def shifted(rows, offset):
-    """A RowMask for keys that are counted from `offset` on, which may differ between columns: [rows, columns]."""
-    offset = offset[None, :]
-    return RowMask(rows.position[:, None] - offset, rows.end[:, None] - offset, rows.bit[:, None] + offset)
+def _item_starts(b, position, prefix_len, mask):
+    """The first key, beyond the prefix, that a row at each of these positions sees: 0 in the prefix itself."""
+    at = position - prefix_len
+    inside = (at >= 0) & (at < mask.items_len)
+    in_item = gl.load(mask.item_positions + b.to(gl.int64) * mask.items_len + at, inside, 0).to(gl.int32)
+    return gl.where(at >= 0, position + 1 - in_item, 0)
+
+
+@gluon.jit
+def hidden_blocks(b, past, row, last_row, first, last, mask, c: gl.constexpr):
+    """How many key blocks, and which is the first after them, are hidden from all rows of a tile, `row` to last_row,
+    between the prefix and the rows' items. Of blocks first to last, the first and the last one are never among them.
+    """
+    i = row // c.group + gl.arange(0, c.tile_rows, gl.BlockedLayout([1], [32], [c.load_warps], [0]))
+    prefix_len = gl.load(mask.prefix_lens + b).to(gl.int32)
+    starts = _item_starts(b, past + i, prefix_len, mask)
+    start = gl.min(gl.where(i <= last_row // c.group, starts, past + last_row // c.group), 0)
+    hidden_end = gl.minimum(gl.maximum(start // c.block_n, first), last)
+    start = gl.maximum((prefix_len + c.block_n - 1) // c.block_n, first + 1)
+    return gl.maximum(hidden_end - start, 0), hidden_end
 
 
 @gluon.jit
 def visible(j, position, end, bit, mask, c: gl.constexpr):
-    """Whether rows see keys j. position, end and bit: of RowMask, in shapes that broadcast with j."""
-    seen = j < end
-    if c.window:
-        seen = seen & (j >= position - mask.window)
+    """Whether rows see keys j, in layers without items. position, end and bit: of RowMask, in shapes that broadcast
+    with j.
+    """
+    seen = _in_bounds(j, position, end, mask, c)
     if c.mask:
         at = bit + j
         byte = gl.load(mask.bits + gl.minimum(at >> 3, mask.size - 1), seen, 0)
         seen = seen & (((byte.to(gl.int32) >> (at & 7).to(gl.int32)) & 1) != 0)
     return seen
+
+
+@gluon.jit
+def _in_bounds(j, position, end, mask, c: gl.constexpr):
+    """`visible` but for custom masks."""
+    seen = j < end
+    if c.window:
+        seen = seen & (j >= position - mask.window)
+    return seen
+
+
+@gluon.jit
+def visible_in_block(rows, start, layout: gl.constexpr, mask, c: gl.constexpr):
+    """Which of the c.block_n keys from `start` on each row of a tile sees, where logits have the layout of a product.
+
+    The columns of a thread are 0, 1, 8, 9, 16, ... and an offset, which is taken from the rows' side of each
+    comparison: what is left of the columns is constant.
+    """
+    flat: gl.constexpr = gl.SliceLayout(0, layout)
+    columns = gl.arange(0, c.block_n, flat)
+    offset, j = (columns & 6)[None, :], (columns & ~6)[None, :]
+    first = offset + start
+    seen = _in_bounds(j, rows.position[:, None] - first, rows.end[:, None] - first, mask, c)
+    if c.items:
+        seen = seen & ((j < rows.prefix_len - first) | (j >= rows.item_start[:, None] - first))
+    if c.mask:
+        # Words of 32 bits, aligned as those of memory, are shifted to words of 32 keys.
+        bit = rows.bit + start
+        shift, at = (bit & 31).to(gl.uint32), bit >> 5
+        bits, words = mask.bits.to(gl.pointer_type(gl.uint32), bitcast=True), (mask.size.to(gl.int64) + 3) // 4
+        low, picked = _load_word(bits, at, words), seen.to(gl.uint32) * 0
+        for i in gl.static_range(c.block_n // 32):
+            high = _load_word(bits, at + (i + 1), words)
+            word = (low >> shift) | ((high << 1) << (31 - shift))
+            picked = gl.where(j // 32 == i, word[:, None] >> offset.to(gl.uint32), picked)
+            low = high
+        seen = seen & (((picked >> (j % 32).to(gl.uint32)) & 1) != 0)
+    return seen
+
+
+@gluon.jit
+def _load_word(bits, at, words):
+    return gl.load(bits + at, (at >= 0) & (at < words), 0)

@@ -60,6 +60,7 @@ class Config:
     tile_rows: int  # query rows of a tile; 0: all of a request
     most_q_len: int  # query tokens of the requests that this launch computes; 0: any number
     least_q_len: int = 0
+    items: bool = False
 
 
 @gluon.jit
@@ -112,7 +113,7 @@ def decode(
     with n slots, `slots` if c.run > 0 and one per program if not; 0 before and after. Strides count 16-bit elements,
     and those of k and v are multiples of 16. scale and cap are in base 2.
     """
-    mask = Mask(window, mask_bits, mask_indptr, mask_size)
+    mask = Mask(window, mask_bits, mask_indptr, mask_size, None, None, None)
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
     if c.fp8:
         k, v = k.to(gl.pointer_type(gl.int16), bitcast=True), v.to(gl.pointer_type(gl.int16), bitcast=True)

@@ -62,6 +62,7 @@ class Config:
     partial_cost: int = 0
     window: bool = False
     mask: bool = False
+    items: bool = False
     whole_tiles: bool = False
     least_q_len: int = 0
     most_q_len: int = 0
@@ -141,7 +142,7 @@ def decode_latent(
     arrivals: int32 [6 * programs], 0 before and after. Programs are a multiple of c.programs_per_span. Strides count
     elements, and those of queries and keys are multiples of 16. scale is in base 2.
     """
-    mask = Mask(None, None, None, None)
+    mask = Mask(None, None, None, None, None, None, None)
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
     cache = Cache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
     queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)

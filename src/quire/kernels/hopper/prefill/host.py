@@ -24,8 +24,8 @@ _HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of queries and ke
 
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     """Why the prefill kernel does not compute a layer (with MHA, GQA or MQA heads); None if it does."""
-    if spec.items or spec.pos_encoding == "ROPE_LLAMA":
-        return "it knows no items, nor rotary encodings"
+    if spec.pos_encoding == "ROPE_LLAMA":
+        return "it knows no rotary encodings"
     dims = spec.head_dim_qk, spec.head_dim_vo
     if dims not in _HEAD_DIMS:
         return f"head_dim is 64, 128, 256, or 192 with 128 for values, not {dims[0]} and {dims[1]}"
@@ -101,6 +101,7 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         right=keys_to_the_right(spec),
         window=spec.window_left >= 0,
         mask=spec.custom_mask,
+        items=spec.items,
         cap=cap,
         alibi=alibi,
         transform=cap or alibi or q_scale or k_scale or negative,
@@ -139,7 +140,7 @@ def _slopes(spec: AttentionSpec, device: torch.device) -> Tensor:
 
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> LaunchReplay | None:
     """Compute a call with one program on each multiprocessor."""
-    spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
+    spec, kv, q, k, v, mask, items = call.spec, call.kv, call.q, call.k, call.v, call.mask, call.items
     page_size, indices, lengths, by_length, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
@@ -155,13 +156,16 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
         slots = min(partials.numel() // (_TILE_ROWS * (spec.head_dim_vo + 2)), _MOST_SLOTS * processors)
     counter = call.int_workspace_for(1 + 2 * slots, 1 + 2 * slots)
     bits, bits_indptr, bits_size = (None, None, 0) if mask is None else (mask.bits, mask.indptr, mask.bits.shape[0])
+    prefix_lens, positions, items_len = (
+        (None, None, 0) if items is None else (items.prefix_lens, items.positions, items.length)
+    )
     slopes = _slopes(spec, out.device) if c.alibi else None
     replay = _launcher(c)(
         processors,
         (q, None, k, v, None, out, lse, call.sinks),
-        (partials, counter, call.qo.indptr, kv.indptr, lengths, indices, bits, bits_indptr, slopes, q_scale, k_scale,
-         v_scale),
-        (slots, bits_size, batch, tokens, entries, k.shape[0], spec.window_left, scale, v_gain, cap),
+        (partials, counter, call.qo.indptr, kv.indptr, lengths, indices, bits, bits_indptr, prefix_lens,
+         positions, slopes, q_scale, k_scale, v_scale),
+        (slots, bits_size, items_len, batch, tokens, entries, k.shape[0], spec.window_left, scale, v_gain, cap),
         (*q.stride()[:2], *kv_strides(k), *kv_strides(v), *out.stride()[:2]),
         (_matrix(k, box, c.part), _matrix(v, box, c.dim)) if box else None,
     )  # fmt: skip

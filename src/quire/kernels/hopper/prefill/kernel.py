@@ -43,6 +43,7 @@ class Config:
     right: int  # keys to the right of its position that a row sees; -1: all
     window: bool
     mask: bool  # custom masks
+    items: bool
     cap: bool  # of logits
     alibi: bool
     transform: bool  # logits are scaled before the softmax
@@ -71,17 +72,17 @@ def _consume_last(tables, queries, pipeline, mailbox, partials, output, mask, c:
 
 _POINTERS = (
     "lse", "sinks", "counter", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
-    "slopes", "q_scale", "k_scale", "v_scale",
+    "prefix_lens", "item_positions", "slopes", "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
-_NUMBERS = ("slots", "mask_size", "batch", "tokens", "entries", "pages", "window")
+_NUMBERS = ("slots", "mask_size", "items_len", "batch", "tokens", "entries", "pages", "window")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def prefill(
     q, q_pe, k, v, k_pe, out, lse, sinks,
     partials, counter, qo_indptr, kv_indptr, last_page_len, indices, mask_bits, mask_indptr,
-    slopes, q_scale, k_scale, v_scale,
-    slots, mask_size, batch, tokens, entries, pages, window, scale, v_gain, cap,
+    prefix_lens, item_positions, slopes, q_scale, k_scale, v_scale,
+    slots, mask_size, items_len, batch, tokens, entries, pages, window, scale, v_gain, cap,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, o_token, o_head,
     c: gl.constexpr,
 ):  # fmt: skip
@@ -92,7 +93,7 @@ def prefill(
     [slots, 128, 2]; counter: int32 [1 + 2 * slots], 0 before and after. Strides are in elements; those of q, k and v
     are multiples of 16 bytes. slopes, scale and cap are in base 2.
     """
-    mask = Mask(window, mask_bits, mask_indptr, mask_size)
+    mask = Mask(window, mask_bits, mask_indptr, mask_size, prefix_lens, item_positions, items_len)
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
     k, v = cache_of(k, k_page, k_token, k_head, c), cache_of(v, v_page, v_token, v_head, c)
     ml = partials

@@ -11,7 +11,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from quire.kernels.hopper.mask import needed_keys
-from quire.kernels.hopper.prefill.tile_scheduler import find_unit, first_walk, plan_units, post_job
+from quire.kernels.hopper.prefill.tile_scheduler import (
+    find_unit,
+    first_walk,
+    job_blocks,
+    plan_units,
+    post_job,
+    visible_block,
+)
 from quire.kernels.hopper.schedule import page_of, select
 
 
@@ -46,6 +53,12 @@ class Stages(NamedTuple):
     data: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def _block(job, i, c: gl.constexpr):
+    """The i-th of a job's key blocks, from the last to the first."""
+    return visible_block(job.last - i, job.hidden, job.hidden_end, c)
 
 
 class KVPipeline(NamedTuple):
@@ -124,24 +137,25 @@ def _copy_boxes(cache, stages, n, request, h, block, ids, dim: gl.constexpr, c: 
 def _load_boxes(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """Load blocks of keys and values by TMA, from the last to the first: values are used a block later than keys."""
     boxes: gl.constexpr = c.block_n // c.box
-    h, first, last = job.h, job.first, job.last
+    h, last, blocks = job.h, job.last, job_blocks(job, c)
     ids = last
     if c.page_size > 0:
         ids = _page_ids(tables, job, last, c)
     v_ids, next_ids = ids * 0, ids * 0 + 1  # not ids: the compiler takes variables of a loop that begin equal for one
-    for i in range(last - first + 1):
-        block = last - i
-        if c.page_size > 0:
+    for i in range(blocks):
+        block = _block(job, i, c)
+        if c.page_size > 0 and c.items:
+            ids = _page_ids(tables, job, block, c)
+        elif c.page_size > 0:
             at_end = (block + 1) * boxes % 32 == 0  # of what one vector of ids has
             ids = gl.where(at_end & (i > 0), next_ids, ids)
             if at_end | (i == 0):
                 next_ids = _page_ids(tables, job, block // (32 // boxes) * (32 // boxes) - 1, c)
         _copy_boxes(k, pipeline.k, n + i, job, h, block, ids, c.dim_qk, c)
         if i > 0:
-            at = n + i - 1
-            _copy_boxes(v, pipeline.v, at, job, h, block + 1, v_ids, c.dim, c)
+            _copy_boxes(v, pipeline.v, n + i - 1, job, h, _block(job, i - 1, c), v_ids, c.dim, c)
         v_ids = ids
-    _copy_boxes(v, pipeline.v, n + last - first, job, h, first, v_ids, c.dim, c)
+    _copy_boxes(v, pipeline.v, n + blocks - 1, job, h, job.first, v_ids, c.dim, c)
 
 
 @gluon.jit
@@ -236,13 +250,13 @@ def _widen_rows(x, stored: gl.constexpr, stages, n, c: gl.constexpr):
 def _load_widened(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """`_load_boxes` of fp8 keys and values, which are widened while those that are stored next are being loaded."""
     stored: gl.constexpr = k.x.dtype.element_ty
-    h, last, blocks = job.h, job.last, job.last - job.first + 1
-    keys = _fetch_rows(k, tables, job, h, last, True, c.part, c.dim_qk, c)
+    h, blocks = job.h, job_blocks(job, c)
+    keys = _fetch_rows(k, tables, job, h, job.last, True, c.part, c.dim_qk, c)
     for i in range(blocks + 1):
-        values = _fetch_rows(v, tables, job, h, last - i + 1, i > 0, c.dim, c.dim, c)
+        values = _fetch_rows(v, tables, job, h, _block(job, i - 1, c), i > 0, c.dim, c.dim, c)
         if i < blocks:
             _widen_rows(keys, stored, pipeline.k, n + i, c)
-        keys = _fetch_rows(k, tables, job, h, last - i - 1, i + 1 < blocks, c.part, c.dim_qk, c)
+        keys = _fetch_rows(k, tables, job, h, _block(job, i + 1, c), i + 1 < blocks, c.part, c.dim_qk, c)
         if i > 0:
             _widen_rows(values, stored, pipeline.v, n + i - 1, c)
 
@@ -252,33 +266,32 @@ def _load_widened_values(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """`_load_boxes` of fp8 keys, which stay as they are for fp8 queries, and of values, which are widened."""
     stored: gl.constexpr = v.x.dtype.element_ty
     flat: gl.constexpr = gl.SliceLayout(1, row_layout(c.part, 16, c.load_warps))
-    h, last, blocks = job.h, job.last, job.last - job.first + 1
-    values = _fetch_rows(v, tables, job, h, last, True, c.dim, c.dim, c)
+    h, blocks = job.h, job_blocks(job, c)
+    values = _fetch_rows(v, tables, job, h, job.last, True, c.dim, c.dim, c)
     for i in range(blocks + 1):
+        block = _block(job, i, c)
         if i < blocks:
-            pages = _pages_of(tables, job, last - i, flat, c)
-            _copy_rows(k, pipeline.k, n + i, job, h, last - i, pages, tables.mask, c.dim_qk, c)
+            pages = _pages_of(tables, job, block, flat, c)
+            _copy_rows(k, pipeline.k, n + i, job, h, block, pages, tables.mask, c.dim_qk, c)
         if i > 0:
             _widen_rows(values, stored, pipeline.v, n + i - 1, c)
-            values = _fetch_rows(v, tables, job, h, last - i, i < blocks, c.dim, c.dim, c)
+            values = _fetch_rows(v, tables, job, h, block, i < blocks, c.dim, c.dim, c)
 
 
 @gluon.jit
 def _load_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """`_load_boxes` with copies of 16 bytes."""
     flat: gl.constexpr = gl.SliceLayout(1, row_layout(c.part, 8, c.load_warps))
-    mask, h, first, last = tables.mask, job.h, job.first, job.last
-    pages = _pages_of(tables, job, last, flat, c)
+    mask, h, blocks = tables.mask, job.h, job_blocks(job, c)
+    pages = _pages_of(tables, job, job.last, flat, c)
     v_pages = pages * 0  # not pages: the compiler takes variables of a loop that begin equal for one
-    for i in range(last - first + 1):
-        block = last - i
-        next_pages = _pages_of(tables, job, block - 1, flat, c)  # a block ahead
-        _copy_rows(k, pipeline.k, n + i, job, h, block, pages, mask, c.dim_qk, c)
+    for i in range(blocks):
+        next_pages = _pages_of(tables, job, _block(job, i + 1, c), flat, c)  # a block ahead
+        _copy_rows(k, pipeline.k, n + i, job, h, _block(job, i, c), pages, mask, c.dim_qk, c)
         if i > 0:
-            at = n + i - 1
-            _copy_rows(v, pipeline.v, at, job, h, block + 1, v_pages, mask, c.dim, c)
+            _copy_rows(v, pipeline.v, n + i - 1, job, h, _block(job, i - 1, c), v_pages, mask, c.dim, c)
         v_pages, pages = pages, next_pages
-    _copy_rows(v, pipeline.v, n + last - first, job, h, first, v_pages, mask, c.dim, c)
+    _copy_rows(v, pipeline.v, n + blocks - 1, job, h, job.first, v_pages, mask, c.dim, c)
 
 
 @gluon.jit
@@ -301,7 +314,7 @@ def load(tables, k, v, pipeline, mailbox, counter, slots, c: gl.constexpr):
                 _load_widened(k, v, pipeline, tables, job, n, c)
             else:
                 _load_rows(k, v, pipeline, tables, job, n, c)
-            n += job.last - job.first + 1
+            n += job_blocks(job, c)
         taken = gl.atomic_add(counter, 1, sem="relaxed")
         if taken == split.total - 1:
             gl.store(counter, 0)  # nobody asks any more

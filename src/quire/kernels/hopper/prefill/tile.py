@@ -19,11 +19,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quire.kernels.hopper.epilogue import store_rows
-from quire.kernels.hopper.mask import RowMask, needed_keys, partly_needed, row_mask, shifted, unmasked_keys, visible
+from quire.kernels.hopper.mask import (
+    RowMask,
+    needed_keys,
+    partly_needed,
+    row_mask,
+    unmasked_keys,
+    visible_in_block,
+)
 from quire.kernels.hopper.prefill.combine import combine
 from quire.kernels.hopper.prefill.load import row_layout
 from quire.kernels.hopper.prefill.tile_scheduler import (
     FIRST,
+    HIDDEN,
+    HIDDEN_END,
     LAST,
     Q_START,
     ROW,
@@ -33,6 +42,7 @@ from quire.kernels.hopper.prefill.tile_scheduler import (
     job_field,
     job_request,
     release_job,
+    visible_block,
     wait_for_job,
 )
 from quire.kernels.hopper.softmax import LOG2E, exponent_base
@@ -170,17 +180,12 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
     largest logit before it is scaled by queries.scale; l: [64, 8], sums of every eighth probability.
     """
     scale = 1.0 if c.transform else queries.scale
-    if masked or c.transform:
+    if c.transform:
         j = block * c.block_n + gl.arange(0, c.block_n, gl.SliceLayout(0, s.type.layout))
-        if c.transform:
-            s = _transform(s, rows, j, queries, c)
-        if masked:
-            # Columns of a thread are 0, 1, 8, 9, 16, ... and an offset, which is taken from the rows' side of each
-            # comparison: what is left of the columns is constant.
-            offset = j & 6
-            of, j = shifted(rows.mask, offset + block * c.block_n), gl.arange(0, c.block_n, j.type.layout) & ~6
-            seen = visible(j[None, :], of.position, of.end, of.bit, mask, c)
-            s = gl.where(seen, s, -float("inf"))
+        s = _transform(s, rows, j, queries, c)
+    if masked:
+        L: gl.constexpr = s.type.layout
+        s = gl.where(visible_in_block(rows.mask, block * c.block_n, L, mask, c), s, -float("inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     base = exponent_base(m_new) * scale if masked else m_new * scale
     if c.split:
@@ -251,14 +256,18 @@ def _rows_of(queries, request, h, row, mask, flat: gl.constexpr, c: gl.constexpr
 
 
 @gluon.jit
-def _pass(pipeline, n, blocks, c: gl.constexpr):
-    """Release blocks of the pipeline of which this consumer has no rows."""
-    for i in range(n, n + blocks):
-        stage, phase = i % c.stages, i // c.stages & 1
+def _pass(pipeline, mailbox, i, n, c: gl.constexpr):
+    """Release the blocks of the i-th job, of which this consumer has no rows. Returns n after them."""
+    end = n + job_field(mailbox, i, LAST) - job_field(mailbox, i, FIRST) + 1
+    if c.items:
+        end -= job_field(mailbox, i, HIDDEN)
+    for j in range(n, end):
+        stage, phase = j % c.stages, j // c.stages & 1
         mbarrier.wait(pipeline.k.full.index(stage), phase)
         mbarrier.arrive(pipeline.k.empty.index(stage), count=1)
         mbarrier.wait(pipeline.v.full.index(stage), phase)
         mbarrier.arrive(pipeline.v.empty.index(stage), count=1)
+    return end
 
 
 @gluon.jit
@@ -284,9 +293,14 @@ def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.const
     if c.box > 0:
         _clear_values(pipeline, n, last, request, mask, c)
     p, m, l, _alpha = _softmax(s, m, l, rows, last, queries, mask, pipeline.v.data.dtype, True, c)
-    n += last  # block j is the pipeline's (n - j)-th
-    for j in range(last - 1, high - 1, -1):
-        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, True, c)
+    n += last  # block j is the pipeline's (n - j)-th, or, with c.items, the one that comes in the place of block j
+    hidden, hidden_end = last * 0, last * 0
+    if c.items:
+        hidden, hidden_end = job_field(mailbox, i, HIDDEN), job_field(mailbox, i, HIDDEN_END)
+    for j in range(last - 1, high + hidden - 1, -1):
+        block = visible_block(j, hidden, hidden_end, c)
+        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, block, mask, W, True, c)
+    n -= hidden
     for j in range(high - 1, low - 1, -1):
         acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, False, c)
     if c.window:
@@ -329,9 +343,7 @@ def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr,
                 row, rows = job_field(mailbox, i, ROW) + W * 64, job_field(mailbox, i, ROWS)
                 store_rows(acc, m, l, output, q_start, h, row, rows, c, True)
         else:
-            first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
-            _pass(pipeline, n, last - first + 1, c)
-            n += last - first + 1
+            n = _pass(pipeline, mailbox, i, n, c)
             wait_for_job(mailbox, i + 1)
             _copy_queries(queries, mailbox, i + 1, W, c)
         release_job(mailbox, i)

@@ -1,0 +1,78 @@
+"""Prompts of several items on Hopper GPUs: against the oracle, and which key blocks a tile's work leaves out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers.families import compute
+from helpers.hopper import HostGluon, Pointer, gpu
+from quire.bench.batches import random_batch, relative_error
+from quire.definition import AttentionSpec, oracle
+from quire.definition.items import Items
+
+mask = pytest.importorskip("quire.kernels.hopper.mask")
+
+
+def items_of(rng, kv_lens, dtype):
+    """Random prefixes and items of a batch: short and long items, also prompts that are all prefix or all items."""
+    length = max(max(kv_lens), 1)
+    prefixes, rows = [], []
+    for n in kv_lens:
+        prefix = rng.choice((0, n, rng.randint(0, n), n // 2))
+        row = []
+        while len(row) < n - prefix:
+            row += range(rng.choice((1, 3, 40, 300)))
+        prefixes.append(prefix)
+        rows.append((row + [0] * length)[: n - prefix] + [0] * (length - (n - prefix)))
+    return Items(torch.tensor(prefixes, dtype=torch.int32), torch.tensor(rows).flatten().to(dtype), length)
+
+
+@gpu
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("change", [{}, {"window_left": 200}, {"causal": False}, {"sinks": True}], ids=str)
+def test_items(change, kv_dtype, rng):
+    heads = rng.choice((1, 2))
+    spec = AttentionSpec(
+        num_qo_heads=heads * rng.choice((1, 4, 7)), num_kv_heads=heads, head_dim_qk=rng.choice((64, 128)), items=True,
+        q_dtype=torch.bfloat16, kv_dtype=kv_dtype, **change,
+    )  # fmt: skip
+    for _ in range(6):
+        kv_lens = [rng.choice((1, 130, rng.randint(1, 1500), 4000)) for _ in range(rng.randint(1, 4))]
+        q_lens = [rng.choice((n, rng.randint(1, n), 1)) for n in kv_lens]
+        batch = random_batch(spec, q_lens, kv_lens, rng.choice((1, 16, 64)))
+        items = items_of(rng, kv_lens, rng.choice((torch.int32, torch.uint16)))
+        out, _ = compute(batch, "hopper", items=items)
+        given = {"items": items, "sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
+        exact, _ = oracle.attend_batch(batch.q, batch.k, batch.v, batch.qo, batch.kv, spec, **given)
+        assert relative_error(out, exact) < 3e-3
+
+
+def test_hidden_blocks_are_those_that_no_row_sees(monkeypatch, rng):
+    """The blocks that a tile leaves out are hidden from all of its rows, and are all hidden ones behind its prefix."""
+    left_out = 0
+    monkeypatch.setattr(mask, "gl", HostGluon())
+    monkeypatch.setattr(mask, "_item_starts", mask._item_starts.fn)
+    for _ in range(40):
+        group, n = rng.choice((1, 4, 7)), rng.choice((100, rng.randint(1, 3000), 5000))
+        q_len = rng.choice((n, rng.randint(1, n)))
+        items = items_of(rng, [n], torch.int32)
+        c = SimpleNamespace(group=group, tile_rows=128, block_n=128, load_warps=1)
+        given = mask.Mask(None, None, None, None, Pointer(items.prefix_lens), Pointer(items.positions), items.length)
+        seen = items.mask(0, q_len, n) & torch.ones(q_len, n).tril(n - q_len).bool()
+        for row in range(0, q_len * group, 128):
+            last_row = min(row + 128, q_len * group) - 1
+            i0, i1 = row // group, last_row // group
+            last = (n - q_len + i1) // 128
+            found = mask.hidden_blocks.fn(torch.tensor(0), n - q_len, row, last_row, 0, last, given, c)
+            count, end = map(int, found)
+            hidden = range(end - count, end)
+            assert all(not seen[i0 : i1 + 1, b * 128 : (b + 1) * 128].any() for b in hidden)
+            if n - q_len + i0 >= int(items.prefix_lens[0]):  # no row of the tile is in the prefix
+                middle = range(max(-(-int(items.prefix_lens[0]) // 128), 1), last)
+                empty = [b for b in middle if not seen[i0 : i1 + 1, b * 128 : (b + 1) * 128].any()]
+                assert set(empty) == set(hidden)
+            left_out += count
+    assert left_out > 200
