@@ -50,6 +50,25 @@ _HOME = {
         "apply_rope_with_cos_sin_cache_inplace",
     ),
     "quantization": ("packbits", "segment_packbits"),
+    "norm": (
+        "fused_add_rmsnorm",
+        "fused_add_rmsnorm_quant",
+        "fused_qk_rmsnorm_rope_append_paged_kv_cache",
+        "gemma_fused_add_rmsnorm",
+        "gemma_rmsnorm",
+        "layernorm",
+        "layernorm_quant",
+        "rmsnorm",
+        "rmsnorm_quant",
+    ),
+    "activation": (
+        "gelu_and_mul",
+        "gelu_and_mul_quant",
+        "gelu_tanh_and_mul",
+        "gelu_tanh_and_mul_quant",
+        "silu_and_mul",
+        "silu_and_mul_quant",
+    ),
     "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
@@ -57,6 +76,14 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _MODULES = (*_HOME, "batch", "cache", "concat_ops", "engine", "serving", "steps")
 
 if TYPE_CHECKING:
+    from quire.activation import (
+        gelu_and_mul,
+        gelu_and_mul_quant,
+        gelu_tanh_and_mul,
+        gelu_tanh_and_mul_quant,
+        silu_and_mul,
+        silu_and_mul_quant,
+    )
     from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
     from quire.cascade import (
         BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -75,6 +102,17 @@ if TYPE_CHECKING:
         single_decode_with_kv_cache,
     )
     from quire.mla import BatchMLAPagedAttentionWrapper
+    from quire.norm import (
+        fused_add_rmsnorm,
+        fused_add_rmsnorm_quant,
+        fused_qk_rmsnorm_rope_append_paged_kv_cache,
+        gemma_fused_add_rmsnorm,
+        gemma_rmsnorm,
+        layernorm,
+        layernorm_quant,
+        rmsnorm,
+        rmsnorm_quant,
+    )
     from quire.page import (
         append_paged_kv_cache,
         append_paged_mla_kv_cache,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.definition.spec import FLOATS, check
 from quire.definition.tensors import (
+    check_ints,
     check_no_overlap,
     check_tensor,
     check_tensors,
@@ -42,12 +43,6 @@ __all__ = [
 
 # low_freq_factor, high_freq_factor and old_context_len of plain RoPE, where rope_scale divides all frequencies.
 _PLAIN = (1.0, 4.0, 0.0)
-
-
-def _check_ints(x: Tensor, name: str, length: int, device: torch.device) -> None:
-    """Refuse anything but an int32 or int64 vector of this length."""
-    dtype = torch.int64 if isinstance(x, Tensor) and x.dtype == torch.int64 else torch.int32
-    check_tensor(x, name, (length,), dtype, device)
 
 
 def _check_heads(q: Tensor, k: Tensor, rotary_dim: int, names: tuple[str, str] = ("q", "k")) -> None:
@@ -79,10 +74,10 @@ def _apply(
     *requests, start = positions
     if requests:
         check_tensors(indptr=requests[0], offsets=start)
-        _check_ints(requests[0], "indptr", len(start) + 1, q.device)
-        _check_ints(start, "offsets", len(start), q.device)
+        check_ints(requests[0], "indptr", len(start) + 1, q.device)
+        check_ints(start, "offsets", len(start), q.device)
     else:
-        _check_ints(start, "pos_ids", len(q), q.device)
+        check_ints(start, "pos_ids", len(q), q.device)
     low, high, context = scaling
     for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
         check(0 < value < math.inf, name, value, "a positive number")  # torch.compile traces no math.isfinite
@@ -217,7 +212,7 @@ def _apply_cache(
     q, k = split_heads(query, "query", head_size), split_heads(key, "key", head_size)
     check_tensor(cache, "cos_sin_cache", (None, None), torch.float32, q.device)
     _check_heads(q, k, cache.shape[1], ("query", "key"))
-    _check_ints(positions, "positions", len(q), q.device)
+    check_ints(positions, "positions", len(q), q.device)
     angles = (positions, None, cache, cache.shape[1], not is_neox, 1.0, 1.0, *_PLAIN)
     if inplace:
         check_no_overlap(query, "query")
@@ -269,7 +264,7 @@ def _check_nope(
     _check_heads(q, k.unsqueeze(1) if one_head else k, cache.shape[1], ("q_rope", "k_rope"))
     if q.shape[-1] != cache.shape[1]:
         raise ValueError(f"cos_sin_cache has shape {list(cache.shape)}: it must be [any, rope_dim = {q.shape[-1]}]")
-    _check_ints(positions, "pos_ids", len(q), q.device)
+    check_ints(positions, "pos_ids", len(q), q.device)
     q_nope = q[..., :0] if q_nope is None else q_nope
     k_nope = k[..., :0] if k_nope is None else k_nope
     check_tensor(q_nope, "q_nope", (*q.shape[:2], None), q.dtype, q.device)
@@ -386,10 +381,10 @@ def rope_quantize_fp8_append_paged_kv_cache(
     check(isinstance(page_size, int) and page_size > 0, "page_size", page_size, "a positive integer")
     k_out, k_nope_out, v_out = split_rope_cache(paged_kv_cache, k_rope, k_nope, v, dtype, page_size, kv_layout)
     for name, x in (("batch_indices", batch_indices), ("positions", positions)):
-        _check_ints(x, name, len(q_rope), q_rope.device)
+        check_ints(x, name, len(q_rope), q_rope.device)
     for name, x in (("kv_indices", kv_indices), ("kv_indptr", kv_indptr)):
         check_tensors(**{name: x})
-        _check_ints(x, name, len(x), q_rope.device)
+        check_ints(x, name, len(x), q_rope.device)
     k, k_nope = (x.unsqueeze(1) if x.ndim == 2 else x for x in (k_rope, k_nope))
     rotate_quantized(
         q_out, q_nope_out, k_out, k_nope_out, v_out, q_rope, q_nope, k, k_nope, v, pos_ids, cos_sin_cache,

@@ -14,8 +14,11 @@ import pytest
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 # How many cases of each file are chosen. Changed together with a test, so that none is lost unnoticed.
 COUNTS = {
+    "face/test_activation.py": 15,
     "face/test_cascade.py": 25,
     "face/test_mla.py": 7,
+    "face/test_norm.py": 21,
+    "face/test_norm_rope_append.py": 16,
     "face/test_page.py": 7,
     "face/test_quantization.py": 13,
     "face/test_rope.py": 14,

@@ -24,6 +24,7 @@ FLASHINFER_VERSION = "0.7.2"  # the version whose names and meanings Quire has
 
 _JIT, _ABSENT, _INERT = "quire.compat.jit", "quire.compat.absent", "quire.compat.inert"
 _OPERATIONS = (
+    "activation",
     "cascade",
     "concat_ops",
     "core",

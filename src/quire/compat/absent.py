@@ -16,9 +16,13 @@ _FP4 = (
     "e2m1_and_ufp8sf_scale_to_float nvfp4_kv_dequantize nvfp4_kv_quantize nvfp4_quantize nvfp4_quantize_paged_kv_cache"
 )
 _CUDNN_DECODE, _CUDNN_PREFILL = "cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"
-_ACTIVATION = "gelu_and_mul gelu_tanh_and_mul silu_and_mul"
+_ACTIVATION = "silu_and_mul_scaled_nvfp4_experts_quantize"
 _GEMM = "SegmentGEMMWrapper bmm_bf16 bmm_fp8 mm_bf16 mm_fp4 mm_fp8"
-_NORM = "fused_add_rmsnorm gemma_fused_add_rmsnorm gemma_rmsnorm layernorm rmsnorm"
+_NORM = (
+    "add_rmsnorm_fp4quant fused_add_rmsnorm_fp8_block_quant fused_dit_gate_residual_layernorm_gamma_beta "
+    "fused_dit_gate_residual_layernorm_scale_shift fused_dit_residual_layernorm_scale_shift fused_qk_rmsnorm_rope "
+    "fused_rmsnorm_silu rmsnorm_fp4quant"
+)
 _SAMPLING = (
     "chain_speculative_sampling min_p_sampling_from_probs sampling_from_logits sampling_from_probs softmax "
     "top_k_mask_logits top_k_renorm_probs top_k_sampling_from_probs top_k_top_p_sampling_from_logits "

@@ -6,6 +6,7 @@ head_dim]. Kernels get NHD views, with any strides whose last one is 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.definition.spec import FLOATS8, AttentionSpec, check
+from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec, check
 
 LAYOUTS = ("NHD", "HND")
 
@@ -191,6 +192,45 @@ def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Ten
     allowed = "a number, or a tensor with one, or one for each of {} heads"
     check(isinstance(scale, Real), name, scale, lambda: allowed.format(heads))
     return scale
+
+
+def as_divisor(scale: float | Tensor, name: str, device: torch.device) -> tuple[Tensor | None, float]:
+    """What fp8 outputs are divided by: a tensor with one element, which the host never reads, and a factor; a number
+    becomes a factor alone.
+    """
+    divisor = as_scale(scale, name, 1)
+    if isinstance(divisor, Tensor):
+        if divisor.device != device:
+            raise ValueError(f"{name} lies on {divisor.device}: it must lie on {device}")
+        return divisor, 1.0
+    check(0 < divisor < math.inf, name, divisor, "a positive number")
+    return None, 1.0 / divisor
+
+
+def check_ints(x: Tensor, name: str, length: int, device: torch.device) -> None:
+    """Refuse anything but an int32 or int64 vector of this length."""
+    dtype = torch.int64 if isinstance(x, Tensor) and x.dtype == torch.int64 else torch.int32
+    check_tensor(x, name, (length,), dtype, device)
+
+
+def float_output(out: Tensor | None, name: str, shape: tuple[int, ...], x: Tensor, fp8: bool = False) -> Tensor:
+    """An output of x's dtype and device, or with `fp8` of an fp8 type: checked or, if None and not fp8, made."""
+    if out is None and not fp8:
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    if not isinstance(out, Tensor):
+        raise ValueError(f"{name} is a {type(out).__name__}: it must be a tensor")
+    if fp8:
+        check(out.dtype in FLOATS8, f"{name}.dtype", out.dtype, "torch.float8_e4m3fn or torch.float8_e5m2")
+    check_tensor(out, name, shape, out.dtype if fp8 else x.dtype, x.device)
+    check_no_overlap(out, name)
+    return out
+
+
+def check_floats(x: Tensor, name: str, shape: tuple[int | None, ...], device: torch.device | None = None) -> None:
+    """Refuse a tensor that is not float32, bfloat16 or float16, or does not fit as `check_tensor` says."""
+    check_tensors(**{name: x})
+    check(x.dtype in FLOATS, f"{name}.dtype", x.dtype, "float32, bfloat16 or float16")
+    check_tensor(x, name, shape, x.dtype, x.device if device is None else device)
 
 
 def as_slopes(slopes: Sequence[float] | Tensor | None) -> tuple[float, ...]:

@@ -51,10 +51,7 @@ def write(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, slots: T
     k_cache, v_cache, key, value: as in `append`; slots: int32 or int64 [tokens]. Slots beyond the cache raise a
     ValueError on the host, and on a GPU if QUIRE_CHECK is set; otherwise the GPU's kernel skips them.
     """
-    room = k_cache.shape[0] * k_cache.shape[1]
-    if (slots.is_cpu or env_flag("QUIRE_CHECK")) and len(slots) and int(slots.max()) >= room:
-        i = int(slots.argmax())
-        raise ValueError(f"slots[{i}] = {int(slots[i])} is out of range: the cache has {room} slots")
+    check_slots(slots, k_cache)
     if k_cache.element_size() == 1:
         k_cache, v_cache, key, value = (x.view(torch.uint8) for x in (k_cache, v_cache, key, value))
     if on_triton(slots.device):
@@ -65,6 +62,14 @@ def write(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, slots: T
     key, value, slots = _where(slots >= 0, key, value, slots.long())
     page, slot = slots // k_cache.shape[1], slots % k_cache.shape[1]
     k_cache[page, slot], v_cache[page, slot] = key, value
+
+
+def check_slots(slots: Tensor, cache: Tensor) -> None:
+    """Refuse slots beyond a cache [pages, page_size, ...], on the host, and on a GPU if QUIRE_CHECK is set."""
+    room = cache.shape[0] * cache.shape[1]
+    if (slots.is_cpu or env_flag("QUIRE_CHECK")) and len(slots) and int(slots.max()) >= room:
+        i = int(slots.argmax())
+        raise ValueError(f"slots[{i}] = {int(slots[i])} is out of range: the cache has {room} slots")
 
 
 def _where(valid: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -70,7 +70,7 @@ def rotate(
         scaling = (low_freq_factor, high_freq_factor, old_context_len)
         frequencies = rope_frequencies(rotary_dim, rope_scale, rope_theta, *scaling, device)
     if device.type == "cpu":
-        _check_positions(positions, indptr, cos_sin_cache, len(q_out))
+        check_positions(positions, indptr, cos_sin_cache, len(q_out))
     if on_triton(device):
         from quire.kernels.triton.rope import rotate as rotate_on_gpu
 
@@ -78,9 +78,9 @@ def rotate(
         return
     if indptr is not None:
         positions = _token_positions(indptr, positions, len(q_out))
-    cos, sin = _cos_sin(positions, frequencies, cos_sin_cache)
+    cos, sin = cos_sin(positions, frequencies, cos_sin_cache)
     for x, out in ((q, q_out), (k, k_out)):
-        _rotate_pairs(out if x is None else x, out, cos, sin, rotary_dim, interleave)
+        rotate_pairs(out if x is None else x, out, cos, sin, rotary_dim, interleave)
         if x is not None:
             out[..., rotary_dim:] = x[..., rotary_dim:]
 
@@ -116,7 +116,7 @@ def rotate_quantized(
     v is multiplied by k_scale. Values beyond the range of fp8 become its largest finite value.
     """
     if q_out.device.type == "cpu":
-        _check_positions(positions, None, cos_sin_cache, len(q))
+        check_positions(positions, None, cos_sin_cache, len(q))
     table = None
     if requests is not None and append_positions is not None and kv_indptr is not None and kv_indices is not None:
         table = (requests, append_positions, kv_indptr, kv_indices)
@@ -126,10 +126,10 @@ def rotate_quantized(
         outs, inputs = (q_out, q_nope_out, k_out, k_nope_out, v_out), (q, q_nope, k, k_nope, v)
         rotate_on_gpu(outs, inputs, positions, cos_sin_cache, table, interleave, (q_scale, k_scale))
         return
-    cos, sin = _cos_sin(positions, None, cos_sin_cache)
-    q, k = (_rotate_pairs(x, torch.empty(x.shape), cos, sin, x.shape[-1], interleave) for x in (q, k))
-    q, q_nope = (_quantized(x, q_scale, q_out.dtype) for x in (q, q_nope))
-    k, k_nope = (_quantized(x, k_scale, k_out.dtype) for x in (k, k_nope))
+    cos, sin = cos_sin(positions, None, cos_sin_cache)
+    q, k = (rotate_pairs(x, torch.empty(x.shape), cos, sin, x.shape[-1], interleave) for x in (q, k))
+    q, q_nope = (quantized(x, q_scale, q_out.dtype) for x in (q, q_nope))
+    k, k_nope = (quantized(x, k_scale, k_out.dtype) for x in (k, k_nope))
     if table is None:
         k_out.copy_(k)
         k_nope_out.copy_(k_nope)
@@ -138,18 +138,18 @@ def rotate_quantized(
         where = (requests, append_positions, kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]))
         append(k_out, k_nope_out, k, k_nope, *where)
         if v is not None and v_out is not None:
-            v = _quantized(v, k_scale, v_out.dtype)
+            v = quantized(v, k_scale, v_out.dtype)
             append(v_out, v_out[..., :0], v, v[..., :0], *where)
     q_out.copy_(q)
     q_nope_out.copy_(q_nope)
 
 
-def _quantized(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def quantized(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
 
-def _check_positions(positions: Tensor, indptr: Tensor | None, cache: Tensor | None, tokens: int) -> None:
+def check_positions(positions: Tensor, indptr: Tensor | None, cache: Tensor | None, tokens: int) -> None:
     """Refuse, on the host, an indptr that leaves the tensors, and positions outside the cache."""
     if indptr is not None:
         check_indptr(indptr, "indptr", tokens, "the number of tokens")
@@ -167,7 +167,7 @@ def _token_positions(indptr: Tensor, offsets: Tensor, tokens: int) -> Tensor:
     return positions
 
 
-def _cos_sin(positions: Tensor, frequencies: Tensor | None, cache: Tensor | None) -> tuple[Tensor, Tensor]:
+def cos_sin(positions: Tensor, frequencies: Tensor | None, cache: Tensor | None) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the positions' angles, float32 [tokens, 1, rotary_dim / 2] each."""
     if cache is not None:
         cos, sin = cache[positions.long(), None].chunk(2, -1)
@@ -177,7 +177,7 @@ def _cos_sin(positions: Tensor, frequencies: Tensor | None, cache: Tensor | None
     return angles.cos().float(), angles.sin().float()
 
 
-def _rotate_pairs(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleave: bool) -> Tensor:
+def rotate_pairs(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleave: bool) -> Tensor:
     """Rotate the pairs in the first rotary_dim elements of x's heads into out, which may be x, and return out."""
     half = rotary_dim // 2
     first, second = slice(half), slice(half, rotary_dim)

@@ -28,6 +28,17 @@ DIRECT = torch.version.cuda is not None and triton.__version__.startswith("3.6."
 INTERPRETED = isinstance(_empty_kernel, InterpretedFunction)  # TRITON_INTERPRET=1: kernels run on the CPU, slowly
 
 
+def direct(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function that launches a compiled kernel, and its arguments between the stream and the kernel's own."""
+    if DIRECT and compiled.run.global_scratch_size == compiled.run.profile_scratch_size == 0:
+        # Triton's Python launcher takes a microsecond to find that it has no scratch memory to allocate. This is the
+        # function that it calls.
+        launcher = compiled.run
+        modes = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+        return launcher.launch, (compiled.function, *modes, None, None, compiled.packed_metadata, None, None, None)
+    return compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+
+
 class LaunchReplay:
     """A launch that can be replayed with other tensors of the same shapes, strides, dtypes and device.
 
@@ -53,14 +64,7 @@ class LaunchReplay:
         """
         self._others, self._tables, self._entries = others, tables, entries
         self._rest = (*[None if x is None else x.data_ptr() for x in others], *rest)
-        self._grid, self._run = (programs, 1, 1), compiled.run
-        self._handle: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
-        if DIRECT and compiled.run.global_scratch_size == compiled.run.profile_scratch_size == 0:
-            # Triton's Python launcher takes a microsecond to find that it has no scratch memory to allocate. This is
-            # the function that it calls.
-            launcher, self._run = compiled.run, compiled.run.launch
-            modes = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-            self._handle = (compiled.function, *modes, None, None, compiled.packed_metadata, None, None, None)
+        self._grid, (self._run, self._handle) = (programs, 1, 1), direct(compiled)
         self._descriptors = None
         if matrices is not None:
             self._descriptors = descriptors(compiled, matrices)
@@ -177,6 +181,47 @@ class Launcher:
         replay = LaunchReplay(compiled, programs, others, rest, *at, matrices)
         replay(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type, call-arg]
         return replay
+
+
+class SmallLauncher:
+    """Launches of the kernel of a small operation, by address once it is compiled for aligned addresses, as `Launcher`.
+
+    Of the kernel's arguments, tensors come first, then numbers that it is not compiled for, numbers that it is compiled
+    for, and its constants, an object with an attribute num_warps.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[int | float, ...],
+        sizes: tuple[int, ...],
+        constants: Any,
+    ) -> None:
+        """Launch on the device of the first tensor, which is not None."""
+        device = tensors[0].device.index  # type: ignore[union-attr]
+        if not INTERPRETED and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(grid, tensors, numbers, sizes, constants)
+        addresses, low_bits = [None if x is None else x.data_ptr() for x in tensors], 0
+        for address in addresses:
+            low_bits |= address or 0
+        dtypes = tuple([None if x is None else x.dtype for x in tensors])
+        key = (low_bits & 15, device, sizes, constants, dtypes)
+        found = self._compiled.get(key)
+        if found is not None:
+            run, handle = found
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            run(*grid, 1, stream, *handle, *addresses, *numbers, *sizes, constants)
+            return None
+        compiled = self._kernel[grid](*tensors, *numbers, *sizes, constants, num_warps=constants.num_warps)
+        if DIRECT and compiled is not None and not low_bits & 15:
+            self._compiled[key] = direct(compiled)
+        return None
 
 
 def launch_into(

@@ -11,6 +11,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from quire.kernels.triton.fp8 import convert, mantissa_bits
+
 STEP = tl.constexpr(2 * math.pi / 2**32)  # radians in 2**-32 of a full rotation
 FULL = 1024  # tokens from which on one program per token fills a GPU
 
@@ -98,46 +100,34 @@ def load_cos_sin(position, inv_freq, cache, stride_cache, cache_len, c: tl.const
 
 
 @triton.jit
-def convert(x, scale, dtype: tl.constexpr, c: tl.constexpr):
-    """Float32 as `dtype` or, scaled, rounded to even and saturated, as the bytes of fp8."""
-    if c.mantissa == 0:
-        return x.to(dtype)
-    else:  # by integer arithmetic, as not all GPUs convert to fp8
-        bias: tl.constexpr = 7 if c.mantissa == 3 else 15
-        largest: tl.constexpr = 448.0 if c.mantissa == 3 else 57344.0
-        one: tl.constexpr = 2.0 ** (24 - bias - c.mantissa)  # the last bit of this float32 is the smallest fp8 number
-        dropped: tl.constexpr = 23 - c.mantissa
-        x = x * scale
-        size = tl.minimum(tl.abs(x), largest)
-        bits = size.to(tl.int32, bitcast=True)
-        rounded = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
-        normal = (rounded >> dropped) - ((127 - bias) << c.mantissa)
-        subnormal = (size + one).to(tl.int32, bitcast=True) - tl.full((), one, tl.float32).to(tl.int32, bitcast=True)
-        code = tl.where(size < 2.0 ** (1 - bias), subnormal, normal)
-        code = tl.where(x != x, 0x7F, code) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
-        return code.to(tl.uint8)
+def load_pairs(x, valid, c: tl.constexpr):
+    """The pairs of heads that start at x, [heads, 1], as their first and their second elements, float32
+    [heads, c.block_half]. Pairs are elements 2j and 2j + 1, or j and j + c.half.
+    """
+    if c.interleave:
+        e = tl.arange(0, 2 * c.block_half)[None, :]
+        pairs = tl.load(x + e, valid & (e < 2 * c.half), 0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(pairs, (pairs.shape[0], c.block_half, 2)))
+    else:
+        j = tl.arange(0, c.block_half)[None, :]
+        a = tl.load(x + j, valid & (j < c.half), 0.0).to(tl.float32)
+        b = tl.load(x + c.half + j, valid & (j < c.half), 0.0).to(tl.float32)
+    return a, b
 
 
 @triton.jit
-def rotate_rows(x, out, valid, cos, sin, scale, c: tl.constexpr):
-    """Rotate heads that start at x, [heads, 1], into those at `out`. Pairs are elements 2j and 2j + 1, or j and
-    j + c.half.
-    """
+def store_rotated(a, b, out, valid, cos, sin, scale, c: tl.constexpr):
+    """Rotate the pairs (a, b) of heads, and write them to heads that start at `out`, [heads, 1]."""
     dtype: tl.constexpr = out.dtype.element_ty
+    a, b = a * cos - b * sin, b * cos + a * sin
     if c.interleave:
         e = tl.arange(0, 2 * c.block_half)[None, :]
-        inside = valid & (e < 2 * c.half)
-        pairs = tl.load(x + e, inside, 0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(pairs, (c.block_heads, c.block_half, 2)))
-        pairs = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (c.block_heads, 2 * c.block_half))
-        tl.store(out + e, convert(pairs, scale, dtype, c), inside)
+        pairs = tl.reshape(tl.join(a, b), (a.shape[0], 2 * c.block_half))
+        tl.store(out + e, convert(pairs, scale, dtype, c.mantissa), valid & (e < 2 * c.half))
     else:
         j = tl.arange(0, c.block_half)[None, :]
-        inside = valid & (j < c.half)
-        a = tl.load(x + j, inside, 0.0).to(tl.float32)
-        b = tl.load(x + c.half + j, inside, 0.0).to(tl.float32)
-        tl.store(out + j, convert(a * cos - b * sin, scale, dtype, c), inside)
-        tl.store(out + c.half + j, convert(b * cos + a * sin, scale, dtype, c), inside)
+        tl.store(out + j, convert(a, scale, dtype, c.mantissa), valid & (j < c.half))
+        tl.store(out + c.half + j, convert(b, scale, dtype, c.mantissa), valid & (j < c.half))
 
 
 @triton.jit
@@ -146,7 +136,8 @@ def copy_rows(x, out, valid, scale, dim: tl.constexpr, c: tl.constexpr):
     for start in range(0, dim, c.block_copy):
         d = start + tl.arange(0, c.block_copy)[None, :]
         inside = valid & (d < dim)
-        tl.store(out + d, convert(tl.load(x + d, inside, 0.0).to(tl.float32), scale, out.dtype.element_ty, c), inside)
+        y = tl.load(x + d, inside, 0.0).to(tl.float32)
+        tl.store(out + d, convert(y, scale, out.dtype.element_ty, c.mantissa), inside)
 
 
 @triton.jit
@@ -161,7 +152,8 @@ def rotate_block(tensors, rest, i, page, slot, b, heads, cos, sin, scale, c: tl.
     """Block b of the heads of token i: rotate their first elements, and copy the rest."""
     h = (b * c.block_heads + tl.arange(0, c.block_heads)).to(tl.int64)[:, None]
     x, out = pointers(tensors, i, page, slot, h)
-    rotate_rows(x, out, h < heads, cos, sin, scale, c)
+    first, second = load_pairs(x, h < heads, c)
+    store_rotated(first, second, out, h < heads, cos, sin, scale, c)
     if rest is not None:
         x, out = pointers(rest, i, page, slot, h)
         copy_rows(x, out, h < heads, scale, c.rest, c)
@@ -275,8 +267,8 @@ def rotate_quantized(
     """
     q, q_rest, k, _, v = inputs
     heads, dim_v, paged = (q.shape[1], k.shape[1]), 0 if v is None else v.shape[2], table is not None
-    mantissa = 3 if outs[0].dtype == torch.float8_e4m3fn else 2
-    c = rope_config(q.shape[2] // 2, q_rest.shape[2], max(heads), interleave, dim_v, mantissa)
+    bits = mantissa_bits(outs[0].dtype)
+    c = rope_config(q.shape[2] // 2, q_rest.shape[2], max(heads), interleave, dim_v, bits)
     sizes = () if table is None else (len(table[2]) - 1, len(table[3]), *outs[2].shape[:2])
     tensors = tuple(
         None if x is None or out is None else _tensors(x, out.view(torch.uint8), paged=paged and n >= 2)

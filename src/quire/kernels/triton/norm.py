@@ -1,0 +1,154 @@
+"""RMS and layer norms: a program computes one long row, or several short ones, and reads each element once.
+
+Rows of up to BLOCK elements stay in registers between the sum of squares and the output. Longer ones are read again,
+from the L2 cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from quire.kernels.gpu.launch import SmallLauncher
+from quire.kernels.triton.fp8 import convert, mantissa_bits, storage
+
+BLOCK = 16384  # the largest row that stays in registers: 16 elements of a thread
+LOOP = 8192  # elements of a longer row that are loaded at a time
+SHORT = 2048  # elements of a program's rows, where several fit
+MAX_WARPS = 32 if torch.version.hip is None else 16  # 1024 threads
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """The constants that the kernel is compiled for."""
+
+    dim: int  # elements of a row
+    block: int  # elements of a row that are loaded at a time
+    block_rows: int  # rows of a program
+    weight_bias: float  # added to weights
+    center: bool  # whether the mean is subtracted: layer norm
+    mantissa: int  # mantissa bits of fp8 outputs, 0 for other dtypes
+
+    @property
+    def num_warps(self) -> int:
+        """One thread for 16 elements, which are two loads of bfloat16."""
+        return min(max(self.block * self.block_rows // 512, 1), MAX_WARPS)
+
+
+@lru_cache(maxsize=1024)
+def norm_config(dim: int, weight_bias: float = 0.0, center: bool = False, mantissa: int = 0) -> NormConfig:
+    """The constants for rows of `dim` elements."""
+    block = triton.next_power_of_2(dim)
+    block = block if block <= BLOCK else LOOP
+    return NormConfig(dim, block, max(SHORT // block, 1), weight_bias, center, mantissa)
+
+
+@triton.jit
+def load_sum(x, residual, e, known):
+    """Elements e of rows that start at x, plus those of the residual if there is one, float32."""
+    y = tl.load(x + e, known, 0.0).to(tl.float32)
+    if residual is not None:
+        y += tl.load(residual + e, known, 0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def load_affine(weight, beta, e, c: tl.constexpr):
+    """Elements e of the weights and of what is added to weighted elements, float32."""
+    w = tl.load(weight + e, e < c.dim, 0.0).to(tl.float32) + c.weight_bias
+    b = 0.0
+    if beta is not None:
+        b = tl.load(beta + e, e < c.dim, 0.0).to(tl.float32)
+    return w, b
+
+
+@triton.jit
+def write(y, mean, rstd, w, b, residual, out, e, known, factor, c: tl.constexpr):
+    """Write elements e of the rows y to the residual, if there is one, and normalised to `out`."""
+    if residual is not None:
+        tl.store(residual + e, y.to(residual.dtype.element_ty), known)
+    y = (y - mean) * rstd * w + b
+    tl.store(out + e, convert(y, factor, out.dtype.element_ty, c.mantissa), known)
+
+
+@triton.jit(do_not_specialize=["rows", "eps", "factor"])
+def norm_rows(
+    x, residual, weight, beta, scale, out, rows, eps, factor, heads, x_token, x_head, r_token, r_head, o_token, o_head,
+    c: tl.constexpr,
+):  # fmt: skip
+    """Row i is head i % heads of token i // heads."""
+    row = tl.program_id(0) * c.block_rows + tl.arange(0, c.block_rows)[:, None]
+    inside = row < rows
+    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    x += token * x_token + head * x_head
+    out += token * o_token + head * o_head
+    if residual is not None:
+        residual += token * r_token + head * r_head
+    if scale is not None:
+        factor /= tl.load(scale).to(tl.float32)
+    mean = 0.0
+    if c.block >= c.dim:
+        e = tl.arange(0, c.block)[None, :]
+        known = inside & (e < c.dim)
+        y = load_sum(x, residual, e, known)
+        w, b = load_affine(weight, beta, e, c)  # loaded before the sums are known, not after
+        if c.center:
+            mean = tl.sum(y, 1, keep_dims=True) / c.dim
+        off = tl.where(known, y - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(off * off, 1, keep_dims=True) / c.dim + eps)
+        write(y, mean, rstd, w, b, residual, out, e, known, factor, c)
+    else:
+        total = tl.full((c.block_rows, c.block), 0.0, tl.float32)
+        if c.center:
+            for start in range(0, c.dim, c.block):
+                e = start + tl.arange(0, c.block)[None, :]
+                total += load_sum(x, residual, e, inside & (e < c.dim))
+            mean = tl.sum(total, 1, keep_dims=True) / c.dim
+            total = tl.full((c.block_rows, c.block), 0.0, tl.float32)
+        for start in range(0, c.dim, c.block):
+            e = start + tl.arange(0, c.block)[None, :]
+            known = inside & (e < c.dim)
+            off = tl.where(known, load_sum(x, residual, e, known) - mean, 0.0)
+            total += off * off
+        rstd = tl.rsqrt(tl.sum(total, 1, keep_dims=True) / c.dim + eps)
+        for start in range(0, c.dim, c.block):
+            e = start + tl.arange(0, c.block)[None, :]
+            known = inside & (e < c.dim)
+            w, b = load_affine(weight, beta, e, c)
+            write(load_sum(x, residual, e, known), mean, rstd, w, b, residual, out, e, known, factor, c)
+
+
+_launch = SmallLauncher(norm_rows)
+
+
+def norm(
+    out: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    beta: Tensor | None,
+    scale: Tensor | None,
+    factor: float,
+    eps: float,
+    weight_bias: float,
+    center: bool,
+) -> None:
+    """`quire.kernels.norm.norm` on a GPU."""
+    if not x.numel():
+        return
+    heads, dim = x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
+    c = norm_config(dim, weight_bias, center, mantissa_bits(out.dtype))
+    rows = len(x) * heads
+    sizes = heads, *_strides(x), *_strides(x if residual is None else residual), *_strides(out)
+    tensors = (x, residual, weight, beta, scale, storage(out))
+    _launch((triton.cdiv(rows, c.block_rows), 1), tensors, (rows, eps, factor), sizes, c)
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Strides of tokens and heads; rows without heads count as tokens of one head."""
+    return x.stride(0), x.stride(1) if x.ndim == 3 else 0
