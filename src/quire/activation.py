@@ -21,16 +21,18 @@ __all__ = [
 ]
 
 
-def _act(kind: str, input: Tensor, out: Tensor | None, scale: float | Tensor | None = None) -> Tensor:
-    """Check the arguments and compute into `out`, which is allocated if it is None and is fp8 if there is a scale."""
+def _act(
+    kind: str, input: Tensor, out: Tensor | None, scale: float | Tensor | None = None, fp8: bool = False
+) -> Tensor:
+    """Check the arguments and compute into `out`, which is allocated if it is None and not of `fp8`."""
     refuse_grad(input=input, out=out)
     check_tensors(input=input)
     if not input.ndim or input.shape[-1] % 2 or not input.shape[-1]:
         raise ValueError(f"input has shape {list(input.shape)}: the last dimension must be 2 * dim, dim at least 1")
     check_floats(input, "input", tuple(input.shape))
     shape = (*input.shape[:-1], input.shape[-1] // 2)
-    divisor, factor = (None, 1.0) if scale is None else as_divisor(scale, "scale", input.device)
-    out = float_output(out, "out", shape, input, scale is not None)
+    divisor, factor = as_divisor(scale, "scale", input.device)
+    out = float_output(out, "out", shape, input, fp8)
     x, y = input, out
     if input.ndim != 2:
         x = input.reshape(-1, input.shape[-1])
@@ -73,26 +75,32 @@ def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool
     return _act("gelu_tanh", input, out)
 
 
-def silu_and_mul_quant(out: Tensor, input: Tensor, scale: float | Tensor, enable_pdl: bool | None = None) -> None:
+def silu_and_mul_quant(
+    out: Tensor, input: Tensor, scale: float | Tensor | None, enable_pdl: bool | None = None
+) -> None:
     """`silu_and_mul` divided by a scale, as fp8.
 
     Args:
         out: where to write, torch.float8_e4m3fn or float8_e5m2 [..., dim], rows equally far apart. Values beyond the
             range of fp8 become its largest finite value.
-        scale: a positive number, or a tensor with one element on the input's device, which the host never reads.
+        scale: a positive number, or a tensor with one element on the input's device, never read by the host; None: 1.
         input, enable_pdl: as in `silu_and_mul`.
 
     Raises:
         ValueError: as in `silu_and_mul`.
     """
-    _act("silu", input, out, scale)
+    _act("silu", input, out, scale, fp8=True)
 
 
-def gelu_and_mul_quant(out: Tensor, input: Tensor, scale: float | Tensor, enable_pdl: bool | None = None) -> None:
+def gelu_and_mul_quant(
+    out: Tensor, input: Tensor, scale: float | Tensor | None, enable_pdl: bool | None = None
+) -> None:
     """`gelu_and_mul` divided by a scale, as fp8; arguments as in `silu_and_mul_quant`."""
-    _act("gelu", input, out, scale)
+    _act("gelu", input, out, scale, fp8=True)
 
 
-def gelu_tanh_and_mul_quant(out: Tensor, input: Tensor, scale: float | Tensor, enable_pdl: bool | None = None) -> None:
+def gelu_tanh_and_mul_quant(
+    out: Tensor, input: Tensor, scale: float | Tensor | None, enable_pdl: bool | None = None
+) -> None:
     """`gelu_tanh_and_mul` divided by a scale, as fp8; arguments as in `silu_and_mul_quant`."""
-    _act("gelu_tanh", input, out, scale)
+    _act("gelu_tanh", input, out, scale, fp8=True)

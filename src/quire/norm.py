@@ -63,17 +63,18 @@ def _norm(
     beta: Tensor | None = None,
     residual: Tensor | None = None,
     scale: float | Tensor | None = None,
+    fp8: bool = False,
 ) -> Tensor:
-    """Check the arguments and compute into `out`, which is allocated if it is None and is fp8 if there is a scale."""
+    """Check the arguments and compute into `out`, which is allocated if it is None and not of `fp8`."""
     refuse_grad(input=input, residual=residual, out=out)
     _check_rows(input, eps, **({"weight": weight} if beta is None else {"gemma": weight, "beta": beta}))
-    divisor, factor = (None, 1.0) if scale is None else as_divisor(scale, "scale", input.device)
+    divisor, factor = as_divisor(scale, "scale", input.device)
     shape = tuple(input.shape)
     if residual is not None:
         check_tensor(residual, "residual", shape, input.dtype, input.device)
         check_no_overlap(residual, "residual")
     name = "out" if residual is None or out is not input else "input"
-    out = float_output(out, name, shape, input, scale is not None)
+    out = float_output(out, name, shape, input, fp8)
     x = None if out is input else input
     norm(out, x, residual, weight, beta, divisor, factor, float(eps), weight_bias, beta is not None)
     return out
@@ -112,7 +113,7 @@ def rmsnorm_quant(
     out: Tensor,
     input: Tensor,
     weight: Tensor,
-    scale: float | Tensor,
+    scale: float | Tensor | None,
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
@@ -121,13 +122,13 @@ def rmsnorm_quant(
     Args:
         out: where to write, torch.float8_e4m3fn or float8_e5m2 of the input's shape. Values beyond the range of fp8
             become its largest finite value.
-        scale: a positive number, or a tensor with one element on the input's device, which the host never reads.
+        scale: a positive number, or a tensor with one element on the input's device, never read by the host; None: 1.
         input, weight, eps, enable_pdl: as in `rmsnorm`.
 
     Raises:
         ValueError: as in `rmsnorm`.
     """
-    _norm(out, input, weight, eps, scale=scale)
+    _norm(out, input, weight, eps, scale=scale, fp8=True)
 
 
 def fused_add_rmsnorm(
@@ -142,6 +143,7 @@ def fused_add_rmsnorm(
     Raises:
         ValueError: as in `rmsnorm`.
     """
+    check_tensors(residual=residual)
     _norm(input, input, weight, eps, residual=residual)
 
 
@@ -149,6 +151,7 @@ def gemma_fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """`fused_add_rmsnorm` with weight + 1 in weight's place, as in Gemma."""
+    check_tensors(residual=residual)
     _norm(input, input, weight, eps, residual=residual, weight_bias=1.0)
 
 
@@ -157,7 +160,7 @@ def fused_add_rmsnorm_quant(
     input: Tensor,
     residual: Tensor,
     weight: Tensor,
-    scale: float | Tensor,
+    scale: float | Tensor | None,
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
@@ -165,7 +168,8 @@ def fused_add_rmsnorm_quant(
 
     `input` is not changed. Arguments and errors are those of `rmsnorm_quant` and `fused_add_rmsnorm`.
     """
-    _norm(out, input, weight, eps, residual=residual, scale=scale)
+    check_tensors(residual=residual)
+    _norm(out, input, weight, eps, residual=residual, scale=scale, fp8=True)
 
 
 def layernorm(input: Tensor, gemma: Tensor, beta: Tensor, eps: float = 1e-6) -> Tensor:
@@ -187,11 +191,11 @@ def layernorm(input: Tensor, gemma: Tensor, beta: Tensor, eps: float = 1e-6) -> 
 
 
 def layernorm_quant(
-    out: Tensor, input: Tensor, gemma: Tensor, beta: Tensor, scale: float | Tensor, eps: float = 1e-6
+    out: Tensor, input: Tensor, gemma: Tensor, beta: Tensor, scale: float | Tensor | None, eps: float = 1e-6
 ) -> None:
     """`layernorm` divided by a scale, as fp8, to `out`. Arguments are those of `layernorm` and `rmsnorm_quant`."""
     check_tensors(beta=beta)
-    _norm(out, input, gemma, eps, beta=beta, scale=scale)
+    _norm(out, input, gemma, eps, beta=beta, scale=scale, fp8=True)
 
 
 def fused_qk_rmsnorm_rope_append_paged_kv_cache(
@@ -300,7 +304,5 @@ def _cache_scale(
     scale: float | Tensor | None, name: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, float]:
     """A scale of keys or values, see `as_divisor`. Caches that are not fp8 have none."""
-    if scale is None:
-        return None, 1.0
-    check(dtype in FLOATS8, name, scale, lambda: f"None for a cache of {dtype}")
+    check(scale is None or dtype in FLOATS8, name, scale, lambda: f"None for a cache of {dtype}")
     return as_divisor(scale, name, device)

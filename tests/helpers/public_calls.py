@@ -418,6 +418,8 @@ def others(device: str) -> dict[str, PublicCall]:
 
 
 def all_calls(device: str = "cpu") -> dict[str, PublicCall]:
+    from helpers.layer_calls import layers  # which needs PublicCall
+
     made = [attention(device), latent(device), merging(device), composed(device), sparse(device)]
-    made += [storing(device), rotating(device), others(device)]
+    made += [storing(device), rotating(device), layers(device), others(device)]
     return {name: call for calls in made for name, call in calls.items()}

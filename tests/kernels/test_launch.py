@@ -152,3 +152,42 @@ def test_a_launch_that_takes_descriptors(monkeypatch):
     assert [x[0] for x in encoded] == [16, 32, 48, 32]
     assert encoded[0][1:] == (3, 2, TMA_DTYPE_DEVICE_TO_HOST[10], (16, 64), (160, 1024), (1024, 1), 0)
     assert not repeat(64, None, 24, 32, None, 80, None, None, 0), "an address that is not aligned"
+
+
+class Kernel:
+    """A kernel that Triton "compiles" at each call, which keeps its arguments."""
+
+    def __init__(self):
+        self.compiled, self.calls = Compiled(), []
+
+    def __getitem__(self, grid):
+        def call(*given, num_warps):
+            self.calls.append((grid, given, num_warps))
+            return self.compiled
+
+        return call
+
+
+def test_a_small_launch_is_compiled_once_and_then_made_by_address(monkeypatch):
+    """Anew for other dtypes, sizes and constants; by Triton's own path wherever an address is not aligned."""
+    monkeypatch.setattr(launch, "DIRECT", True)
+    monkeypatch.setattr(launch, "INTERPRETED", True)  # tensors on the CPU have no current device
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "the stream", raising=False)
+    kernel = Kernel()
+    small, x, y = launch.SmallLauncher(kernel), torch.zeros(64), torch.zeros(64)
+    constants, others = (type("Constants", (), {"num_warps": n})() for n in (4, 8))
+    small((3, 2), (x, None), (5, 0.5), (16,), constants)
+    assert kernel.calls == [((3, 2), (x, None, 5, 0.5, 16, constants), 4)]
+    small((7, 2), (y, None), (6, 0.25), (16,), constants)
+    assert kernel.compiled.launched == [(y.data_ptr(), None, 6, 0.25, 16, constants)]
+    for tensors, sizes, c in (
+        ((x.int(), None), (16,), constants),
+        ((x, None), (8,), constants),
+        ((x, x), (16,), others),
+    ):
+        small((1, 1), tensors, (5, 0.5), sizes, c)
+    assert len(kernel.calls) == 4
+    for _ in range(2):
+        small((1, 1), (x[1:], None), (5, 0.5), (16,), constants)
+    assert len(kernel.calls) == 6
+    assert len(kernel.compiled.launched) == 1

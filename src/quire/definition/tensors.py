@@ -194,9 +194,9 @@ def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Ten
     return scale
 
 
-def as_divisor(scale: float | Tensor, name: str, device: torch.device) -> tuple[Tensor | None, float]:
+def as_divisor(scale: float | Tensor | None, name: str, device: torch.device) -> tuple[Tensor | None, float]:
     """What fp8 outputs are divided by: a tensor with one element, which the host never reads, and a factor; a number
-    becomes a factor alone.
+    becomes a factor alone, None the factor 1.
     """
     divisor = as_scale(scale, name, 1)
     if isinstance(divisor, Tensor):

@@ -1,0 +1,81 @@
+"""The kernels of norms and activations compile for every architecture without spilling registers, and without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
+targets = pytest.mark.parametrize("target", TARGETS)
+MANTISSA = {"*fp8e4nv": 3, "*fp8e5": 2}
+
+
+def stored_as(dtype: str, target: str) -> str:
+    """The type of an output as the kernel sees it."""
+    return "*u8" if dtype in MANTISSA and target in ("sm_80", "gfx942") else dtype
+
+
+def check(kernel, target, given, num_warps):
+    from helpers.triton_compile import compile_kernel
+
+    usage = compile_kernel(kernel, target, given, num_warps=num_warps)
+    assert usage.shared <= usage.limit
+    assert usage.spills == 0, usage.spills
+    return usage
+
+
+@targets
+def test_norms(target):
+    from quire.kernels.triton.norm import norm_config, norm_rows
+
+    plain = {"x": "*bf16", "residual": None, "weight": "*bf16", "beta": None, "scale": None, "eps": "fp32"}
+    plain |= {"factor": "fp32", "heads": 1}
+    for dim, out, change in (
+        (128, "*bf16", {"heads": "i32"}),
+        (4096, "*bf16", {"residual": "*bf16"}),
+        (5120, "*fp8e4nv", {"residual": "*bf16", "scale": "*fp32"}),
+        (16384, "*fp32", {"x": "*fp32", "residual": "*fp32", "weight": "*fp32"}),
+        (16384, "*fp32", {"x": "*fp32", "beta": "*fp32", "weight": "*fp32"}),
+        (20480, "*bf16", {"residual": "*bf16"}),
+        (20480, "*fp8e5", {"beta": "*fp32"}),
+    ):
+        c = norm_config(dim, 1.0, "beta" in change, MANTISSA.get(out, 0))
+        num_warps = min(c.num_warps, 16) if target == "gfx942" else c.num_warps  # whose warps have 64 threads
+        usage = check(norm_rows, target, {**plain, **change, "out": stored_as(out, target), "c": c}, num_warps)
+        if target == "sm_90" and dim == 4096:
+            loads = [line for line in usage.asm["ptx"].splitlines() if "ld.global" in line]
+            assert len(loads) == 6, "two of each of input, residual and weight"
+            assert all(".v4." in line for line in loads), "16 bytes each"
+
+
+@targets
+def test_activations(target):
+    from quire.kernels.triton.activation import activate_rows, activation_config
+
+    for kind in ("silu", "gelu", "gelu_tanh"):
+        for dim, out in ((64, "*bf16"), (14336, "*fp8e4nv"), (14336, "*fp8e5")):
+            c = activation_config(dim, kind, MANTISSA.get(out, 0))
+            given = {"x": "*bf16", "scale": "*fp32", "out": stored_as(out, target), "factor": "fp32", "c": c}
+            check(activate_rows, target, given, c.num_warps)
+
+
+@targets
+def test_heads_normalised_rotated_and_appended(target):
+    from quire.kernels.triton.qk_norm_rope import norm_rotate_append, qk_config
+
+    tables = ("requests", "positions", "indptr", "indices")
+    by_slots = {"slots": "*i64", **dict.fromkeys(tables), "k_scale": None, "v_scale": None}
+    by_table = {"slots": None, **dict.fromkeys(tables, "*i32"), "k_scale": "*fp32", "v_scale": "*fp32"}
+    bf16 = dict.fromkeys(("q", "k", "v", "q_weight", "k_weight", "q_out"), "*bf16")
+    for dim, rotary_dim, interleave, cache, change in (
+        (128, 128, False, "*bf16", by_slots),
+        (128, 128, True, "*bf16", by_slots),
+        (256, 256, False, "*fp8e4nv", by_table),
+        (128, 64, True, "*fp8e5", by_table),
+        (64, 64, False, "*bf16", {**by_slots, "q_weight": None, "k_weight": None}),
+    ):
+        c = qk_config(dim, dim, rotary_dim, 32, interleave, 1.0, MANTISSA.get(cache, 0))
+        pages = dict.fromkeys(("k_cache", "v_cache"), stored_as(cache, target))
+        numbers = {"cos_sin_cache": "*fp32", "pos_ids": "*i64", "eps": "fp32", "k_factor": "fp32", "v_factor": "fp32"}
+        check(norm_rotate_append, target, {**bf16, **pages, **numbers, **change, "c": c}, c.num_warps)
