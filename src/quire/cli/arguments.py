@@ -9,7 +9,7 @@ from typing import Any
 from quire import __version__
 
 _FILE = "a file of prompts, one per line; if it has lines of nothing but ---, prompts are what stands between them"
-_BENCH = "Time attention beside torch and, on a GPU, installed peers, under ceilings of the same run."
+_BENCH = "Time attention or other layers beside torch and, on a GPU, installed peers, under ceilings of the same run."
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
 
@@ -76,14 +76,17 @@ def _env(commands: Any) -> None:
 
 
 def _bench(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="time attention", description=_BENCH)
-    parser.add_argument("operation", choices=("decode", "prefill"))
+    parser = commands.add_parser("bench", help="time attention and other layers", description=_BENCH)
+    parser.add_argument("operation", choices=("decode", "prefill", "layers"))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU unless said otherwise, if there is one")
     parser.add_argument("--backend", default="auto", help="kernel family (see quire env)")
-    parser.add_argument("--cell", action="append", help='what to time, like "gqa4 p16 8x2k" (may be given again)')
-    parser.add_argument(
-        "--peers", help="on a GPU, a list of fa3, flashinfer, cudnn, flex (which is compiled for each cell) and sdpa"
+    cell = 'what to time, like "gqa4 p16 8x2k", or of layers "rmsnorm 4096 x64" (may be given again)'
+    parser.add_argument("--cell", action="append", help=cell)
+    attention, layers = (
+        "fa3, flashinfer, cudnn, flex (which is compiled for each cell), sdpa",
+        "torch.compile, flashinfer",
     )
+    parser.add_argument("--peers", help=f"on a GPU, a list of {attention}; of layers: {layers}")
     parser.add_argument("--rounds", type=int, default=11, help="of which the median counts")
     parser.add_argument(
         "--json",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,19 @@ def _module(device: str | None) -> Any:
     return gpu
 
 
-def _plotter(file: Path) -> Any:
+def _plotter(file: Path, layers: bool) -> Any:
     """The function that plots results. It is imported before hours are spent on timing, to see whether it can be."""
     if file.suffix != ".png" or not file.absolute().parent.is_dir():
         raise ValueError(f"--plot {file}: it must end in .png, in a folder that exists")
     try:
-        from quire.bench.plot import plot
+        from quire.bench import layers_table, plot
     except ImportError as error:
         raise ValueError(f"--plot needs matplotlib: pip install 'quire[bench]' ({error})") from error
-    return plot
+    return layers_table.plot if layers else plot.plot
 
 
-def run(args: argparse.Namespace) -> int:
-    if args.rounds < 1:
-        raise ValueError(f"--rounds {args.rounds}: it must be at least 1")
+def _attention(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], Iterator[dict[str, Any]]], Any]:
+    """The names of the cells, a function that times them, and one that makes the table."""
     bench = _module(args.device)
     listed = bench.DECODE if args.operation == "decode" else bench.PREFILL
     from quire.bench.cells import Cell
@@ -53,10 +53,35 @@ def run(args: argparse.Namespace) -> int:
     names = [f"{args.operation} {cell}" for cell in args.cell] if args.cell else listed
     for name in names:
         Cell.parse(name)  # refuse unknown cells before timing any
-    plot = None if args.plot is None else _plotter(args.plot)
+    return names, lambda: bench.bench(names, args.backend, args.rounds, **asked), bench.table
+
+
+def _layers(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], Iterator[dict[str, Any]]], Any]:
+    """As `_attention`, of the operations beside attention."""
+    if _module(args.device).__name__ != "quire.bench.gpu":
+        raise ValueError("quire bench layers times kernels on a GPU: there is none, or --device says cpu")
+    from quire.bench import layers
+    from quire.bench.layers_table import table
+
+    asked = None if args.peers is None else tuple(filter(None, args.peers.split(",")))
+    for peer in asked or ():
+        if peer not in layers.PEERS:
+            raise ValueError(f"--peers {args.peers}: {peer!r} is unknown; there are {', '.join(layers.PEERS)}")
+    names = args.cell or layers.LAYERS
+    for name in names:
+        layers.Cell.parse(name)
+    return names, lambda: layers.bench(names, args.rounds, asked), table
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: it must be at least 1")
+    layers = args.operation == "layers"
+    names, bench, table = _layers(args) if layers else _attention(args)
+    plot = None if args.plot is None else _plotter(args.plot, layers)
     file = None if args.json == Path("-") else args.json
     result: dict[str, Any] = {}
-    for result in bench.bench(names, args.backend, args.rounds, **asked):
+    for result in bench():
         done = result["cells"]
         print(f"{len(done)} of {len(names)}: {done[-1]['cell']}", file=sys.stderr, flush=True)
         if file is not None:  # after each cell, so that a crash loses no results
@@ -67,5 +92,5 @@ def run(args: argparse.Namespace) -> int:
         json.dump(result, sys.stdout, indent=2)
         print()
         return 0
-    print(bench.table(result))
+    print(table(result))
     return 0

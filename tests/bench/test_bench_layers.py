@@ -1,0 +1,94 @@
+"""`quire bench layers` with the CPU in the GPU's place: cells, what they compute, and tables of the results."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.cli import main
+
+pytest.importorskip("triton")
+from quire.bench import cpu, gpu, layers, layers_table, peers
+
+SMALL = [
+    *("rmsnorm 64 x5", "layernorm 64 x5", "fused_add_rmsnorm 64 x5", "fused_add_rmsnorm_quant 64 x5"),
+    *("silu_and_mul 32 x5", "gelu_and_mul 32 x5", "gelu_tanh_and_mul 32 x5", "gelu_and_mul_quant 32 x5"),
+    *("silu_and_mul_quant 32 x5", "gelu_tanh_and_mul_quant 32 x5", "qk_norm_rope_append 4:2 x5"),
+]
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A GPU that is the CPU, and a compiler that leaves functions as they are."""
+    for name in ("empty", "randn", "rand", "ones", "randint", "randperm"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *a, make=make, **o: make(*a, **{k: v for k, v in o.items() if k != "device"})
+        )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: SimpleNamespace(L2_cache_size=1 << 14))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(gpu, "graph_seconds", lambda runs, rounds: sum(cpu.medians(runs, rounds)) / len(runs))
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    monkeypatch.setattr(layers, "_LARGE", 1 << 20)
+    monkeypatch.setattr(peers, "flashinfer", lambda: None)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_quire_and_the_plain_formula_compute_the_same(name, pretended):
+    work = layers.Cell.parse(name).work()
+    ours, theirs = ([x.clone() for x in work.inputs] for _ in range(2))
+    here, there = work.ours(*ours), work.plain(*theirs)
+    results = [*zip(ours, theirs, strict=True), *([(here, there)] if isinstance(there, torch.Tensor) else [])]
+    if name.startswith("rmsnorm"):
+        results = [(here, there)]
+    for a, b in results:
+        torch.testing.assert_close(
+            a.float(), b.float(), rtol=0.15 if "quant" in name else 2e-2, atol=4e-2, equal_nan=True
+        )
+
+
+def test_a_table_and_a_plot(pretended, capsys, tmp_path):
+    chosen = [word for name in SMALL[:2] for word in ("--cell", name)]
+    assert main(["bench", "layers", *chosen, "--rounds", "1", "--plot", str(tmp_path / "layers.png")]) == 0
+    table = capsys.readouterr().out
+    assert "| rmsnorm 64 x5 |" in table
+    assert "torch.compile µs" in table
+    assert "FlashInfer" not in table
+    assert (tmp_path / "layers.png").stat().st_size > 1000
+
+
+def test_a_peer_that_fails_is_told(pretended):
+    (result,) = layers.bench(["rmsnorm 64 x5"], 1, ["torch.compile"])
+    result["cells"][0]["flashinfer"] = {"failed": "RuntimeError: no\ncompiler"}
+    text = layers_table.table(result)
+    assert "| failed |" in text
+    assert "FlashInfer failed: rmsnorm 64 x5 (RuntimeError: no compiler)." in text
+    with pytest.raises(ValueError, match="flashinfer is not installed"):
+        next(layers.bench(["rmsnorm 64 x5"], 1, ["flashinfer"]))
+
+
+WRONG = ["", "rmsnorm", "rmsnorm 64", "paint 64 x5", "rmsnorm 0 x5", "rmsnorm 64 x0", "rmsnorm 8:2 x5"]
+
+
+@pytest.mark.parametrize("name", [*WRONG, "qk_norm_rope_append 8 x5"])
+def test_cells_that_cannot_be(name):
+    with pytest.raises(ValueError, match=f"cell '{name}'"):
+        layers.Cell.parse(name)
+
+
+def test_every_listed_cell_is_understood():
+    assert len(set(map(layers.Cell.parse, layers.LAYERS))) == len(layers.LAYERS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert main(["bench", "layers"]) == 2
+    assert "quire bench layers times kernels on a GPU" in capsys.readouterr().err
+
+
+def test_unknown_peers_are_named(pretended, capsys):
+    assert main(["bench", "layers", "--peers", "fa3"]) == 2
+    assert "'fa3' is unknown; there are torch.compile, flashinfer" in capsys.readouterr().err
