@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from quire.bench import cpu, gpu, peers
+from quire.bench import cpu, gpu, layers_table, peers
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -29,7 +29,8 @@ def rendered(name: str) -> str:
         *(f"{title} {result[name]}" for name, title in peers.TITLES.items() if name in result),
         result["date"],
     )
-    return f"{', '.join(machine)}:\n\n{(gpu if on_gpu else cpu).table(result)}\n"
+    module = layers_table if "copy_gb_s" in result["ceilings"] else gpu if on_gpu else cpu
+    return f"{', '.join(machine)}:\n\n{module.table(result)}\n"
 
 
 def main() -> int:

@@ -273,8 +273,23 @@ def test_check_sees_a_wrong_kernel(capsys, monkeypatch):
 
     monkeypatch.setattr(cpu.FAMILY, "attend", wrong)
     assert main(["check", "--batches", "1", "--json"]) == 1
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = json.loads(capsys.readouterr().out)
+    rows = found["rows"]
+    assert len(found["layers"]) == 24 * (1 + torch.cuda.is_available())
+    assert all(row["ok"] for row in found["layers"])
     assert sum(not row["ok"] for row in rows) > len(rows) // 2
+
+
+def test_check_covers_other_layers_and_sees_a_wrong_one(monkeypatch):
+    from quire import activation
+    from quire.cli.check_layers import BOUNDS, check_layers
+
+    rows = list(check_layers(5, 1, torch.device("cpu")))
+    assert len(rows) == 8 * len(BOUNDS)
+    assert all(row["ok"] for row in rows)
+    monkeypatch.setattr(activation, "gelu_and_mul", activation.gelu_tanh_and_mul)
+    rows = list(check_layers(5, 1, torch.device("cpu")))
+    assert {row["operation"] for row in rows if not row["ok"]} == {"gelu_and_mul"}
 
 
 def test_env_says_what_is_there(capsys):

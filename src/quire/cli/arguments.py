@@ -61,11 +61,14 @@ def _generate(commands: Any) -> None:
 
 
 def _check(commands: Any) -> None:
-    description = "Compare every kernel family that this machine can run with the oracle, on random batches."
+    description = (
+        "Compare every kernel family that this machine can run with the oracle, on random batches, and norms and "
+        "activations with their formulas in float64."
+    )
     parser = commands.add_parser("check", help="compare all kernel families with the oracle", description=description)
     parser.add_argument("--seed", type=int, help="of the random batches; a new one each time by default")
     parser.add_argument("--batches", type=int, default=3, help="per row of the table")
-    parser.add_argument("--backend", help="only this kernel family")
+    parser.add_argument("--backend", help="only this kernel family, and no norms and activations")
     parser.add_argument("--json", action="store_true")
 
 

@@ -1,4 +1,6 @@
-"""quire check: compare every kernel family that this machine can run with the oracle, on random batches."""
+"""quire check: compare every kernel family that this machine can run with the oracle, on random batches, and the
+operations beside attention with their formulas.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from quire.bench.batches import Batch, random_batch, relative_error
+from quire.cli.check_layers import check_layers
 from quire.definition.spec import AttentionSpec
 from quire.kernels import registry
 from quire.kernels.call import Call
@@ -55,11 +58,12 @@ def run(args: argparse.Namespace) -> int:
     if not runnable:
         raise ValueError(f"this machine can't run {' or '.join(names)}: see quire env")
     rows = [row for each in runnable for row in _check_family(*each, seed, args.batches)]
+    layers = [row for device in devices for row in check_layers(seed, args.batches, device)] if not args.backend else []
     if args.json:
-        print(json.dumps({"seed": seed, "rows": rows}, indent=2))
+        print(json.dumps({"seed": seed, "rows": rows, "layers": layers}, indent=2))
     else:
-        _print(rows, seed)
-    return 0 if rows and all(row["ok"] for row in rows) else 1
+        _print(rows, layers, seed)
+    return 0 if rows and all(row["ok"] for row in (*rows, *layers)) else 1
 
 
 def _longest(family: str, device: torch.device) -> list[int]:
@@ -142,11 +146,19 @@ def _errors(family: str, batch: Batch, max_q_len: int) -> tuple[float, float]:
     return relative_error(out, exact), float(gap.max()) if gap.numel() else 0.0
 
 
-def _print(rows: list[dict[str, Any]], seed: int) -> None:
+def _print(rows: list[dict[str, Any]], layers: list[dict[str, Any]], seed: int) -> None:
     print(f"{'family':8} {'q':9} {'kv':14} {'layer':16} {'error':>8} {'bound':>8} {'lse':>8}")
     for row in rows:
         mark = "ok" if row["ok"] else "MISS"
         numbers = f"{row['error']:8.1e} {row['bound']:8.0e} {row['lse_error']:8.1e}"
         print(f"{row['family']:8} {row['q']:9} {row['kv']:14} {row['layer']:16} {numbers}  {mark}")
-    missed = sum(not row["ok"] for row in rows)
-    print(f"\n{len(rows)} rows, {missed} missed; --seed {seed} repeats this run")
+    if layers:
+        print(f"\n{'operation':24} {'device':6} {'dtype':9} {'error':>8} {'bound':>8}")
+    for row in layers:
+        name, numbers = (
+            f"{row['operation']:24} {row['device']:6} {row['dtype']:9}",
+            f"{row['error']:8.1e} {row['bound']:8.0e}",
+        )
+        print(f"{name} {numbers}  {'ok' if row['ok'] else 'MISS'}")
+    missed = sum(not row["ok"] for row in (*rows, *layers))
+    print(f"\n{len(rows) + len(layers)} rows, {missed} missed; --seed {seed} repeats this run")
