@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from helpers.checkpoints import SHAPE, save
 from helpers.paths import ROOT
 from quire.engine import LLM, SamplingParams
-from quire.engine.model import attention
+from quire.engine.attend import attention
 
 TOOL = ROOT / "tools" / "architectures.py"
 ORIGINAL = 32  # the length up to which the position encodings of this file's models stay
@@ -39,7 +39,6 @@ REFUSED = {
     "diffllama": "layer 0 computes attention more than once",
     "phimoe": "sliding window of 8 tokens, which does not reach its attention function",
     "doge": "an attention mask of its own",
-    "nemotron": "does not pass keyword arguments on",
     "jamba": "layers of kinds that can't be run over pages: ['linear_attention']",
     "falcon": "does not use Transformers' attention interface",  # these raised KeyError and AttributeError
     "gptj": "does not use Transformers' attention interface",
@@ -56,7 +55,7 @@ def test_what_cannot_run_is_refused_with_the_reason(tool, name, tmp_path):
     assert str(tmp_path) in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["phi3", "whisper"])
+@pytest.mark.parametrize("name", ["phi3", "whisper", "nemotron", "stablelm"])
 def test_what_is_accepted_runs(tool, name, tmp_path):
     assert tool.attempt(name, tmp_path) == ("runs", "")
 
@@ -65,7 +64,7 @@ def test_arguments_that_are_not_known_are_refused():
     module, x = torch.nn.Module(), torch.zeros(1, 2, 3, 8)
     for name in ("position_bias", "head_mask", "indices", "softcap_of_another_name"):
         with pytest.raises(ValueError, match=f"Module asks its attention function for {name}"):
-            attention(module, x, x, x, None, quire_step=object(), dropout=0.0, position_ids=x, **{name: x})
+            attention(module, x, x, x, None, dropout=0.0, position_ids=x, **{name: x})
 
 
 def llama(folder, **changes):

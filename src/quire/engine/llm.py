@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -105,6 +106,8 @@ class LLM:
         max_num_seqs: the largest number of requests that run at once.
         max_batched_tokens: the largest number of tokens of a step; longer prompts are computed in chunks.
         backend: "auto" or a kernel family.
+        compile: whether torch.compile compiles the model's decoder layers; "auto": on a GPU. A model that it cannot
+            compile runs as Transformers has it, and a RuntimeWarning says why.
         runner: the class that computes steps; see docs/serving.md for those of serving backends.
 
     Raises:
@@ -124,6 +127,7 @@ class LLM:
         max_num_seqs: int = 64,
         max_batched_tokens: int = 2048,
         backend: str = "auto",
+        compile: bool | Literal["auto"] = "auto",
         runner: type[Runner] = Runner,
     ) -> None:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens}
@@ -132,7 +136,9 @@ class LLM:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
         chosen = None if dtype == "auto" else as_dtype(dtype)
-        self.model = Model(shipped_model() if folder is None else folder, _usable(device), chosen, max_model_len)
+        self.model = Model(
+            shipped_model() if folder is None else folder, _usable(device), chosen, max_model_len, compile
+        )
         if num_pages is None:
             num_pages = _default_pages(self.model, page_size, max_num_seqs)
         chosen_runner = runner(self.model, num_pages, page_size, backend)

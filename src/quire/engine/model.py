@@ -2,91 +2,28 @@
 
 A model runs on the tokens of all requests in one row, [1, tokens], since only attention mixes tokens. The attention
 function registered with Transformers passes each layer's queries, keys and values to the `Step` of the forward pass,
-which knows the request of each token.
+which knows the request of each token. Linear layers that share their input are computed by one matrix product, and
+decoder layers may be compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from quire.engine import projections
+from quire.engine.attend import NAME, Record, Step, attention, running
 from quire.engine.generation import read_generation_config
-from quire.steps import Heads, Layer
+from quire.engine.regions import Regions, compile_errors, compiling, decoder_layers
+from quire.steps import Layer
 
-NAME = "quire"
-_IGNORED = {"dropout", "is_causal", "logits_to_keep", "output_attentions", "position_ids", "use_cache"}
 _OTHER = "it does not use Transformers' attention interface"
-
-
-class Step(Protocol):
-    """A forward pass, which computes the attention of its layers."""
-
-    def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attention of layer `index` for the new tokens: q [tokens, num_qo_heads, head_dim_qk], k and v [tokens,
-        num_kv_heads, ...]; returns [tokens, num_qo_heads, head_dim_vo].
-        """
-
-
-def attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    quire_step: Step | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The function of Transformers' attention interface: query [1, num_qo_heads, tokens, head_dim], key and value
-    [1, num_kv_heads, tokens, head_dim]; returns [1, tokens, num_qo_heads, head_dim].
-    """
-    name = type(module).__name__
-    if quire_step is None:
-        raise ValueError(f"{name} does not pass keyword arguments on to its attention function")
-    if attention_mask is not None:
-        raise ValueError(f"{name} computes an attention mask of its own")
-    causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise ValueError(f"{name} is not causal")
-    unknown = [key for key, value in kwargs.items() if key not in _IGNORED and value is not None and value is not False]
-    if unknown:
-        raise ValueError(f"{name} asks its attention function for {', '.join(unknown)}, which is not known here")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer = Layer(
-        Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2]),
-        sm_scale=float(scaling) if scaling is not None else q.shape[2] ** -0.5,
-        window_left=sliding_window - 1 if sliding_window else -1,  # Transformers includes the token itself
-        logits_soft_cap=float(softcap) if softcap else 0.0,
-    )
-    return quire_step.attend(module.layer_idx, layer, q, k, v, s_aux)[None], None
-
-
-class _Record:
-    """A step that records the layers and computes no attention.
-
-    Attributes:
-        layers: the parameters of each layer's attention.
-        rotated: the queries and keys of each layer, after rotary embedding, of all tokens but the last.
-    """
-
-    def __init__(self) -> None:
-        self.layers: dict[int, Layer] = {}
-        self.rotated: dict[int, Tensor] = {}
-
-    def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        if index in self.layers:
-            raise ValueError(f"layer {index} computes attention more than once, and has one cache for it")
-        self.layers[index] = layer
-        self.rotated[index] = torch.cat([q[:-1].flatten(), k[:-1].flatten()]).float()
-        return q.new_zeros(len(q), layer.heads.num_qo_heads, layer.heads.head_dim_vo)
 
 
 class Model:
@@ -97,6 +34,8 @@ class Model:
         device: the device of weights and cache.
         dtype: of weights and cache; None: float32 on the CPU, the checkpoint's dtype on other devices.
         max_model_len: a context shorter than the model's own; None: the model's own.
+        compile: whether torch.compile compiles the decoder layers; "auto": on a GPU. Layers that it cannot compile run
+            as Transformers has them, and a RuntimeWarning says why.
 
     Attributes:
         layers: the parameters of each layer's attention.
@@ -111,7 +50,12 @@ class Model:
     """
 
     def __init__(
-        self, folder: str | Path, device: torch.device, dtype: torch.dtype | None, max_model_len: int | None = None
+        self,
+        folder: str | Path,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        max_model_len: int | None = None,
+        compile: bool | Literal["auto"] = "auto",
     ) -> None:
         self.folder, self.device = Path(folder), device
         self._check_files()
@@ -124,13 +68,34 @@ class Model:
         self.default_params, ends = read_generation_config(self.folder, self.network)
         ends = getattr(self.config, "eos_token_id", None) if ends is None else ends
         self.end_ids = frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
-        self.layers = self._probe()
+        self._merged: list[projections.Merged] = []
+        self._regions = Regions([])
+        self.layers: list[Layer] = []
+        self._probe()
+        if device.type == "cuda" if compile == "auto" else compile:
+            self._compile()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the decoder layers run compiled."""
+        return self._regions.on
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: Step) -> Tensor:
         """The logits of the tokens at `rows`: tokens, positions int64 [n]; rows int64 [m]; returns [m, vocab_size]."""
+        with running(step, self.layers):
+            if not self.compiled:
+                return self._logits(tokens, positions, rows)
+            try:
+                with compiling():
+                    return self._logits(tokens, positions, rows)
+            except compile_errors() as error:
+                self._regions.give_up(error)
+                return self._logits(tokens, positions, rows)
+
+    def _logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         result = self.network(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows, quire_step=step
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
         )
         logits: Tensor = result.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]  # not all models support logits_to_keep
@@ -153,6 +118,9 @@ class Model:
         AttentionInterface.register(NAME, attention)
         if dtype is None and self.device.type == "cpu":
             dtype = torch.float32
+        # With accelerate, Transformers reads files in several threads, each tensor straight to its device. Without it,
+        # tensors are pages of the mapped files, which are copied to the device one by one.
+        straight = {"device_map": {"": self.device}} if find_spec("accelerate") and self.device.type != "cpu" else {}
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:
@@ -162,6 +130,7 @@ class Model:
                 attn_implementation=NAME,
                 local_files_only=True,
                 output_loading_info=True,
+                **straight,
             )
         except Exception as error:  # Transformers, safetensors and json raise exceptions of many types
             if isinstance(error, KeyError) and error.args == (NAME,):  # the model has its own table of functions
@@ -176,7 +145,7 @@ class Model:
                 raise ValueError(
                     f"{self.folder} has broken weights: {len(names)} {kind.replace('_', ' ')}, {names[0]} first"
                 )
-        return network.to(self.device).eval()
+        return network.to(self.device).eval().requires_grad_(False)
 
     def _load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -199,9 +168,11 @@ class Model:
 
     @torch.inference_mode()
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """The logits with Transformers' eager attention: tokens int64 [n, len]; returns [n, len, vocab_size]."""
+        """The logits of Transformers' own code, with eager attention: tokens int64 [n, len]; returns [n, len,
+        vocab_size].
+        """
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
-        with self._refusing(list(range(tokens.shape[1]))):
+        with self._unchanged(), self._refusing(list(range(tokens.shape[1]))):
             try:
                 self.network.set_attn_implementation("eager")
                 logits: Tensor = self.network(input_ids=tokens, position_ids=positions, use_cache=False).logits
@@ -224,17 +195,51 @@ class Model:
             if (long[i] - short[i]).norm() > 0.01 * short[i].norm():
                 raise ValueError(self._step_dependent())
 
-    def _probe(self) -> list[Layer]:
-        """The parameters of each layer's attention, recorded in a forward pass of one token."""
+    def _probe(self) -> None:
+        """Record the parameters of each layer's attention in a forward pass of one token, and merge linear layers."""
         other = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if other:
             raise ValueError(f"{self.folder} has layers of kinds that can't be run over pages: {sorted(other)}")
-        layers = self._record([0]).layers
-        self._check_layers(layers)
-        return [layers[i] for i in range(len(layers))]
+        with projections.recorded(self.network) as groups:
+            record = self._record([0])
+        self._check_layers(record.layers)
+        self.layers = [record.layers[i] for i in range(len(record.layers))]
+        self._attentions = [record.modules[i] for i in range(len(record.layers))]
+        self._merge(groups)
 
-    def _record(self, positions: list[int]) -> _Record:
-        record, on_device = _Record(), torch.tensor(positions, device=self.device)
+    def _merge(self, groups: list[list[torch.nn.Linear]]) -> None:
+        """Merge linear layers that share their input, unless the modelling code cannot use columns of a product."""
+        self._merged = projections.merge(groups)
+        try:
+            self._record([0])
+        except ValueError:  # a view of columns, say, for which the modelling code assumes whole rows
+            self._enable_merged(False)
+            self._merged = []
+
+    def _enable_merged(self, on: bool) -> None:
+        for merged in self._merged:
+            merged.enable(on)
+
+    def _compile(self) -> None:
+        for index, module in enumerate(self._attentions):
+            module.quire_index = torch.tensor(index)
+        self._regions = Regions(decoder_layers(self.network, self._attentions))
+        self._regions.enable(True)
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """A context in which the network computes as Transformers has it."""
+        compiled = self.compiled
+        try:
+            self._enable_merged(False)
+            self._regions.enable(False)
+            yield
+        finally:
+            self._enable_merged(True)
+            self._regions.enable(compiled)
+
+    def _record(self, positions: list[int]) -> Record:
+        record, on_device = Record(), torch.tensor(positions, device=self.device)
         tokens = torch.full_like(on_device, self.vocab_size // 3)  # token 0 may be padding, whose keys are 0
         with self._refusing(positions):
             self.logits(tokens, on_device, on_device[:1] * 0, record)

@@ -1,0 +1,106 @@
+"""Linear layers that share their input, as q_proj, k_proj and v_proj do, computed by one matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Merged:
+    """Linear layers of one input, in the order of their calls. Their weights become rows of one weight, so that the
+    first of them computes the product of all, and the others return their columns of it.
+
+    A layer that is called with another tensor than the first one was computes its own product. The product is held from
+    the first layer's call to the last one's.
+
+    Args:
+        linears: at least two layers with equal `in_features`, dtypes and devices, all with a bias or none.
+    """
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.linears = linears
+        self.sizes = [linear.out_features for linear in linears]
+        self.weight = self._join([linear.weight for linear in linears])
+        self.bias = None if linears[0].bias is None else self._join([linear.bias for linear in linears])
+        weights = self.weight.split(self.sizes)
+        biases = [None] * len(linears) if self.bias is None else self.bias.split(self.sizes)
+        for index, (linear, weight, bias) in enumerate(zip(linears, weights, biases, strict=True)):
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            linear.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+            linear.__dict__.update(quire_merged=self, quire_place=index)
+        self.input: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+        self.enable(True)
+
+    @staticmethod
+    def _join(parts: list[Tensor]) -> nn.Parameter:
+        """The parts one below another. torch.compile takes the shape of a Parameter, unlike a tensor's, as constant."""
+        return nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)
+
+    def enable(self, on: bool) -> None:
+        """Compute the layers together, or each for itself."""
+        self.input, self.outputs = None, ()
+        for linear in self.linears:
+            linear.__class__ = _Part if on else nn.Linear
+
+
+class _Part(nn.Linear):
+    """One of the layers of `Merged`."""
+
+    quire_merged: Merged
+    quire_place: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        merged, place = self.quire_merged, self.quire_place
+        if place == 0:
+            merged.input = input
+            merged.outputs = F.linear(input, merged.weight, merged.bias).split(merged.sizes, dim=-1)
+        elif input is not merged.input:
+            return F.linear(input, self.weight, self.bias)
+        output = merged.outputs[place]
+        if place == len(merged.sizes) - 1:
+            merged.input, merged.outputs = None, ()
+        return output
+
+
+@contextmanager
+def recorded(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
+    """Record which linear layers of one module are called with one tensor while the context lasts.
+
+    Yields:
+        a list that has, after the context, the layers that may be merged, in the order of their calls.
+    """
+    calls: list[tuple[nn.Module, nn.Linear, Tensor]] = []  # the tensors are kept, so that none has the id of another
+    hooks = []
+
+    def note(parent: nn.Module, linear: nn.Linear, args: tuple[Tensor, ...]) -> None:
+        if args:
+            calls.append((parent, linear, args[0]))
+
+    for parent in network.modules():
+        for child in parent.children():
+            if type(child) is nn.Linear:
+                hooks.append(child.register_forward_pre_hook(partial(note, parent)))
+    found: list[list[nn.Linear]] = []
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+    groups: dict[tuple[object, ...], list[nn.Linear]] = {}
+    counts: dict[nn.Linear, int] = {}
+    for parent, linear, tensor in calls:
+        kind = (linear.weight.dtype, linear.weight.device, linear.bias is None)
+        groups.setdefault((parent, id(tensor), *kind), []).append(linear)
+        counts[linear] = counts.get(linear, 0) + 1
+    found += [group for group in groups.values() if len(group) > 1 and all(counts[linear] == 1 for linear in group)]
+
+
+def merge(groups: Iterable[list[nn.Linear]]) -> list[Merged]:
+    """Merge each group of layers. No more memory is used, but for the weights of one group at a time."""
+    return [Merged(group) for group in groups]
