@@ -25,7 +25,7 @@ ROOMS = {  # what each may import, besides itself; files of the package that are
     "steps": {"definition", "kernels", "face"},
     "serving": {"definition", "face", "cache", "steps"},
     "engine": {"definition", "face", "cache", "steps"},
-    "bench": {"definition", "kernels", "face"},
+    "bench": {"definition", "kernels", "face", "engine"},
     "cli": {"definition", "kernels", "face", "engine", "bench"},
 }
 

@@ -9,7 +9,18 @@ from typing import Any
 from quire import __version__
 
 _FILE = "a file of prompts, one per line; if it has lines of nothing but ---, prompts are what stands between them"
-_BENCH = "Time attention or other layers beside torch and, on a GPU, installed peers, under ceilings of the same run."
+_BENCH = (
+    "Time attention or other layers beside torch and, on a GPU, installed peers, or the engine beside others, under "
+    "ceilings of the same run."
+)
+_CELL = (
+    'what to time, like "gqa4 p16 8x2k", of layers "rmsnorm 4096 x64", for latency "64x1k+128" or "1k into 64x1k" (may '
+    "be given again)"
+)
+_PEERS = (
+    "decode, prefill: a list of fa3, flashinfer, cudnn, flex (which is compiled for each cell) and sdpa; layers: of "
+    "torch.compile and flashinfer; throughput, latency: of transformers and vllm"
+)
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
 
@@ -79,17 +90,12 @@ def _env(commands: Any) -> None:
 
 
 def _bench(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="time attention and other layers", description=_BENCH)
-    parser.add_argument("operation", choices=("decode", "prefill", "layers"))
+    parser = commands.add_parser("bench", help="time attention, other layers or the engine", description=_BENCH)
+    parser.add_argument("operation", choices=("decode", "prefill", "layers", "throughput", "latency"))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU unless said otherwise, if there is one")
     parser.add_argument("--backend", default="auto", help="kernel family (see quire env)")
-    cell = 'what to time, like "gqa4 p16 8x2k", or of layers "rmsnorm 4096 x64" (may be given again)'
-    parser.add_argument("--cell", action="append", help=cell)
-    attention, layers = (
-        "fa3, flashinfer, cudnn, flex (which is compiled for each cell), sdpa",
-        "torch.compile, flashinfer",
-    )
-    parser.add_argument("--peers", help=f"on a GPU, a list of {attention}; of layers: {layers}")
+    parser.add_argument("--cell", action="append", help=_CELL)
+    parser.add_argument("--peers", help=_PEERS)
     parser.add_argument("--rounds", type=int, default=11, help="of which the median counts")
     parser.add_argument(
         "--json",
@@ -99,3 +105,16 @@ def _bench(commands: Any) -> None:
         help="write JSON to a file, after each cell, or without one to stdout",
     )
     parser.add_argument("--plot", type=Path, help="draw rates under their ceiling, as PNG (needs quire[bench])")
+
+    engine = parser.add_argument_group("throughput and latency of the engine")
+    engine.add_argument("--model", type=Path, help="a checkpoint folder; default: the one that comes with Quire")
+    engine.add_argument("--shape", help="random weights instead: qwen3-0.6b, qwen3-8b, [half-]llama-3.1-8b")
+    engine.add_argument("--file", type=Path, help='throughput: JSON lines with "prompt" and "max_tokens"')
+    engine.add_argument("--requests", type=int, default=256, help="throughput: requests of random tokens (256)")
+    engine.add_argument("--input", default="100:1024", metavar="MIN:MAX", help="tokens of their prompts (100:1024)")
+    engine.add_argument("--output", default="100:1024", metavar="MIN:MAX", help="tokens that they generate (100:1024)")
+    engine.add_argument("--seed", type=int, default=0, help="of random tokens and lengths (0)")
+    engine.add_argument("--max-num-seqs", type=int, default=256, help="requests that run at once, in all engines (256)")
+    engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step of Quire computes")
+    engine.add_argument("--page-size", type=int, help="of Quire's cache")
+    engine.add_argument("--num-pages", type=int, help="in Quire's cache")

@@ -1,4 +1,4 @@
-"""quire bench: time attention beside torch and, on a GPU, installed peers, under ceilings of the same run."""
+"""quire bench: time attention and the engine beside others, with ceilings of the same run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+_OF_ENGINES = ("throughput", "latency")
 
 
 def _module(device: str | None) -> Any:
@@ -26,15 +28,16 @@ def _module(device: str | None) -> Any:
     return gpu
 
 
-def _plotter(file: Path, layers: bool) -> Any:
+def _plotter(file: Path, operation: str) -> Any:
     """The function that plots results. It is imported before hours are spent on timing, to see whether it can be."""
     if file.suffix != ".png" or not file.absolute().parent.is_dir():
         raise ValueError(f"--plot {file}: it must end in .png, in a folder that exists")
     try:
-        from quire.bench import layers_table, plot
+        from quire.bench import layers_table, plot, plot_serving
     except ImportError as error:
         raise ValueError(f"--plot needs matplotlib: pip install 'quire[bench]' ({error})") from error
-    return layers_table.plot if layers else plot.plot
+    module = plot_serving if operation in _OF_ENGINES else layers_table if operation == "layers" else plot
+    return module.plot
 
 
 def _attention(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], Iterator[dict[str, Any]]], Any]:
@@ -76,9 +79,12 @@ def _layers(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], Itera
 def run(args: argparse.Namespace) -> int:
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: it must be at least 1")
-    layers = args.operation == "layers"
-    names, bench, table = _layers(args) if layers else _attention(args)
-    plot = None if args.plot is None else _plotter(args.plot, layers)
+    plot = None if args.plot is None else _plotter(args.plot, args.operation)
+    if args.operation in _OF_ENGINES:
+        from quire.cli import bench_engine
+
+        return bench_engine.run(args, _module(args.device), plot)
+    names, bench, table = _layers(args) if args.operation == "layers" else _attention(args)
     file = None if args.json == Path("-") else args.json
     result: dict[str, Any] = {}
     for result in bench():

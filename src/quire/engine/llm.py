@@ -108,6 +108,7 @@ class LLM:
         backend: "auto" or a kernel family.
         compile: whether torch.compile compiles the model's decoder layers; "auto": on a GPU. A model that it cannot
             compile runs as Transformers has it, and a RuntimeWarning says why.
+        load_format: "dummy" makes random weights instead of reading them, so that the folder needs only a config.json.
         runner: the class that computes steps; see docs/serving.md for those of serving backends.
 
     Raises:
@@ -128,6 +129,7 @@ class LLM:
         max_batched_tokens: int = 2048,
         backend: str = "auto",
         compile: bool | Literal["auto"] = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
         runner: type[Runner] = Runner,
     ) -> None:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens}
@@ -137,7 +139,7 @@ class LLM:
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
         chosen = None if dtype == "auto" else as_dtype(dtype)
         self.model = Model(
-            shipped_model() if folder is None else folder, _usable(device), chosen, max_model_len, compile
+            shipped_model() if folder is None else folder, _usable(device), chosen, max_model_len, compile, load_format
         )
         if num_pages is None:
             num_pages = _default_pages(self.model, page_size, max_num_seqs)

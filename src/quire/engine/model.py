@@ -36,6 +36,7 @@ class Model:
         max_model_len: a context shorter than the model's own; None: the model's own.
         compile: whether torch.compile compiles the decoder layers; "auto": on a GPU. Layers that it cannot compile run
             as Transformers has them, and a RuntimeWarning says why.
+        load_format: "dummy" makes random weights instead of reading them, so that the folder needs only a config.json.
 
     Attributes:
         layers: the parameters of each layer's attention.
@@ -56,10 +57,11 @@ class Model:
         dtype: torch.dtype | None,
         max_model_len: int | None = None,
         compile: bool | Literal["auto"] = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
     ) -> None:
         self.folder, self.device = Path(folder), device
-        self._check_files()
-        self.network = self._load(dtype)
+        self._check_files(load_format)
+        self.network = self._load(dtype, load_format == "dummy")
         self.config = self.network.config.get_text_config()
         self.dtype: torch.dtype = self.network.dtype
         self.tokenizer = self._load_tokenizer()
@@ -100,17 +102,19 @@ class Model:
         logits: Tensor = result.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]  # not all models support logits_to_keep
 
-    def _check_files(self) -> None:
+    def _check_files(self, load_format: str) -> None:
+        if load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format = {load_format!r}: it must be 'auto' or 'dummy'")
         if not self.folder.is_dir():
             raise FileNotFoundError(f"there is no model folder {self.folder}")
         if not (self.folder / "config.json").is_file():
             raise FileNotFoundError(f"{self.folder} has no config.json: it is not a Hugging Face checkpoint")
-        if not any(self.folder.glob("*.safetensors")):
+        if load_format == "auto" and not any(self.folder.glob("*.safetensors")):
             raise FileNotFoundError(f"{self.folder} has no *.safetensors file: the weights are missing")
 
-    def _load(self, dtype: torch.dtype | None) -> Any:
+    def _load(self, dtype: torch.dtype | None, dummy: bool) -> Any:
         try:
-            from transformers import AttentionInterface, AutoModelForCausalLM
+            from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
             from transformers.utils import logging
         except ImportError as error:
             raise ImportError(f"running models needs Transformers: pip install 'quire[engine]' ({error})") from error
@@ -123,7 +127,15 @@ class Model:
         straight = {"device_map": {"": self.device}} if find_spec("accelerate") and self.device.type != "cpu" else {}
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
+        report: dict[str, Any] = {}
         try:
+            if dummy:
+                config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+                with torch.device(self.device):
+                    network = AutoModelForCausalLM.from_config(
+                        config, dtype=dtype or config.dtype or torch.float32, attn_implementation=NAME
+                    )
+                return network.eval().requires_grad_(False)
             network, report = AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 dtype=dtype or "auto",

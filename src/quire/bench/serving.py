@@ -1,0 +1,221 @@
+"""Timing engines: throughput of many requests, latency of batches and of prompts that come into a busy engine.
+
+Each engine is loaded, timed on requests with equal tokens, and closed before the next one is loaded. Steps of requests
+that run together have a floor: the time that reading the weights and the keys and values takes at the memory read rate
+measured in the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from quire.bench.engines import ENGINES, Times
+from quire.bench.workloads import LatencyCell, Work, random_work
+
+Row = dict[str, Any]
+_ARRIVALS = 32  # prompts that come into a busy engine
+_BACKGROUND = 4096  # tokens that the requests of a busy engine may generate
+_PERCENTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is timed, and how.
+
+    Attributes:
+        folder: the model: a checkpoint, or a config.json for random weights.
+        name: of the model, in results.
+        engines: of `quire.bench.engines.ENGINES`.
+        most: the largest number of requests that run at once, for all engines.
+        options: further arguments of Quire's LLM.
+    """
+
+    folder: Path
+    name: str
+    device: str
+    engines: Sequence[str] = ("quire",)
+    seed: int = 0
+    most: int = 256
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Any:
+        """Transformers' configuration of the model."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.folder, local_files_only=True).get_text_config()
+
+
+def throughput(setup: Setup, work: Sequence[Work], name: str, context: Row) -> Iterator[Row]:
+    """Yield the result after each engine: `context` (the machine, its ceilings) and a row per engine.
+
+    Args:
+        work: the requests, all submitted at once; `name` describes them.
+    """
+    result = _result(setup, context, "throughput")
+    longest = max(len(w.prompt) + w.max_tokens for w in work)
+    for engine, row in _loaded(setup, longest):
+        if engine is not None:
+            _warm_up(engine, work, setup.seed)
+            times = engine.run(work)
+            seconds = max(each[-1] for each in times)
+            tokens = sum(map(len, times))
+            row |= {
+                "requests": len(work),
+                "seconds": seconds,
+                "output_tokens_s": tokens / seconds,
+                "total_tokens_s": (tokens + sum(len(w.prompt) for w in work)) / seconds,
+                "ttft_ms": percentiles([each[0] for each in times]),
+                "tpot_ms": percentiles([(t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1]),
+                "itl_ms": percentiles([b - a for t in times for a, b in pairwise(t)]),
+            }
+        result["cells"].append({"cell": name, **row})
+        yield result
+
+
+def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> Iterator[Row]:
+    """Yield the result after each engine: `context` and a row per engine and cell (see `LatencyCell`)."""
+    cells, config = {name: LatencyCell.parse(name) for name in names}, setup.config
+    result, vocab = _result(setup, context, "latency"), int(config.vocab_size)
+    longest = max(max(cell.input + cell.output, cell.arriving + 1) for cell in cells.values())
+    if any(cell.arriving for cell in cells.values()):  # the background decodes until all have arrived
+        room = getattr(config, "max_position_embeddings", None) or longest
+        longest = max(longest, min(longest + _BACKGROUND, room))
+    for engine, row in _loaded(setup, longest):
+        for i, (name, cell) in enumerate(cells.items()):
+            found = {} if engine is None else _latency(engine, cell, rounds, vocab, setup.seed + 1000 * i)
+            if found and not cell.arriving and row["engine"] == "Quire":
+                size = floor_bytes(engine.llm.model, cell.batch, cell.input + cell.output // 2)
+                found["floor_ms"] = size / context["ceilings"]["read_gb_s"] / 1e6
+            result["cells"].append({"cell": name, **row, **found})
+        yield result
+
+
+def _latency(engine: Any, cell: LatencyCell, rounds: int, vocab: int, seed: int) -> Row:
+    """The times of a cell, after a round that is not timed."""
+
+    def batch(round: int, count: int, length: int, output: int) -> list[Work]:
+        return random_work(count, (length, length), (output, output), vocab, seed + round)
+
+    if cell.arriving:
+        if not hasattr(engine, "arrivals"):
+            return {"failed": "it takes no requests while others run"}
+        background = batch(0, cell.batch, cell.input, 1)
+        arriving = batch(1, _ARRIVALS + 4, cell.arriving, 1)
+        return {"ttft_ms": percentiles(engine.arrivals(background, arriving)[4:])}
+    steps, firsts = [], []
+    for i in range(rounds + 1):
+        times = engine.run(batch(i, cell.batch, cell.input, cell.output))
+        if i:
+            steps += steady_steps(times)
+            firsts += [each[0] for each in times]
+    found: Row = {"ttft_ms": percentiles(firsts)}
+    if steps:
+        found |= {"step_ms": percentiles(steps), "output_tokens_s": cell.batch / percentiles(steps)["p50"] * 1e3}
+    return found
+
+
+def steady_steps(times: Sequence[Times]) -> list[float]:
+    """Seconds of the steps in which all requests decode: between the last first token and the first last one."""
+    start, end = max(each[0] for each in times), min(each[-1] for each in times)
+    return [b - a for a, b in pairwise(times[0]) if start <= a and b <= end]
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """The 50th, 95th and 99th percentile in milliseconds: the least value that so many percent do not exceed. Nothing
+    has none.
+    """
+    ordered = sorted(seconds)
+    if not ordered:
+        return {}
+    return {f"p{p}": ordered[-(-len(ordered) * p // 100) - 1] * 1e3 for p in _PERCENTILES}
+
+
+def floor_bytes(model: Any, batch: int, length: int) -> int:
+    """Bytes that a decode step of `batch` requests of `length` tokens must read: all weights but the table of
+    embeddings, unless the head shares it, and the keys and values within windows. All experts of a mixture count as
+    read.
+    """
+    network = model.network
+    weights = {p.data_ptr(): p.numel() * p.element_size() for p in network.parameters()}
+    table, head = network.get_input_embeddings(), network.get_output_embeddings()
+    if table is not None and (head is None or head.weight is not table.weight):
+        weights.pop(table.weight.data_ptr(), None)
+    cache = 0
+    for layer in model.layers:
+        seen = min(length, layer.window_left + 1) if layer.window_left >= 0 else length
+        cache += seen * layer.heads.num_kv_heads * (layer.heads.head_dim_qk + layer.heads.head_dim_vo)
+    return sum(weights.values()) + batch * cache * model.dtype.itemsize
+
+
+def _result(setup: Setup, context: Row, operation: str) -> Row:
+    names = {"operation": operation, "model": setup.name, "seed": setup.seed, "max_num_seqs": setup.most}
+    return {**context, **names, "options": {k: str(v) for k, v in setup.options.items()}, "cells": []}
+
+
+def _loaded(setup: Setup, longest: int) -> Iterator[tuple[Any, Row]]:
+    """Each engine and the beginning of its row; for a peer that cannot be loaded, None and the reason."""
+    for name in setup.engines:
+        kind = ENGINES[name]
+        start = time.perf_counter()
+        try:
+            engine = kind(setup.folder, setup.device, longest, setup.most, **setup.options)
+        except Exception as error:
+            if name == "quire":
+                raise
+            yield None, {"engine": kind.title, "failed": f"{type(error).__name__}: {error}"}
+            continue
+        try:
+            yield engine, {"engine": kind.title, "load_s": time.perf_counter() - start}
+        finally:
+            engine.close()
+
+
+def _warm_up(engine: Any, work: Sequence[Work], seed: int) -> None:
+    """Run a few requests of the lengths that will be timed, with other tokens."""
+    few = sorted(work, key=lambda w: len(w.prompt))[:: max(1, len(work) // 8)]
+    vocab = 1 + max(token for w in work for token in w.prompt)
+    engine.run([random_work(1, (len(w.prompt),) * 2, (8, 8), vocab, seed + 1 + i)[0] for i, w in enumerate(few)])
+
+
+def table(result: Row) -> str:
+    """The result as a Markdown table, with the reasons of failures below it."""
+    rows = result["cells"]
+    shown = {
+        "load s": ("load_s", None),
+        "output tokens/s": ("output_tokens_s", None),
+        "tokens/s": ("total_tokens_s", None),
+        "ms per step p50": ("step_ms", "p50"),
+        "p99": ("step_ms", "p99"),
+        "floor ms": ("floor_ms", None),
+        "first token ms p50": ("ttft_ms", "p50"),
+        "p95": ("ttft_ms", "p95"),
+        "p99 ": ("ttft_ms", "p99"),
+        "per token ms p50": ("tpot_ms", "p50"),
+        "p95 ": ("tpot_ms", "p95"),
+        "p99  ": ("tpot_ms", "p99"),
+    }
+    columns = {head: keys for head, keys in shown.items() if any(_value(row, *keys) is not None for row in rows)}
+    lines = [["cell", "engine", *columns]]
+    for row in rows:
+        lines.append([row["cell"], row["engine"], *(_shown(_value(row, *keys)) for keys in columns.values())])
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    failed = {row["engine"]: row["failed"] for row in rows if "failed" in row}
+    notes = [f"{engine} failed: {' '.join(reason.split())[:200]}" for engine, reason in failed.items()]
+    return "\n\n".join(["\n".join([head, "|---|---|" + "--:|" * len(columns), *body]), *notes])
+
+
+def _value(row: Row, key: str, part: str | None) -> float | None:
+    value = row.get(key)
+    return value.get(part) if part is not None and value is not None else value
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,155 @@
+"""What engines are timed on: requests of random or given lengths, and models of a shape without a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+_LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.1-8b": _LLAMA_8B,
+    "half-llama-3.1-8b": _LLAMA_8B | {"num_hidden_layers": 16},
+}
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request: the tokens of its prompt, and the number of tokens to generate, whatever these are."""
+
+    prompt: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyCell:
+    """Requests that run together, or that come one by one into an engine in which others decode.
+
+        64x1k+128        64 requests of 1,024 tokens generate 128 each
+        1k into 64x512   prompts of 1,024 tokens come, one after the other, while 64 of 512 decode
+
+    Attributes:
+        batch, input, output: requests, and tokens of each one's prompt and output.
+        arriving: tokens of the prompts that come into the busy engine; 0: the requests of the batch are timed.
+    """
+
+    batch: int
+    input: int
+    output: int
+    arriving: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> LatencyCell:
+        """The cell that a name describes; ValueError if it describes none."""
+        size = r"([1-9]\d*k?)"
+        if found := re.fullmatch(rf"{size}x{size}\+{size}", text):
+            return cls(*map(_size, found.groups()))
+        if found := re.fullmatch(rf"{size} into {size}x{size}", text):
+            arriving, batch, length = map(_size, found.groups())
+            return cls(batch, length, 0, arriving)
+        raise ValueError(f"cell {text!r}: it must be like 64x1k+128 or like '1k into 64x512'")
+
+
+def _size(text: str) -> int:
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+
+
+def as_range(text: str, name: str) -> Range:
+    """The range of lengths that "100:1024", or "512" alone, denotes.
+
+    Raises:
+        ValueError: it denotes none; the message has `name`.
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise ValueError(f"{name} {text}: it must be a length, or two like 100:1024, the shorter one first")
+    return low, high
+
+
+def random_work(count: int, inputs: Range, outputs: Range, vocab_size: int, seed: int) -> list[Work]:
+    """Requests of random tokens, with lengths of prompts and outputs drawn evenly from ranges, ends included."""
+    random = Random(seed)
+    first = min(1000, vocab_size // 2)  # special tokens have the lowest or the highest ids
+    last = vocab_size - first // 4
+    lengths = [(random.randint(*inputs), random.randint(*outputs)) for _ in range(count)]
+    return [Work([random.randrange(first, last) for _ in range(prompt)], output) for prompt, output in lengths]
+
+
+def read_work(file: Path, tokenizer: Any) -> list[Work]:
+    """Requests from JSON lines with "prompt", a string or a list of token ids, and "max_tokens" (128).
+
+    Raises:
+        ValueError: a line is not such an object, or a prompt is a string and there is no tokenizer.
+    """
+    work = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            given = json.loads(line)
+            prompt, most = given["prompt"], given.get("max_tokens", 128)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f'{file}:{number}: it must be a JSON object with "prompt"') from None
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise ValueError(f"{file}:{number}: the prompt is a string, but the model has no tokenizer")
+            prompt = tokenizer(prompt)["input_ids"]
+        if not prompt or not all(type(token) is int for token in prompt) or type(most) is not int or most < 1:
+            raise ValueError(f"{file}:{number}: prompt must be a string or token ids, and max_tokens positive")
+        work.append(Work(prompt, most))
+    if not work:
+        raise ValueError(f"{file} has no requests")
+    return work
+
+
+def write_shape(name: str, folder: Path) -> Path:
+    """Write the config.json of a shape of `SHAPES`, which engines give random weights, into a folder."""
+    if name not in SHAPES:
+        raise ValueError(f"--shape {name}: it must be one of {', '.join(SHAPES)}")
+    (folder / "config.json").write_text(json.dumps(SHAPES[name] | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}))
+    return folder

@@ -1,0 +1,97 @@
+"""quire bench throughput and latency: time the engine beside others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_LATENCY = ("1x1k+128", "64x1k+128", "1k into 64x1k")
+
+
+def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
+    """Time engines and write the result.
+
+    Args:
+        module: of `quire.bench`, for the machine and its ceilings.
+        plot: draws a result into a file, or None.
+    """
+    from quire.bench import serving
+    from quire.bench.engines import ENGINES
+    from quire.bench.workloads import LatencyCell
+
+    peers = [name for name in (args.peers or "").split(",") if name]
+    unknown = next((name for name in peers if name not in ENGINES or name == "quire"), None)
+    if unknown is not None:
+        raise ValueError(f"--peers {unknown}: it must be of {', '.join(name for name in ENGINES if name != 'quire')}")
+    names = args.cell or _LATENCY
+    for name in names:
+        LatencyCell.parse(name)  # refuse unknown cells before timing any
+    with _folder(args) as (folder, model):
+        options = {key: getattr(args, key) for key in ("max_batched_tokens", "page_size", "num_pages")}
+        options = {"backend": args.backend, **{key: value for key, value in options.items() if value is not None}}
+        most = args.max_num_seqs
+        if args.operation == "latency":  # a batch runs together, and one more comes
+            most = max(most, *(LatencyCell.parse(name).batch + 1 for name in names))
+        setup = serving.Setup(
+            folder,
+            model,
+            "cpu" if module.__name__ == "quire.bench.cpu" else "cuda",
+            ("quire", *peers),
+            args.seed,
+            most,
+            options,
+        )
+        context = {**module.machine(), "ceilings": module.ceilings()}
+        if args.operation == "throughput":
+            results = serving.throughput(setup, *_work(args, setup), context)
+        else:
+            results = serving.latency(setup, names, args.rounds, context)
+        result: dict[str, Any] = {}
+        for result in results:
+            print(f"{result['cells'][-1]['engine']}: done", file=sys.stderr, flush=True)
+            if args.json is not None and args.json != Path("-"):  # after each engine, so that a crash loses no results
+                args.json.write_text(json.dumps(result, indent=2) + "\n")
+    if plot is not None:
+        plot(result, args.plot)
+    print(json.dumps(result, indent=2) if args.json == Path("-") else serving.table(result))
+    return 0
+
+
+@contextmanager
+def _folder(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
+    """The folder and the name of the model."""
+    from quire.bench.workloads import write_shape
+    from quire.engine import shipped_model
+
+    if args.shape is None:
+        folder = args.model or shipped_model()
+        yield folder, folder.name
+        return
+    if args.model is not None:
+        raise ValueError(f"--shape {args.shape}: --model names a model already")
+    with tempfile.TemporaryDirectory(prefix="quire-shape-") as made:
+        yield write_shape(args.shape, Path(made)), args.shape
+
+
+def _work(args: argparse.Namespace, setup: Any) -> tuple[Any, str]:
+    """The requests, and their description."""
+    from transformers import AutoTokenizer
+
+    from quire.bench.workloads import as_range, random_work, read_work
+
+    if args.file is not None:
+        known = (setup.folder / "tokenizer.json").is_file()
+        tokenizer = AutoTokenizer.from_pretrained(setup.folder, local_files_only=True) if known else None
+        work = read_work(args.file, tokenizer)
+        return work, f"{len(work)} requests of {args.file.name}"
+    if args.requests < 1:
+        raise ValueError(f"--requests {args.requests}: it must be at least 1")
+    inputs, outputs = as_range(args.input, "--input"), as_range(args.output, "--output")
+    name = f"{args.requests} requests, {args.input} in, {args.output} out"
+    return random_work(args.requests, inputs, outputs, setup.config.vocab_size, args.seed), name
