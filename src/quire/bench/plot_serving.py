@@ -16,9 +16,9 @@ def plot(result: dict[str, Any], file: Path) -> None:
     token of prompts that come into a busy engine, as a PNG 1,000 pixels wide.
     """
     cells = list(dict.fromkeys(row["cell"] for row in result["cells"]))
-    engines = list(dict.fromkeys(row["engine"] for row in result["cells"]))
-    rows = {(row["cell"], row["engine"]): row for row in result["cells"]}
     rate = result["operation"] == "throughput"
+    engines = list(dict.fromkeys(row["engine"] for row in result["cells"] if _value(row, rate) is not None))
+    rows = {(row["cell"], row["engine"]): row for row in result["cells"]}
     height = 0.8 / len(engines)
     figure = Figure(figsize=(8, 1.6 + 0.3 * len(cells) * (len(engines) + 0.6)), layout="constrained")
     axes = figure.subplots()

@@ -8,8 +8,9 @@ measured in the same run.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,22 +61,30 @@ def throughput(setup: Setup, work: Sequence[Work], name: str, context: Row) -> I
     result = _result(setup, context, "throughput")
     longest = max(len(w.prompt) + w.max_tokens for w in work)
     for engine, row in _loaded(setup, longest):
-        if engine is not None:
-            _warm_up(engine, work, setup.seed)
-            times = engine.run(work)
-            seconds = max(each[-1] for each in times)
-            tokens = sum(map(len, times))
-            row |= {
-                "requests": len(work),
-                "seconds": seconds,
-                "output_tokens_s": tokens / seconds,
-                "total_tokens_s": (tokens + sum(len(w.prompt) for w in work)) / seconds,
-                "ttft_ms": percentiles([each[0] for each in times]),
-                "tpot_ms": percentiles([(t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1]),
-                "itl_ms": percentiles([b - a for t in times for a, b in pairwise(t)]),
-            }
-        result["cells"].append({"cell": name, **row})
+        found = _measured(row, partial(_throughput, engine, work, setup.seed))
+        result["cells"].append({"cell": name, **row, **found})
         yield result
+
+
+def _throughput(engine: Any, work: Sequence[Work], seed: int) -> Row:
+    few = sorted(work, key=lambda w: len(w.prompt))[:: max(1, len(work) // 8)]
+    vocab = 1 + max(token for w in work for token in w.prompt)
+    warm = [
+        random_work(1, (len(w.prompt),) * 2, (min(8, w.max_tokens),) * 2, vocab, seed + i) for i, w in enumerate(few, 1)
+    ]
+    engine.run([w for (w,) in warm])  # of the lengths that will be timed, with other tokens
+    times = engine.run(work)
+    seconds = max(each[-1] for each in times)
+    tokens = sum(map(len, times))
+    return {
+        "requests": len(work),
+        "seconds": seconds,
+        "output_tokens_s": tokens / seconds,
+        "total_tokens_s": (tokens + sum(len(w.prompt) for w in work)) / seconds,
+        "ttft_ms": percentiles([each[0] for each in times]),
+        "tpot_ms": percentiles([(t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1]),
+        "itl_ms": percentiles([b - a for t in times for a, b in pairwise(t)]),
+    }
 
 
 def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> Iterator[Row]:
@@ -88,8 +97,8 @@ def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> It
         longest = max(longest, min(longest + _BACKGROUND, room))
     for engine, row in _loaded(setup, longest):
         for i, (name, cell) in enumerate(cells.items()):
-            found = {} if engine is None else _latency(engine, cell, rounds, vocab, setup.seed + 1000 * i)
-            if found and not cell.arriving and row["engine"] == "Quire":
+            found = _measured(row, partial(_latency, engine, cell, rounds, vocab, setup.seed + 1000 * i))
+            if not cell.arriving and row["engine"] == "Quire":
                 size = floor_bytes(engine.llm.model, cell.batch, cell.input + cell.output // 2)
                 found["floor_ms"] = size / context["ceilings"]["read_gb_s"] / 1e6
             result["cells"].append({"cell": name, **row, **found})
@@ -176,11 +185,16 @@ def _loaded(setup: Setup, longest: int) -> Iterator[tuple[Any, Row]]:
             engine.close()
 
 
-def _warm_up(engine: Any, work: Sequence[Work], seed: int) -> None:
-    """Run a few requests of the lengths that will be timed, with other tokens."""
-    few = sorted(work, key=lambda w: len(w.prompt))[:: max(1, len(work) // 8)]
-    vocab = 1 + max(token for w in work for token in w.prompt)
-    engine.run([random_work(1, (len(w.prompt),) * 2, (8, 8), vocab, seed + 1 + i)[0] for i, w in enumerate(few)])
+def _measured(row: Row, measure: Callable[[], Row]) -> Row:
+    """What `measure` returns; of a peer that fails or was not loaded, the reason."""
+    if "failed" in row:
+        return {}
+    try:
+        return measure()
+    except Exception as error:
+        if row["engine"] == "Quire":
+            raise
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def table(result: Row) -> str:

@@ -223,7 +223,7 @@ class Model:
         """Merge linear layers that share their input, unless the modelling code cannot use columns of a product."""
         self._merged = projections.merge(groups)
         try:
-            self._record([0])
+            self._record([0, min(1, self.context - 1)])
         except ValueError:  # a view of columns, say, for which the modelling code assumes whole rows
             self._enable_merged(False)
             self._merged = []

@@ -1,0 +1,190 @@
+"""Workloads, numbers and tables of `quire bench throughput` and `latency`, and both on the CPU."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig
+
+from helpers.checkpoints import save
+from quire.bench import engines, serving
+from quire.bench.workloads import SHAPES, LatencyCell, Work, as_range, random_work, read_work, write_shape
+from quire.cli.main import main
+
+
+def test_cells():
+    assert LatencyCell.parse("64x1k+128") == LatencyCell(64, 1024, 128)
+    assert LatencyCell.parse("1k into 64x512") == LatencyCell(64, 512, 0, 1024)
+    for bad in ("", "64x1k", "0x5+5", "5x5+0", "1k into 64", "1k into 0x5", "x5+5", "5x5+5k+1"):
+        with pytest.raises(ValueError, match="it must be like 64x1k"):
+            LatencyCell.parse(bad)
+
+
+def test_ranges():
+    assert as_range("100:1024", "--input") == (100, 1024)
+    assert as_range("7", "--input") == (7, 7)
+    for bad in ("", "0", "5:4", "a:b", "1:2:3", "-1"):
+        with pytest.raises(ValueError, match=f"--output {bad}: it must be a length"):
+            as_range(bad, "--output")
+
+
+def test_random_work_repeats_and_keeps_to_its_ranges(rng):
+    vocab, seed = rng.choice((97, 4096, 150000)), rng.randrange(1 << 31)
+    work = random_work(200, (3, 9), (2, 5), vocab, seed)
+    assert work == random_work(200, (3, 9), (2, 5), vocab, seed)
+    assert work != random_work(200, (3, 9), (2, 5), vocab, seed + 1)
+    assert {len(w.prompt) for w in work} == set(range(3, 10))
+    assert {w.max_tokens for w in work} == set(range(2, 6))
+    assert all(0 <= token < vocab for w in work for token in w.prompt)
+
+
+def test_files_of_requests(tmp_path):
+    file = tmp_path / "work.jsonl"
+    file.write_text('{"prompt": [1, 2], "max_tokens": 3}\n\n{"prompt": "ab"}\n')
+    assert read_work(file, lambda text: {"input_ids": [9] * len(text)}) == [Work([1, 2], 3), Work([9, 9], 128)]
+    with pytest.raises(ValueError, match="jsonl:3: the prompt is a string"):
+        read_work(file, None)
+    for bad in ("[1]", "{}", '{"prompt": []}', '{"prompt": [1.5]}', '{"prompt": [1], "max_tokens": 0}', "nonsense"):
+        file.write_text(bad)
+        with pytest.raises(ValueError, match=r"work\.jsonl:1: "):
+            read_work(file, None)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="has no requests"):
+        read_work(file, None)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_configurations_of_their_size(name, tmp_path):
+    config = AutoConfig.from_pretrained(write_shape(name, tmp_path))
+    assert config.dtype == torch.bfloat16
+    assert (config.num_attention_heads, config.head_dim) in ((16, 128), (32, 128))
+    with pytest.raises(ValueError, match="--shape large: it must be one of"):
+        write_shape("large", tmp_path)
+
+
+def test_percentiles_and_steady_steps_by_hand():
+    assert serving.percentiles([]) == {}
+    assert serving.percentiles([0.003]) == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
+    hundred = serving.percentiles([i / 1e3 for i in range(100, 0, -1)])
+    assert hundred == pytest.approx({"p50": 50.0, "p95": 95.0, "p99": 99.0})
+    # All decode from 2, when the second begins, to 4, when the first ends.
+    assert serving.steady_steps([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 9.0]]) == [1.0, 1.0]
+
+
+def test_bytes_of_a_step_by_hand(tmp_path):
+    with engines.LLM(save("mistral", tmp_path), num_pages=64) as llm:
+        tokens = 2 * 2 * 16 * 4 * 4  # keys and values of a token: 2 heads of 16 floats in 4 layers
+        weights = sum(p.numel() for p in llm.model.network.parameters()) - 97 * 32  # the table of embeddings
+        assert serving.floor_bytes(llm.model, 3, 5) == 4 * weights + 3 * 5 * tokens
+        assert serving.floor_bytes(llm.model, 3, 100) == 4 * weights + 3 * 9 * tokens  # the window
+
+
+def test_engines_are_timed_and_written_down(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("quire.bench.cpu.ceilings", lambda: {"read_gb_s": 10.0})
+    file, folder = tmp_path / "result.json", str(save("llama", tmp_path / "llama"))
+    common = ["--device", "cpu", "--model", folder, "--num-pages", "200", "--json", str(file)]
+    given = ["--requests", "7", "--input", "3:9", "--output", "2:5"]
+    assert main(["bench", "throughput", *common, *given, "--seed", "5"]) == 0
+    result = json.loads(file.read_text())
+    (row,) = result["cells"]
+    work = random_work(7, (3, 9), (2, 5), 97, 5)
+    out, total = sum(w.max_tokens for w in work), sum(w.max_tokens + len(w.prompt) for w in work)
+    assert row["output_tokens_s"] * row["seconds"] == pytest.approx(out)
+    assert row["total_tokens_s"] * row["seconds"] == pytest.approx(total)
+    assert 0 < row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"] <= row["seconds"] * 1e3
+    assert row["tpot_ms"]["p50"] > 0
+    assert {"device", "date", "quire", "torch", "seed", "ceilings", "model"} <= set(result)
+    assert "| 7 requests, 3:9 in, 2:5 out | Quire |" in capsys.readouterr().out
+
+    cells = ["--cell", "3x5+6", "--cell", "4 into 2x5", "--rounds", "1", "--peers", "transformers,vllm"]
+    assert main(["bench", "latency", *common, *cells]) == 0
+    rows = {(row["cell"], row["engine"]): row for row in json.loads(file.read_text())["cells"]}
+    ours, theirs = rows["3x5+6", "Quire"], rows["3x5+6", "Transformers"]
+    assert ours["step_ms"]["p50"] > 0
+    assert theirs["step_ms"]["p50"] > 0
+    assert ours["output_tokens_s"] == pytest.approx(3e3 / ours["step_ms"]["p50"])
+    assert 0 < ours["floor_ms"] < ours["step_ms"]["p50"]
+    assert rows["4 into 2x5", "Quire"]["ttft_ms"]["p50"] > 0
+    assert "no requests while others run" in rows["4 into 2x5", "Transformers"]["failed"]
+    printed = capsys.readouterr().out
+    if "failed" in rows["3x5+6", "vLLM"]:
+        assert "vLLM failed: " in printed
+
+    pytest.importorskip("matplotlib")
+    from quire.bench.plot_serving import plot
+
+    plot(json.loads(file.read_text()), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_peer_that_fails_is_told_and_quire_is_not_hidden():
+    def fails():
+        raise OverflowError("too much")
+
+    assert serving._measured({"engine": "vLLM"}, fails) == {"failed": "OverflowError: too much"}
+    with pytest.raises(OverflowError):
+        serving._measured({"engine": "Quire"}, fails)
+
+
+def test_wrong_arguments(capsys, tmp_path):
+    for arguments, message in (
+        (["throughput", "--peers", "fa3"], "--peers fa3: it must be of transformers, vllm"),
+        (["throughput", "--shape", "huge"], "--shape huge: it must be one of qwen3-0.6b"),
+        (["throughput", "--shape", "qwen3-0.6b", "--model", str(tmp_path)], "--model names a model already"),
+        (["latency", "--cell", "gqa4 8x2k"], "it must be like 64x1k"),
+    ):
+        assert main(["bench", *arguments, "--device", "cpu"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_background_that_cannot_run_is_an_error(tmp_path):
+    engine = engines.Quire(save("llama", tmp_path), "cpu", 60, 4, num_pages=64)
+    with pytest.raises(ValueError, match="token 97"):
+        engine.arrivals([Work([97], 1)], [Work([1], 1)])
+    assert engine.run([Work([1, 2], 3), Work([3], 2)])[0][-1] > 0
+    engine.close()
+    with pytest.raises(ValueError, match="requests have 300 tokens: the context of the model is 256"):
+        engines.Quire(tmp_path, "cpu", 300, 4, num_pages=64)
+
+
+def test_vllm_is_stepped_as_it_reports(monkeypatch):
+    """vLLM reports all tokens of a request so far, under a name that it may extend."""
+
+    class Engine:
+        def __init__(self):
+            self.left = {}
+
+        def add_request(self, name, prompt, params):
+            self.left[name] = params["max_tokens"]
+
+        def has_unfinished_requests(self):
+            return bool(self.left)
+
+        def abort_request(self, names):
+            for name in names:
+                self.left.pop(name, None)
+
+        def step(self):
+            found = []
+            for name in list(self.left):
+                self.left[name] -= 1
+                self.count[name] = self.count.get(name, 0) + 1
+                tokens = SimpleNamespace(token_ids=[0] * self.count[name])
+                found.append(SimpleNamespace(request_id=f"{name}-ab12", outputs=[tokens]))
+                if not self.left[name]:
+                    del self.left[name]
+            return found
+
+    engine = engines.VLLM.__new__(engines.VLLM)
+    engine.llm, engine.longest, engine.count = SimpleNamespace(llm_engine=Engine()), 50, 0
+    engine.llm.llm_engine.count = {}
+    monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    assert [len(times) for times in engine.run([Work([1], 3), Work([1, 2], 5)])] == [3, 5]
+    assert len(engine.arrivals([Work([1], 1)] * 2, [Work([5], 1)] * 3)) == 3
+    assert not engine.llm.llm_engine.left

@@ -1,0 +1,107 @@
+"""Compiled decoder layers: the tokens of eager ones, few compilations, and eager code where there is no other way."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch._dynamo.utils import counters
+from transformers.models.llama import modeling_llama
+
+from helpers.checkpoints import save
+from quire.engine import LLM, SamplingParams, model
+from quire.engine.regions import Regions
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Compile without Inductor, which takes long."""
+    monkeypatch.setattr(model, "Regions", partial(Regions, backend="aot_eager"))
+
+
+def complete(folder, rng_prompts, **options):
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(folder, page_size=4, num_pages=200, **options) as llm:
+        done = llm.generate(rng_prompts, params)
+        return llm.model.compiled, [c.token_ids for c in done]
+
+
+def prompts(rng):
+    return [[rng.randrange(1, 97) for _ in range(n)] for n in (3, 17, 1, 30)]
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3", "gpt-oss"))]
+)
+def test_tokens_are_those_of_eager_layers_and_layers_share_code(traced, tmp_path, rng, name):
+    torch.manual_seed(rng.randrange(1 << 31))
+    save(name, tmp_path)
+    asked = prompts(rng)
+    expected = complete(tmp_path, asked, compile=False)
+    counters.clear()
+    for _ in range(2):  # models of one class do not use up each other's recompilations
+        assert complete(tmp_path, asked, compile=True) == (True, expected[1])
+    assert expected[0] is False
+    # Of each model one for a single token, and one for more: layers differ in index and window, and share them.
+    assert counters["stats"]["unique_graphs"] == 4
+    assert not counters["graph_break"]
+
+
+def test_a_cpu_runs_eagerly_unless_asked(tmp_path):
+    save("llama", tmp_path)
+    with LLM(tmp_path, num_pages=64) as llm:
+        assert not llm.model.compiled
+
+
+def test_what_cannot_be_compiled_runs_eagerly_and_says_why_once(traced, tmp_path, rng, monkeypatch):
+    forward = modeling_llama.LlamaMLP.forward
+
+    def broken(self, x):
+        torch._dynamo.graph_break()
+        return forward(self, x)
+
+    save("llama", tmp_path)
+    asked = prompts(rng)
+    _, expected = complete(tmp_path, asked, compile=False)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", broken)
+    with pytest.warns(RuntimeWarning, match="LlamaDecoderLayer can't be compiled and runs eagerly") as told:
+        assert complete(tmp_path, asked, compile=True) == (False, expected)
+    assert len([w for w in told if "can't be compiled" in str(w.message)]) == 1
+
+
+def test_errors_of_a_step_are_not_errors_of_the_compiler(traced, tmp_path, monkeypatch):
+    save("llama", tmp_path)
+    with LLM(tmp_path, num_pages=64, compile=True) as llm:
+        monkeypatch.setattr(llm._engine.runner, "attend", lambda *args: 1 / 0)
+        (done,) = llm.generate([1, 2, 3])
+        assert done.error == "ZeroDivisionError: division by zero"
+        assert llm.model.compiled
+
+
+def test_random_weights_need_only_a_configuration(tmp_path):
+    for file in save("llama", tmp_path).glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="the weights are missing"):
+        LLM(tmp_path)
+    with pytest.raises(ValueError, match="load_format = 'none'"):
+        LLM(tmp_path, load_format="none")
+    with LLM(tmp_path, num_pages=64, load_format="dummy") as llm:
+        assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "gpt-oss"])
+def test_inductor_on_a_gpu_gives_the_tokens_of_eager_layers(tmp_path, rng, name):
+    torch.manual_seed(rng.randrange(1 << 31))
+    save(name, tmp_path)
+    asked = prompts(rng)
+    options = {"device": "cuda", "dtype": "float32", "backend": "triton"}
+    _, expected = complete(tmp_path, asked, compile=False, **options)
+    compiled, tokens = complete(tmp_path, asked, **options)
+    assert compiled
+    assert sum(a == b for a, b in zip(tokens, expected, strict=True)) >= len(tokens) - 1  # ties of rounding
