@@ -95,6 +95,28 @@ Transformers. A layer that attends more than once is refused, and so are a windo
 function, and arguments which that does not know. A position encoding that changes with the longest request of a step
 (longrope, as in Phi-3 of 128k tokens) runs with `LLM(..., max_model_len=...)`, up to the length at which it changes.
 
+## How they are made fast
+
+The modelling code is that of Transformers; three things happen around it when `LLM` loads a checkpoint.
+
+- *Merged projections*: in a forward pass of one token, linear layers of one module that are called with the very same
+  tensor are found, whatever their names: q, k and v, gate and up, the two low-rank projections of DeepSeek. Their
+  weights become rows of one weight, without a second copy, and the first layer computes the product of all. A layer
+  that is called with another tensor computes its own product. Code that cannot use the columns runs as it was.
+- *Compiled layers*: on a GPU (`LLM(compile="auto")`; `True` and `False` decide for any device), torch.compile compiles
+  the decoder layers, so that norms, rotary embedding, activations and residual additions are fused. Attention is one
+  operation to it, `torch.ops.quire.attend_layer`. Layers of one class share compiled code, which is made twice: for one
+  token, and for any other number. Compilation takes its time once; torch keeps what it compiled on disk, in
+  `TORCHINDUCTOR_CACHE_DIR`, which by default is under /tmp. What cannot be compiled runs as Transformers has it, and a
+  RuntimeWarning says why.
+- *Weights straight to the device*: where [accelerate](https://pypi.org/project/accelerate/) is installed, several
+  threads read files, each tensor to its device; without it, mapped files are copied to the device tensor by tensor.
+
+The logits that are compared at load are computed through all of this, those that they are compared with through none.
+`LLM(folder, load_format="dummy")` makes random weights for a folder with nothing but a config.json.
+
+## Architectures
+
 | class | model_type | | why |
 |---|---|---|---|
 """
