@@ -109,8 +109,8 @@ The modelling code is that of Transformers; three things happen around it when `
   token, and for any other number. Compilation takes its time once; torch keeps what it compiled on disk, in
   `TORCHINDUCTOR_CACHE_DIR`, which by default is under /tmp. What cannot be compiled runs as Transformers has it, and a
   RuntimeWarning says why.
-- *Weights straight to the device*: where [accelerate](https://pypi.org/project/accelerate/) is installed, several
-  threads read files, each tensor to its device; without it, mapped files are copied to the device tensor by tensor.
+- *Weights straight to the device*: weights are pages of the mapped files, in the checkpoint's dtype, until several
+  threads copy them to the device, so that no second copy is in host memory.
 
 The logits that are compared at load are computed through all of this, those that they are compared with through none.
 `LLM(folder, load_format="dummy")` makes random weights for a folder with nothing but a config.json.

@@ -64,6 +64,7 @@ def test_shapes_are_configurations_of_their_size(name, tmp_path):
     config = AutoConfig.from_pretrained(write_shape(name, tmp_path))
     assert config.dtype == torch.bfloat16
     assert (config.num_attention_heads, config.head_dim) in ((16, 128), (32, 128))
+    assert config.rope_parameters["rope_theta"] == SHAPES[name]["rope_theta"]
     with pytest.raises(ValueError, match="--shape large: it must be one of"):
         write_shape("large", tmp_path)
 

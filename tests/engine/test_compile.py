@@ -53,6 +53,8 @@ def test_tokens_are_those_of_eager_layers_and_layers_share_code(traced, tmp_path
 
 def test_a_cpu_runs_eagerly_unless_asked(tmp_path):
     save("llama", tmp_path)
+    with pytest.raises(ValueError, match="compile = 'yes': it must be True, False or 'auto'"):
+        LLM(tmp_path, compile="yes")
     with LLM(tmp_path, num_pages=64) as llm:
         assert not llm.model.compiled
 

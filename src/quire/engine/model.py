@@ -9,8 +9,8 @@ decoder layers may be compiled.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from quire.engine.generation import read_generation_config
 from quire.engine.regions import Regions, compile_errors, compiling, decoder_layers
 from quire.steps import Layer
 
+_READERS = 8  # threads that copy weights to a device
 _OTHER = "it does not use Transformers' attention interface"
 
 
@@ -59,6 +60,8 @@ class Model:
         compile: bool | Literal["auto"] = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
     ) -> None:
+        if compile not in (True, False, "auto"):
+            raise ValueError(f"compile = {compile!r}: it must be True, False or 'auto'")
         self.folder, self.device = Path(folder), device
         self._check_files(load_format)
         self.network = self._load(dtype, load_format == "dummy")
@@ -122,9 +125,6 @@ class Model:
         AttentionInterface.register(NAME, attention)
         if dtype is None and self.device.type == "cpu":
             dtype = torch.float32
-        # With accelerate, Transformers reads files in several threads, each tensor straight to its device. Without it,
-        # tensors are pages of the mapped files, which are copied to the device one by one.
-        straight = {"device_map": {"": self.device}} if find_spec("accelerate") and self.device.type != "cpu" else {}
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         report: dict[str, Any] = {}
@@ -142,7 +142,6 @@ class Model:
                 attn_implementation=NAME,
                 local_files_only=True,
                 output_loading_info=True,
-                **straight,
             )
         except Exception as error:  # Transformers, safetensors and json raise exceptions of many types
             if isinstance(error, KeyError) and error.args == (NAME,):  # the model has its own table of functions
@@ -157,7 +156,7 @@ class Model:
                 raise ValueError(
                     f"{self.folder} has broken weights: {len(names)} {kind.replace('_', ' ')}, {names[0]} first"
                 )
-        return network.to(self.device).eval().requires_grad_(False)
+        return _moved(network, self.device).eval().requires_grad_(False)
 
     def _load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -234,7 +233,7 @@ class Model:
 
     def _compile(self) -> None:
         for index, module in enumerate(self._attentions):
-            module.quire_index = torch.tensor(index)
+            module.quire_index = torch.tensor(index, device="cpu")
         self._regions = Regions(decoder_layers(self.network, self._attentions))
         self._regions.enable(True)
 
@@ -299,3 +298,17 @@ class Model:
             f"{self.folder} can't be run with a context of {self.context} tokens: its position encoding depends on the "
             f"longest request of a step, so that requests would change each other; {remedy}"
         )
+
+
+def _moved(network: Any, device: torch.device) -> Any:
+    """The network on a device. Its weights are pages of the mapped files until they are copied there, which several
+    threads do at once, since each waits for the pages that it touches.
+    """
+
+    def move(tensor: Tensor) -> None:
+        tensor.data = tensor.data.to(device)
+
+    if device.type != "cpu":
+        with ThreadPoolExecutor(_READERS) as readers:
+            list(readers.map(move, network.parameters()))
+    return network.to(device)

@@ -83,6 +83,8 @@ def _own(function: Any) -> Any:
     """A copy of a function with a code object of its own. torch.compile keeps and counts what it has compiled by code
     objects, which models of one class would share otherwise.
     """
+    if not isinstance(function, FunctionType):
+        return function
     copy = FunctionType(
         function.__code__.replace(),
         function.__globals__,
