@@ -1,4 +1,4 @@
-"""quire bench: time attention and the engine beside others, with ceilings of the same run."""
+"""quire bench: time attention, other layers and the engine beside others, with ceilings of the same run."""
 
 from __future__ import annotations
 
