@@ -69,6 +69,20 @@ _HOME = {
         "silu_and_mul",
         "silu_and_mul_quant",
     ),
+    "sampling": (
+        "chain_speculative_sampling",
+        "min_p_sampling_from_probs",
+        "sampling_from_logits",
+        "sampling_from_probs",
+        "softmax",
+        "top_k_mask_logits",
+        "top_k_renorm_probs",
+        "top_k_sampling_from_probs",
+        "top_k_top_p_sampling_from_logits",
+        "top_k_top_p_sampling_from_probs",
+        "top_p_renorm_probs",
+        "top_p_sampling_from_probs",
+    ),
     "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
@@ -138,6 +152,20 @@ if TYPE_CHECKING:
         apply_rope_pos_ids_inplace,
         apply_rope_with_cos_sin_cache,
         apply_rope_with_cos_sin_cache_inplace,
+    )
+    from quire.sampling import (
+        chain_speculative_sampling,
+        min_p_sampling_from_probs,
+        sampling_from_logits,
+        sampling_from_probs,
+        softmax,
+        top_k_mask_logits,
+        top_k_renorm_probs,
+        top_k_sampling_from_probs,
+        top_k_top_p_sampling_from_logits,
+        top_k_top_p_sampling_from_probs,
+        top_p_renorm_probs,
+        top_p_sampling_from_probs,
     )
     from quire.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 

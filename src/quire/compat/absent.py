@@ -23,11 +23,6 @@ _NORM = (
     "fused_dit_gate_residual_layernorm_scale_shift fused_dit_residual_layernorm_scale_shift fused_qk_rmsnorm_rope "
     "fused_rmsnorm_silu rmsnorm_fp4quant"
 )
-_SAMPLING = (
-    "chain_speculative_sampling min_p_sampling_from_probs sampling_from_logits sampling_from_probs softmax "
-    "top_k_mask_logits top_k_renorm_probs top_k_sampling_from_probs top_k_top_p_sampling_from_logits "
-    "top_k_top_p_sampling_from_probs top_p_renorm_probs top_p_sampling_from_probs"
-)
 _PAGE = (
     "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping "
     "nvfp4_quantize_append_paged_mla_kv_cache"
@@ -40,7 +35,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     for module, *names in (
         (
             "",
-            *(_ACTIVATION, _GEMM, _NORM, _SAMPLING, _PAGE, _FP4, _CUDNN_DECODE, _CUDNN_PREFILL, _RANGES, _SAGE),
+            *(_ACTIVATION, _GEMM, _NORM, _PAGE, _FP4, _CUDNN_DECODE, _CUDNN_PREFILL, _RANGES, _SAGE),
             "SfLayout mxfp8_quantize scaled_fp4_grouped_quantize",
         ),
         (".activation", _ACTIVATION),
@@ -81,7 +76,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             "nvfp4_4over6_cache_key nvfp4_4over6_code nvfp4_4over6_fp8_input_error nvfp4_4over6_from_code",
             "nvfp4_4over6_mode_label nvfp4_e4m3_max nvfp4_per_token_scale_inv resolve_nvfp4_4over6",
         ),
-        (".sampling", _SAMPLING),
+        (".sampling", "get_sampling_module get_seed_and_offset"),  # CUDA modules, and states of CUDA generators
         (".testing.utils", "bench_kineto dequantize_fp8 per_block_cast_to_fp8 per_token_cast_to_fp8 quantize_fp8"),
         (".utils", "FP4Tensor get_trtllm_gen_multi_ctas_kv_counter_bytes"),
         (".xqa", "xqa xqa_mla"),

@@ -1,0 +1,321 @@
+"""Sampling and filtering of rows of logits or probabilities: by torch on the CPU, by Triton kernels on a GPU.
+
+The weight of a token is its probability or, of logits, ``exp((x - max) / temperature)``. A token x is kept if fewer
+than top_k tokens are larger, if the tokens that are larger weigh less than top_p, and if it weighs at least min_p times
+what the largest weighs: tokens that are equal are kept or dropped together. Of the tokens kept, in the order of the
+vocabulary, the one is drawn at which the running sum of weights exceeds u times their sum. u is a float64 of 53 bits
+from `uniform`, and the same on all devices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.ops import on_triton, operation
+
+_WORD = 0xFFFFFFFF
+_LIST = 1024  # how many of the largest tokens are sorted first, before all are
+
+
+def uniform(seed: Tensor, offset: Tensor, subsequence: Tensor, draw: int = 0) -> Tensor:
+    """Float64 numbers in [0, 1) from Philox4x32-10 (Salmon et al., SC 2011) in integer arithmetic.
+
+    The 64 bits of seed are the key. The counter is the 64 bits of offset, then subsequence and draw of 32 bits each.
+    All tensors are int64 and of one shape. The first 53 bits of the output are the number's.
+    """
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    c0, c1, c2, c3 = offset & _WORD, (offset >> 32) & _WORD, subsequence & _WORD, torch.full_like(seed, draw)
+    for _ in range(10):
+        # Products overflow int64, which keeps their 64 bits.
+        p, q = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((q >> 32) & _WORD) ^ c1 ^ k0, q & _WORD, ((p >> 32) & _WORD) ^ c3 ^ k1, p & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return ((c0 << 21) | (c1 >> 11)).double() * 2.0**-53
+
+
+def _numbers(
+    seed: Tensor | None, seed_value: int, offset: Tensor | None, offset_value: int, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """seed, offset and subsequence of `count` outputs: without a seed of its own, an output has its own subsequence."""
+    shared = seed is None or len(seed) == 1
+    seed = torch.tensor([seed_value]) if seed is None else seed
+    offset = torch.tensor([offset_value]) if offset is None else offset
+    rows = torch.arange(count)
+    return seed.expand(count), offset.expand(count), rows if shared else torch.zeros_like(rows)
+
+
+def _column(values: Tensor | None, value: float, rows: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((rows, 1), value, dtype=dtype) if values is None else values.to(dtype)[:, None]
+
+
+def _weigh(x: Tensor, temperature: Tensor, logits: bool) -> Tensor:
+    """Float64 weights of rows [rows, vocab]; NaN all along a row of logits whose maximum is not finite."""
+    if not logits:
+        return torch.where(x < 0, 0, x).double()
+    return torch.exp((x.double() - x.amax(-1, keepdim=True)) / temperature.clamp(min=1e-30))
+
+
+def _largest(x: Tensor, weights: Tensor, needed: Tensor, goal: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The largest elements of each row in descending order, and their weights: at least `needed` [rows, 1], and as many
+    as weigh `goal` together. Sorts all only where the first do not suffice.
+    """
+    vocab = x.shape[1]
+    width = min(max(int(needed.amax()), _LIST if goal is not None else 1), vocab)
+    values, order = x.topk(width) if width < vocab else x.sort(descending=True)
+    listed = weights.gather(1, order)
+    if goal is not None and width < vocab and bool(((listed.sum(-1, True) < goal) & (needed < 1)).any()):
+        values, order = x.sort(descending=True)
+        listed = weights.gather(1, order)
+    return values, listed
+
+
+def _kept(x: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, logits: bool, joint: bool) -> Tensor:
+    """Which tokens are kept: bool [rows, vocab]. Parameters: [rows, 1]."""
+    vocab = x.shape[1]
+    k = torch.where((top_k < 1) | (top_k >= vocab), 0, top_k)
+    kept = x > (-torch.inf if logits else 0)
+    cut = top_p < 1
+    if bool((k > 0).any() | cut.any()):
+        total = weights.sum(-1, True) if logits or not joint else torch.ones(len(x), 1)
+        goal = torch.where(cut, top_p.clamp(min=0) * total, -1)
+        values, listed = _largest(x, weights, k, goal if bool(cut.any()) else None)
+        low = values.gather(1, (k - 1).clamp(min=0))
+        kept &= (k == 0) | (x >= low)
+        if bool(cut.any()):
+            inside = (k == 0) | (values >= low)
+            if not joint:
+                goal = torch.where(k > 0, top_p * torch.where(kept, weights, 0).sum(-1, True), goal)
+            before = listed.cumsum(-1) - listed
+            inside &= (before < goal) | (torch.arange(values.shape[1]) == 0)
+            last = (inside.sum(-1, keepdim=True) - 1).clamp(min=0)
+            kept &= ~cut | (x >= values.gather(1, last))
+    if bool((min_p > 0).any()):
+        kept &= weights >= min_p * weights.amax(-1, True)
+    return kept
+
+
+@operation("sample_rows", "tokens", "valid")
+def sample_rows(
+    tokens: Tensor,
+    valid: Tensor,
+    x: Tensor,
+    indices: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seed: Tensor | None,
+    offset: Tensor | None,
+    temperature_value: float,
+    top_k_value: int,
+    top_p_value: float,
+    min_p_value: float,
+    seed_value: int,
+    offset_value: int,
+    logits: bool,
+    joint: bool,
+    greedy: bool,
+) -> None:
+    """Draw tokens, int [outputs], from the rows of x [rows, vocab], logits or else probabilities.
+
+    indices: int [outputs], the row of each output; None: its own. Parameters are tensors with one value per row, or,
+    if they are None, the values. joint: top-p refers to all tokens, and of probabilities to 1; otherwise to the tokens
+    that top-k keeps. greedy: a temperature of 0 or less means the first of the largest tokens. seed, offset: int64 [1]
+    or [outputs]. valid, bool [outputs], becomes False, and the token 0, where no token has a weight, or one has NaN or
+    inf.
+    """
+    tensors, values = (temperature, top_k, top_p, min_p, seed, offset), (temperature_value, top_k_value, top_p_value)
+    if on_triton(x.device):
+        from quire.kernels.triton.sampling import sample
+
+        everything = (*values, min_p_value, seed_value, offset_value)
+        sample(tokens, valid, x, indices, tensors, everything, logits, joint, greedy)
+        return
+    if not len(tokens):
+        return
+    x, rows = x.float(), len(x)
+    heat = _column(temperature, temperature_value, rows, torch.float64)
+    first = (heat <= 0) & greedy
+    weights = _weigh(x, heat, logits)
+    total = weights.sum(-1)
+    good = (total > 0) & total.isfinite()
+    chosen = x.argmax(-1)
+    if bool(first.all()):
+        picked = chosen if indices is None else chosen[indices]
+    else:
+        k = _column(top_k, top_k_value, rows, torch.int64).masked_fill(first, 1)
+        p = _column(top_p, top_p_value, rows, torch.float64).masked_fill(first, 1)
+        kept = _kept(x, weights, k, p, _column(min_p, min_p_value, rows, torch.float64), logits, joint)
+        sums = weights.where(kept, 0).cumsum(-1)
+        u = uniform(*_numbers(seed, seed_value, offset, offset_value, len(tokens)))
+        picked = _invert(sums, u, indices)
+        row = slice(None) if indices is None else indices
+        picked = torch.where(first[row, 0], chosen[row], picked)
+    ok = good if indices is None else good[indices]
+    tokens.copy_(torch.where(ok, picked, 0))
+    valid.copy_(ok)
+
+
+def _invert(sums: Tensor, u: Tensor, indices: Tensor | None) -> Tensor:
+    """The first token of each output's row whose running sum exceeds u times the last one: int64 [outputs]."""
+    last = sums.argmax(-1)  # the first token at which the sum is reached
+    if indices is None:
+        found = torch.searchsorted(sums, u[:, None] * sums[:, -1:], right=True)[:, 0]
+        return torch.minimum(found, last)
+    found = torch.zeros(len(u), dtype=torch.int64)
+    for row in indices.unique().tolist():
+        mine = indices == row
+        found[mine] = torch.searchsorted(sums[row], u[mine] * sums[row, -1], right=True).clamp(max=int(last[row]))
+    return found
+
+
+@operation("transform_rows", "out")
+def transform_rows(
+    out: Tensor,
+    x: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    temperature_value: float,
+    top_k_value: int,
+    top_p_value: float,
+    kind: str,
+) -> None:
+    """Write x [rows, vocab] to out, of its shape: the softmax of logits (kind "softmax"), probabilities that are kept,
+    divided by their sum ("probs"), or logits that are kept, -inf for others ("mask").
+    """
+    tensors, values = (temperature, top_k, top_p), (temperature_value, top_k_value, top_p_value)
+    if on_triton(x.device):
+        from quire.kernels.triton.sampling import transform
+
+        transform(out, x, tensors, values, kind)
+        return
+    if not x.numel():
+        return
+    x, (rows, logits) = x.float(), (len(x), kind != "probs")
+    weights = _weigh(x, _column(temperature, temperature_value, rows, torch.float64), logits)
+    k, p = _column(top_k, top_k_value, rows, torch.int64), _column(top_p, top_p_value, rows, torch.float64)
+    kept = _kept(x, weights, k, p, torch.zeros(rows, 1), logits, True) | weights.isnan()
+    if kind == "mask":
+        out.copy_(torch.where(kept, x, -torch.inf))
+    else:
+        weights = torch.where(kept, weights, 0)
+        total = weights.sum(-1, True)
+        out.copy_(torch.where(kept, weights / total, 0))
+
+
+@operation("penalise_logits", "out")
+def penalise_logits(
+    out: Tensor,
+    logits: Tensor,
+    tokens: Tensor,
+    slots: Tensor | None,
+    prompt_lens: Tensor,
+    lens: Tensor,
+    repetition: Tensor | None,
+    presence: Tensor | None,
+    frequency: Tensor | None,
+    repetition_value: float,
+    presence_value: float,
+    frequency_value: float,
+) -> None:
+    """Write logits [rows, vocab] to out, float32, with those of tokens that occurred penalised; see
+    `quire.sampling.Penalties`. tokens: int [slots, max_len]; slots: int [rows] or None; prompt_lens, lens: int [rows].
+    """
+    tensors, values = (repetition, presence, frequency), (repetition_value, presence_value, frequency_value)
+    if on_triton(out.device):
+        from quire.kernels.triton.logprobs import penalise
+
+        penalise(out, logits, tokens, slots, prompt_lens, lens, tensors, values)
+        return
+    out.copy_(logits)
+    (rows, vocab), largest = logits.shape, torch.finfo(torch.float32).max
+    divisor, once, often = (_column(t, v, rows, torch.float64) for t, v in zip(tensors, values, strict=True))
+    where = range(rows) if slots is None else slots.tolist()
+    for row, (slot, prompt, end) in enumerate(zip(where, prompt_lens.tolist(), lens.tolist(), strict=True)):
+        if not 0 <= slot < len(tokens) or (float(divisor[row]), float(once[row]), float(often[row])) == (1, 0, 0):
+            continue
+        listed = tokens[slot, : max(end, 0)].long()
+        known = (listed >= 0) & (listed < vocab)
+        output = known & (torch.arange(len(listed)) >= prompt)
+        used, count = listed[known], torch.bincount(listed[output], minlength=vocab)
+        x, times = logits[row, used].double(), count[used]
+        y = torch.where(x > 0, x / divisor[row], x * divisor[row])
+        y -= torch.where(times > 0, once[row] + often[row] * times, 0)
+        out[row, used] = torch.where(x.isinf(), x, y.clamp(-largest, largest)).float()
+
+
+@operation("report_logprobs", "logprobs", "top_tokens", "top_logprobs")
+def report_logprobs(logprobs: Tensor, top_tokens: Tensor, top_logprobs: Tensor, logits: Tensor, tokens: Tensor) -> None:
+    """Log-probabilities of tokens, int [rows], and of the likeliest [rows, n] of logits [rows, vocab], in descending
+    order, those of equal logits in the order of the vocabulary. Tokens that have none, whose logit is -inf, are -1.
+    """
+    if on_triton(logits.device):
+        from quire.kernels.triton.logprobs import report
+
+        report(logprobs, top_tokens, top_logprobs, logits, tokens)
+        return
+    if not len(logits):
+        return
+    x = logits.float()
+    lse = x.logsumexp(-1, True)
+    logprobs.copy_((x.gather(1, tokens.long()[:, None]) - lse)[:, 0])
+    count = top_tokens.shape[1]
+    top_tokens.fill_(-1)
+    top_logprobs.copy_(torch.where(lse.isnan(), lse, -torch.inf).expand(-1, count))
+    for row, smallest in enumerate(x.topk(count).values[:, -1:] if count else ()):
+        near = (x[row] >= smallest).nonzero()[:, 0]
+        values, rank = x[row, near].sort(descending=True, stable=True)
+        there = int((values[:count] > -torch.inf).sum())
+        top_tokens[row, :there] = near[rank[:there]].to(top_tokens.dtype)
+        top_logprobs[row, :there] = values[:there] - lse[row]
+
+
+@operation("verify_drafts", "out", "accepted", "emitted")
+def verify_drafts(
+    out: Tensor,
+    accepted: Tensor,
+    emitted: Tensor,
+    draft: Tensor,
+    token_ids: Tensor,
+    target: Tensor,
+    seed: Tensor | None,
+    offset: Tensor | None,
+    seed_value: int,
+    offset_value: int,
+) -> None:
+    """Speculative sampling (Chen et al., 2023) of chains of drafted tokens.
+
+    draft: float [rows, n, vocab], the draft's probabilities; token_ids: int [rows, n]; target: float [rows, n + 1,
+    vocab]. out, int [rows, n + 1]: the tokens accepted, one more from the target's excess over the draft or, after all,
+    from the target, and then -1. How many were accepted, each for itself, and how many before the first rejected one,
+    are added to accepted and emitted, int [rows].
+    """
+    if on_triton(out.device):
+        from quire.kernels.triton.speculative import verify
+
+        verify(out, accepted, emitted, draft, token_ids, target, (seed, offset), (seed_value, offset_value))
+        return
+    rows, count, vocab = draft.shape
+    ids, known = token_ids.long(), (token_ids >= 0) & (token_ids < vocab)
+    at = ids.where(known, 0)[..., None]
+    p, q = (x.gather(2, at)[..., 0].double() for x in (target[:, :count], draft))
+    numbers = _numbers(seed, seed_value, offset, offset_value, rows)
+    u = torch.stack([uniform(*numbers, draw=i) for i in range(count + 1)], 1)
+    agrees = known & (u[:, :count] * q < p)
+    position = agrees.long().cumprod(1).sum(1)
+    row, drafted = torch.arange(rows), (position < count)[:, None]
+    whole = target[row, position].float().clamp(min=0)
+    other = draft[row, position.clamp(max=max(count - 1, 0))] if count else torch.zeros_like(whole)
+    weights = torch.where(drafted, (whole - other.float().clamp(min=0)).clamp(min=0), whole)
+    weights = torch.where((weights.sum(-1, True) == 0) & drafted, whole, weights)
+    sums = weights.double().cumsum(-1)
+    good = (sums[:, -1] > 0) & sums[:, -1].isfinite()
+    i = torch.arange(count + 1)
+    drafts = torch.nn.functional.pad(ids, (0, 1), value=-1)
+    final = torch.where(good, _invert(sums, u[:, -1], None), -1)
+    emitted_ids = torch.where(i < position[:, None], drafts, -1)
+    out.copy_(torch.where(i == position[:, None], final[:, None], emitted_ids))
+    accepted.add_(agrees.sum(1))
+    emitted.add_(position)

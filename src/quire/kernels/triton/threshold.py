@@ -1,0 +1,265 @@
+"""Thresholds of top-k and top-p in rows of logits or probabilities, without a sort.
+
+The weight of a token is its probability or, of logits, ``exp((x - max) / temperature)``. `chunk_stats`, on all
+multiprocessors, reads the rows once and writes the maximum and the sum of weights of each chunk of 64 tokens. `search`,
+in one program per row, bisects float32 keys: the count and the weight of the tokens above a pivot tell whether the
+threshold is above it. The maxima of chunks alone, each a token, give a lower bound. If at most `TILE` chunks have
+tokens above it, they are loaded once, and the search ends in registers; otherwise passes over the row with three pivots
+each narrow the bracket first, until the tokens inside fit into registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+CHUNK = tl.constexpr(64)  # tokens of a chunk
+TILE = 64  # chunks in registers at a time
+ALL = tl.constexpr(2**31 - 1)  # a count that no row reaches
+LOWEST = tl.constexpr(-0x7F800000)  # the key of -inf
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """The constants that the kernels are compiled for."""
+
+    chunks: int  # chunks of a row, padded to a power of two
+    tile: int  # chunks in registers at a time
+    logits: bool  # whether rows hold logits, not probabilities
+    joint: bool  # whether top-p refers to all tokens, not to those that top-k keeps
+    greedy: bool  # whether a temperature of 0 means the first of the likeliest tokens
+    grain: int  # keys of the rows' dtype are multiples of this
+
+    @property
+    def num_warps(self) -> int:
+        return max(self.tile * 64 // 256, 1)
+
+
+@lru_cache(maxsize=1024)
+def row_config(vocab: int, dtype: torch.dtype, logits: bool, joint: bool = False, greedy: bool = False) -> RowConfig:
+    chunks = max(triton.next_power_of_2(triton.cdiv(vocab, CHUNK.value)), 16)
+    grain = {torch.float32: 1, torch.bfloat16: 1 << 16, torch.float16: 1 << 13}[dtype]
+    return RowConfig(chunks, min(chunks, TILE), logits, joint, greedy, grain)
+
+
+@triton.jit
+def pick(values, value, i, dtype: tl.constexpr):
+    """Parameter i of a tensor or, without a tensor, the one of all rows."""
+    if values is None:
+        return tl.cast(value, dtype)
+    else:
+        return tl.load(values + i).to(dtype)
+
+
+@triton.jit
+def to_key(x):
+    """An int64 that orders float32 values as they are ordered, with one key for both zeros."""
+    bits = x.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+@triton.jit
+def from_key(key):
+    bits = tl.where(key < 0, -key - 0x80000000, key)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_scale(temperature, value, row):
+    """log2(e) / temperature. Temperatures next to 0 are raised to where the quotient is finite."""
+    return 1.4426950408889634 / tl.maximum(pick(temperature, value, row, tl.float32), 1e-30)
+
+
+@triton.jit
+def weigh(x, top, scale, logits: tl.constexpr):
+    """Weights of float32 logits relative to `top`, or of probabilities, where negative ones have none."""
+    return tl.exp2((x - top) * scale) if logits else tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
+def load_chunks(x, ids, vocab):
+    """The chunks `ids` of a row, float32 [n, CHUNK]; -inf beyond the row."""
+    at = ids[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    return tl.load(x + at, at < vocab, -float("inf")).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["vocab", "chunks"])
+def chunk_stats(
+    x, temperature, temperature_value, maxima, sums, x_row, vocab, chunks, logits: tl.constexpr, block: tl.constexpr
+):
+    """Maximum and sum of weights of each chunk, float32 [rows, chunks]; weights of logits relative to the maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * block + tl.arange(0, block)
+    values = load_chunks(x + row * x_row, ids, vocab)
+    top = tl.max(values, 1)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    weights = weigh(values, base[:, None], load_scale(temperature, temperature_value, row), logits)
+    tl.store(maxima + row * chunks + ids, top, ids < chunks)
+    tl.store(sums + row * chunks + ids, tl.sum(weights, 1), ids < chunks)
+
+
+@triton.jit
+def middle(low, high, top, scale, turn, c: tl.constexpr):
+    """A pivot between two keys. Logits are halved as numbers, below which there may be -inf, and at every fourth turn
+    as keys, which ends after 32 such turns; halving the keys of probabilities halves their exponents.
+    """
+    key = (low + high) >> 1
+    if c.logits:
+        b = from_key(high)
+        a = tl.where(low == LOWEST, b - 2 * (top - b) - 8 / scale, from_key(low))
+        key = tl.where(turn % 4 == 3, key, to_key(a * 0.5 + b * 0.5))
+    key = key & -c.grain
+    return tl.minimum(tl.maximum(key, low + c.grain), high - c.grain)
+
+
+@triton.jit
+def above(x, weights, pivot):
+    """Number and weight of the elements above a pivot."""
+    x, weights = tl.reshape(x, [x.numel]), tl.reshape(weights, [x.numel])
+    inside = x > pivot
+    return tl.sum(inside.to(tl.int32)), tl.sum(tl.where(inside, weights, 0.0))
+
+
+@triton.jit
+def bisect(x, weights, more, more_mass, k, mass, low, high, left, stop, top, scale, c: tl.constexpr):
+    """Narrow a bracket to (low, high], until at most `stop` elements of x are inside, or none that differ.
+
+    The threshold is above `low`, where k elements or the weight `mass` are above it, and at most `high`. more and
+    more_mass: number and weight of elements above those of x. left: at least the number of elements of x above low.
+    Returns low.
+    """
+    right, turn = more, more * 0
+    while (high - low > c.grain) & (left > stop) & (left - right > 1):
+        pivot = middle(low, high, top, scale, turn, c)
+        n, w = above(x, weights, from_key(pivot))
+        n, w = n + more, w + more_mass
+        rejected = (n >= k) | (w >= mass)
+        low, high = tl.where(rejected, pivot, low), tl.where(rejected, high, pivot)
+        left, right = tl.where(rejected, n, left), tl.where(rejected, right, n)
+        turn += 1
+    return low
+
+
+@triton.jit
+def load_maxima(maxima, vocab, c: tl.constexpr):
+    """The maxima of a row's chunks, which are loaded again for each use, as registers are scarce."""
+    i = tl.arange(0, c.chunks)
+    return tl.load(maxima + i, i * CHUNK < vocab, -float("inf"))
+
+
+@triton.jit
+def list_chunks(maxima, low, ids, vocab, c: tl.constexpr):
+    """Write the chunks that have elements above `low` to ids; return their number."""
+    active = load_maxima(maxima, vocab, c) > from_key(low)
+    tl.debug_barrier()  # the list before may still be read
+    tl.store(ids + tl.cumsum(active.to(tl.int32), 0) - 1, tl.arange(0, c.chunks), active)
+    tl.debug_barrier()
+    return tl.sum(active.to(tl.int32))
+
+
+@triton.jit
+def load_ids(ids, start, listed, c: tl.constexpr):
+    """The listed chunks from `start` on, and a chunk beyond all rows after the last. Loops load them a turn ahead."""
+    i = start + tl.arange(0, c.tile)
+    return tl.load(ids + i, i < listed, c.chunks)
+
+
+@triton.jit
+def count_pivots(x, ids, listed, vocab, p, q, r, top, scale, c: tl.constexpr):
+    """Number and weight of elements above each of three pivots, in the listed chunks."""
+    n_p = tl.full([c.tile], 0, tl.int32)
+    n_q, n_r = n_p, n_p
+    w_p = tl.full([c.tile], 0, tl.float32)
+    w_q, w_r = w_p, w_p
+    chunk = load_ids(ids, 0, listed, c)
+    for start in tl.range(0, listed, c.tile, disable_licm=True):
+        values, chunk = load_chunks(x, chunk, vocab), load_ids(ids, start + c.tile, listed, c)
+        weights = weigh(values, top, scale, c.logits)
+        n_p += tl.sum((values > p).to(tl.int32), 1)
+        n_q += tl.sum((values > q).to(tl.int32), 1)
+        n_r += tl.sum((values > r).to(tl.int32), 1)
+        w_p += tl.sum(tl.where(values > p, weights, 0.0), 1)
+        w_q += tl.sum(tl.where(values > q, weights, 0.0), 1)
+        w_r += tl.sum(tl.where(values > r, weights, 0.0), 1)
+    return tl.sum(n_p), tl.sum(n_q), tl.sum(n_r), tl.sum(w_p), tl.sum(w_q), tl.sum(w_r)
+
+
+@triton.jit
+def collect(x, ids, listed, vocab, low, high, found, c: tl.constexpr):
+    """Write the elements in (low, high] to `found`, in their order; return them, [tile, CHUNK]."""
+    p, q, size = from_key(low), from_key(high), low.to(tl.int32) * 0
+    tl.debug_barrier()
+    chunk = load_ids(ids, 0, listed, c)
+    for start in tl.range(0, listed, c.tile, disable_licm=True):
+        values, chunk = load_chunks(x, chunk, vocab), load_ids(ids, start + c.tile, listed, c)
+        inside = ((values > p) & (values <= q)).to(tl.int32)
+        each = tl.sum(inside, 1)
+        at = size + (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(inside, 1) - 1
+        tl.store(found + at, values, inside != 0)
+        size += tl.sum(each)
+    tl.debug_barrier()
+    at = tl.arange(0, c.tile)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    return tl.load(found + at, at < size, -float("inf"))
+
+
+@triton.jit
+def search(x, maxima, ids, found, vocab, k, mass, low, top, scale, c: tl.constexpr):
+    """The key below the threshold: the elements above it are those with fewer than k elements, and a weight of less
+    than `mass`, above themselves. low: a key below the threshold.
+    """
+    none = low.to(tl.int32) * 0
+    high = to_key(top)
+    highest = load_maxima(maxima, vocab, c)
+    listed = tl.sum((highest > from_key(low)).to(tl.int32))
+    weights = weigh(highest, top, scale, c.logits)
+    low = bisect(highest, weights, none, 0.0, k, mass, low, high, listed, c.tile, top, scale, c)
+    listed = list_chunks(maxima, low, ids, vocab, c)
+    more, more_mass, left, turn = none, none.to(tl.float32), listed * CHUNK, none
+    capacity: tl.constexpr = c.tile * CHUNK
+    if left > capacity:
+        while (left - more > capacity) & (high - low > c.grain):
+            q = middle(low, high, top, scale, turn, c)
+            p = tl.where(q - low > c.grain, middle(low, q, top, scale, turn, c), q)
+            r = tl.where(high - q > c.grain, middle(q, high, top, scale, turn, c), q)
+            n_p, n_q, n_r, w_p, w_q, w_r = count_pivots(
+                x, ids, listed, vocab, from_key(p), from_key(q), from_key(r), top, scale, c
+            )
+            if (n_r >= k) | (w_r >= mass):
+                low, left = r, n_r
+            elif (n_q >= k) | (w_q >= mass):
+                low, left, high, more, more_mass = q, n_q, r, n_r, w_r
+            elif (n_p >= k) | (w_p >= mass):
+                low, left, high, more, more_mass = p, n_p, q, n_q, w_q
+            else:
+                high, more, more_mass = p, n_p, w_p
+            turn += 1
+    inside = tl.full([c.tile, CHUNK], -float("inf"), tl.float32)
+    if listed * CHUNK <= capacity:
+        inside = load_chunks(x, load_ids(ids, 0, listed, c), vocab)
+    elif high - low > c.grain:
+        inside = collect(x, ids, listed, vocab, low, high, found, c)
+    weights = weigh(inside, top, scale, c.logits)
+    low = bisect(inside, weights, more, more_mass, k, mass, low, high, left, 0, top, scale, c)
+    return low
+
+
+def running_programs(device: torch.device) -> int:
+    """How many programs with scratch of their own are launched: two for each multiprocessor."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def chunk_statistics(x: Tensor, temperature: Tensor | None, value: float, logits: bool) -> tuple[Tensor, Tensor]:
+    """`chunk_stats` of rows [rows, vocab]: float32 [rows, chunks] each."""
+    (rows, vocab), chunks = x.shape, triton.cdiv(x.shape[1], CHUNK.value)
+    maxima, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=x.device)
+    block = min(64, triton.next_power_of_2(chunks))
+    grid = (rows, triton.cdiv(chunks, block))
+    chunk_stats[grid](
+        x, temperature, value, maxima, sums, x.stride(0), vocab, chunks, logits, block, num_warps=max(block // 16, 1)
+    )
+    return maxima, sums
