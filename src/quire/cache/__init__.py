@@ -3,6 +3,6 @@
 from quire.cache.allocator import OutOfPages, PageAllocator
 from quire.cache.blocks import copy_blocks, swap_blocks
 from quire.cache.pool import PagedKVCache
-from quire.cache.prefix_tree import PrefixTree
+from quire.cache.prefix_tree import Node, PrefixTree
 
-__all__ = ["OutOfPages", "PageAllocator", "PagedKVCache", "PrefixTree", "copy_blocks", "swap_blocks"]
+__all__ = ["Node", "OutOfPages", "PageAllocator", "PagedKVCache", "PrefixTree", "copy_blocks", "swap_blocks"]

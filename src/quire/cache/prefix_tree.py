@@ -13,12 +13,19 @@ from collections.abc import Iterator, Sequence
 from quire.cache.allocator import PageAllocator
 
 
-class _Node:
-    __slots__ = ("children", "key", "page", "parent")
+class Node:
+    """A page of the tree. Callers keep it as the end of a path, and pass it to `PrefixTree.insert` and `touch`.
 
-    def __init__(self, parent: _Node | None, key: tuple[int, ...], page: int) -> None:
+    Attributes:
+        depth: the number of pages on the path that ends here; -1 when the page has been evicted.
+    """
+
+    __slots__ = ("children", "depth", "key", "page", "parent")
+
+    def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
         self.parent, self.key, self.page = parent, key, page
-        self.children: dict[tuple[int, ...], _Node] = {}
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[tuple[int, ...], Node] = {}
 
 
 class PrefixTree:
@@ -31,9 +38,10 @@ class PrefixTree:
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         self.allocator, self.page_size = allocator, page_size
-        self._root = _Node(None, (), -1)
-        # Least recently used first. A path is updated from its leaf up, so children come before their parents.
-        self._order: OrderedDict[int, _Node] = OrderedDict()
+        self._root = Node(None, (), -1)
+        # Least recently used first. A path is updated from its leaf up, so children come before their parents, except
+        # for pages of requests that go on, which have holders.
+        self._order: OrderedDict[int, Node] = OrderedDict()
 
     def __len__(self) -> int:
         """The number of pages in the tree."""
@@ -45,60 +53,98 @@ class PrefixTree:
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The pages of the longest prefix of `tokens` in the tree. The caller becomes a holder of them."""
-        path = []
-        node = self._root
-        for key in self._keys(tokens):
+        return self.find(tokens)[0]
+
+    def find(self, tokens: Sequence[int]) -> tuple[list[int], Node]:
+        """The pages of `match`, and the node of the last one, for `insert`."""
+        pages, node = [], self._root
+        for key in self._keys(tokens, 0, len(tokens) // self.page_size):
             child = node.children.get(key)
             if child is None:
                 break
-            path.append(child)
+            pages.append(child.page)
             node = child
-        self._touch(path)
-        pages = [node.page for node in path]
+        self.touch(node)
         self.allocator.retain(pages)
-        return pages
+        return pages, node
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int], after: Node | None = None, count: int | None = None
+    ) -> Node:
         """Add the full ones of `pages`, which hold the keys and values of `tokens`. A page that is in the tree already
         is not replaced by the caller's page with equal tokens.
+
+        Args:
+            after: the node of a prefix of `tokens`, whose pages are not looked up again unless they have been evicted.
+            count: the number of pages to have in the tree afterwards; None: all full ones.
+
+        Returns:
+            the node of the last page.
         """
-        path = []
-        node = self._root
-        for key, page in zip(self._keys(tokens), pages, strict=False):
+        full = min(len(tokens) // self.page_size, len(pages))
+        end = full if count is None else min(count, full)
+        first = self._root if after is None or after.depth < 0 else after
+        node = first
+        for key, page in zip(self._keys(tokens, first.depth, end), pages[first.depth : end], strict=True):
             child = node.children.get(key)
             if child is None:
                 self.allocator.retain([page])
-                child = node.children[key] = _Node(node, key, page)
-            path.append(child)
+                child = node.children[key] = Node(node, key, page)
             node = child
-        self._touch(path)
+        self.touch(node, first.depth)
+        return node
+
+    def touch(self, node: Node, depth: int = 0) -> None:
+        """Mark the pages of a path as used now, from its last node up to the one below `depth`."""
+        while node.depth > depth:
+            self._order[node.page] = node
+            self._order.move_to_end(node.page)
+            assert node.parent is not None
+            node = node.parent
 
     def evict(self, count: int) -> int:
         """Evict up to `count` pages that have no other holder, least recently used first; return their number."""
-        evicted: list[int] = []
-        for page, node in self._order.items():
-            if len(evicted) == count:
+        evicted = 0
+        while evicted < count:  # once, unless a parent comes before its child
+            found = self._evict_once(count - evicted)
+            if not found:
                 break
-            if self.allocator.holders(page) == 1 and not node.children:
+            evicted += found
+        return evicted
+
+    def _evict_once(self, count: int) -> int:
+        """Look at each page once, least recently used first. Pages that requests hold become the last ones, so that
+        later calls do not look at them again soon; a request that ends marks its pages as used anyway.
+        """
+        gone: list[Node] = []
+        held: list[int] = []
+        for page, node in self._order.items():
+            if len(gone) == count:
+                break
+            if self.allocator.holders(page) > 1:
+                held.append(page)
+            elif not node.children:
                 assert node.parent is not None
                 del node.parent.children[node.key]
-                evicted.append(page)
-        for page in evicted:
-            del self._order[page]
-        self.allocator.release(evicted)
-        return len(evicted)
+                node.depth = -1
+                gone.append(node)
+        for page in held:
+            self._order.move_to_end(page)
+        for node in gone:
+            del self._order[node.page]
+        self.allocator.release([node.page for node in gone])
+        return len(gone)
 
     def clear(self) -> None:
         """Release every page."""
         self.allocator.release(self.pages)
+        for node in self._order.values():
+            node.depth = -1
         self._order.clear()
         self._root.children.clear()
 
-    def _keys(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        for end in range(self.page_size, len(tokens) + 1, self.page_size):
-            yield tuple(tokens[end - self.page_size : end])
-
-    def _touch(self, path: list[_Node]) -> None:
-        for node in reversed(path):
-            self._order[node.page] = node
-            self._order.move_to_end(node.page)
+    def _keys(self, tokens: Sequence[int], start: int, end: int) -> Iterator[tuple[int, ...]]:
+        """The tokens of pages start to end."""
+        size = self.page_size
+        for i in range(start * size, end * size, size):
+            yield tuple(tokens[i : i + size])
