@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 
 from helpers.checkpoints import VOCAB, save
-from helpers.engines import pages_add_up
+from helpers.engines import pages_add_up, until_idle
 from quire.engine import LLM, SamplingParams, shipped_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -154,13 +154,6 @@ def test_streams_make_the_completions(llm):
         assert [t for p in parts for t in p.token_ids] == completion.token_ids
         assert parts[-1].finish_reason == completion.finish_reason
         assert len(parts) > 1
-
-
-def until_idle(llm, seconds=20.0):
-    end = time.monotonic() + seconds
-    while llm._engine.busy:
-        assert time.monotonic() < end, "the engine goes on"
-        time.sleep(0.01)
 
 
 def test_leaving_a_stream_cancels_its_request(llm):

@@ -135,7 +135,7 @@ def test_a_row_that_cannot_be_sampled_ends_its_request_alone(folder, rng, monkey
             with monkeypatch.context() as patch:
                 patch.setattr(sampler, part, failing)
                 at = rng.randrange(len(good))
-                bad = ([BAD, 1, 2], params(rng, max_tokens=9))
+                bad = ([BAD, 1, 2], params(rng, max_tokens=9, logprobs=0))  # not plain
                 done = llm.generate([*good[:at], bad[0], *good[at:]], [*given[:at], bad[1], *given[at:]])
             failed = done.pop(at)
             assert (failed.finish_reason, len(failed.token_ids)) == ("error", 2)
@@ -146,7 +146,7 @@ def test_a_row_that_cannot_be_sampled_ends_its_request_alone(folder, rng, monkey
 
 @pytest.mark.parametrize("what", ["computing", "sampling"])
 def test_what_raises_for_many_and_for_none_alone_goes_on_and_is_told(folder, monkeypatch, what):
-    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
     asked = [[1, 2, 3], [4, 5], [6]]
     with LLM(folder, page_size=4) as llm:
         expected = llm.generate(asked, greedy)

@@ -1,8 +1,16 @@
-"""The steps of the engine: schedule, compute, sample, report."""
+"""The steps of the engine: schedule, compute, sample, report.
+
+On a GPU, a step is scheduled and launched while the one before it computes, and the results of that one are read after
+the launch, so the device never waits for the host. What is not known when a step is launched is the token that the step
+before samples for each request. Such a token is pending: the scheduler counts it, and its value is taken from the
+device's memory. Some ends follow from the token itself (an end token, a stop string, logits that are not finite). The
+request is in one more step by the time that the host learns of them, and the token of that step is dropped.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from operator import index
 from typing import Any
@@ -13,7 +21,7 @@ from torch import Tensor
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
-from quire.engine.sampler import Choice, sample, sample_each
+from quire.engine.sampler import Choice, Sampled, Sampler, sample
 from quire.engine.scheduler import Chunk, Scheduler
 
 
@@ -33,13 +41,19 @@ class Engine:
     Args:
         runner: computes steps.
         max_num_seqs, max_batched_tokens: the largest number of running requests, and of tokens of a step.
+        depth: 1 to read the results of a step after the next one has been launched, 0 to read them at once; None: as
+            the runner wants it.
     """
 
-    def __init__(self, runner: Runner, max_num_seqs: int, max_batched_tokens: int) -> None:
+    def __init__(self, runner: Runner, max_num_seqs: int, max_batched_tokens: int, depth: int | None = None) -> None:
         self.runner, self.model = runner, runner.model
-        runner.warm_up()
+        self.depth = int(runner.overlaps) if depth is None else depth
         self.scheduler = Scheduler(runner.num_pages, runner.page_size, max_num_seqs, max_batched_tokens)
         self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
+        self._sampler = Sampler(self.model.device, max_num_seqs)
+        self._launched: deque[Sampled] = deque()  # steps whose results have not been read
+        runner.last = self._sampler.last
+        runner.warm_up()
 
     def request(
         self, prompt: str | Sequence[int], params: SamplingParams, sink: Callable[[Update], None], name: str = "prompt"
@@ -66,11 +80,13 @@ class Engine:
             raise ValueError(f"{name} has {len(tokens)} tokens: the cache of {self.max_len} tokens leaves no room")
         if self.model.tokenizer is None and params.stop:
             raise ValueError(f"{name} has stop strings, but {self.model.folder} has no tokenizer")
-        return Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink)
+        request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink)
+        request.limit = min(request.limit, self.max_len)
+        return request
 
     @property
     def busy(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._launched)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -81,37 +97,67 @@ class Engine:
             self._end(request, "cancelled")
 
     def step(self) -> None:
-        """Run one step and send updates to the sinks of its requests. An exception that one request causes ends that
-        request with finish_reason "error" and a description; an exception without a known cause ends all requests.
+        """Launch one step, and send the updates of the step before it (with depth 0, its own) to the sinks of its
+        requests. An exception that one request causes ends that request with finish_reason "error" and a description;
+        an exception without a known cause ends all requests.
         """
         try:
-            self._step()
+            chunks = self.scheduler.schedule()
+            if chunks:
+                self._launch(chunks)
+            self._read(self.depth if chunks else 0)
         except Exception as error:
+            self._launched.clear()
             for request in self.scheduler.reset():
                 request.sink(request.fail("error", _describe(error)))
 
-    def _step(self) -> None:
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return
+    def _launch(self, chunks: list[Chunk]) -> None:
+        """Start to compute a step and to sample its tokens."""
         try:
-            logits = self.runner.run(chunks)
+            requests, logits = self.runner.forward(chunks)
         except Exception as error:
+            self._read()
+            chunks = [c for c in chunks if c.request.finish_reason is None]
             chunks, logits = self._run_each(chunks, error)
+            requests = [c.request for c in chunks if c.samples]
         for chunk in chunks:
             chunk.request.computed = chunk.start + chunk.count
         self.scheduler.stats.steps += 1
-        sampling = [c.request for c in chunks if c.samples]
-        if not sampling:
+        if not requests:
             return
         try:
-            choices = sample(logits, sampling)
+            sampled = self._sampler.launch(logits, requests)
         except Exception as error:
-            choices = sample_each(logits, sampling)
-            if not any(choice.error for choice in choices):
-                _warn(len(sampling), error)
-        for request, choice in zip(sampling, choices, strict=True):
-            self._push(request, choice)
+            self._read()
+            self._sample_each(requests, logits, error)
+            return
+        for row, request in enumerate(requests):
+            request.pending += 1
+            request.row = row
+        self._launched.append(sampled)
+
+    def _read(self, leave: int = 0) -> None:
+        """Wait for launched steps except the last `leave` ones, and report their tokens."""
+        while len(self._launched) > leave:
+            sampled = self._launched.popleft()
+            for request, choice in zip(sampled.requests, sampled.read(), strict=True):
+                if request.finish_reason is None:  # else it has ended since the step was launched
+                    request.pending -= 1
+                    self._push(request, choice)
+
+    def _sample_each(self, requests: Sequence[Request], logits: Tensor, error: Exception) -> None:
+        """Sample the rows of a step whose sampling raised one by one, and report them. No step is launched."""
+        count = 0
+        for row, request in zip(logits, requests, strict=True):
+            if request.finish_reason is None:
+                try:
+                    (choice,) = sample(row[None], [request])
+                except Exception as own:
+                    choice = Choice(None, error=_describe(own))
+                count += choice.error is not None
+                self._push(request, choice)
+        if not count:
+            _warn(len(requests), error)
 
     def _run_each(self, chunks: list[Chunk], error: Exception) -> tuple[list[Chunk], Tensor]:
         """Compute each chunk of a step that raised alone, and end the requests of chunks that raise again.

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from quire.definition.spec import as_dtype
 from quire.engine.engine import Engine
+from quire.engine.inputs import Shape
+from quire.engine.memory import free_pages, profiled_pages
 from quire.engine.model import Model
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Stats
+from quire.steps import fp8_dtype
 
 Prompt = str | Sequence[int]
 
@@ -101,8 +103,8 @@ class LLM:
             devices.
         page_size: tokens in a page.
         max_model_len: the largest number of tokens of a request, prompt and output; by default the model's context.
-        num_pages: pages in the cache; by default enough for max_num_seqs full contexts, or fewer to fit in a quarter of
-            the free memory.
+        num_pages: pages in the cache; by default enough for max_num_seqs full contexts, or fewer to fit in what
+            gpu_memory_utilization leaves, on the CPU in a quarter of the free memory.
         max_num_seqs: the largest number of requests that run at once.
         max_batched_tokens: the largest number of tokens of a step; longer prompts are computed in chunks.
         backend: "auto" or a kernel family.
@@ -110,6 +112,14 @@ class LLM:
             compile runs as Transformers has it, and a RuntimeWarning says why.
         load_format: "dummy" makes random weights instead of reading them, so that the folder needs only a config.json.
         runner: the class that computes steps; see docs/serving.md for those of serving backends.
+        cuda_graphs: on a GPU, capture CUDA graphs of steps before the first request. A model that cannot be captured
+            runs without them, after a warning that says why.
+        gpu_memory_utilization: the part of a GPU's memory, above 0 and at most 1, that weights, cache and everything
+            else on the GPU may take, measured in a step of the largest size; without effect if num_pages is given.
+        kv_cache_dtype: "auto" for the model's dtype; "fp8" or "fp8_e4m3", or "fp8_e5m2", to store keys and values in
+            half the memory of 16-bit elements, rounded with a scale of 1.
+        batch_invariant: compute attention so that the bits of a request do not depend on the requests beside it.
+            Products of other layers may still depend on the number of tokens of a step; see docs/engine.md.
 
     Raises:
         FileNotFoundError: the folder or its files are missing.
@@ -131,20 +141,46 @@ class LLM:
         compile: bool | Literal["auto"] = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
         runner: type[Runner] = Runner,
+        cuda_graphs: bool = True,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_dtype: str = "auto",
+        batch_invariant: bool = False,
     ) -> None:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens}
         sizes |= {k: v for k, v in {"num_pages": num_pages, "max_model_len": max_model_len}.items() if v is not None}
         for name, value in sizes.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization = {gpu_memory_utilization!r}: it must be above 0, and 1 at most")
+        if kv_cache_dtype != "auto":
+            fp8_dtype(kv_cache_dtype)  # refuses unknown names before the weights are loaded
         chosen = None if dtype == "auto" else as_dtype(dtype)
         self.model = Model(
             shipped_model() if folder is None else folder, _usable(device), chosen, max_model_len, compile, load_format
         )
+        # What subclasses that run a serving backend do not take is only passed if it is asked for.
+        options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype} if kv_cache_dtype != "auto" else {}
+        options |= {"batch_invariant": True} if batch_invariant else {}
+
+        def make(pages: int) -> Runner:
+            return runner(self.model, pages, page_size, backend, **options)
+
         if num_pages is None:
-            num_pages = _default_pages(self.model, page_size, max_num_seqs)
-        chosen_runner = runner(self.model, num_pages, page_size, backend)
+            page_bytes, needed = (
+                Runner.page_bytes(self.model, page_size, kv_cache_dtype),
+                -(-self.model.context // page_size),
+            )
+            if self.model.device.type == "cuda":
+                largest = Shape(min(max_num_seqs, max_batched_tokens), max_batched_tokens)
+                room = profiled_pages(make, page_size, page_bytes, largest, gpu_memory_utilization, cuda_graphs)
+            else:
+                room = free_pages(page_bytes)
+            num_pages = min(max_num_seqs * needed, room)
+        chosen_runner = make(num_pages)
         self._engine = Engine(chosen_runner, max_num_seqs, max_batched_tokens)
+        if cuda_graphs:
+            chosen_runner.capture(min(max_num_seqs, max_batched_tokens), max_batched_tokens, _progress)
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_work, args=(self._engine, self._inbox), name="quire-engine", daemon=True
@@ -154,8 +190,8 @@ class LLM:
 
     @property
     def stats(self) -> Stats:
-        """Counts of steps, tokens and pages since the engine started."""
-        return replace(self._engine.scheduler.stats)
+        """Counts since the engine started, and the requests and pages of this moment."""
+        return self._engine.scheduler.state()
 
     @property
     def num_pages(self) -> int:
@@ -290,11 +326,8 @@ def _until_done(updates: queue.SimpleQueue[Update], count: int) -> Iterator[Upda
         count -= update.finish_reason is not None
 
 
-def _default_pages(model: Model, page_size: int, max_num_seqs: int) -> int:
-    """Pages for max_num_seqs full contexts, or as many as a quarter of the free memory holds."""
-    needed = max_num_seqs * -(-model.context // page_size)
-    if model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(model.device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(needed, free // 4 // Runner.page_bytes(model, page_size)))
+def _progress(shapes: Sequence[Any]) -> Iterable[Any]:
+    """The shapes of CUDA graphs with a progress bar on a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(shapes, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None)

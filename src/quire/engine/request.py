@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.cache import Node
 from quire.engine.params import SamplingParams
 from quire.engine.text import TextStream
 
@@ -33,9 +35,16 @@ class Request:
         sink: called with each Update, in the engine's thread.
 
     Attributes:
-        tokens: the tokens of prompt and output.
-        computed: the number of tokens whose keys and values are in the cache.
+        tokens: the tokens of prompt and output that the host knows.
+        pending: the number of tokens after these that launched steps have sampled and the host has not read: 0 or 1
+            when a step is scheduled.
+        row: the row of the last launched step's tokens that has the pending token.
+        limit: the largest number of tokens, prompt and output.
+        computed: the number of tokens whose keys and values are in the cache, or will be when the launched steps end.
         pages: the pages of the computed tokens and of those of the current step, in order.
+        node: the last of these pages in the prefix tree, if any is.
+        seed: makes the random numbers of the request: `params.seed` or a random one.
+        plain: whether the likeliest token is taken as it is, without penalties and without reports.
         reused: tokens of the prompt that were in the cache when the request was first admitted.
     """
 
@@ -49,16 +58,19 @@ class Request:
     ) -> None:
         self.prompt_len, self.params, self.sink = len(prompt), params, sink
         self.tokens = list(prompt)
+        self.pending, self.row = 0, 0
+        self.limit = self.prompt_len + params.max_tokens if isinstance(params.max_tokens, int) else sys.maxsize
         self.computed = 0
         self.pages = array("i")
+        self.node: Node | None = None
         self.reused = 0
         self.admitted = False
         self.cancelled = False
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
-        self._random = random.Random(params.seed)
-        self._drawn: float | None = None
+        self.seed = random.getrandbits(64) if params.seed is None else params.seed
+        self.plain = params.greedy and not params.penalised and params.logprobs is None
         own_ends = frozenset() if params.ignore_eos else end_ids
         self._ends = own_ends | frozenset(params.stop_token_ids)
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, params.stop or ())
@@ -71,22 +83,12 @@ class Request:
     def text(self) -> str:
         return "" if self._stream is None else self._stream.text
 
-    def draw(self) -> float:
-        """The random number in [0, 1) that chooses the next token. It changes when a token is pushed, so a step can be
-        sampled again.
-        """
-        if self._drawn is None:
-            self._drawn = self._random.random()
-        return self._drawn
-
     def push(self, token: int, max_len: int) -> Update:
         """Add a sampled token and set finish_reason if the output ends; a request has at most `max_len` tokens."""
         self.tokens.append(token)
-        self._drawn = None
-        limit = self.params.max_tokens
         if token in self._ends or (self._stream is not None and self._stream.push(token)):
             self.finish_reason = "stop"
-        elif len(self.tokens) >= max_len or (isinstance(limit, int) and len(self.tokens) - self.prompt_len >= limit):
+        elif len(self.tokens) >= min(self.limit, max_len):
             self.finish_reason = "length"
         return self._update([token])
 

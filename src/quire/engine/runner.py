@@ -7,42 +7,83 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.definition.pages import PageTable
+from quire.engine.graphs import MAX_ROWS, MAX_TOKENS, StepGraphs
+from quire.engine.inputs import InputBuffers, Inputs, Shape
 from quire.engine.model import Model
-from quire.engine.params import SamplingParams
+from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
 from quire.engine.request import Request
+from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Chunk
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.steps import Layer, StepTables, plan, store
+from quire.steps import Heads, Layer, StepTables, fp8_dtype, plan, store, upload
+
+Wrappers = dict[Heads, BatchPrefillWithPagedKVCacheWrapper]
 
 
 class Runner:
-    """A model and its paged cache. Subclasses that override `begin` and `attend` run a serving backend in `LLM`.
+    """A model and its paged cache. Subclasses that override `run`, or `begin` and `attend`, run a serving backend in
+    `LLM`; their steps are computed one after another, without graphs.
 
     Args:
         model: the model.
         num_pages, page_size: of each layer's cache; a page id denotes one page in the caches of all layers.
         backend: "auto" or a kernel family.
+        kv_cache_dtype: "auto" for the model's dtype, "fp8" or "fp8_e4m3" or "fp8_e5m2".
+        batch_invariant: compute attention so that the bits of a request do not depend on the other requests.
 
     Attributes:
         caches: each layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim].
+        last: int64, the tokens that the last launched step has sampled, where requests find their pending tokens.
+        graphs: CUDA graphs of steps, if there are any; see `StepGraphs`.
     """
 
-    def __init__(self, model: Model, num_pages: int, page_size: int, backend: str = "auto") -> None:
+    last: Tensor
+    graphs: StepGraphs | None = None
+
+    def __init__(
+        self,
+        model: Model,
+        num_pages: int,
+        page_size: int,
+        backend: str = "auto",
+        kv_cache_dtype: str = "auto",
+        batch_invariant: bool = False,
+    ) -> None:
         self.model, self.num_pages, self.page_size = model, num_pages, page_size
+        self.kv_dtype = self.cache_dtype(model, kv_cache_dtype)
         self.caches = [self._new_cache(layer) for layer in model.layers]
-        empty = torch.empty(0, dtype=torch.uint8, device=model.device)
-        kinds = {layer.heads for layer in model.layers}
-        self.wrappers = {heads: BatchPrefillWithPagedKVCacheWrapper(empty, backend=backend) for heads in kinds}
+        self._backend, self._batch_invariant = backend, batch_invariant
+        self.wrappers = self._active = self.new_wrappers()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be launched before the host knows the tokens of the step before it."""
+        own = (type(self).run, type(self).begin, type(self).attend) == (Runner.run, Runner.begin, Runner.attend)
+        return own and self.model.device.type == "cuda"
 
     @staticmethod
-    def page_bytes(model: Model, page_size: int) -> int:
+    def cache_dtype(model: Model, kv_cache_dtype: str) -> torch.dtype:
+        """The dtype of the cache; ValueError for an unknown name."""
+        return model.dtype if kv_cache_dtype == "auto" else fp8_dtype(kv_cache_dtype)
+
+    @staticmethod
+    def page_bytes(model: Model, page_size: int, kv_cache_dtype: str = "auto") -> int:
         """The number of bytes of a page in the caches of all layers."""
         heads = [layer.heads for layer in model.layers]
         elements = sum(h.num_kv_heads * (h.head_dim_qk + h.head_dim_vo) for h in heads)
-        return elements * page_size * model.dtype.itemsize
+        return elements * page_size * Runner.cache_dtype(model, kv_cache_dtype).itemsize
+
+    def new_wrappers(self) -> Wrappers:
+        """A wrapper for each kind of heads that the layers have."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.model.device)
+        options: Any = {"backend": self._backend, "batch_invariant": self._batch_invariant or None}
+        kinds = {layer.heads for layer in self.model.layers}
+        return {heads: BatchPrefillWithPagedKVCacheWrapper(empty, **options) for heads in kinds}
 
     def warm_up(self) -> None:
         """Compute a few tokens of two requests in shared steps, in chunks and one by one, and compare the logits with
@@ -66,7 +107,10 @@ class Runner:
             for step in filter(None, steps):
                 chunks = [self._probe_chunk(tokens[b], b * pages, start, end) for b, start, end in step]
                 logits = self.run(chunks)
-                differing += [_differ(row, own[b, end - 1]) for row, (b, _, end) in zip(logits, step, strict=True)]
+                differing += [
+                    _differ(row, own[b, end - 1], self.kv_dtype == torch.float32)
+                    for row, (b, _, end) in zip(logits, step, strict=True)
+                ]
             return differing
 
         # Of n = 7 tokens, request 0 computes 3, 2 and 2; request 1 computes 5, 1 and 1, that is, it decodes. Request 1
@@ -89,10 +133,52 @@ class Runner:
     def _probe_chunk(self, tokens: list[int], first_page: int, start: int, end: int) -> Chunk:
         request = Request(tokens[:end], SamplingParams(), None, frozenset(), lambda update: None)
         request.pages = array("i", range(first_page, first_page + -(-end // self.page_size)))
-        return Chunk(request, start, end - start)
+        return Chunk(request, start, end - start, samples=True)
+
+    def profile(self, num_tokens: int, num_seqs: int) -> None:
+        """Compute a step of the largest size: `num_tokens` tokens of `num_seqs` requests that all sample, or fewer if
+        the cache has no room for them.
+        """
+        num_seqs = max(1, min(num_seqs, num_tokens, self.num_pages))
+        each = min(-(-num_tokens // num_seqs), self.model.context, self.num_pages // num_seqs * self.page_size)
+        pages = -(-each // self.page_size)
+        logits = self.run([self._probe_chunk([0] * each, b * pages, 0, each) for b in range(num_seqs)])
+        params = SamplingParams(temperature=1.0).over(LIBRARY_DEFAULTS)
+        requests = [Request([0], params, None, frozenset(), lambda update: None) for _ in range(num_seqs)]
+        Sampler(self.model.device, num_seqs).launch(logits, requests).read()
+
+    def forward(self, chunks: Sequence[Chunk]) -> tuple[list[Request], Tensor]:
+        """Compute the chunks; return the requests of chunks that sample, and the logits of their last tokens."""
+        if self.graphs is not None:
+            result = self.graphs.run(chunks)
+            if result is not None:
+                return result
+        return [c.request for c in chunks if c.samples], self.run(chunks)
+
+    def capture(self, max_num_seqs: int, max_batched_tokens: int, progress: Any = iter) -> None:
+        """Capture CUDA graphs of steps with up to so many requests and tokens, see `StepGraphs`, if steps can overlap."""
+        if not self.overlaps:
+            return
+        rows, tokens, page_size = min(max_num_seqs, MAX_ROWS), min(max_batched_tokens, MAX_TOKENS), self.page_size
+        width = min(-(-self.model.context // page_size), self.num_pages)
+        buffers = InputBuffers(Shape(rows, max(rows, tokens)), width, page_size, self.model.device)
+        wrappers = self.new_wrappers()  # whose plans no step without a graph replaces
+
+        def compute(inputs: Inputs, shape: Shape) -> Tensor:
+            ids = torch.where(inputs.ids < 0, self.last[inputs.source], inputs.ids)
+            pages = PageTable(inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len, page_size)
+            self.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.longest)
+            logits = self.model.logits(ids, inputs.positions, inputs.sampled, self)
+            for wrapper in wrappers.values():
+                wrapper.forget_cuda_graph()  # the tables that the graph reads are those of `buffers`, which stay
+            return logits
+
+        graphs = StepGraphs(compute, buffers, rows, tokens)
+        if graphs.capture(progress):
+            self.graphs = graphs
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute the chunks; return the logits of the last token of each chunk that samples (see `Chunk.samples`)."""
+        """Compute the chunks without graphs; return the logits of the last token of each chunk that samples."""
         tables = self.tables(chunks)
         self.begin(chunks, tables)
         tokens, rows = self.inputs(chunks)
@@ -113,24 +199,44 @@ class Runner:
     def inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """The tokens of the chunks, and the indices of rows whose logits are needed; int64, on the model's device."""
         tokens = [t for c in chunks for t in c.request.tokens[c.start : c.start + c.count]]
-        ends = accumulate(c.count for c in chunks)
+        ends = list(accumulate(c.count for c in chunks))
         rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
-        device = self.model.device
-        ids, last = (torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (tokens, rows))
-        return ids, last
+        if not ends or len(tokens) == ends[-1]:
+            ids, last = (upload(np.array(x, dtype=np.int64), self.model.device) for x in (tokens, rows))
+            return ids, last
+        return self._pending_inputs(chunks, rows)
+
+    def _pending_inputs(self, chunks: Sequence[Chunk], rows: list[int]) -> tuple[Tensor, Tensor]:
+        """`inputs` of a step with tokens that the host does not know."""
+        tokens: list[int] = []
+        places: list[tuple[int, int]] = []  # of pending tokens in this step, and in `last`
+        for chunk in chunks:
+            known = chunk.request.tokens[chunk.start : chunk.start + chunk.count]
+            tokens += known
+            if len(known) < chunk.count:
+                places.append((len(tokens), chunk.request.row))
+                tokens.append(0)
+        device, (to, source) = self.model.device, zip(*places, strict=True)
+        packed = upload(np.array([*tokens, *rows, *to, *source], dtype=np.int64), device)
+        ids, last, at, pending = packed.split([len(tokens), len(rows), len(to), len(source)])
+        return ids.index_copy(0, at, self.last[pending]), last
 
     def begin(self, chunks: Sequence[Chunk], tables: StepTables) -> None:
         """Plan a step, for which `attend` is then called once per layer."""
-        self._slots, dtype = tables.slots, self.model.dtype
-        options: Any = {"causal": True, "max_token_per_sequence": max(chunk.count for chunk in chunks)}
-        for heads, wrapper in self.wrappers.items():
-            plan(wrapper, tables.pages, heads, dtype, dtype, tables.qo_indptr, **options)
+        self.plan(self.wrappers, tables.qo_indptr, tables.pages, tables.slots, max(chunk.count for chunk in chunks))
+
+    def plan(self, wrappers: Wrappers, qo_indptr: Tensor, pages: PageTable, slots: Tensor, longest: int) -> None:
+        """Plan wrappers for a step whose requests have at most `longest` new tokens each."""
+        self._active, self._slots = wrappers, slots
+        options: Any = {"causal": True, "max_token_per_sequence": longest}
+        for heads, wrapper in wrappers.items():
+            plan(wrapper, pages, heads, self.model.dtype, self.kv_dtype, qo_indptr, **options)
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """The attention of a layer, see `quire.engine.model.Step`."""
         cache = self.caches[index]
         store(cache, k, v, self._slots)
-        out = self.wrappers[layer.heads].run(
+        out = self._active[layer.heads].run(
             q.contiguous(),
             cache,
             sm_scale=layer.sm_scale,
@@ -144,13 +250,15 @@ class Runner:
     def _new_cache(self, layer: Layer) -> tuple[Tensor, Tensor]:
         heads = layer.heads
         shape = (self.num_pages, self.page_size, heads.num_kv_heads)
-        options: Any = {"dtype": self.model.dtype, "device": self.model.device}
+        options: Any = {"dtype": self.kv_dtype, "device": self.model.device}
         return torch.empty(*shape, heads.head_dim_qk, **options), torch.empty(*shape, heads.head_dim_vo, **options)
 
 
-def _differ(logits: Tensor, own: Tensor) -> bool:
-    """Whether logits differ from Transformers' by more than rounding; False if Transformers' are not finite."""
+def _differ(logits: Tensor, own: Tensor, exact: bool) -> bool:
+    """Whether logits differ from Transformers' by more than rounding, of 16-bit or 8-bit elements unless `exact`; False
+    if Transformers' are not finite.
+    """
     own = own.float()
     error, size = (logits.float() - own).norm(), (own - own.mean()).norm()
-    bound = 1e-3 if logits.dtype == torch.float32 else 0.2  # 16-bit elements are rounded in many layers
+    bound = 1e-3 if exact else 0.2  # 16-bit elements are rounded in many layers
     return bool(own.isfinite().all()) and not bool(error <= bound * size)

@@ -4,13 +4,17 @@ The scheduler uses continuous batching. Running requests come first, in the orde
 token, a prefill takes the rest of the token budget (a chunk). Then waiting requests are admitted. When pages run out,
 the prefix tree evicts pages that no request holds, and after that the last request is preempted: its pages are
 released, and it waits to be computed again from its tokens.
+
+The scheduler works with the numbers of tokens, not with the tokens. A step can thus be scheduled while the last token
+of its requests is pending, that is, sampled by a step whose results the host has not read. Pages can be released and
+given to other requests meanwhile, since the device computes steps in order. Only the prefix tree needs the tokens.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.cache import PageAllocator, PrefixTree
 from quire.engine.request import Request
@@ -18,28 +22,52 @@ from quire.engine.request import Request
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens start to start + count of a request, which one step computes."""
+    """Tokens start to start + count of a request, which one step computes.
+
+    Attributes:
+        samples: whether the chunk ends with the request's last token, known or pending, so the step samples the next.
+    """
 
     request: Request
     start: int
     count: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk ends with the request's last token, so the step samples the next one."""
-        return self.start + self.count == len(self.request.tokens)
+    samples: bool
 
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the engine started."""
+    """Counts since the engine started, and its state when the counts were asked for.
+
+    Attributes:
+        steps: computed steps.
+        prompt_tokens: tokens of the prompts of all requests.
+        admitted_tokens: tokens of the prompts of requests that have been admitted at least once.
+        reused_tokens: those of admitted_tokens that were in the cache.
+        generated_tokens: sampled tokens.
+        preemptions: requests whose pages were released before they ended.
+        peak_pages: the most pages in use at once, the prefix tree's included.
+        running, waiting: requests.
+        pages, free_pages: pages of the cache, and those that neither a request nor the prefix tree holds.
+        cached_pages: pages of the prefix tree, which requests may hold, too.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0
+    admitted_tokens: int = 0
     generated_tokens: int = 0
-    reused_tokens: int = 0  # tokens of prompts that were in the cache
+    reused_tokens: int = 0
     preemptions: int = 0
-    peak_pages: int = 0  # the most pages in use at once
+    peak_pages: int = 0
+    running: int = 0
+    waiting: int = 0
+    pages: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The part of the admitted prompts' tokens that were in the cache."""
+        return self.reused_tokens / self.admitted_tokens if self.admitted_tokens else 0.0
 
 
 class Scheduler:
@@ -64,13 +92,24 @@ class Scheduler:
         self.stats.prompt_tokens += request.prompt_len
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; empty if there are no requests."""
+        """The chunks of the next step; empty if there are no requests, or if all wait for pending tokens."""
         chunks, preempted = self._continue_running()
-        if not preempted:
+        if not preempted and self.waiting:
             chunks += self._admit(self.max_batched_tokens - sum(c.count for c in chunks))
         held = self.allocator.num_pages - self.allocator.num_free
         self.stats.peak_pages = max(self.stats.peak_pages, held)
         return chunks
+
+    def state(self) -> Stats:
+        """The counts, and the numbers of requests and pages now; also for other threads."""
+        return replace(
+            self.stats,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages=self.allocator.num_pages,
+            free_pages=self.allocator.num_free,
+            cached_pages=len(self.tree),
+        )
 
     def remove(self, request: Request) -> None:
         """Remove a waiting or running request that has ended; its full pages stay in the prefix tree."""
@@ -78,6 +117,8 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        if request.finish_reason in ("stop", "length"):
+            self._share(request, request.computed)
         self._release(request)
 
     def reset(self) -> list[Request]:
@@ -98,36 +139,51 @@ class Scheduler:
 
     def _continue_running(self) -> tuple[list[Chunk], bool]:
         """Chunks of running requests, and whether any was preempted."""
-        decoding = sum(len(r.tokens) - r.computed == 1 for r in self.running)
-        budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - decoding
+        running, size = self.running, self.page_size
+        lengths = [len(r.tokens) + r.pending for r in running]
+        computing = sum(n - r.computed > 1 for r, n in zip(running, lengths, strict=True))
+        budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - len(running) + computing
         chunks: list[Chunk] = []
-        preempted, i = False, 0
-        while i < len(self.running):
-            request = self.running[i]
-            left = len(request.tokens) - request.computed
-            count = min(left, budget) if left == 1 else min(left, prefill_budget, budget)
-            if count > 0:
-                while not self._reserve(request, request.computed + count):
-                    victim = self.running[-1]  # not in this step, whose requests have indices below i
-                    self.compute_again(victim)
-                    self.stats.preemptions += 1
-                    preempted = True
-                    if victim is request:
-                        return chunks, preempted
-                chunks.append(self._chunk(request, count))
-                budget -= count
-                prefill_budget -= count if left > 1 else 0
+        i = 0
+        while i < len(running):  # which a preemption shortens
+            request, length = running[i], lengths[i]
             i += 1
-        return chunks, preempted
+            start = request.computed
+            left = length - start
+            count = min(left, budget) if left == 1 else min(left, prefill_budget, budget)
+            if count <= 0 or length >= request.limit:  # at its limit, the request ends when its last token is read
+                continue
+            end = start + count
+            if end > len(request.pages) * size and not self._make_room(request, end):
+                return chunks, True
+            chunks.append(self._chunk(request, start, end, length))
+            budget -= count
+            prefill_budget -= count if left > 1 else 0
+        return chunks, len(running) < len(lengths)
+
+    def _make_room(self, request: Request, end: int) -> bool:
+        """Reserve pages for `end` tokens of a running request, and preempt the last requests until that succeeds; False
+        if the request itself was preempted.
+        """
+        while not self._reserve(request, end):
+            victim = self.running[-1]  # not in this step, whose requests come before this one
+            self.compute_again(victim)
+            self.stats.preemptions += 1
+            if victim is request:
+                return False
+        return True
 
     def _admit(self, budget: int) -> list[Chunk]:
         """Chunks of waiting requests, within the token budget, max_num_seqs and the free pages."""
         chunks: list[Chunk] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            request.pages = array("i", self.tree.match(request.tokens[:-1]))  # the last token is always computed
-            request.computed = len(request.pages) * self.page_size
-            count = min(len(request.tokens) - request.computed, budget)
+            if request.pending:  # it was preempted, and its tokens are known before the next step
+                break
+            length = len(request.tokens)
+            pages, request.node = self.tree.find(request.tokens[:-1])  # the last token is always computed
+            request.pages, request.computed = array("i", pages), len(pages) * self.page_size
+            count = min(length - request.computed, budget)
             if not self._reserve(request, request.computed + count, spare=len(self.running)):
                 self._release(request)
                 break
@@ -137,19 +193,25 @@ class Scheduler:
                 request.admitted = True
                 request.reused = request.computed
                 self.stats.reused_tokens += request.reused
-            chunks.append(self._chunk(request, count))
+                self.stats.admitted_tokens += request.prompt_len
+            chunks.append(self._chunk(request, request.computed, request.computed + count, length))
             budget -= count
         return chunks
 
-    def _chunk(self, request: Request, count: int) -> Chunk:
-        """Make a chunk and insert its full pages into the prefix tree. Other requests may use these pages in this step
-        already, since each layer writes all new keys and values before it computes attention.
+    def _chunk(self, request: Request, start: int, end: int, length: int) -> Chunk:
+        """Make a chunk of tokens start to end, and insert its full pages whose tokens are known into the prefix tree.
+        Other requests may use these pages in this step already, since each layer writes all new keys and values before
+        it computes attention.
         """
-        chunk = Chunk(request, request.computed, count)
-        full = (chunk.start + count) // self.page_size
-        if full > chunk.start // self.page_size:
-            self.tree.insert(request.tokens[: full * self.page_size], request.pages[:full])
-        return chunk
+        if end - start > 1 or (end - request.pending) % self.page_size == 0:  # a page may have become full
+            self._share(request, end)
+        return Chunk(request, start, end - start, end == length)
+
+    def _share(self, request: Request, end: int) -> None:
+        """Insert the full pages among the first `end` tokens into the prefix tree, as far as the tokens are known."""
+        full = min(end, len(request.tokens)) // self.page_size
+        if full > 0 and (request.node is None or request.node.depth < full):
+            request.node = self.tree.insert(request.tokens, request.pages, request.node, full)
 
     def _reserve(self, request: Request, length: int, spare: int = 0) -> bool:
         """Allocate pages for `length` tokens of a request; return False if fewer than `spare` pages would stay free. An
@@ -163,5 +225,7 @@ class Scheduler:
         return True
 
     def _release(self, request: Request) -> None:
+        if request.node is not None:
+            self.tree.touch(request.node)
         self.allocator.release(request.pages)
-        request.pages, request.computed = array("i"), 0
+        request.pages, request.node, request.computed = array("i"), None, 0

@@ -1,0 +1,129 @@
+"""CUDA graphs of steps: captured before the first request, replayed in place of thousands of launches.
+
+There are graphs for steps of decodes, with one token per request, and for small steps that mix decodes and prompts. A
+step is padded to the next larger shape. All graphs share one memory pool, since one runs at a time, and one plan's
+tables, since a plan of tables on the device is recorded with the kernels that read it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.engine.inputs import InputBuffers, Inputs, Shape
+from quire.engine.request import Request
+from quire.engine.scheduler import Chunk
+
+# The largest steps that have graphs. Larger ones take the GPU longer than their launches take the host.
+MAX_ROWS, MAX_TOKENS = 512, 2048
+
+
+class StepGraphs:
+    """Captured steps.
+
+    Args:
+        compute: computes the logits of a step, [shape.rows, vocab_size], from its inputs; it is what is captured.
+        buffers: the inputs.
+        max_num_seqs, max_tokens: the most rows, and the most tokens of a mixed step that has a graph.
+    """
+
+    def __init__(
+        self, compute: Callable[[Inputs, Shape], Tensor], buffers: InputBuffers, max_num_seqs: int, max_tokens: int
+    ) -> None:
+        self._compute, self._buffers = compute, buffers
+        self._decodes = decode_sizes(max_num_seqs)
+        self._mixed = [n for n in mixed_sizes(max_tokens) if n > max_num_seqs]
+        self._most_rows = self._decodes[-1]
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._logits: Tensor | None = None
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes of all graphs, the largest first."""
+        mixed = [Shape(self._most_rows, tokens) for tokens in reversed(self._mixed)]
+        return mixed + [Shape(rows, rows) for rows in reversed(self._decodes)]
+
+    def shape(self, chunks: Sequence[Chunk]) -> Shape | None:
+        """The smallest shape that a step fits; None if it is too large."""
+        tokens = sum(c.count for c in chunks)
+        if tokens == len(chunks) <= self._most_rows:
+            rows = self._decodes[bisect_left(self._decodes, tokens)]
+            return Shape(rows, rows)
+        if len(chunks) > self._most_rows or not self._mixed or tokens > self._mixed[-1]:
+            return None
+        return Shape(self._most_rows, self._mixed[bisect_left(self._mixed, tokens)])
+
+    def run(self, chunks: Sequence[Chunk]) -> tuple[list[Request], Tensor] | None:
+        """Replay the graph of a step: the requests that sample, and the logits of their last tokens, which the next
+        step overwrites. None if there is no graph for the step.
+        """
+        shape = self.shape(chunks)
+        if shape is None or self._logits is None:
+            return None
+        try:
+            ordered = self._buffers.fill(chunks, shape)
+        except BaseException:
+            self._buffers.forget()
+            raise
+        self._graphs[shape].replay()
+        requests = [c.request for c in ordered if c.samples]
+        return requests, self._logits[: len(requests)]
+
+    def capture(self, progress: Callable[[list[Shape]], Iterable[Shape]] = iter) -> bool:
+        """Capture all graphs, the largest first, so that the others find its memory in the pool.
+
+        Args:
+            progress: wraps the shapes in a progress bar.
+
+        Returns:
+            False, after a warning that says why, if the model cannot be captured; steps then run without graphs.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.device(self._buffers.device):
+                for shape in progress(self.shapes):
+                    self._graphs[shape] = self._capture(shape, pool)
+        except Exception as error:
+            self._graphs.clear()
+            self._logits = None
+            torch.cuda.synchronize(self._buffers.device)
+            message = (
+                f"steps run without CUDA graphs, since the model cannot be captured: {type(error).__name__}: {error}"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return False
+        return True
+
+    @torch.inference_mode()
+    def _capture(self, shape: Shape, pool: Any) -> torch.cuda.CUDAGraph:
+        """Capture the step of a shape, after a run of padding that compiles its kernels."""
+        self._buffers.fill_padding(shape)
+        inputs = self._buffers.views(shape)
+        side = torch.cuda.Stream(self._buffers.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            logits = self._compute(inputs, shape)
+        torch.cuda.current_stream().wait_stream(side)
+        if self._logits is None:
+            self._logits = torch.empty(self._most_rows, logits.shape[1], dtype=logits.dtype, device=logits.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self._logits[: shape.rows].copy_(self._compute(inputs, shape))
+        return graph
+
+
+def decode_sizes(most: int) -> list[int]:
+    """The numbers of rows that decodes are padded to: 1, 2, 4, then multiples of 8, beyond 256 of 32; and `most`."""
+    sizes = [n for n in (1, 2, 4, *range(8, 257, 8), *range(288, most, 32)) if n < most]
+    return [*sizes, most]
+
+
+def mixed_sizes(most: int) -> list[int]:
+    """The numbers of tokens that mixed steps are padded to: powers of two, and the middles between them, from 32."""
+    sizes = [n for k in range(5, most.bit_length() + 1) for n in (1 << k, 3 << (k - 1))]
+    return [n for n in sizes if n < most] + ([most] if most >= 32 else [])

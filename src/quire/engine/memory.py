@@ -1,0 +1,54 @@
+"""How many pages of keys and values a device has room for."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+
+import torch
+
+from quire.engine.inputs import Shape
+from quire.engine.runner import Runner
+
+
+def free_pages(page_bytes: int) -> int:
+    """The pages that a quarter of the host's free memory holds, at least 1."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, free // 4 // page_bytes)
+
+
+def profiled_pages(
+    make: Callable[[int], Runner],
+    page_size: int,
+    page_bytes: int,
+    largest: Shape,
+    utilization: float,
+    cuda_graphs: bool,
+) -> int:
+    """The pages that a GPU has room for beside what is on it already and what a step of the largest size takes, at
+    least 1.
+
+    Args:
+        make: makes a runner with a number of pages.
+        page_size: tokens in a page.
+        page_bytes: the bytes of a page in the caches of all layers.
+        largest: the most requests and tokens of a step.
+        utilization: the part of the GPU's memory that may be used.
+        cuda_graphs: whether graphs will be captured. These have a pool of their own, so the memory of a step counts
+            twice.
+    """
+    trial = make(-(-largest.tokens // page_size) + 2 * largest.rows)  # which a step of the largest size fits
+    device = trial.model.device
+    trial.profile(1, 1)  # compiles kernels and makes workspaces
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    trial.profile(largest.tokens, largest.rows)
+    step = torch.cuda.max_memory_allocated(device) - before
+    del trial
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    room = total * utilization - (total - free) - step * (1 + cuda_graphs)
+    return max(1, int(room) // page_bytes)

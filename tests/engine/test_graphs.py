@@ -1,0 +1,201 @@
+"""CUDA graphs of steps: the tokens are those of steps without graphs; and what graphs read, compared on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers.checkpoints import CONFIGS, VOCAB, save
+from helpers.engines import pages_add_up, until_idle
+from quire.engine import LLM, SamplingParams
+from quire.engine.graphs import StepGraphs, decode_sizes, mixed_sizes
+from quire.engine.inputs import InputBuffers, Shape
+from quire.engine.request import Request
+from quire.engine.scheduler import Scheduler
+from quire.steps import StepTables
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 100, 256, 257, 300, 1000])
+def test_sizes_rise_to_the_largest(most):
+    sizes = decode_sizes(most)
+    assert sizes[-1] == most
+    assert sizes == sorted(set(sizes))
+    mixed = mixed_sizes(most)
+    assert mixed == sorted(set(mixed))
+    assert not mixed or mixed[-1] == most
+    for n in range(33, most + 1):
+        assert next(size for size in mixed if size >= n) < 1.6 * n
+
+
+def test_a_step_gets_the_smallest_shape_that_fits(rng):
+    buffers = InputBuffers(Shape(40, 200), 5, 4, torch.device("cpu"))
+    graphs = StepGraphs(lambda inputs, shape: torch.empty(0), buffers, 40, 200)
+
+    class One:
+        def __init__(self, count):
+            self.count = count
+
+    for _ in range(300):
+        chunks = [One(rng.choice((1, 1, 1, 1, rng.randint(1, 60)))) for _ in range(rng.randint(1, 45))]
+        tokens, shape = sum(c.count for c in chunks), graphs.shape(chunks)
+        fitting = [s for s in graphs.shapes if s.rows >= len(chunks) and s.tokens >= tokens]
+        fitting = [s for s in fitting if s.longest > 1 or tokens == len(chunks)]
+        assert shape == min(fitting, key=lambda s: (s.tokens, s.rows), default=None)
+
+
+def make_request(rng, longest):
+    params = SamplingParams(max_tokens=rng.randint(1, 30))
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest - 30))]
+    return Request(prompt, params, None, frozenset(), lambda update: None)
+
+
+def test_inputs_are_the_tables_of_the_step(rng):
+    """Random schedules, of which some steps are left out: each row's tables are those that are made from scratch."""
+    for _ in range(30):
+        size, most, longest = rng.choice((1, 2, 4, 16)), rng.randint(1, 12), 60
+        width, budget = -(-longest // size), rng.choice((12, 40))
+        scheduler = Scheduler(width * rng.randint(1, 6), size, most, max(budget, most))
+        buffers = InputBuffers(Shape(most, 64), width, size, torch.device("cpu"))
+        waiting = [make_request(rng, longest) for _ in range(25)]
+        sampled: dict[int, Request] = {}  # the requests of the rows of the last step
+        while waiting or scheduler.running or scheduler.waiting:
+            if waiting and rng.random() < 0.6:
+                scheduler.add(waiting.pop())
+            chunks = scheduler.schedule()
+            if chunks and rng.random() < 0.9:
+                decodes = all(c.count == 1 for c in chunks)
+                rows = rng.randint(len(chunks), most)
+                shape = Shape(rows, rows if decodes else 64)
+                ordered = buffers.fill(chunks, shape)
+                assert sorted(map(id, ordered)) == sorted(map(id, chunks))
+                compare(buffers.views(shape), shape, ordered, size, width, sampled)
+            else:
+                ordered = chunks
+            done = [c.request for c in ordered if c.samples]
+            sampled = dict(enumerate(done))
+            for chunk in chunks:
+                chunk.request.computed += chunk.count
+            for row, request in enumerate(done):
+                request.pending, request.row = 1, row
+            for request in done:
+                if rng.random() < 0.7 or len(request.tokens) + 1 >= request.limit:  # the host has read the token
+                    request.pending = 0
+                    request.push(rng.randrange(VOCAB), max_len=longest)
+                    if request.finish_reason:
+                        scheduler.remove(request)
+                else:
+                    request.pending = 0  # of which the next step knows the value from its row
+                    request.tokens.append(rng.randrange(VOCAB))
+
+
+def compare(inputs, shape, chunks, size, width, sampled):
+    lengths, counts = [c.start + c.count for c in chunks], [c.count for c in chunks]
+    expected = StepTables.from_host([c.request.pages for c in chunks], lengths, counts, size)
+    tokens, rows = sum(counts), len(chunks)
+    assert torch.equal(inputs.positions[:tokens], expected.positions)
+    assert torch.equal(inputs.slots[:tokens], expected.slots)
+    assert (inputs.slots[tokens:] == -1).all()
+    assert torch.equal(inputs.qo_indptr[: rows + 1], expected.qo_indptr)
+    assert inputs.qo_indptr.diff().min() >= 0
+    assert inputs.qo_indptr[-1] <= shape.tokens
+    kv_lens = (width - 1) * size + inputs.last_page_len
+    assert kv_lens.tolist() == lengths + [0] * (shape.rows - rows)
+    for row, chunk in enumerate(chunks):
+        pages = chunk.request.pages
+        assert inputs.kv_indices[inputs.kv_indptr[row] :][: len(pages)].tolist() == list(pages)
+    given = [t for c in chunks for t in c.request.tokens[c.start : c.start + c.count]]
+    assert inputs.ids[:tokens].tolist() == given
+    ends = np.cumsum(counts) - 1
+    last = [int(end) for end, c in zip(ends, chunks, strict=True) if c.samples]
+    assert inputs.sampled[: len(last)].tolist() == last
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    torch.manual_seed(17)
+    return {name: save(name, tmp_path_factory.mktemp(name)) for name in CONFIGS}
+
+
+def requests(rng, count):
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 100))] for _ in range(count)]
+    params = [
+        SamplingParams(temperature=rng.choice((0, 0, 0.8)), seed=rng.randrange(100), max_tokens=rng.randint(1, 60))
+        for _ in prompts
+    ]
+    return prompts, params
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_tokens_with_graphs_are_those_without(folders, rng, name):
+    prompts, params = requests(rng, 40)
+    sizes = {"device": "cuda", "dtype": "float32", "page_size": 8, "max_num_seqs": 24, "max_batched_tokens": 128}
+    found = []
+    for cuda_graphs in (False, True):
+        with LLM(folders[name], cuda_graphs=cuda_graphs, num_pages=160, **sizes) as llm:
+            assert (llm._engine.runner.graphs is not None) == cuda_graphs
+            assert llm._engine.depth == 1
+            done = llm.generate(prompts, params)
+            until_idle(llm)
+            assert pages_add_up(llm)
+        found.append([c.token_ids for c in done])
+    with LLM(folders[name], page_size=8) as llm:
+        found.append([c.token_ids for c in llm.generate(prompts, params)])
+    assert found[0] == found[1]
+    assert sum(a != b for a, b in zip(found[0], found[2], strict=True)) <= 2  # rounding may choose another token
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_the_shipped_model_with_graphs(dtype, kv_cache_dtype):
+    texts = ["import os\n", "def add(a, b):\n    return", "class Stack:\n    def push(self, item):\n"] * 9
+    greedy = SamplingParams(temperature=0, max_tokens=40)
+    found = []
+    for cuda_graphs in (False, True):
+        options = {"device": "cuda", "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "cuda_graphs": cuda_graphs}
+        with LLM(max_num_seqs=16, gpu_memory_utilization=0.3, **options) as llm:
+            found.append(llm.generate(texts, greedy))
+            until_idle(llm)
+            assert pages_add_up(llm)
+    differ = sum(a.token_ids[:10] != b.token_ids[:10] for a, b in zip(*found, strict=True))
+    assert differ <= len(texts) // 3  # of 16-bit elements, sums in another order may choose another token
+
+
+@pytest.mark.gpu
+def test_a_model_that_cannot_be_captured_says_why_once_and_runs(folders):
+    from quire.engine.model import Model
+
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    prompts = [[1, 2, 3], [9, 8, 7, 6], [4, 5]]
+    with LLM(folders["llama"], device="cuda", num_pages=100, cuda_graphs=False) as llm:
+        expected = llm.generate(prompts, greedy)
+    original = Model.logits
+
+    def waiting(self, tokens, *rest):
+        assert int(tokens.sum()) >= 0  # waits for the device, which a capture cannot
+        return original(self, tokens, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "logits", waiting)
+        with pytest.warns(RuntimeWarning, match="without CUDA graphs, since the model cannot be captured") as told:
+            llm = LLM(folders["llama"], device="cuda", num_pages=100)
+        with llm:
+            assert llm._engine.runner.graphs is None
+            done = llm.generate(prompts, greedy)
+    assert len([w for w in told if "CUDA graphs" in str(w.message)]) == 1
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+
+
+@pytest.mark.gpu
+def test_the_cache_takes_what_the_utilization_leaves(folders):
+    """With a context so long that the requests could use all memory."""
+    total = torch.cuda.mem_get_info()[1]
+    options = {"device": "cuda", "page_size": 64, "max_num_seqs": 10**6, "cuda_graphs": False}
+    with LLM(folders["llama"], gpu_memory_utilization=0.5, **options) as llm:
+        free = torch.cuda.mem_get_info()[0]
+        assert llm.num_pages > 1000
+        assert 0.3 * total < total - free < 0.55 * total

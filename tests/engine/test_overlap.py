@@ -1,0 +1,252 @@
+"""Steps that are launched before the host knows the tokens of the step before: the results are those of steps that are
+read at once, whatever arrives, ends, is cancelled, is preempted or raises in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers.checkpoints import VOCAB, save
+from helpers.engines import captured_on_the_host, pages_add_up, until_idle
+from quire.engine import LLM, SamplingParams
+from quire.engine.engine import Engine
+
+SIZES = {"page_size": 4, "num_pages": 22, "max_num_seqs": 12, "max_batched_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(13)
+    return save("llama", tmp_path_factory.mktemp("llama"))
+
+
+def random_params(rng, **more):
+    """Parameters of all kinds, with a seed, so that a request's tokens do not depend on when it runs."""
+    options = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": rng.randrange(1000)},
+        {"temperature": 0.7, "seed": rng.randrange(1000), "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"temperature": 1.0, "seed": rng.randrange(1000), "presence_penalty": 1.0, "logprobs": rng.randrange(4)},
+    ]
+    ends = {"max_tokens": rng.randint(1, 20), "stop_token_ids": rng.sample(range(VOCAB), rng.choice((0, 0, 10)))}
+    return SamplingParams(**{**rng.choice(options), **ends, **more})
+
+
+def random_requests(rng, count):
+    """Prompts of which many begin alike, and parameters."""
+    starts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(4)]
+    prompts = [
+        rng.choice(starts)[: rng.randint(1, 30)] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
+        for _ in range(count)
+    ]
+    return prompts, [random_params(rng) for _ in prompts]
+
+
+def same(ours, expected):
+    """Whether completions are equal, log-probabilities up to rounding."""
+    for a, b in zip(ours, expected, strict=True):
+        assert (a.token_ids, a.finish_reason, a.text, a.error) == (b.token_ids, b.finish_reason, b.text, b.error)
+        assert (a.logprobs is None) == (b.logprobs is None)
+        for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
+            assert list(x) == list(y)
+            assert list(x.values()) == pytest.approx(list(y.values()), abs=1e-4)
+
+
+def set_up(llm, how):
+    """Read results one step late, and perhaps compute steps from the inputs of graphs."""
+    llm._engine.depth = 1
+    if how == "inputs of graphs":
+        captured_on_the_host(llm, max_tokens=48)
+
+
+@pytest.fixture(params=["eager", "inputs of graphs"])
+def how(request):
+    return request.param
+
+
+def test_tokens_do_not_depend_on_when_they_are_read(folder, rng, how):
+    replays = 0
+    for _ in range(2):
+        prompts, params = random_requests(rng, 40)
+        with LLM(folder, **SIZES) as llm:
+            expected = llm.generate(prompts, params)
+        with LLM(folder, **SIZES) as llm:
+            set_up(llm, how)
+            same(llm.generate(prompts, params), expected)
+            assert llm.stats.preemptions > 0
+            assert llm.stats.reused_tokens > 0
+            assert llm.stats.generated_tokens == sum(len(c.token_ids) for c in expected)
+            until_idle(llm)
+            assert pages_add_up(llm)
+            replays += llm._engine.runner.graphs.replays if how != "eager" else 1
+    assert replays
+
+
+def test_text_and_stop_strings_do_not_depend_on_when_they_are_read(rng, how):
+    texts = [
+        "import os\n",
+        "def add(a, b):\n    return",
+        "class Stack:\n    def push(self, item):\n",
+        "for i in range(",
+    ]
+    params = [
+        SamplingParams(temperature=0, max_tokens=rng.randint(4, 30), stop=rng.choice(("\n", "e", ["s", "in"], ())))
+        for _ in texts
+    ]
+    with LLM(page_size=4, num_pages=60) as llm:
+        expected = llm.generate(texts, params)
+        set_up(llm, how)
+        parts = dict.fromkeys(range(len(texts)), "")
+
+        def add(i, part):
+            parts[i] += part.text
+
+        same(llm.generate(texts, params, on_update=add), expected)
+        assert [parts[i] for i in range(len(texts))] == [c.text for c in expected]
+        until_idle(llm)
+        assert pages_add_up(llm)
+
+
+def test_1000_requests_that_come_and_go_lose_no_page(folder, rng, how):
+    with LLM(folder, **{**SIZES, "num_pages": 24}) as llm:
+        set_up(llm, how)
+        ended = {"cancelled": 0, "length": 0, "stop": 0}
+        count = 300 if how == "eager" else 1000
+        prompts, params = random_requests(rng, count)
+
+        async def one(gate, prompt, given):
+            patience = rng.choice((math.inf, math.inf, 0, 1, 5))
+            async with gate:
+                stream, tokens = llm.stream(prompt, given), 0
+                async for part in stream:
+                    tokens += len(part.token_ids)
+                    if part.finish_reason is None and tokens > patience:
+                        break
+                ended[part.finish_reason or "cancelled"] += 1
+                assert part.finish_reason is None or 1 <= tokens <= given.max_tokens
+                await stream.aclose()
+
+        async def every():
+            gate = asyncio.Semaphore(30)
+            await asyncio.gather(*(one(gate, *pair) for pair in zip(prompts, params, strict=True)))
+
+        asyncio.run(every())
+        until_idle(llm)
+        assert sum(ended.values()) == count
+        assert min(ended.values()) > 0
+        assert llm.stats.preemptions > 0
+        assert pages_add_up(llm)
+
+
+def test_a_request_that_ends_is_in_one_more_step_and_no_other(folder, how):
+    """The ends that follow from a number are known when a step is scheduled; those from a token one step later."""
+    with LLM(folder, page_size=4) as llm:
+        free = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))[0]
+        set_up(llm, how)
+        before = llm.stats.steps
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        until_idle(llm)
+        assert llm.stats.steps - before == 9
+        stop = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, stop_token_ids=free.token_ids[-1:])
+        length = free.token_ids.index(free.token_ids[-1]) + 1
+        before = llm.stats.steps
+        assert len(llm.generate([[1, 2, 3]], stop)[0].token_ids) == length
+        until_idle(llm)
+        assert llm.stats.steps - before == length + (length < 9)
+
+
+@pytest.mark.parametrize("prompt_len", [1, 2, 3, 4, 5, 8])
+def test_pages_of_an_output_are_found_by_a_prompt_that_continues_it(folder, how, prompt_len):
+    with LLM(folder, page_size=4) as llm:
+        set_up(llm, how)
+        prompt = list(range(1, 1 + prompt_len))
+        done = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=11, ignore_eos=True))[0]
+        until_idle(llm)
+        longer = [*prompt, *done.token_ids, 7]
+        again = llm.generate([longer], SamplingParams(temperature=0, max_tokens=1))[0]
+        # The last token of the first request was not computed.
+        assert again.reused_tokens == (len(longer) - 2) // 4 * 4
+
+
+def test_a_step_that_raises_ends_the_request_that_caused_it(folder, rng):
+    bad = VOCAB - 1
+    for _ in range(3):
+        prompts, params = random_requests(rng, 12)
+        prompts = [[t for t in p if t != bad] or [1] for p in prompts]
+        with LLM(folder, **{**SIZES, "num_pages": 200}) as llm:
+            expected = llm.generate(prompts, params)
+            llm._engine.scheduler.tree.clear()
+            set_up(llm, "eager")
+            run, raised = llm._engine.runner.run, []
+
+            def failing(chunks, run=run, raised=raised):
+                if any(c.request.tokens[0] == bad and c.start <= 3 < c.start + c.count for c in chunks):
+                    raised.append(len(chunks))
+                    raise ArithmeticError("spoilt")
+                return run(chunks)
+
+            llm._engine.runner.run = failing
+            assert bad not in {p[0] for p in prompts}
+            at = rng.randrange(len(prompts))
+            given = random_params(rng, max_tokens=9, ignore_eos=True, stop_token_ids=())
+            done = llm.generate([*prompts[:at], [bad, 1], *prompts[at:]], [*params[:at], given, *params[at:]])
+            failed = done.pop(at)
+            assert (failed.finish_reason, failed.error) == ("error", "ArithmeticError: spoilt")
+            assert raised
+            same(done, expected)
+            until_idle(llm)
+            assert pages_add_up(llm)
+
+
+def test_logits_that_are_not_finite_end_their_request_one_step_late(folder, how):
+    prompts = [[1, 2, 3], [9, 8, 7, 6], [4, 5]]
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(folder, page_size=4) as llm:
+        good = llm.generate(prompts, greedy)
+        set_up(llm, how)
+        with torch.inference_mode():
+            llm.model.network.get_input_embeddings().weight[9] = torch.nan
+        llm._engine.scheduler.tree.clear()
+        done = llm.generate(prompts, greedy)
+        assert done[1].finish_reason == "error"
+        assert "not finite" in done[1].error
+        for i in (0, 2):
+            if 9 not in good[i].token_ids:
+                assert done[i].token_ids == good[i].token_ids
+        until_idle(llm)
+        assert pages_add_up(llm)
+
+
+def test_sampling_that_raises_for_all_goes_on_row_by_row(folder, rng, monkeypatch):
+    from quire.engine import sampler
+
+    prompts, params = random_requests(rng, 10)
+    with LLM(folder, **SIZES) as llm:
+        expected = llm.generate(prompts, params)
+        set_up(llm, "eager")
+        choose = sampler._choose
+
+        def failing(logits, tokens, last, requests):
+            if len(requests) > 1 and rng.random() < 0.5:
+                raise MemoryError("too many")
+            return choose(logits, tokens, last, requests)
+
+        monkeypatch.setattr(sampler, "_choose", failing)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            same(llm.generate(prompts, params), expected)
+
+
+def test_steps_overlap_on_a_gpu_only_and_without_a_backend_of_ones_own(folder):
+    with LLM(folder) as llm:
+        assert llm._engine.depth == 0
+        assert Engine(llm._engine.runner, 4, 16, depth=1).depth == 1
+        assert llm._engine.runner.graphs is None
