@@ -136,7 +136,7 @@ def test_tokens_with_graphs_are_those_without(folders, rng, name):
     found = []
     for cuda_graphs in (False, True):
         with LLM(folders[name], cuda_graphs=cuda_graphs, num_pages=160, **sizes) as llm:
-            assert (llm._engine.runner.graphs is not None) == cuda_graphs
+            assert (llm._engine.runner.step_graphs is not None) == cuda_graphs
             assert llm._engine.depth == 1
             done = llm.generate(prompts, params)
             until_idle(llm)
@@ -184,7 +184,7 @@ def test_a_model_that_cannot_be_captured_says_why_once_and_runs(folders):
         with pytest.warns(RuntimeWarning, match="without CUDA graphs, since the model cannot be captured") as told:
             llm = LLM(folders["llama"], device="cuda", num_pages=100)
         with llm:
-            assert llm._engine.runner.graphs is None
+            assert llm._engine.runner.step_graphs is None
             done = llm.generate(prompts, greedy)
     assert len([w for w in told if "CUDA graphs" in str(w.message)]) == 1
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]

@@ -86,7 +86,7 @@ def test_tokens_do_not_depend_on_when_they_are_read(folder, rng, how):
             assert llm.stats.generated_tokens == sum(len(c.token_ids) for c in expected)
             until_idle(llm)
             assert pages_add_up(llm)
-            replays += llm._engine.runner.graphs.replays if how != "eager" else 1
+            replays += llm._engine.runner.step_graphs.replays if how != "eager" else 1
     assert replays
 
 
@@ -249,4 +249,4 @@ def test_steps_overlap_on_a_gpu_only_and_without_a_backend_of_ones_own(folder):
     with LLM(folder) as llm:
         assert llm._engine.depth == 0
         assert Engine(llm._engine.runner, 4, 16, depth=1).depth == 1
-        assert llm._engine.runner.graphs is None
+        assert llm._engine.runner.step_graphs is None

@@ -65,7 +65,7 @@ def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
     wrappers = runner.new_wrappers()
 
     def compute(inputs: Inputs, shape: Shape) -> torch.Tensor:
-        ids = torch.where(inputs.ids < 0, runner.last[inputs.source], inputs.ids)
+        ids = torch.where(inputs.ids < 0, runner.last_tokens[inputs.source], inputs.ids)
         lengths = inputs.last_page_len + (width - 1) * runner.page_size
         pages = PageTable.from_lengths(inputs.kv_indptr, inputs.kv_indices, lengths, runner.page_size)
         runner.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.longest)
@@ -73,4 +73,4 @@ def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
 
     graphs = HostGraphs(compute, buffers, most, max_tokens)
     graphs._logits = torch.full((most, runner.model.vocab_size), torch.nan)
-    runner.graphs = graphs
+    runner.step_graphs = graphs

@@ -52,7 +52,7 @@ class Engine:
         self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
         self._sampler = Sampler(self.model.device, max_num_seqs)
         self._launched: deque[Sampled] = deque()  # steps whose results have not been read
-        runner.last = self._sampler.last
+        runner.last_tokens = self._sampler.last
         runner.warm_up()
 
     def request(

@@ -85,10 +85,11 @@ class Request:
 
     def push(self, token: int, max_len: int) -> Update:
         """Add a sampled token and set finish_reason if the output ends; a request has at most `max_len` tokens."""
-        self.tokens.append(token)
+        tokens = self.tokens
+        tokens.append(token)
         if token in self._ends or (self._stream is not None and self._stream.push(token)):
             self.finish_reason = "stop"
-        elif len(self.tokens) >= min(self.limit, max_len):
+        elif len(tokens) >= self.limit or len(tokens) >= max_len:
             self.finish_reason = "length"
         return self._update([token])
 
@@ -98,11 +99,11 @@ class Request:
         return self._update([])
 
     def _update(self, token_ids: list[int]) -> Update:
-        text = ""
-        if self._stream is not None:
-            if self.finish_reason not in (None, "error"):  # the decoder itself may have raised
-                self._stream.finish()
-                if self._stream.stopped and self.finish_reason == "length":
-                    self.finish_reason = "stop"
-            text = self._stream.take(last=self.finish_reason is not None)
-        return Update(self, text, token_ids, self.finish_reason)
+        stream, reason = self._stream, self.finish_reason
+        if stream is None:
+            return Update(self, "", token_ids, reason)
+        if reason not in (None, "error"):  # the decoder itself may have raised
+            stream.finish()
+            if stream.stopped and reason == "length":
+                self.finish_reason = "stop"
+        return Update(self, stream.take(last=reason is not None), token_ids, self.finish_reason)

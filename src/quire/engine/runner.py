@@ -38,12 +38,12 @@ class Runner:
 
     Attributes:
         caches: each layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim].
-        last: int64, the tokens that the last launched step has sampled, where requests find their pending tokens.
-        graphs: CUDA graphs of steps, if there are any; see `StepGraphs`.
+        last_tokens: int64, the tokens that the last launched step has sampled, for requests whose last one is pending.
+        step_graphs: CUDA graphs of steps, if there are any; see `StepGraphs`.
     """
 
-    last: Tensor
-    graphs: StepGraphs | None = None
+    last_tokens: Tensor
+    step_graphs: StepGraphs | None = None
 
     def __init__(
         self,
@@ -149,14 +149,14 @@ class Runner:
 
     def forward(self, chunks: Sequence[Chunk]) -> tuple[list[Request], Tensor]:
         """Compute the chunks; return the requests of chunks that sample, and the logits of their last tokens."""
-        if self.graphs is not None:
-            result = self.graphs.run(chunks)
+        if self.step_graphs is not None:
+            result = self.step_graphs.run(chunks)
             if result is not None:
                 return result
         return [c.request for c in chunks if c.samples], self.run(chunks)
 
     def capture(self, max_num_seqs: int, max_batched_tokens: int, progress: Any = iter) -> None:
-        """Capture CUDA graphs of steps with up to so many requests and tokens, see `StepGraphs`, if steps can overlap."""
+        """Capture CUDA graphs of steps with up to so many requests and tokens (`StepGraphs`), if steps can overlap."""
         if not self.overlaps:
             return
         rows, tokens, page_size = min(max_num_seqs, MAX_ROWS), min(max_batched_tokens, MAX_TOKENS), self.page_size
@@ -165,7 +165,7 @@ class Runner:
         wrappers = self.new_wrappers()  # whose plans no step without a graph replaces
 
         def compute(inputs: Inputs, shape: Shape) -> Tensor:
-            ids = torch.where(inputs.ids < 0, self.last[inputs.source], inputs.ids)
+            ids = torch.where(inputs.ids < 0, self.last_tokens[inputs.source], inputs.ids)
             pages = PageTable(inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len, page_size)
             self.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.longest)
             logits = self.model.logits(ids, inputs.positions, inputs.sampled, self)
@@ -175,7 +175,7 @@ class Runner:
 
         graphs = StepGraphs(compute, buffers, rows, tokens)
         if graphs.capture(progress):
-            self.graphs = graphs
+            self.step_graphs = graphs
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute the chunks without graphs; return the logits of the last token of each chunk that samples."""
@@ -209,7 +209,7 @@ class Runner:
     def _pending_inputs(self, chunks: Sequence[Chunk], rows: list[int]) -> tuple[Tensor, Tensor]:
         """`inputs` of a step with tokens that the host does not know."""
         tokens: list[int] = []
-        places: list[tuple[int, int]] = []  # of pending tokens in this step, and in `last`
+        places: list[tuple[int, int]] = []  # of pending tokens in this step, and in `last_tokens`
         for chunk in chunks:
             known = chunk.request.tokens[chunk.start : chunk.start + chunk.count]
             tokens += known
@@ -219,7 +219,7 @@ class Runner:
         device, (to, source) = self.model.device, zip(*places, strict=True)
         packed = upload(np.array([*tokens, *rows, *to, *source], dtype=np.int64), device)
         ids, last, at, pending = packed.split([len(tokens), len(rows), len(to), len(source)])
-        return ids.index_copy(0, at, self.last[pending]), last
+        return ids.index_copy(0, at, self.last_tokens[pending]), last
 
     def begin(self, chunks: Sequence[Chunk], tables: StepTables) -> None:
         """Plan a step, for which `attend` is then called once per layer."""

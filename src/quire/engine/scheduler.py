@@ -141,7 +141,7 @@ class Scheduler:
         """Chunks of running requests, and whether any was preempted."""
         running, size = self.running, self.page_size
         lengths = [len(r.tokens) + r.pending for r in running]
-        computing = sum(n - r.computed > 1 for r, n in zip(running, lengths, strict=True))
+        computing = len([r for r, n in zip(running, lengths, strict=True) if n - r.computed > 1])
         budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - len(running) + computing
         chunks: list[Chunk] = []
         i = 0
@@ -150,15 +150,18 @@ class Scheduler:
             i += 1
             start = request.computed
             left = length - start
-            count = min(left, budget) if left == 1 else min(left, prefill_budget, budget)
+            count = left if left <= 1 <= budget else min(left, prefill_budget, budget)
             if count <= 0 or length >= request.limit:  # at its limit, the request ends when its last token is read
                 continue
             end = start + count
             if end > len(request.pages) * size and not self._make_room(request, end):
                 return chunks, True
-            chunks.append(self._chunk(request, start, end, length))
+            if count > 1 or (end - request.pending) % size == 0:  # a page may have become full of known tokens
+                self._share(request, end)
+            chunks.append(Chunk(request, start, count, end == length))
             budget -= count
-            prefill_budget -= count if left > 1 else 0
+            if left > 1:
+                prefill_budget -= count
         return chunks, len(running) < len(lengths)
 
     def _make_room(self, request: Request, end: int) -> bool:
@@ -194,21 +197,16 @@ class Scheduler:
                 request.reused = request.computed
                 self.stats.reused_tokens += request.reused
                 self.stats.admitted_tokens += request.prompt_len
-            chunks.append(self._chunk(request, request.computed, request.computed + count, length))
+            self._share(request, request.computed + count)
+            chunks.append(Chunk(request, request.computed, count, request.computed + count == length))
             budget -= count
         return chunks
 
-    def _chunk(self, request: Request, start: int, end: int, length: int) -> Chunk:
-        """Make a chunk of tokens start to end, and insert its full pages whose tokens are known into the prefix tree.
-        Other requests may use these pages in this step already, since each layer writes all new keys and values before
+    def _share(self, request: Request, end: int) -> None:
+        """Insert the full pages among the first `end` tokens into the prefix tree, if they are known. Requests may
+        use these pages in the step that computes them already, since each layer writes all new keys and values before
         it computes attention.
         """
-        if end - start > 1 or (end - request.pending) % self.page_size == 0:  # a page may have become full
-            self._share(request, end)
-        return Chunk(request, start, end - start, end == length)
-
-    def _share(self, request: Request, end: int) -> None:
-        """Insert the full pages among the first `end` tokens into the prefix tree, as far as the tokens are known."""
         full = min(end, len(request.tokens)) // self.page_size
         if full > 0 and (request.node is None or request.node.depth < full):
             request.node = self.tree.insert(request.tokens, request.pages, request.node, full)

@@ -1,0 +1,103 @@
+"""The host's time of a decode step of the engine: scheduling, inputs, and reading results, without a model.
+
+    PYTHONPATH=src python tools/engine_host.py --requests 256 --length 1024
+
+The runner computes nothing, and logits are random. Requests decode from a prompt of `--length` tokens, and their
+updates go to a queue as those of `LLM.generate`. Prints the medians of parts of a step in microseconds of CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import time
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from quire.engine import SamplingParams, shipped_model
+from quire.engine.engine import Engine
+from quire.engine.graphs import StepGraphs
+from quire.engine.inputs import InputBuffers, Inputs, Shape
+
+
+class DummyRunner:
+    """A runner with the inputs of graphs, whose logits are random, but always the same."""
+
+    overlaps = True
+    last_tokens: torch.Tensor
+
+    def __init__(self, model: Any, num_pages: int, page_size: int, most: int) -> None:
+        self.model, self.num_pages, self.page_size = model, num_pages, page_size
+        self.buffers = InputBuffers(Shape(most, most), -(-model.context // page_size), page_size, model.device)
+        self.graphs = StepGraphs(self._compute, self.buffers, most, 0)
+        self.logits = torch.rand(most, 400)
+
+    @staticmethod
+    def _compute(inputs: Inputs, shape: Shape) -> torch.Tensor:
+        return torch.empty(0)
+
+    def warm_up(self) -> None:
+        """Nothing."""
+
+    def forward(self, chunks: Any) -> Any:
+        """Fill the inputs, as for a graph; a prompt is not computed."""
+        shape = self.graphs.shape(chunks)
+        if shape is not None:
+            chunks = self.buffers.fill(chunks, shape)
+        requests = [c.request for c in chunks if c.samples]
+        return requests, self.logits[: len(requests)]
+
+
+def main() -> None:
+    """Run decode steps and print their times."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--text", action="store_true", help="decode the tokens of the shipped model's tokenizer")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer = None
+    if args.text:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(shipped_model())
+    defaults = SamplingParams(
+        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=None, stop=()
+    )
+    context = args.length + args.steps + 64
+    model = SimpleNamespace(
+        device=torch.device("cpu"), context=context, vocab_size=900, default_params=defaults, tokenizer=tokenizer,
+        end_ids=frozenset((1 << 20,)), folder="dummy",
+    )  # fmt: skip
+    pages = args.requests * -(-context // 16)
+    engine = Engine(DummyRunner(model, pages, 16, args.requests), args.requests, 8192)  # type: ignore[arg-type]
+    updates: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for i in range(args.requests):
+        prompt = [5 + (i + j) % 800 for j in range(args.length)]
+        engine.add(engine.request(prompt, SamplingParams(max_tokens=None), updates.put))
+    while engine.scheduler.waiting or any(r.pending == 0 for r in engine.scheduler.running):
+        engine.step()
+    times: dict[str, list[float]] = {"schedule": [], "launch": [], "read": [], "step": []}
+    for _ in range(args.steps):
+        start = time.thread_time()
+        chunks = engine.scheduler.schedule()
+        scheduled = time.thread_time()
+        engine._launch(chunks)
+        launched = time.thread_time()
+        engine._read(1)
+        end = time.thread_time()
+        spans = (scheduled - start, launched - scheduled, end - launched, end - start)
+        for name, span in zip(times, spans, strict=True):
+            times[name].append(span * 1e6)
+        while not updates.empty():
+            updates.get()
+    print(f"{args.requests} requests of {args.length} tokens, medians of {args.steps} steps in us:")
+    print("  " + ", ".join(f"{name} {median(values):.0f}" for name, values in times.items()))
+
+
+if __name__ == "__main__":
+    main()
