@@ -17,6 +17,8 @@ from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 from quire.steps import StepTables
 
+UNCAPTURED = {"gpt-oss"}  # Transformers' code for its experts, in float32, finds on the host which ones have tokens
+
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 100, 256, 257, 300, 1000])
 def test_sizes_rise_to_the_largest(most):
@@ -136,7 +138,7 @@ def test_tokens_with_graphs_are_those_without(folders, rng, name):
     found = []
     for cuda_graphs in (False, True):
         with LLM(folders[name], cuda_graphs=cuda_graphs, num_pages=160, **sizes) as llm:
-            assert (llm._engine.runner.step_graphs is not None) == cuda_graphs
+            assert (llm._engine.runner.step_graphs is not None) == (cuda_graphs and name not in UNCAPTURED)
             assert llm._engine.depth == 1
             done = llm.generate(prompts, params)
             until_idle(llm)
@@ -153,7 +155,7 @@ def test_tokens_with_graphs_are_those_without(folders, rng, name):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_the_shipped_model_with_graphs(dtype, kv_cache_dtype):
     texts = ["import os\n", "def add(a, b):\n    return", "class Stack:\n    def push(self, item):\n"] * 9
-    greedy = SamplingParams(temperature=0, max_tokens=40)
+    greedy = SamplingParams(temperature=0, max_tokens=40, logprobs=5)
     found = []
     for cuda_graphs in (False, True):
         options = {"device": "cuda", "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "cuda_graphs": cuda_graphs}
@@ -161,8 +163,12 @@ def test_the_shipped_model_with_graphs(dtype, kv_cache_dtype):
             found.append(llm.generate(texts, greedy))
             until_idle(llm)
             assert pages_add_up(llm)
-    differ = sum(a.token_ids[:10] != b.token_ids[:10] for a, b in zip(*found, strict=True))
-    assert differ <= len(texts) // 3  # of 16-bit elements, sums in another order may choose another token
+    for without, replayed in zip(*found, strict=True):
+        pairs = enumerate(zip(without.token_ids, replayed.token_ids, strict=False))
+        first = next((i for i, (a, b) in pairs if a != b), None)
+        if first is not None:  # sums of 16-bit elements in another order chose between tokens of nearly one probability
+            likely = without.logprobs[first]
+            assert abs(likely[replayed.token_ids[first]] - max(likely.values())) < 0.2
 
 
 @pytest.mark.gpu

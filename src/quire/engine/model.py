@@ -308,7 +308,7 @@ def _moved(network: Any, device: torch.device) -> Any:
     def move(tensor: Tensor) -> None:
         tensor.data = tensor.data.to(device)
 
-    if device.type != "cpu":
+    if device.type == "cuda":
         with ThreadPoolExecutor(_READERS) as readers:
             list(readers.map(move, network.parameters()))
     return network.to(device)
