@@ -13,6 +13,7 @@ from helpers.page_tables import empty_table
 from quire.definition.pages import LengthTable, RaggedLayout
 from quire.kernels import registry
 from quire.wrappers.plan import longest_request
+from quire.wrappers.workspace import Workspace
 
 
 class Repeat:
@@ -390,3 +391,15 @@ def test_plans_of_latent_caches_repeat_runs(computed):
     assert runs(16, torch.empty(3, dtype=torch.int32, device="meta")) == ([], [16, 16]), "other rows"
     assert runs(16, torch.empty(6, dtype=torch.int32, device="meta")[::2]) == ([16], [16]), "rows to be copied"
     assert runs(18, sm_scale=0.2) == ([18], [18]), "another layer"
+
+
+def test_memory_of_earlier_plans_stays_allocated():
+    """A captured graph of an earlier plan may still use it, whether later plans need none or more."""
+    workspace = Workspace(None, torch.device("cpu"))
+    first, _ = workspace.take(64, 0)
+    assert workspace.take(0, 0)[0] is None
+    assert workspace.take(64, 0)[0] is first
+    more, _ = workspace.take(128, 0)
+    assert more is not first
+    assert any(x is first for x in workspace.outgrown)
+    assert workspace.take(64, 0)[0] is more

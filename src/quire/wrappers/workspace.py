@@ -16,7 +16,8 @@ class Workspace:
 
     The float workspace is the caller's buffer, or the wrapper's own memory where the caller gave None or an empty
     tensor. The int workspace has zeros before and after each run; the wrapper makes it, and makes a larger one where a
-    batch-invariant plan needs more.
+    batch-invariant plan needs more. What the wrapper has made stays allocated as long as the wrapper lives, also where a
+    later plan needs more or none: captured graphs of earlier plans may still use it.
     """
 
     def __init__(self, float_buffer: Tensor | None, device: torch.device) -> None:
@@ -24,8 +25,9 @@ class Workspace:
         self.least = INT_BYTES if device.type == "cuda" else 16  # bytes of the int workspace
         self.int_buffer = torch.zeros(self.least, dtype=torch.uint8, device=device)
         self.zeros = self.int_buffer.view(torch.int32)
-        self.outgrown: list[Tensor] = []  # int workspaces that captured graphs may still use
-        self._floats: Tensor | None = None
+        self.outgrown: list[Tensor] = []  # workspaces in whose place there are larger ones
+        self._own: Tensor | None = None  # float workspace
+        self._floats: Tensor | None = None  # what the last plan took, of `_own` or of the caller's buffer
         self._floats_of: tuple[int, Tensor | None] = (0, None)  # the size and the buffer that _floats was made for
 
     def reset(self, float_buffer: Tensor, int_buffer: Tensor, int_size: int) -> None:
@@ -60,8 +62,11 @@ class Workspace:
         elif buffer is not None and buffer.numel():
             check(buffer.nbytes >= size, "float_workspace_buffer", f"{buffer.nbytes} bytes", f"{size} bytes are needed")
             floats = buffer.view(-1).view(torch.uint8)[: size // 4 * 4].view(torch.float32)
-        elif floats is None or floats.nbytes < size:
-            floats = torch.empty(size // 4, device=self.device)
+        else:
+            if self._own is None or self._own.nbytes < size:
+                self.outgrown += [] if self._own is None else [self._own]
+                self._own = torch.empty(size // 4, device=self.device)
+            floats = self._own
         self._floats, self._floats_of = floats, (size, buffer)
         return floats
 
