@@ -232,14 +232,14 @@ def test_sampling_that_raises_for_all_goes_on_row_by_row(folder, rng, monkeypatc
     with LLM(folder, **SIZES) as llm:
         expected = llm.generate(prompts, params)
         set_up(llm, "eager")
-        choose = sampler._choose
+        penalise = sampler._penalise
 
-        def failing(logits, tokens, last, requests):
+        def failing(logits, last, requests):
             if len(requests) > 1 and rng.random() < 0.5:
                 raise MemoryError("too many")
-            return choose(logits, tokens, last, requests)
+            return penalise(logits, last, requests)
 
-        monkeypatch.setattr(sampler, "_choose", failing)
+        monkeypatch.setattr(sampler, "_penalise", failing)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             same(llm.generate(prompts, params), expected)

@@ -1,9 +1,8 @@
 """Sampling the next token of every request of a batch, on the device that has the logits.
 
 The token of a request depends on its own logits, parameters and random numbers only. The random number of a token is a
-hash of the request's seed and the token's index in the output, so a request with a seed is reproducible in any batch,
-on any device, and after a preemption. Parameters are applied in float64, which represents every value that
-`SamplingParams` allows.
+hash of the request's seed and the token's index in the output (`quire.sampling`), so a request with a seed is
+reproducible in any batch, on any device, and after a preemption.
 
 Nothing here waits for a GPU except `Sampled.read`: tables go to the device and results to the host through pinned
 memory.
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire import sampling
 from quire.engine.request import Request
 
 _UNDEFINED = -1  # in place of a token, where a row of logits is not finite
@@ -88,6 +88,8 @@ class Sampler:
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.last = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._requests: Sequence[Request] = ()  # those that _parameters belong to
+        self._parameters: dict[str, Tensor] = {}
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, requests: Sequence[Request]) -> Sampled:
@@ -95,30 +97,41 @@ class Sampler:
         best, tokens = logits.max(-1)
         reports = None
         if not all(request.plain for request in requests):
-            tokens, reports = _choose(logits.float(), tokens, self.last, requests)
+            tokens, reports = self._choose(logits, tokens, requests)
         self.last[: len(requests)] = tokens
         # The largest logit is not finite in a row with NaN, with +inf, or with -inf only.
         return Sampled(requests, torch.where(torch.isfinite(best), tokens, _UNDEFINED), reports)
+
+    def _choose(self, logits: Tensor, likeliest: Tensor, requests: Sequence[Request]) -> tuple[Tensor, _Reports | None]:
+        """The tokens of a batch with requests that are not plain, and the reports."""
+        tokens, penalised = likeliest, _penalise(logits, self.last, requests)
+        if any(not request.params.greedy for request in requests):
+            tokens = self._draw(penalised, requests)
+        elif penalised is not logits:
+            tokens = penalised.argmax(-1)
+        return tokens, _logprobs(logits, tokens, requests)
+
+    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Tokens drawn by `quire.sampling`. Parameters go to the device when the batch changes, and the indices of the
+        tokens in each step.
+        """
+        device = logits.device
+        if requests != self._requests:
+            params = [r.params for r in requests]
+            columns = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+            floats = _on_device(np.array(columns, dtype=np.float64), device)
+            seeds = np.array([r.seed % (1 << 64) for r in requests], dtype=np.uint64).view(np.int64)
+            whole = _on_device(np.stack([seeds, np.array([p.top_k for p in params])]), device)
+            self._parameters = dict(zip(("temperature", "top_p", "min_p"), floats, strict=True))
+            self._parameters |= {"seed": whole[0], "top_k": whole[1]}
+            self._requests = requests
+        index = _on_device(np.array([len(r.tokens) + r.pending - r.prompt_len for r in requests]), device)
+        return sampling.sample(logits, **self._parameters, offset=index).tokens.long()  # type: ignore[arg-type]
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
     """The next token of each request from its row of logits, [len(requests), vocab_size]; waits for it."""
     return Sampler(logits.device, len(requests)).launch(logits, requests).read()
-
-
-def _choose(
-    logits: Tensor, tokens: Tensor, last: Tensor, requests: Sequence[Request]
-) -> tuple[Tensor, _Reports | None]:
-    """The tokens of a batch with requests that are not plain, of which `tokens` are the likeliest, and the reports."""
-    raw, logits = logits, _penalise(logits, last, requests)
-    if logits is not raw:
-        tokens = logits.argmax(-1)
-    sampled = [i for i, request in enumerate(requests) if not request.params.greedy]
-    if sampled:
-        rows = _on_device(np.array(sampled), logits.device)
-        drawn = _draw(logits if len(sampled) == len(requests) else logits[rows], [requests[i] for i in sampled])
-        tokens = drawn if len(sampled) == len(requests) else tokens.index_copy(0, rows, drawn)
-    return tokens, _logprobs(raw, tokens, requests)
 
 
 def _on_device(values: np.ndarray, device: torch.device) -> Tensor:
@@ -132,7 +145,8 @@ def _penalise(logits: Tensor, last: Tensor, requests: Sequence[Request]) -> Tens
     penalised = [i for i, request in enumerate(requests) if request.params.penalised]
     if not penalised:
         return logits
-    logits, largest, vocab = logits.clone(), torch.finfo(logits.dtype).max, logits.shape[1]
+    vocab = logits.shape[1]
+    logits, largest = logits.to(torch.float32, copy=True), torch.finfo(torch.float32).max
     for i in penalised:
         request, params, row = requests[i], requests[i].params, logits[i].double()
         known = _on_device(np.array(request.tokens), logits.device)
@@ -150,47 +164,6 @@ def _penalise(logits: Tensor, last: Tensor, requests: Sequence[Request]) -> Tens
         # Only the logits that the model set to -inf are -inf afterwards.
         logits[i] = row.clamp(-largest, largest).masked_fill(logits[i] == -torch.inf, -torch.inf)
     return logits
-
-
-def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Draw one token per row by inverse transform sampling, after temperature, top-k, top-p and min-p."""
-    params = [r.params for r in requests]
-    u = _uniform([r.seed for r in requests], [len(r.tokens) + r.pending - r.prompt_len for r in requests])
-    columns = np.array([[p.temperature, p.top_p, p.min_p, p.top_k] for p in params], dtype=np.float64)
-    host = np.concatenate([columns, u[:, None]], 1)
-    temperature, top_p, min_p, top_k, uniform = _on_device(host, logits.device)[:, :, None].unbind(1)
-    values, order = torch.sort(logits, descending=True, stable=True, dim=-1)
-    values = (values.double() - values[:, :1]) / temperature
-    rank = torch.arange(values.shape[1], device=values.device)
-    values = values.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)
-    p = torch.softmax(values, -1)
-    before = p.cumsum(-1) - p
-    allowed = (before < top_p) & (p >= min_p * p[:, :1])
-    allowed[:, 0] = True
-    total = torch.where(allowed, p, 0.0).cumsum(-1)
-    picked = torch.searchsorted(total, uniform * total[:, -1:], right=True).clamp(max=values.shape[1] - 1)
-    # Rounding must not select a token after the last allowed one.
-    last = (allowed * rank).amax(-1, keepdim=True)
-    return order.gather(1, torch.minimum(picked, last))[:, 0]
-
-
-def _uniform(seeds: Sequence[int], indices: Sequence[int]) -> np.ndarray:
-    """Numbers in [0, 1), float64, each a hash of a seed and an index: the generator SplitMix64 (Steele et al. 2014),
-    whose state is a hash of the seed, after `index` steps.
-    """
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    with np.errstate(over="ignore"):
-        state = _mix(np.array([seed % (1 << 64) for seed in seeds], dtype=np.uint64) + golden)
-        mixed = _mix(state + (np.array(indices, dtype=np.uint64) + np.uint64(1)) * golden)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64, on uint64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = x ^ (x >> np.uint64(31))
-    return mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +184,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[Request]) -> _R
         return None
     rows = list(asked)
     on_device = _on_device(np.array(rows), logits.device)
-    logprobs = torch.log_softmax(logits[on_device], -1)
+    logprobs = torch.log_softmax(logits[on_device].float(), -1)
     values, ids = logprobs.topk(min(max(asked.values()), logprobs.shape[1]))
     chosen = tokens[on_device][:, None]
     return _Reports(rows, torch.cat([chosen, ids], 1), torch.cat([logprobs.gather(1, chosen), values], 1))
