@@ -75,6 +75,9 @@ def main() -> None:
     )  # fmt: skip
     pages = args.requests * -(-context // 16)
     engine = Engine(DummyRunner(model, pages, 16, args.requests), args.requests, 8192)  # type: ignore[arg-type]
+    if tokenizer is not None:  # text of whole characters, as models write it
+        bad = [t for t in range(400) if not tokenizer.decode([t], skip_special_tokens=True).isalnum()]
+        engine.runner.logits[:, bad] = -1.0  # type: ignore[attr-defined]
     updates: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for i in range(args.requests):
         prompt = [5 + (i + j) % 800 for j in range(args.length)]

@@ -41,7 +41,7 @@ class Inputs:
 
     Attributes:
         ids: int64 [tokens], token ids; -1 for a pending token.
-        source: int64 [tokens], where a pending token is among the tokens of the last step; 0 for other tokens.
+        source: int64 [tokens], where a pending token is among the tokens of the last step; any row for other tokens.
         positions, slots: int64 [tokens], as in `StepTables`; padding has slot -1.
         sampled: int64 [rows], the index of the last token of each chunk that samples; padding is 0.
         qo_indptr: int32 [rows + 1].
@@ -83,7 +83,7 @@ class InputBuffers:
     def forget(self) -> None:
         """Write all pages of all rows in the next step, because the device's table is undefined."""
         self._owners: list[array[int] | None] = [None] * len(self._host_table)  # the pages that a row was written from
-        self._written = [0] * len(self._host_table)
+        self._written = np.zeros(len(self._host_table), dtype=np.int64)  # how many of them
 
     def views(self, shape: Shape) -> Inputs:
         """The inputs of a shape."""
@@ -149,18 +149,19 @@ class InputBuffers:
 
     def _write_pages(self, chunks: Sequence[Chunk]) -> None:
         """Write the pages that requests have got since their rows were written."""
-        owners, written = self._owners, self._written
+        pages = [c.request.pages for c in chunks]
+        count, written = len(pages), self._written
+        if self._owners[:count] != pages:  # a row of another request, or of one that was preempted in between
+            written[:count][[old is not own for old, own in zip(self._owners, pages, strict=False)]] = 0
+            self._owners[:count] = pages
+        lengths = np.array([len(own) for own in pages])
         places: list[range] = []
         new: list[array[int]] = []
-        for row, chunk in enumerate(chunks):
-            pages = chunk.request.pages
-            known, count = written[row], len(pages)
-            if owners[row] is not pages:  # the row of another request, or a request that was preempted
-                owners[row], known = pages, 0
-            if known < count:
-                written[row] = count
-                places.append(range(row * self.width + known, row * self.width + count))
-                new.append(pages[known:])
+        for row in np.flatnonzero(written[:count] != lengths).tolist():
+            known, length = int(written[row]), len(pages[row])
+            places.append(range(row * self.width + known, row * self.width + length))
+            new.append(pages[row][known:])
+        written[:count] = lengths
         if new:
             both = np.array([list(chain(*places)), list(chain(*new))], dtype=np.int64)
             self._host_table.reshape(-1)[both[0]] = both[1]
@@ -170,6 +171,13 @@ class InputBuffers:
     @staticmethod
     def _fill_tokens(chunks: Sequence[Chunk], ids: np.ndarray, source: np.ndarray) -> None:
         """Token ids, and the places of pending tokens."""
+        source[:] = 0
+        if all(c.count == 1 for c in chunks):
+            tokens_of = [(c.request.tokens, c.start) for c in chunks]
+            ids[: len(chunks)] = [tokens[i] if i < len(tokens) else -1 for tokens, i in tokens_of]
+            ids[len(chunks) :] = 0
+            source[: len(chunks)] = [c.request.row for c in chunks]  # not read where the token is known
+            return
         known: list[int] = []
         pending = []
         for chunk in chunks:
@@ -184,7 +192,6 @@ class InputBuffers:
             else:
                 known += tokens[start:end]
         ids[: len(known)], ids[len(known) :] = known, 0
-        source[:] = 0
         if pending:
             places = np.array(pending)
             source[places[:, 0]] = places[:, 1]

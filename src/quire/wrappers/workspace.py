@@ -16,8 +16,8 @@ class Workspace:
 
     The float workspace is the caller's buffer, or the wrapper's own memory where the caller gave None or an empty
     tensor. The int workspace has zeros before and after each run; the wrapper makes it, and makes a larger one where a
-    batch-invariant plan needs more. What the wrapper has made stays allocated as long as the wrapper lives, also where a
-    later plan needs more or none: captured graphs of earlier plans may still use it.
+    batch-invariant plan needs more. What the wrapper has made stays allocated as long as the wrapper lives, also where
+    a later plan needs more or none: captured graphs of earlier plans may still use it.
     """
 
     def __init__(self, float_buffer: Tensor | None, device: torch.device) -> None:
