@@ -92,7 +92,7 @@ class Model:
             if not self.compiled:
                 return self._logits(tokens, positions, rows)
             try:
-                with compiling():
+                with compiling(len(tokens)):
                     return self._logits(tokens, positions, rows)
             except compile_errors() as error:
                 self._regions.give_up(error)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -65,11 +65,20 @@ class Regions:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def compiling() -> AbstractContextManager[None]:
-    """A context for calls that may compile, in which numbers of modules, such as a norm's epsilon, are constants."""
-    from torch._dynamo import config
+@contextmanager
+def compiling(tokens: int) -> Iterator[None]:
+    """A context for calls with so many tokens, which may compile.
 
-    return config.patch(specialize_float=True)
+    Numbers of modules, such as a norm's epsilon, are constants. With one token, matrices are read once by kernels of
+    their own: Inductor generates these, and finds the size of their tiles by measuring, only if this option is set.
+    """
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    of_modules = torch._dynamo.config.patch(specialize_float=True)
+    of_kernels = torch._inductor.config.patch(coordinate_descent_tuning=tokens == 1)
+    with of_modules, of_kernels:
+        yield
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
