@@ -11,8 +11,9 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from quire.bench import cpu, gpu, layers_table, peers
+from quire.bench import cpu, gpu, layers_table, peers, serving
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -27,9 +28,14 @@ def rendered(name: str) -> str:
         result["device"] if on_gpu else f"{result['device']}, {result['threads']} threads",
         f"Python {result['python']}, torch {result['torch']}, {compiler} {result[compiler]}",
         *(f"{title} {result[name]}" for name, title in peers.TITLES.items() if name in result),
+        *dict.fromkeys(f"{row['engine']} {row['version']}" for row in result["cells"] if "version" in row),
         result["date"],
     )
-    module = layers_table if "copy_gb_s" in result["ceilings"] else gpu if on_gpu else cpu
+    module: Any = gpu if on_gpu else cpu
+    if "operation" in result:
+        module = serving
+    elif "copy_gb_s" in result["ceilings"]:
+        module = layers_table
     return f"{', '.join(machine)}:\n\n{module.table(result)}\n"
 
 

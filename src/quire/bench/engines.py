@@ -31,7 +31,7 @@ class Quire:
         options: further arguments of LLM.
     """
 
-    title = "Quire"
+    title, package = "Quire", "quire"
 
     def __init__(self, folder: Path, device: str, longest: int, most: int, **options: Any) -> None:
         self.llm = LLM(folder, device=device, load_format=_load_format(folder), max_num_seqs=most, **options)
@@ -97,7 +97,7 @@ class Quire:
 class Transformers:
     """Transformers' own engines: `generate` for requests of one length, and continuous batching for others."""
 
-    title = "Transformers"
+    title, package = "Transformers", "transformers"
 
     def __init__(self, folder: Path, device: str, longest: int, most: int, **options: Any) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -162,7 +162,7 @@ class Transformers:
 class VLLM:
     """vLLM's `LLMEngine`, stepped in this process."""
 
-    title = "vLLM"
+    title, package = "vLLM", "vllm"
 
     def __init__(self, folder: Path, device: str, longest: int, most: int, **options: Any) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine must end when it is closed

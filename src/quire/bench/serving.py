@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,8 @@ def _loaded(setup: Setup, longest: int) -> Iterator[tuple[Any, Row]]:
             yield None, {"engine": kind.title, "failed": f"{type(error).__name__}: {error}"}
             continue
         try:
-            yield engine, {"engine": kind.title, "load_s": time.perf_counter() - start}
+            seconds = time.perf_counter() - start
+            yield engine, {"engine": kind.title, "version": version(kind.package), "load_s": seconds}
         finally:
             engine.close()
 
