@@ -23,6 +23,8 @@ COUNTS = {
     "face/test_quantization.py": 13,
     "face/test_rope.py": 14,
     "face/test_rope_quantize.py": 4,
+    "face/test_sampling.py": 12,
+    "face/test_sampling_draws.py": 5,
     "kernels/test_families.py": 21,
     "kernels/test_kernels.py": 24,
     "steps/test_steps.py": 12,

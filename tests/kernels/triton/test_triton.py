@@ -104,3 +104,57 @@ def test_packing_compiles_for_every_architecture(target):
     given = {"x": "*u8", "bits": "*u8", "indptr": "*i64", "bytes_at": "*i64", "big": True, "block": BLOCK}
     for each in (given, {**given, "indptr": None, "bytes_at": None}):
         assert compile_kernel(pack_bytes, target, each).spills == 0
+
+
+@targets
+def test_sampling_compiles_for_every_architecture(target):
+    from helpers.triton_compile import compile_kernel
+    from quire.kernels.triton import logprobs, sampling, speculative, threshold
+
+    fp32, values = "*fp32", ("temperature_value", "top_p_value", "min_p_value")
+    parameters = {"temperature": fp32, "top_k": "*i32", "top_p": fp32, "min_p": fp32, "indices": "*i32"}
+    random = {"seed": "*i64", "offset": "*i64", "seed_value": "i64", "offset_value": "i64"}
+    scratch = dict.fromkeys(("maxima", "sums", "kept", "found"), fp32) | {"ids": "*i32"}
+    given = parameters | random | scratch | dict.fromkeys(values, "fp32")
+    draws, states = {"tokens": "*i32", "valid": "*i8", "state": None}, {"tokens": None, "valid": None, "state": fp32}
+    none = dict.fromkeys(("indices", "temperature", "min_p", "seed", "offset"))
+    for vocab, dtype, outs, logits, joint, greedy in (
+        (151_936, torch.float32, draws, True, True, False),
+        (262_144, torch.bfloat16, draws, True, False, True),
+        (262_144, torch.float32, draws | none, False, False, False),
+        (1000, torch.float32, states | none, False, True, False),
+    ):
+        c = threshold.row_config(vocab, dtype, logits, joint, greedy)
+        x = {"x": "*bf16" if dtype == torch.bfloat16 else fp32, "c": c}
+        usage = compile_kernel(sampling.select_rows, target, given | outs | x, num_warps=c.num_warps)
+        assert usage.spills == 0, (vocab, usage.spills)
+    stats = {"x": fp32, "temperature": fp32, "maxima": fp32, "sums": fp32, "temperature_value": "fp32"}
+    kernels = {
+        threshold.chunk_stats: (stats | {"logits": True, "block": 64}, 4),
+        sampling.map_rows: (
+            {"x": "*bf16", "out": fp32, "state": fp32, "temperature": fp32, "temperature_value": "fp32"}
+            | {"logits": True, "mask": False, "block": sampling.MAP_BLOCK},
+            4,
+        ),
+        logprobs.report_rows: (
+            dict.fromkeys(("x", "maxima", "sums", "logprobs", "top_logprobs"), fp32)
+            | {"tokens": "*i32", "top_tokens": "*i32", "padded": 4096},
+            4,
+        ),
+        logprobs.penalise_rows: (
+            dict.fromkeys(("logits", "out", "repetition", "presence", "frequency"), fp32)
+            | dict.fromkeys(("tokens", "slots", "prompt_lens", "lens", "counts"), "*i32")
+            | dict.fromkeys(("repetition_value", "presence_value", "frequency_value"), "fp32")
+            | {"block": 1024},
+            8,
+        ),
+        speculative.verify_chain: (
+            dict.fromkeys(("draft", "target", "sums"), fp32)
+            | dict.fromkeys(("token_ids", "out", "accepted", "emitted"), "*i32")
+            | random
+            | {"padded": 4096},
+            8,
+        ),
+    }
+    for kernel, (arguments, num_warps) in kernels.items():
+        assert compile_kernel(kernel, target, arguments, num_warps=num_warps).spills == 0, kernel

@@ -37,7 +37,7 @@ class RowConfig:
 
     @property
     def num_warps(self) -> int:
-        return max(self.tile * 64 // 256, 1)
+        return max(self.tile * CHUNK.value // 512, 1)
 
 
 @lru_cache(maxsize=1024)
