@@ -106,7 +106,7 @@ def test_speculative_sampling_has_the_targets_distribution(count, device, passes
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_does_not_depend_on_its_batch(device):
-    for vocab in (33, 5000):
+    for vocab in (33, 4500):
         x = rows("peaked", 7, vocab).to(device)
         seed = torch.randint(-(2**62), 2**62, (7,), device=device)
         offset = torch.arange(7, device=device) * 2**33
@@ -126,7 +126,7 @@ def test_a_row_does_not_depend_on_its_batch(device):
 def test_seeds_give_one_token_on_all_devices(device, monkeypatch):
     """Triton's tokens are those of the CPU's path, but where a number falls within rounding of a boundary."""
     differ = total = 0
-    for vocab in (1, 40, 3000, 20_000):
+    for vocab in (1, 40, 3000, 10_000):
         x = rows("flat", 8, vocab) * 2
         seed, k = torch.randint(2**62, (8,)), torch.tensor([0, 1, 5, 60, 100, 1500, 7, 0])
         p, heat = torch.rand(8), torch.rand(8) * 2 * (torch.arange(8) > 0)

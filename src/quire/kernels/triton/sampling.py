@@ -19,6 +19,7 @@ from quire.kernels.triton.threshold import (
     RowConfig,
     chunk_statistics,
     from_key,
+    launch_options,
     list_chunks,
     load_chunks,
     load_ids,
@@ -206,7 +207,7 @@ def _select(
     rows, vocab = x.shape
     select_rows[(programs,)](
         x, indices, maxima, sums, ids, kept, found, *tensors, *values, *outs, x.stride(0), outputs, rows, vocab,
-        maxima.shape[1], *steps, 1 - steps[0], c, num_warps=c.num_warps,
+        maxima.shape[1], *steps, 1 - steps[0], c, **launch_options(torch.version.hip is not None),
     )  # fmt: skip
 
 

@@ -35,16 +35,17 @@ class RowConfig:
     greedy: bool  # whether a temperature of 0 means the first of the likeliest tokens
     grain: int  # keys of the rows' dtype are multiples of this
 
-    @property
-    def num_warps(self) -> int:
-        return max(self.tile * CHUNK.value // 512, 1)
+
+def launch_options(hip: bool) -> dict[str, int]:
+    """How `select_rows` is compiled. To have two programs on a multiprocessor, NVIDIA's compiler would spill."""
+    return {"num_warps": 8} if hip else {"num_warps": 8, "maxnreg": 255}
 
 
 @lru_cache(maxsize=1024)
 def row_config(vocab: int, dtype: torch.dtype, logits: bool, joint: bool = False, greedy: bool = False) -> RowConfig:
-    chunks = max(triton.next_power_of_2(triton.cdiv(vocab, CHUNK.value)), 16)
+    chunks = max(triton.next_power_of_2(triton.cdiv(vocab, CHUNK.value)), TILE)
     grain = {torch.float32: 1, torch.bfloat16: 1 << 16, torch.float16: 1 << 13}[dtype]
-    return RowConfig(chunks, min(chunks, TILE), logits, joint, greedy, grain)
+    return RowConfig(chunks, TILE, logits, joint, greedy, grain)
 
 
 @triton.jit
