@@ -9,13 +9,13 @@ from `uniform`, and the same on all devices.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.ops import on_triton, operation
 
 _WORD = 0xFFFFFFFF
-_LIST = 1024  # how many of the largest tokens are sorted first, before all are
 
 
 def uniform(seed: Tensor, offset: Tensor, subsequence: Tensor, draw: int = 0) -> Tensor:
@@ -56,43 +56,40 @@ def _weigh(x: Tensor, temperature: Tensor, logits: bool) -> Tensor:
     return torch.exp((x.double() - x.amax(-1, keepdim=True)) / temperature.clamp(min=1e-30))
 
 
-def _largest(x: Tensor, weights: Tensor, needed: Tensor, goal: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The largest elements of each row in descending order, and their weights: at least `needed` [rows, 1], and as many
-    as weigh `goal` together. Sorts all only where the first do not suffice.
-    """
+def _largest(x: Tensor, count: int) -> Tensor:
+    """The largest elements of each row, in descending order. NumPy sorts many of them faster than torch."""
     vocab = x.shape[1]
-    width = min(max(int(needed.amax()), _LIST if goal is not None else 1), vocab)
-    values, order = x.topk(width) if width < vocab else x.sort(descending=True)
-    listed = weights.gather(1, order)
-    if goal is not None and width < vocab and bool(((listed.sum(-1, True) < goal) & (needed < 1)).any()):
-        values, order = x.sort(descending=True)
-        listed = weights.gather(1, order)
-    return values, listed
+    return x.topk(count).values if 8 * count < vocab else torch.from_numpy(np.sort(x.numpy())).flip(-1)[:, :count]
 
 
-def _kept(x: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, logits: bool, joint: bool) -> Tensor:
+def _kept(
+    x: Tensor,
+    weights: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    logits: bool,
+    joint: bool,
+) -> Tensor:
     """Which tokens are kept: bool [rows, vocab]. Parameters: [rows, 1]."""
-    vocab = x.shape[1]
-    k = torch.where((top_k < 1) | (top_k >= vocab), 0, top_k)
-    kept = x > (-torch.inf if logits else 0)
-    cut = top_p < 1
-    if bool((k > 0).any() | cut.any()):
-        total = weights.sum(-1, True) if logits or not joint else torch.ones(len(x), 1)
-        goal = torch.where(cut, top_p.clamp(min=0) * total, -1)
-        values, listed = _largest(x, weights, k, goal if bool(cut.any()) else None)
-        low = values.gather(1, (k - 1).clamp(min=0))
-        kept &= (k == 0) | (x >= low)
+    vocab, least = x.shape[1], -torch.inf if logits else 0.0
+    by_k, cut = (top_k > 0) & (top_k < vocab), top_p < 1
+    k, low = torch.where(by_k, top_k, 0), torch.full((len(x), 1), least)
+    if bool(by_k.any() | cut.any()):
+        values = _largest(x, vocab if bool((cut & ~by_k).any()) else int(k.amax()))
+        low = torch.where(by_k, values.gather(1, (k - 1).clamp(min=0)), low)
         if bool(cut.any()):
-            inside = (k == 0) | (values >= low)
-            if not joint:
-                goal = torch.where(k > 0, top_p * torch.where(kept, weights, 0).sum(-1, True), goal)
-            before = listed.cumsum(-1) - listed
-            inside &= (before < goal) | (torch.arange(values.shape[1]) == 0)
-            last = (inside.sum(-1, keepdim=True) - 1).clamp(min=0)
-            kept &= ~cut | (x >= values.gather(1, last))
-    if bool((min_p > 0).any()):
-        kept &= weights >= min_p * weights.amax(-1, True)
-    return kept
+            whole = torch.ones(len(x), 1, dtype=torch.float64)
+            if not joint and bool(by_k.any()):
+                whole = torch.where(x >= low, weights, 0).sum(-1, True)
+            elif logits or not joint:
+                whole = weights.sum(-1, True)
+            running = _weigh(values, temperature, logits).cumsum(-1)
+            last = torch.searchsorted(running, top_p.clamp(min=0) * whole).clamp(max=values.shape[1] - 1)
+            low = torch.where(cut, torch.maximum(low, values.gather(1, last)), low)
+    kept = x >= low
+    return kept & (weights >= min_p * weights.amax(-1, True)) if bool((min_p > 0).any()) else kept
 
 
 @operation("sample_rows", "tokens", "valid")
@@ -146,7 +143,7 @@ def sample_rows(
     else:
         k = _column(top_k, top_k_value, rows, torch.int64).masked_fill(first, 1)
         p = _column(top_p, top_p_value, rows, torch.float64).masked_fill(first, 1)
-        kept = _kept(x, weights, k, p, _column(min_p, min_p_value, rows, torch.float64), logits, joint)
+        kept = _kept(x, weights, heat, k, p, _column(min_p, min_p_value, rows, torch.float64), logits, joint)
         sums = weights.where(kept, 0).cumsum(-1)
         u = uniform(*_numbers(seed, seed_value, offset, offset_value, len(tokens)))
         picked = _invert(sums, u, indices)
@@ -194,9 +191,10 @@ def transform_rows(
     if not x.numel():
         return
     x, (rows, logits) = x.float(), (len(x), kind != "probs")
-    weights = _weigh(x, _column(temperature, temperature_value, rows, torch.float64), logits)
+    heat = _column(temperature, temperature_value, rows, torch.float64)
+    weights = _weigh(x, heat, logits)
     k, p = _column(top_k, top_k_value, rows, torch.int64), _column(top_p, top_p_value, rows, torch.float64)
-    kept = _kept(x, weights, k, p, torch.zeros(rows, 1), logits, True) | weights.isnan()
+    kept = _kept(x, weights, heat, k, p, torch.zeros(rows, 1), logits, True) | weights.isnan()
     if kind == "mask":
         out.copy_(torch.where(kept, x, -torch.inf))
     else:
