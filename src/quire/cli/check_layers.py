@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire import activation, norm
+from quire import activation, norm, sampling
 from quire.bench.batches import relative_error
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 6e-4}  # relative
@@ -33,6 +33,12 @@ def _added(x: Tensor, y: Tensor, weight: Tensor, call: Callable[..., None]) -> T
     """The input that a function normalises in place, after it has added it to the residual."""
     call(x, y, weight, _EPS)
     return x
+
+
+def _top_k(probs: Tensor, k: int) -> Tensor:
+    """The probabilities that are at least the k-th largest one, divided by their sum."""
+    kept = torch.where(probs >= probs.topk(k).values[:, -1:], probs, 0)
+    return kept / kept.sum(-1, keepdim=True)
 
 
 # Of each operation: Quire's, and the formula, of x and y [rows, 2 * dim] and weights [2 * dim].
@@ -59,6 +65,11 @@ _OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "gelu_tanh_and_mul": (
         lambda x, y, w: activation.gelu_tanh_and_mul(x),
         _gated(lambda x: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
+    ),
+    "softmax": (lambda x, y, w: sampling.softmax(x, temperature=0.7), lambda x, y, w: (x / 0.7).softmax(-1)),
+    "top_k_renorm_probs": (
+        lambda x, y, w: sampling.top_k_renorm_probs(x.float().softmax(-1), 20),
+        lambda x, y, w: _top_k(x.softmax(-1), 20),
     ),
 }
 
