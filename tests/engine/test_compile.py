@@ -46,8 +46,9 @@ def test_tokens_are_those_of_eager_layers_and_layers_share_code(traced, tmp_path
     for _ in range(2):  # models of one class do not use up each other's recompilations
         assert complete(tmp_path, asked, compile=True) == (True, expected[1])
     assert expected[0] is False
-    # Of each model one for a single token, and one for more: layers differ in index and window, and share them.
-    assert counters["stats"]["unique_graphs"] == 4
+    # Of each model one for a single token, and one for more: layers differ in index and window, and share them. If the
+    # number of tokens that is compiled first equals another size, such as that of a head, there is one more.
+    assert counters["stats"]["unique_graphs"] in (4, 6)
     assert not counters["graph_break"]
 
 
