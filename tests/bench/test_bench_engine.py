@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from helpers.checkpoints import save
 from quire.bench import engines, serving
+from quire.bench.figures import percentiles
 from quire.bench.workloads import SHAPES, LatencyCell, Work, as_range, random_work, read_work, write_shape
 from quire.cli.main import main
 
@@ -70,9 +71,9 @@ def test_shapes_are_configurations_of_their_size(name, tmp_path):
 
 
 def test_percentiles_and_steady_steps_by_hand():
-    assert serving.percentiles([]) == {}
-    assert serving.percentiles([0.003]) == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
-    hundred = serving.percentiles([i / 1e3 for i in range(100, 0, -1)])
+    assert percentiles([]) == {}
+    assert percentiles([0.003]) == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
+    hundred = percentiles([i / 1e3 for i in range(100, 0, -1)])
     assert hundred == pytest.approx({"p50": 50.0, "p95": 95.0, "p99": 99.0})
     # All decode from 2, when the second begins, to 4, when the first ends.
     assert serving.steady_steps([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 9.0]]) == [1.0, 1.0]

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.engines import ENGINES, Times
+from quire.bench.figures import markdown, percentiles
 from quire.bench.workloads import LatencyCell, Work, random_work
 
 Row = dict[str, Any]
 _ARRIVALS = 32  # prompts that come into a busy engine
 _BACKGROUND = 4096  # tokens that the requests of a busy engine may generate
-_PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,6 @@ def steady_steps(times: Sequence[Times]) -> list[float]:
     return [b - a for a, b in pairwise(times[0]) if start <= a and b <= end]
 
 
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """The 50th, 95th and 99th percentile in milliseconds: the least value that so many percent do not exceed. Nothing
-    has none.
-    """
-    ordered = sorted(seconds)
-    if not ordered:
-        return {}
-    return {f"p{p}": ordered[-(-len(ordered) * p // 100) - 1] * 1e3 for p in _PERCENTILES}
-
-
 def floor_bytes(model: Any, batch: int, length: int) -> int:
     """Bytes that a decode step of `batch` requests of `length` tokens must read: all weights but the table of
     embeddings, unless the head shares it, and the keys and values within windows. All experts of a mixture count as
@@ -216,22 +206,6 @@ def table(result: Row) -> str:
         "p95 ": ("tpot_ms", "p95"),
         "p99  ": ("tpot_ms", "p99"),
     }
-    columns = {head: keys for head, keys in shown.items() if any(_value(row, *keys) is not None for row in rows)}
-    lines = [["cell", "engine", *columns]]
-    for row in rows:
-        lines.append([row["cell"], row["engine"], *(_shown(_value(row, *keys)) for keys in columns.values())])
-    head, *body = (f"| {' | '.join(line)} |" for line in lines)
     failed = {row["engine"]: row["failed"] for row in rows if "failed" in row}
     notes = [f"{engine} failed: {' '.join(reason.split())[:200]}" for engine, reason in failed.items()]
-    return "\n\n".join(["\n".join([head, "|---|---|" + "--:|" * len(columns), *body]), *notes])
-
-
-def _value(row: Row, key: str, part: str | None) -> float | None:
-    value = row.get(key)
-    return value.get(part) if part is not None and value is not None else value
-
-
-def _shown(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return "\n\n".join([markdown(rows, ("cell", "engine"), shown), *notes])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -120,13 +121,14 @@ def random_work(count: int, inputs: Range, outputs: Range, vocab_size: int, seed
     return [Work([random.randrange(first, last) for _ in range(prompt)], output) for prompt, output in lengths]
 
 
-def read_work(file: Path, tokenizer: Any) -> list[Work]:
-    """Requests from JSON lines with "prompt", a string or a list of token ids, and "max_tokens" (128).
+def read_prompts(file: Path) -> Iterator[tuple[str, str | list[int], int]]:
+    """Place ("file:line"), prompt and tokens to generate of JSON lines with "prompt", a string or a list of token ids,
+    and "max_tokens" (128).
 
     Raises:
-        ValueError: a line is not such an object, or a prompt is a string and there is no tokenizer.
+        ValueError: a line is not such an object, or there is none.
     """
-    work = []
+    found = False
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -135,15 +137,30 @@ def read_work(file: Path, tokenizer: Any) -> list[Work]:
             prompt, most = given["prompt"], given.get("max_tokens", 128)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f'{file}:{number}: it must be a JSON object with "prompt"') from None
+        ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not prompt or not (ids or isinstance(prompt, str)) or type(most) is not int or most < 1:
+            raise ValueError(f"{file}:{number}: prompt must be a string or token ids, and max_tokens positive")
+        yield f"{file}:{number}", prompt, most
+        found = True
+    if not found:
+        raise ValueError(f"{file} has no requests")
+
+
+def read_work(file: Path, tokenizer: Any) -> list[Work]:
+    """Requests of a file that `read_prompts` can read.
+
+    Raises:
+        ValueError: as `read_prompts`, or a prompt is a string and there is no tokenizer.
+    """
+    work = []
+    for place, prompt, most in read_prompts(file):
         if isinstance(prompt, str):
             if tokenizer is None:
-                raise ValueError(f"{file}:{number}: the prompt is a string, but the model has no tokenizer")
+                raise ValueError(f"{place}: the prompt is a string, but the model has no tokenizer")
             prompt = tokenizer(prompt)["input_ids"]
-        if not prompt or not all(type(token) is int for token in prompt) or type(most) is not int or most < 1:
-            raise ValueError(f"{file}:{number}: prompt must be a string or token ids, and max_tokens positive")
+        if not prompt:
+            raise ValueError(f"{place}: the prompt has no tokens")
         work.append(Work(prompt, most))
-    if not work:
-        raise ValueError(f"{file} has no requests")
     return work
 
 

@@ -21,6 +21,8 @@ _PEERS = (
     "decode, prefill: a list of fa3, flashinfer, cudnn, flex (which is compiled for each cell) and sdpa; layers: of "
     "torch.compile and flashinfer; throughput, latency: of transformers and vllm"
 )
+_SERVER = "--model (a name; default: the first it lists), --file, --requests, --input, --output, --seed hold here, too."
+_RATE = "requests per second, which arrive at random; inf: all at once; 1,2,4: one after the other (1)"
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
 
@@ -45,6 +47,12 @@ def _generate(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="a JSON object per prompt, and one for the summary")
 
+    sampling = _sampling(parser)
+    sampling.add_argument("--logprobs", type=int, metavar="N", help="with --json: those of the N likeliest tokens")
+    _engine(parser)
+
+
+def _sampling(parser: argparse.ArgumentParser) -> Any:
     sampling = parser.add_argument_group("sampling", _SAMPLING, argument_default=argparse.SUPPRESS)
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most (128)")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
@@ -58,8 +66,10 @@ def _generate(commands: Any) -> None:
     sampling.add_argument("--stop", action="append", help="end before this string (may be given again)")
     sampling.add_argument("--stop-token-ids", type=int, nargs="+", metavar="ID", help="end after one of these tokens")
     sampling.add_argument("--ignore-eos", action="store_true", help="do not end at the model's own end tokens")
-    sampling.add_argument("--logprobs", type=int, metavar="N", help="with --json: those of the N likeliest tokens")
+    return sampling
 
+
+def _engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="cpu")
     engine.add_argument("--dtype", default="auto", help="of weights and cache; auto is float32 on the CPU")
@@ -91,7 +101,7 @@ def _env(commands: Any) -> None:
 
 def _bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="time attention, other layers or the engine", description=_BENCH)
-    parser.add_argument("operation", choices=("decode", "prefill", "layers", "throughput", "latency"))
+    parser.add_argument("operation", choices=("decode", "prefill", "layers", "throughput", "latency", "serve"))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU unless said otherwise, if there is one")
     parser.add_argument("--backend", default="auto", help="kernel family (see quire env)")
     parser.add_argument("--cell", action="append", help=_CELL)
@@ -118,3 +128,12 @@ def _bench(commands: Any) -> None:
     engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step of Quire computes")
     engine.add_argument("--page-size", type=int, help="of Quire's cache")
     engine.add_argument("--num-pages", type=int, help="in Quire's cache")
+
+    server = parser.add_argument_group("serve: a server with OpenAI's interface", _SERVER)
+    server.add_argument("--url", default="http://127.0.0.1:8000", help="(http://127.0.0.1:8000)")
+    server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    server.add_argument("--rate", default="1", metavar="R,...", help=_RATE)
+    server.add_argument("--ttft-limit", type=float, metavar="MS", help="for the first token of a good request")
+    server.add_argument("--itl-limit", type=float, metavar="MS", help="for each further one, in the mean of a request")
+    server.add_argument("--timeout", type=float, default=600, metavar="S", help="after which a request failed (600)")
+    server.add_argument("--vocab-size", type=int, default=4096, help="random token ids are below it (4096)")

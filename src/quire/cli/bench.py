@@ -33,11 +33,11 @@ def _plotter(file: Path, operation: str) -> Any:
     if file.suffix != ".png" or not file.absolute().parent.is_dir():
         raise ValueError(f"--plot {file}: it must end in .png, in a folder that exists")
     try:
-        from quire.bench import layers_table, plot, plot_serving
+        from quire.bench import layers_table, plot, plot_serve, plot_serving
     except ImportError as error:
         raise ValueError(f"--plot needs matplotlib: pip install 'quire[bench]' ({error})") from error
-    module = plot_serving if operation in _OF_ENGINES else layers_table if operation == "layers" else plot
-    return module.plot
+    modules = {"layers": layers_table, "serve": plot_serve, **dict.fromkeys(_OF_ENGINES, plot_serving)}
+    return modules.get(operation, plot).plot
 
 
 def _attention(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], Iterator[dict[str, Any]]], Any]:
@@ -84,6 +84,10 @@ def run(args: argparse.Namespace) -> int:
         from quire.cli import bench_engine
 
         return bench_engine.run(args, _module(args.device), plot)
+    if args.operation == "serve":
+        from quire.cli import bench_serve
+
+        return bench_serve.run(args, _module(args.device), plot)
     names, bench, table = _layers(args) if args.operation == "layers" else _attention(args)
     file = None if args.json == Path("-") else args.json
     result: dict[str, Any] = {}

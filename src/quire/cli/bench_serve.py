@@ -1,0 +1,86 @@
+"""quire bench serve: load a server with OpenAI's interface."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
+    """Load the server, and write the result; 1 if a request failed.
+
+    Args:
+        module: of `quire.bench`, for the machine of the client.
+        plot: draws a result into a file, or None.
+    """
+    try:
+        from quire.bench import serve
+    except ImportError as error:
+        raise ValueError(f"quire bench serve needs httpx: pip install 'quire[bench]' ({error})") from error
+    for name in ("ttft_limit", "itl_limit", "timeout"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: it must be above 0")
+    if args.vocab_size < 4:
+        raise ValueError(f"--vocab-size {args.vocab_size}: it must be at least 4")
+    rates = [_rate(text, args.rate) for text in args.rate.split(",")]
+    works = [(rate, _requests(args, i)) for i, rate in enumerate(rates)]
+    result = asyncio.run(_load(args, works, module.machine()))
+    if plot is not None:
+        plot(result, args.plot)
+    print(json.dumps(result, indent=2) if args.json == Path("-") else serve.table(result))
+    return 1 if any(row["failed"] for row in result["runs"]) else 0
+
+
+async def _load(args: argparse.Namespace, works: Any, machine: dict[str, Any]) -> dict[str, Any]:
+    """The result, written to a file after each rate, so that a crash loses none."""
+    from quire.bench import client, serve
+
+    result: dict[str, Any] = {
+        **machine,
+        "operation": "serve",
+        "url": args.url,
+        "seed": args.seed,
+        "input": args.input if args.file is None else args.file.name,
+        "output": args.output if args.file is None else args.file.name,
+        "limits": {"ttft_ms": args.ttft_limit, "itl_ms": args.itl_limit},
+        "runs": [],
+    }
+    limits = serve.Limits(*(math.inf if limit is None else limit / 1e3 for limit in (args.ttft_limit, args.itl_limit)))
+    async with client.connected(args.url, args.api_key) as server:
+        model = result["model"] = str(args.model) if args.model is not None else await client.first_model(server)
+        async for row in serve.sweep(server, model, works, limits, args.seed, args.timeout):
+            result["runs"].append(row)
+            print(f"rate {row['rate']}: {row['completed']} of {row['requests']} completed", file=sys.stderr, flush=True)
+            if args.json is not None and args.json != Path("-"):
+                args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def _rate(text: str, given: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not rate > 0:
+        raise ValueError(f"--rate {given}: {text!r} must be a number above 0, or inf")
+    return rate
+
+
+def _requests(args: argparse.Namespace, index: int) -> list[Any]:
+    """The requests of one rate: those of the file, or random ones that no other rate has."""
+    from quire.bench.serve import Request
+    from quire.bench.workloads import as_range, random_work, read_prompts
+
+    if args.file is not None:
+        return [Request(prompt, most) for _, prompt, most in read_prompts(args.file)]
+    if args.requests < 1:
+        raise ValueError(f"--requests {args.requests}: it must be at least 1")
+    inputs, outputs = as_range(args.input, "--input"), as_range(args.output, "--output")
+    work = random_work(args.requests, inputs, outputs, args.vocab_size, args.seed + index)
+    return [Request(each.prompt, each.max_tokens) for each in work]
