@@ -1,4 +1,4 @@
-"""The command line: quire generate | check | env | bench."""
+"""The command line: quire generate | chat | check | env | bench."""
 
 from quire.cli.main import main
 

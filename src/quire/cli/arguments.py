@@ -23,6 +23,11 @@ _PEERS = (
 )
 _SERVER = "--model (a name; default: the first it lists), --file, --requests, --input, --output, --seed hold here, too."
 _RATE = "requests per second, which arrive at random; inf: all at once; 1,2,4: one after the other (1)"
+_CHAT = (
+    "Talk to a model. Ctrl-C stops an answer, Ctrl-D ends, /help tells the rest. Lines of a pipe are answered one by "
+    "one. A model without a chat template completes the text so far. Without --max-tokens, an answer in a chat may "
+    "fill the context."
+)
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
 
@@ -32,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _generate(commands)
+    _chat(commands)
     _check(commands)
     _env(commands)
     _bench(commands)
@@ -49,6 +55,15 @@ def _generate(commands: Any) -> None:
 
     sampling = _sampling(parser)
     sampling.add_argument("--logprobs", type=int, metavar="N", help="with --json: those of the N likeliest tokens")
+    _engine(parser)
+
+
+def _chat(commands: Any) -> None:
+    parser = commands.add_parser("chat", help="talk to a model in the terminal", description=_CHAT)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint folder; with --url, a name there")
+    parser.add_argument("--url", help="talk to a server with OpenAI's interface, such as http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help="with --url: sent as a bearer token")
+    _sampling(parser)
     _engine(parser)
 
 

@@ -32,7 +32,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def _on_interrupt(handler: Any, for_good: bool = False) -> Iterator[None]:
+def on_interrupt(handler: Any, for_good: bool = False) -> Iterator[None]:
     """A context in which Ctrl-C calls `handler`, which stays installed if `for_good`. It has no effect if
     SIGINT is ignored, as under nohup, nor in other threads than the main one, which cannot install handlers.
     """
@@ -50,12 +50,12 @@ def _on_interrupt(handler: Any, for_good: bool = False) -> Iterator[None]:
 
 def ends_at_once(for_good: bool = False) -> Any:
     """A context in which Ctrl-C ends the process with exit code 130."""
-    return _on_interrupt(_end, for_good)
+    return on_interrupt(_end, for_good)
 
 
 def raises_once() -> Any:
     """A context in which Ctrl-C raises KeyboardInterrupt, for an orderly end, and a second Ctrl-C ends at once."""
-    return _on_interrupt(_raise)
+    return on_interrupt(_raise)
 
 
 @contextmanager

@@ -1,0 +1,194 @@
+"""quire chat: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.loading import loading, on_interrupt
+from quire.engine import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine import LLM
+
+_HELP = """/reset  forget what has been said
+/help   show this
+/quit   end, as Ctrl-D does
+Ctrl-C stops an answer. What has come of it by then is kept."""
+_PLAIN = "the model has no chat template: it completes the text so far, as it is"
+Messages = list[dict[str, str]]
+
+
+class _Local:
+    """Answers by an engine in this process."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self._llm, self._tokenizer = llm, llm.model.tokenizer
+        if self._tokenizer is None:
+            raise ValueError(f"{llm.model.folder} has no tokenizer: quire chat needs one")
+        self.plain = not self._tokenizer.chat_template
+        self._params = replace(params, max_tokens=None) if params.max_tokens == "auto" and not self.plain else params
+        self.name = llm.model.folder.name
+
+    async def answer(self, messages: Messages) -> AsyncGenerator[str, None]:
+        """Yield parts of the answer's text.
+
+        Raises:
+            ValueError: the conversation does not fit into the context.
+            RuntimeError: the request failed.
+        """
+        prompt: Any = completed(messages)
+        if not self.plain:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        stream: Any = self._llm.stream(prompt, self._params)
+        async with aclosing(stream):
+            async for part in stream:
+                yield part.text
+                if part.finish_reason == "error":
+                    raise RuntimeError(part.error)
+
+
+class _Remote:
+    """Answers by a server with OpenAI's interface."""
+
+    plain = False
+
+    def __init__(self, url: str, api_key: str | None, model: str | None, given: dict[str, Any]) -> None:
+        try:
+            from quire.bench import client
+        except ImportError as error:
+            raise ValueError(f"quire chat --url needs httpx: pip install 'quire[chat]' ({error})") from error
+        self._client, self._to, self._given = client, (url, api_key), given
+        self.name = model or asyncio.run(self._first_model())
+
+    async def _first_model(self) -> str:
+        async with self._client.connected(*self._to) as server:
+            return await self._client.first_model(server)
+
+    async def answer(self, messages: Messages) -> AsyncGenerator[str, None]:
+        """Yield parts of the answer's text; RuntimeError if the request fails."""
+        body = {"model": self.name, "messages": messages, "stream": True, **self._given}
+        async with (
+            self._client.connected(*self._to) as server,
+            aclosing(self._client.events(server, "/v1/chat/completions", body)) as stream,
+        ):
+            async for event in stream:
+                for choice in event.get("choices") or ():
+                    yield choice.get("delta", {}).get("content") or ""
+
+
+def completed(messages: Messages) -> str:
+    """The text of a conversation with a model that has no chat template: all that was said, each line of the user's on
+    a new line.
+    """
+    text = ""
+    for message in messages:
+        if message["role"] == "user" and text and not text.endswith("\n"):
+            text += "\n"
+        text += message["content"]
+    return text
+
+
+def run(args: argparse.Namespace) -> int:
+    given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
+    params = SamplingParams(**given)
+    read = _reader()  # before the model is loaded, since it may be missing
+    with ExitStack() as stack:
+        talker: _Local | _Remote
+        if args.url is not None:
+            talker = _Remote(args.url, args.api_key, args.model, given)
+        else:
+            names = ("device", "dtype", "backend", "max_model_len", "page_size", "num_pages", "max_num_seqs")
+            with loading():
+                from quire.engine import LLM
+
+                llm = LLM(args.model, **{name: getattr(args, name) for name in (*names, "max_batched_tokens")})
+            talker = _Local(stack.enter_context(llm), params)
+        if sys.stdin.isatty():
+            _tell(f"{talker.name}: /help tells the commands, Ctrl-C stops an answer, Ctrl-D ends")
+        if talker.plain:
+            _tell(_PLAIN)
+        return _talk(talker, read())
+
+
+def _reader() -> Callable[[], Iterator[str]]:
+    """The function that yields what the user enters, until Ctrl-D or the end of a pipe."""
+    if not sys.stdin.isatty():
+        return lambda: (line.rstrip("\r\n") for line in sys.stdin)
+    try:
+        from prompt_toolkit import PromptSession
+    except ImportError as error:
+        raise ValueError(f"quire chat needs prompt_toolkit: pip install 'quire[chat]' ({error})") from error
+
+    def lines() -> Iterator[str]:
+        session: Any = PromptSession()  # keeps the lines that were entered, for the arrow keys
+        while True:
+            try:
+                yield session.prompt("> ")
+            except KeyboardInterrupt:  # drops the line
+                continue
+            except EOFError:
+                return
+
+    return lines
+
+
+def _talk(talker: _Local | _Remote, lines: Iterator[str]) -> int:
+    """Answer lines until there are no more; 1 if an answer failed."""
+    messages: Messages = []
+    failed = False
+    for line in lines:
+        if line.strip() == "/quit":
+            break
+        if line.strip() == "/reset":
+            messages.clear()
+            _tell("forgotten")
+        elif line.startswith("/"):
+            _tell(_HELP if line.strip() == "/help" else f"there is no command {line.split()[0]}\n{_HELP}")
+        elif line.strip():
+            messages.append({"role": "user", "content": line})
+            parts: list[str] = []
+            try:
+                _answered(talker, messages, parts)
+            except (ValueError, RuntimeError) as error:
+                failed = True
+                _tell(f"quire: error: {error}")
+            if any(parts):
+                messages.append({"role": "assistant", "content": "".join(parts)})
+            else:  # without an answer, it is as if nothing had been asked
+                messages.pop()
+    return 1 if failed else 0
+
+
+def _answered(talker: _Local | _Remote, messages: Messages, parts: list[str]) -> None:
+    """Print an answer as it comes, and add its parts to `parts`; Ctrl-C cancels the request and returns."""
+
+    async def answer() -> None:
+        async with aclosing(talker.answer(messages)) as stream:
+            async for part in stream:
+                parts.append(part)
+                print(part, end="", flush=True)
+
+    async def until_interrupted() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.create_task(answer())
+        with on_interrupt(lambda number, frame: loop.call_soon_threadsafe(task.cancel)):
+            await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+    try:
+        asyncio.run(until_interrupted())
+    finally:
+        if not "".join(parts).endswith("\n"):
+            print(flush=True)
+
+
+def _tell(text: str) -> None:
+    """Print what is no answer."""
+    print(text, file=sys.stderr, flush=True)
