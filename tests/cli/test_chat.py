@@ -127,6 +127,16 @@ def test_a_server_is_talked_to(monkeypatch, capsys):
     assert "no connection" in err
 
 
+def test_a_server_without_a_template_completes_the_text(monkeypatch, capsys):
+    pytest.importorskip("httpx")
+    with FakeServer() as server:
+        server.template, server.text = False, "xy"
+        code, out, err = talk(monkeypatch, capsys, "one\ntwo\n", "--url", server.url, "--max-tokens", "2")
+    assert (code, out) == (0, "xyxy\nxyxy\n")
+    assert err.count("no chat template") == 1
+    assert [body.get("prompt") for body in server.bodies] == [None, "one", "onexyxy\ntwo"]
+
+
 def test_what_is_missing_is_told(monkeypatch, capsys):
     stdin = io.StringIO()
     stdin.isatty = lambda: True

@@ -18,6 +18,7 @@ class FakeServer:
         first, gap: seconds before the first part and between parts.
         scripts: kinds of failure by the prompt's first token: a status, "hang up", "cut", "error", "slow", "broken".
         usage: whether tokens are counted.
+        template: whether it can chat.
         text: of each part.
     """
 
@@ -27,6 +28,7 @@ class FakeServer:
         self.keys: set[str | None] = set()
         self.scripts: dict[int, Any] = {}
         self.usage, self.text = True, "ab\u2028"
+        self.template = True
         fake = self
 
         class Handler(_Handler):
@@ -69,9 +71,11 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         fake.bodies.append(body)
         fake.keys.add(self.headers.get("Authorization"))
-        script = fake.scripts.get(body["prompt"][0]) if body.get("prompt") else None
+        script = fake.scripts.get(body["prompt"][0]) if isinstance(body.get("prompt"), list) else None
         if isinstance(script, int):
             return self._whole(script, {"error": {"message": "too many", "type": "x", "code": script}})
+        if "messages" in body and not fake.template:
+            return self._whole(400, {"error": {"message": "fake has no chat template"}})
         time.sleep(fake.first)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

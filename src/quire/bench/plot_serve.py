@@ -32,8 +32,8 @@ def plot(result: dict[str, Any], file: Path) -> None:
     for axes in (first, further, rates):
         axes.set_xticks(range(len(rows)), [f"{row['rate']}" for row in rows], fontsize=9)
         axes.set_xlabel("requests arriving per second", fontsize=9)
+        axes.margins(0.1)
         axes.set_ylim(bottom=0)
-        axes.margins(x=0.1)
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)

@@ -184,7 +184,7 @@ def summary(rate: float, records: Sequence[Record], late: Sequence[float], limit
     good = sum(map(limits.admit, records))
     lag = percentiles([record.lag for record in records])
     row: Row = {
-        "rate": "inf" if rate == math.inf else rate,
+        "rate": "inf" if rate == math.inf else int(rate) if rate.is_integer() else rate,
         "requests": len(records),
         "completed": len(done),
         "failed": len(records) - len(done),

@@ -67,7 +67,7 @@ def _chat(commands: Any) -> None:
     _engine(parser)
 
 
-def _sampling(parser: argparse.ArgumentParser) -> Any:
+def _sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     sampling = parser.add_argument_group("sampling", _SAMPLING, argument_default=argparse.SUPPRESS)
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most (128)")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
@@ -84,7 +84,7 @@ def _sampling(parser: argparse.ArgumentParser) -> Any:
     return sampling
 
 
-def _engine(parser: argparse.ArgumentParser) -> None:
+def _engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="cpu")
     engine.add_argument("--dtype", default="auto", help="of weights and cache; auto is float32 on the CPU")
@@ -94,6 +94,7 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--num-pages", type=int, help="pages in the cache")
     engine.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
     engine.add_argument("--max-batched-tokens", type=int, default=2048, help="tokens that a step computes")
+    return engine
 
 
 def _check(commands: Any) -> None:

@@ -57,14 +57,13 @@ class _Local:
 class _Remote:
     """Answers by a server with OpenAI's interface."""
 
-    plain = False
-
     def __init__(self, url: str, api_key: str | None, model: str | None, given: dict[str, Any]) -> None:
         try:
             from quire.bench import client
         except ImportError as error:
             raise ValueError(f"quire chat --url needs httpx: pip install 'quire[chat]' ({error})") from error
         self._client, self._to, self._given = client, (url, api_key), given
+        self.plain = False
         self.name = model or asyncio.run(self._first_model())
 
     async def _first_model(self) -> str:
@@ -72,15 +71,32 @@ class _Remote:
             return await self._client.first_model(server)
 
     async def answer(self, messages: Messages) -> AsyncGenerator[str, None]:
-        """Yield parts of the answer's text; RuntimeError if the request fails."""
-        body = {"model": self.name, "messages": messages, "stream": True, **self._given}
+        """Yield parts of the answer's text; RuntimeError if the request fails. If the server says that the model has no
+        chat template, completions are asked for from then on.
+        """
+        body = {"model": self.name, "stream": True, **self._given}
+        if not self.plain:
+            try:
+                async for event in self._events("/v1/chat/completions", {**body, "messages": messages}):
+                    for choice in event.get("choices") or ():
+                        yield choice.get("delta", {}).get("content") or ""
+                return
+            except self._client.Refused as error:
+                if error.kind != "HTTP 400" or "chat template" not in str(error):
+                    raise
+                self.plain = True
+                _tell(_PLAIN)
+        async for event in self._events("/v1/completions", {"max_tokens": 128, **body, "prompt": completed(messages)}):
+            for choice in event.get("choices") or ():
+                yield choice.get("text") or ""
+
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         async with (
             self._client.connected(*self._to) as server,
-            aclosing(self._client.events(server, "/v1/chat/completions", body)) as stream,
+            aclosing(self._client.events(server, path, body)) as stream,
         ):
             async for event in stream:
-                for choice in event.get("choices") or ():
-                    yield choice.get("delta", {}).get("content") or ""
+                yield event
 
 
 def completed(messages: Messages) -> str:
