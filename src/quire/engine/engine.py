@@ -66,7 +66,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
         params = params.over(self.model.default_params)
-        tokens = self._tokens(prompt, name)
+        tokens = self.tokens(prompt, name)
         if not tokens:
             raise ValueError(f"{name} is empty: there must be at least one token")
         bad = next((t for t in tokens if not 0 <= t < self.model.vocab_size), None)
@@ -83,6 +83,23 @@ class Engine:
         request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink)
         request.limit = min(request.limit, self.max_len)
         return request
+
+    def tokens(self, prompt: str | Sequence[int], name: str) -> list[int]:
+        """The token ids of a prompt; a ValueError has `name`."""
+        if isinstance(prompt, str):
+            if self.model.tokenizer is None:
+                raise ValueError(f"{name} is a string, but {self.model.folder} has no tokenizer: pass token ids")
+            surrogate = next((c for c in prompt if "\ud800" <= c <= "\udfff"), None)
+            if surrogate is not None:
+                what = f"{surrogate!r} at {prompt.index(surrogate)} is half a character or a byte that is not UTF-8"
+                raise ValueError(f"{name} is not text: {what}")
+            return self.model.tokenizer(prompt)["input_ids"] if prompt else []
+        try:
+            if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)):
+                raise TypeError
+            return [_token(t) for t in prompt]
+        except TypeError:
+            raise ValueError(f"{name} must be a string or a sequence of token ids") from None
 
     @property
     def busy(self) -> bool:
@@ -209,22 +226,6 @@ class Engine:
         """Remove a waiting or running request and send the reason to its sink."""
         self.scheduler.remove(request)
         request.sink(request.fail(reason, error))
-
-    def _tokens(self, prompt: str | Sequence[int], name: str) -> list[int]:
-        if isinstance(prompt, str):
-            if self.model.tokenizer is None:
-                raise ValueError(f"{name} is a string, but {self.model.folder} has no tokenizer: pass token ids")
-            surrogate = next((c for c in prompt if "\ud800" <= c <= "\udfff"), None)
-            if surrogate is not None:
-                what = f"{surrogate!r} at {prompt.index(surrogate)} is half a character or a byte that is not UTF-8"
-                raise ValueError(f"{name} is not text: {what}")
-            return self.model.tokenizer(prompt)["input_ids"] if prompt else []
-        try:
-            if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)):
-                raise TypeError
-            return [_token(t) for t in prompt]
-        except TypeError:
-            raise ValueError(f"{name} must be a string or a sequence of token ids") from None
 
 
 def _token(value: Any) -> int:

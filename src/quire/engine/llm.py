@@ -58,17 +58,14 @@ class Completion:
 
 
 def _completion(request: Request) -> Completion:
-    prompt, output = request.tokens[: request.prompt_len], request.output
     reason, logprobs = request.finish_reason, request.logprobs
-    return Completion(prompt, request.text, output, reason, logprobs, request.reused, request.error)
+    return Completion(request.prompt, request.text, request.output, reason, logprobs, request.reused, request.error)
 
 
 def _delta(update: Update) -> Completion:
-    """The element of a stream for one step."""
+    """The element of a stream for one step. The request may be some steps further already."""
     request, ids, reason = update.request, update.token_ids, update.finish_reason
-    logprobs = None if request.logprobs is None or not ids else request.logprobs[-1:]
-    prompt = request.tokens[: request.prompt_len]
-    return Completion(prompt, update.text, ids, reason, logprobs, request.reused, request.error)
+    return Completion(request.prompt, update.text, ids, reason, update.logprobs, request.reused, request.error)
 
 
 _Command = tuple[Callable[[Request], None], Sequence[Request]]  # a method of the engine to call with each request
@@ -111,7 +108,7 @@ class LLM:
         compile: whether torch.compile compiles the model's decoder layers; "auto": on a GPU. A model that it cannot
             compile runs as Transformers has it, and a RuntimeWarning says why.
         load_format: "dummy" makes random weights instead of reading them, so that the folder needs only a config.json.
-        runner: the class that computes steps; see docs/serving.md for those of serving backends.
+        runner: the class that computes steps; see docs/backends.md for those of serving backends.
         cuda_graphs: on a GPU, capture CUDA graphs of steps before the first request. A model that cannot be captured
             runs without them, after a warning that says why.
         gpu_memory_utilization: the part of a GPU's memory, above 0 and at most 1, that weights, cache and everything
@@ -199,6 +196,21 @@ class LLM:
         return self._engine.scheduler.allocator.num_pages
 
     @property
+    def max_num_seqs(self) -> int:
+        """The largest number of requests that run at once."""
+        return self._engine.scheduler.max_num_seqs
+
+    @property
+    def max_len(self) -> int:
+        """The largest number of tokens of a request, prompt and output, that the context and the cache allow."""
+        return self._engine.max_len
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are accepted: the LLM has not been closed, and its thread runs."""
+        return self._closer.alive and self._thread.is_alive()
+
+    @property
     def default_params(self) -> SamplingParams:
         """The values of parameters that a request leaves out: those of the checkpoint's generation_config.json, as
         Transformers' `generate` reads it, and Quire's defaults for the others.
@@ -208,6 +220,14 @@ class LLM:
     def check(self, prompt: Prompt, params: SamplingParams | None = None, name: str = "prompt") -> None:
         """Raise the ValueError that `generate` would raise for this prompt."""
         self._engine.request(prompt, params or SamplingParams(), lambda update: None, name)
+
+    def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
+        """The tokens of a prompt, with the special tokens that the tokenizer adds to text.
+
+        Raises:
+            ValueError: the prompt is neither text nor token ids, or the model has no tokenizer; the message has `name`.
+        """
+        return self._engine.tokens(prompt, name)
 
     def generate(
         self,
@@ -229,13 +249,8 @@ class LLM:
         Raises:
             ValueError: a prompt or its params are invalid; the message has its index, and no request has been started.
         """
-        listed = _as_list(prompts)
-        each = _one_each(params, len(listed))
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        requests = [
-            self._engine.request(prompt, p, updates.put, f"prompt {i}")
-            for i, (prompt, p) in enumerate(zip(listed, each, strict=True))
-        ]
+        requests = self._requests(prompts, params, lambda i: updates.put)
         index = {id(request): i for i, request in enumerate(requests)}
         self._submit(requests)
         try:
@@ -252,22 +267,45 @@ class LLM:
         finish_reason. Leaving the loop (or cancelling the task) cancels the request.
         """
         loop = asyncio.get_running_loop()
-        updates: asyncio.Queue[Update] = asyncio.Queue()
+        updates: asyncio.Queue[Completion] = asyncio.Queue()
 
-        def sink(update: Update) -> None:
+        def sink(index: int, part: Completion) -> None:
             with suppress(RuntimeError):  # the loop has been closed, so the update has no reader
-                loop.call_soon_threadsafe(updates.put_nowait, update)
+                loop.call_soon_threadsafe(updates.put_nowait, part)
 
-        request = self._engine.request(prompt, params or SamplingParams(), sink)
-        self._submit([request])
+        cancel = self.start([prompt], params, sink)
         try:
             while True:
-                update = await updates.get()
-                yield _delta(update)
-                if update.finish_reason is not None:
+                part = await updates.get()
+                yield part
+                if part.finish_reason is not None:
                     return
         finally:
-            self._cancel([request])
+            cancel()
+
+    def start(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        sink: Callable[[int, Completion], None],
+    ) -> Callable[[], None]:
+        """Begin to complete prompts, all at once, and return without waiting.
+
+        Args:
+            prompts, params: as for `generate`.
+            sink: called in the engine's thread with the index of a prompt and what a step added to it, with a
+                finish_reason the last time. The engine waits for it, and it must not raise.
+
+        Returns:
+            a function that cancels the requests that have not ended; each gets the finish_reason "cancelled".
+
+        Raises:
+            ValueError: as for `generate`.
+            RuntimeError: this LLM has been closed.
+        """
+        requests = self._requests(prompts, params, lambda i: lambda update: sink(i, _delta(update)))
+        self._submit(requests)
+        return lambda: self._cancel(requests)
 
     def close(self) -> None:
         """Cancel all requests and end the engine's thread."""
@@ -279,6 +317,17 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        sink: Callable[[int], Callable[[Update], None]],
+    ) -> list[Request]:
+        """Check prompts and make their requests, each with the sink that `sink` returns for its index."""
+        listed = _as_list(prompts)
+        each = enumerate(zip(listed, _one_each(params, len(listed)), strict=True))
+        return [self._engine.request(prompt, p, sink(i), f"prompt {i}") for i, (prompt, p) in each]
 
     def _submit(self, requests: Sequence[Request]) -> None:
         if not self._closer.alive:

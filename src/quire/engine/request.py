@@ -16,12 +16,13 @@ from quire.engine.text import TextStream
 
 @dataclass(slots=True)
 class Update:
-    """The text and the tokens that a step added to a request."""
+    """The text and the tokens that a step added to a request, and the tokens' log-probabilities if requested."""
 
     request: Request
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    logprobs: list[dict[int, float]] | None = None
 
 
 class Request:
@@ -35,6 +36,7 @@ class Request:
         sink: called with each Update, in the engine's thread.
 
     Attributes:
+        prompt: the tokens of the prompt.
         tokens: the tokens of prompt and output that the host knows.
         pending: the number of tokens after these that launched steps have sampled and the host has not read: 0 or 1
             when a step is scheduled.
@@ -57,6 +59,7 @@ class Request:
         sink: Callable[[Update], None],
     ) -> None:
         self.prompt_len, self.params, self.sink = len(prompt), params, sink
+        self.prompt = list(prompt)
         self.tokens = list(prompt)
         self.pending, self.row = 0, 0
         self.limit = self.prompt_len + params.max_tokens if isinstance(params.max_tokens, int) else sys.maxsize
@@ -100,10 +103,11 @@ class Request:
 
     def _update(self, token_ids: list[int]) -> Update:
         stream, reason = self._stream, self.finish_reason
+        logprobs = None if self.logprobs is None or not token_ids else self.logprobs[-1:]
         if stream is None:
-            return Update(self, "", token_ids, reason)
+            return Update(self, "", token_ids, reason, logprobs)
         if reason not in (None, "error"):  # the decoder itself may have raised
             stream.finish()
             if stream.stopped and reason == "length":
                 self.finish_reason = "stop"
-        return Update(self, stream.take(last=reason is not None), token_ids, self.finish_reason)
+        return Update(self, stream.take(last=reason is not None), token_ids, self.finish_reason, logprobs)

@@ -49,6 +49,7 @@ class Stats:
         running, waiting: requests.
         pages, free_pages: pages of the cache, and those that neither a request nor the prefix tree holds.
         cached_pages: pages of the prefix tree, which requests may hold, too.
+        held_pages: pages that running requests hold.
     """
 
     steps: int = 0
@@ -63,6 +64,7 @@ class Stats:
     pages: int = 0
     free_pages: int = 0
     cached_pages: int = 0
+    held_pages: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -109,6 +111,7 @@ class Scheduler:
             pages=self.allocator.num_pages,
             free_pages=self.allocator.num_free,
             cached_pages=len(self.tree),
+            held_pages=len({page for request in list(self.running) for page in request.pages}),
         )
 
     def remove(self, request: Request) -> None:
