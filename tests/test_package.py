@@ -26,7 +26,8 @@ ROOMS = {  # what each may import, besides itself; files of the package that are
     "serving": {"definition", "face", "cache", "steps"},
     "engine": {"definition", "face", "cache", "steps"},
     "bench": {"definition", "kernels", "face", "engine"},
-    "cli": {"definition", "kernels", "face", "engine", "bench"},
+    "server": {"face", "engine"},
+    "cli": {"definition", "kernels", "face", "engine", "bench", "server"},
 }
 
 

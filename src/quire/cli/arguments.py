@@ -28,6 +28,7 @@ _CHAT = (
     "one. A model without a chat template completes the text so far. Without --max-tokens, an answer in a chat may "
     "fill the context."
 )
+_SERVE = "Serve a model over HTTP with OpenAI's interface, until SIGINT or SIGTERM."
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
 
@@ -38,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _generate(commands)
     _chat(commands)
+    _serve(commands)
     _check(commands)
     _env(commands)
     _bench(commands)
@@ -95,6 +97,27 @@ def _engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
     engine.add_argument("--max-batched-tokens", type=int, default=2048, help="tokens that a step computes")
     return engine
+
+
+def _serve(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="serve a model over HTTP", description=_SERVE)
+    add = parser.add_argument
+    add("model", type=Path, nargs="?", help="a Hugging Face checkpoint folder; default: the one that comes with Quire")
+    add("--host", default="127.0.0.1", help="where to listen; 0.0.0.0: on all interfaces (127.0.0.1)")
+    add("--port", type=int, default=8000, help="0: a free one (8000)")
+    add("--api-key", metavar="KEY", help="that requests must have; default: QUIRE_API_KEY, if it is set")
+    add("--served-model-name", metavar="NAME", help="default: the folder's")
+    add("--allowed-origin", action="append", metavar="URL", help="of web pages that may use it (may be given again)")
+    add("--max-queue", type=int, default=1024, metavar="N", help="completions that wait, beyond those that run (1024)")
+    add("--max-n", type=int, default=16, metavar="N", help="completions of each prompt (16)")
+    add("--max-tokens", type=int, metavar="N", help="tokens of a completion; default: what the context allows")
+    add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (4 MiB)")
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help="for requests to finish after SIGTERM (30)")
+    add("--metrics-prefix", default="quire", help='of the names in /metrics; "vllm" for dashboards of vLLM (quire)')
+    add("--log-level", choices=("error", "warning", "info"), default="warning", help="info: each request (warning)")
+    engine = _engine(parser)
+    engine.add_argument("--kv-cache-dtype", default="auto", help="fp8 or fp8_e5m2: a cache of 8 bits (auto)")
+    engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="PART", help="of the memory (0.9)")
 
 
 def _check(commands: Any) -> None:

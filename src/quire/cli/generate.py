@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from quire.cli.loading import loading
+from quire.cli.loading import engine_options, loading
 from quire.engine import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,12 +23,10 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError("there are no prompts: give some as arguments, with --file, or on stdin")
 
-    names = ("device", "dtype", "backend", "max_model_len", "page_size", "num_pages", "max_num_seqs")
-    options = {name: getattr(args, name) for name in (*names, "max_batched_tokens")}
     with loading():
         from quire.engine import LLM
 
-        llm = LLM(args.model, **options)
+        llm = LLM(args.model, **engine_options(args))
     with llm:
         good = []
         for i, prompt in enumerate(prompts):

@@ -6,6 +6,7 @@ or printed as a traceback of other people's code.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import signal
@@ -16,6 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+_ENGINE = "device dtype backend max_model_len page_size num_pages max_num_seqs max_batched_tokens"
 INTERRUPTED = 130  # the exit code that shells use for SIGINT
 
 
@@ -73,3 +75,8 @@ def loading() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `quire.engine.LLM` among the arguments of a command."""
+    return {name: getattr(args, name) for name in _ENGINE.split()}

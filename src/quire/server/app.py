@@ -1,0 +1,158 @@
+"""The application: its endpoints, and what stands before them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__
+from quire.engine import LLM
+from quire.server import chat, completions
+from quire.server.errors import ApiError, add_handlers, bad
+from quire.server.guard import Guard
+from quire.server.limits import Limits
+from quire.server.metrics import Metrics
+from quire.server.protocol import DetokenizeRequest, TokenizeRequest
+from quire.server.service import Service
+
+
+class _Error(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """An error, in OpenAI's form."""
+
+    error: _Error
+
+
+def create_app(
+    llm: LLM,
+    *,
+    name: str | None = None,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    allowed_origins: Sequence[str] = (),
+    metrics_prefix: str = "quire",
+) -> FastAPI:
+    """The ASGI application that serves an engine.
+
+    Args:
+        llm: the engine; whoever made it closes it.
+        name: of the model; by default that of its folder.
+        limits: what requests may ask for.
+        api_key: that requests must have as "Authorization: Bearer <key>"; None: they need none.
+        allowed_origins: of web pages whose scripts may use the server (CORS); "*" for all.
+        metrics_prefix: of the metrics' names.
+
+    Raises:
+        ValueError: the key is empty or not ASCII, or the prefix is not a name.
+    """
+    if api_key is not None and not (api_key and api_key.isascii()):
+        raise ValueError("the API key must be a string of one or more ASCII characters")
+    if not metrics_prefix.isidentifier():
+        raise ValueError(f"metrics_prefix = {metrics_prefix!r}: it must have letters, digits and _ only")
+    limits = limits or Limits()
+    name = name or llm.model.folder.resolve().name
+    errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+    app = FastAPI(title="Quire", version=__version__, responses=errors, redoc_url=None)
+    app.state.service = Service(llm, name, limits, Metrics(llm, name, metrics_prefix))
+    app.include_router(completions.router)
+    app.include_router(chat.router)
+    _add_models(app, app.state.service)
+    _add_tokens(app, app.state.service)
+    _add_state(app, app.state.service)
+    add_handlers(app)
+    app.add_middleware(Guard, limits=limits, api_key=api_key)
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(allowed_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    model = {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "quire",
+        "max_model_len": service.llm.max_len,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The model that is served."""
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        """The model of this name."""
+        service.check_model(name)
+        return model
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The tokens of a prompt, or of messages."""
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad("prompt", "there must be either a prompt or messages")
+        if body.prompt is None:
+            tokens = await asyncio.to_thread(chat.render, service, body)
+        else:
+            tokens = await service.encode(body.prompt, "prompt")
+        return {"count": len(tokens), "max_model_len": service.llm.max_len, "tokens": tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of tokens."""
+        service.check_model(body.model)
+        size = service.llm.model.vocab_size
+        wrong = next((token for token in body.tokens if not 0 <= token < size), None)
+        if wrong is not None:
+            raise bad("tokens", f"tokens has {wrong}: tokens are 0 to {size - 1}")
+        return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)}
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """Whether requests are accepted; 503 if not."""
+        if service.draining or not service.llm.alive:
+            raise ApiError(503, "the server is being shut down" if service.draining else "the engine has ended")
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Metrics for Prometheus."""
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        """Versions, limits and the engine's state."""
+        llm = service.llm
+        return {
+            "version": __version__,
+            "model": service.name,
+            "max_model_len": llm.max_len,
+            "vocab_size": llm.model.vocab_size,
+            "chat": bool(getattr(llm.model.tokenizer, "chat_template", None)),
+            "device": str(llm.model.device),
+            "dtype": str(llm.model.dtype).removeprefix("torch."),
+            "limits": asdict(service.limits),
+            "stats": asdict(llm.stats),
+        }

@@ -1,0 +1,43 @@
+"""What the server accepts at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of requests, in place before the engine sees them.
+
+    Attributes:
+        max_body: bytes of a request's body.
+        max_queue: completions that wait beyond those that the engine runs at once; more are answered 429.
+        max_n: completions of each prompt.
+        max_tokens: tokens of a completion; None: as many as the context has room for.
+        max_stop, max_stop_length: stop strings of a request, also its stop tokens, and characters of a stop string.
+        max_logprobs: likeliest tokens that are reported for each token.
+        body_timeout: seconds for a request's body to arrive, after its headers.
+        send_timeout: seconds that a client may leave a part of a stream unread before the stream is given up.
+        grace: seconds after SIGTERM for requests to finish; those that have not are answered with an error.
+    """
+
+    max_body: int = 4 << 20
+    max_queue: int = 1024
+    max_n: int = 16
+    max_tokens: int | None = None
+    max_stop: int = 16
+    max_stop_length: int = 256
+    max_logprobs: int = 20
+    body_timeout: float = 30.0
+    send_timeout: float = 60.0
+    grace: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_body", "max_n", "max_stop", "max_stop_length", "body_timeout", "send_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: it must be above 0")
+        for name in ("max_queue", "max_logprobs", "grace"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: it must be 0 or larger")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens = {self.max_tokens!r}: it must be 1 or larger")

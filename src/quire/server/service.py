@@ -1,0 +1,187 @@
+"""Between HTTP and the engine: admits completions, counts them, and hands their parts to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from quire.engine import LLM, Completion, SamplingParams
+from quire.server.errors import ApiError, bad, invalid
+from quire.server.limits import Limits
+from quire.server.metrics import Metrics
+
+
+class Service:
+    """One engine that requests share; for use in one event loop.
+
+    Args:
+        llm: the engine.
+        name: of the model.
+        limits: what is accepted at most.
+        metrics: what is counted.
+
+    Attributes:
+        created: the time of the start, in seconds since 1970.
+        running: completions that have been admitted and have not ended.
+        draining: whether the server is being shut down and admits nothing.
+    """
+
+    def __init__(self, llm: LLM, name: str, limits: Limits, metrics: Metrics) -> None:
+        self.llm, self.name, self.limits, self.metrics = llm, name, limits, metrics
+        self.created = int(time.time())
+        self.running, self.draining = 0, False
+        self.room = llm.max_num_seqs + limits.max_queue
+        self.token_text: Callable[[int], str] = lru_cache(1 << 16)(self._token_text)
+
+    def check_model(self, model: str | None) -> None:
+        """Raise the ApiError for a request to another model."""
+        if model is not None and model != self.name:
+            raise ApiError(404, f"there is no model {model!r}: this is {self.name!r}", "model", "model_not_found")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer; an ApiError if there is none."""
+        if self.llm.model.tokenizer is None:
+            raise bad(None, f"{self.name} has no tokenizer, which this request needs")
+        return self.llm.model.tokenizer
+
+    def now(self) -> int:
+        """The time of an answer, in seconds since 1970."""
+        return int(time.time())
+
+    async def encode(self, prompt: str | Sequence[int], name: str) -> list[int]:
+        """The tokens of a prompt. Text is encoded in a thread, since long texts take long."""
+        try:
+            if isinstance(prompt, str):
+                return await asyncio.to_thread(self.llm.encode, prompt, name)
+            return self.llm.encode(prompt, name)
+        except ValueError as error:
+            raise invalid(error, "prompt") from None
+
+    def start(self, prompts: list[list[int]], params: list[SamplingParams], field: str) -> Generation:
+        """Begin to complete prompts, each once for every element of params.
+
+        Args:
+            prompts: tokens.
+            params: of each completion of a prompt.
+            field: the request's field that has the prompts.
+
+        Raises:
+            ApiError: a prompt is invalid or too long, or there is no room.
+        """
+        count = len(prompts) * len(params)
+        if not count:
+            raise bad(field, f"{field} is empty: there must be at least one prompt")
+        if count > self.room:
+            raise bad("n", f"the request is for {count} completions: this server holds {self.room} at most")
+        for i, prompt in enumerate(prompts):
+            self._check_length(f"{field} {i}" if len(prompts) > 1 else field, prompt, params[0].max_tokens, field)
+        if self.draining or not self.llm.alive:
+            raise _unavailable("the server is being shut down" if self.draining else "the engine has ended")
+        if self.running + count > self.room:
+            self.metrics.rejected.inc(count)
+            message = f"{self.running} completions are running or waiting, and the server holds {self.room} at most"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+        return Generation(self, prompts, params, field)
+
+    def fail_all(self) -> None:
+        """End the engine, and thereby all requests, which are answered with an error."""
+        self.draining = True
+        self.llm.close()
+
+    def _check_length(self, name: str, prompt: list[int], most: Any, field: str) -> None:
+        room = self.llm.max_len - len(prompt)
+        if not prompt:
+            raise bad(field, f"{name} is empty: there must be at least one token")
+        if room < 1 or (isinstance(most, int) and most > room):
+            asked = f" and max_tokens is {most}" if isinstance(most, int) else ""
+            message = f"{name} has {len(prompt)} tokens{asked}: {self.llm.max_len} are the most, prompt and completion"
+            raise bad(field if room < 1 else "max_tokens", message, "context_length_exceeded")
+
+    def _token_text(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+
+class Generation:
+    """The completions of one HTTP request, which the engine works on until `close`.
+
+    Iteration yields the index of a completion and what a step added to it; completion j of prompt i has the index
+    `i * len(params) + j`. An ApiError is raised when a completion fails.
+    """
+
+    def __init__(self, service: Service, prompts: list[list[int]], params: list[SamplingParams], field: str) -> None:
+        self._service, self._arrival = service, time.perf_counter()
+        self.prompts, self.count = prompts, len(prompts) * len(params)
+        self.send_timeout = service.limits.send_timeout
+        self.output_tokens, self.cached_tokens = 0, [0] * len(prompts)
+        self._open = set(range(self.count))
+        self._last = [self._arrival] * self.count
+        self._tokens = [0] * self.count
+        self._parts: asyncio.Queue[tuple[int, Completion]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def sink(index: int, part: Completion) -> None:
+            with suppress(RuntimeError):  # the loop has been closed, so nobody reads
+                loop.call_soon_threadsafe(self._add, index, part)
+
+        repeated = [prompt for prompt in prompts for _ in params]
+        try:
+            self._cancel = service.llm.start(repeated, params * len(prompts), sink)
+        except ValueError as error:
+            raise invalid(error, field) from None
+        service.running += self.count
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Completion]]:
+        left = self.count
+        while left:
+            index, part = await self._parts.get()
+            if part.finish_reason == "error":
+                raise ApiError(500, f"the engine failed: {part.error}", code="engine_error")
+            if part.finish_reason == "cancelled":
+                raise _unavailable("the server was shut down before the completion had ended")
+            yield index, part
+            left -= part.finish_reason is not None
+
+    def close(self) -> None:
+        """Cancel the completions that have not ended."""
+        if self._open:
+            self._cancel()
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompts and of the completions so far."""
+        prompt = sum(map(len, self.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.output_tokens,
+            "total_tokens": prompt + self.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
+        }
+
+    def _add(self, index: int, part: Completion) -> None:
+        """Count a part, which a completion that was closed has, too, and keep it for the reader."""
+        metrics, now = self._service.metrics, time.perf_counter()
+        samples = self.count // len(self.prompts)
+        if part.token_ids:
+            histogram = metrics.inter_token if self._tokens[index] else metrics.first_token
+            histogram.observe(now - self._last[index])
+            self._last[index] = now
+            self._tokens[index] += len(part.token_ids)
+            self.output_tokens += len(part.token_ids)
+            if index % samples == 0:
+                self.cached_tokens[index // samples] = part.reused_tokens
+        if part.finish_reason is not None:
+            self._open.discard(index)
+            self._service.running -= 1
+            metrics.ended[part.finish_reason].inc()
+            metrics.whole.observe(now - self._arrival)
+            metrics.prompt.observe(len(part.prompt_token_ids))
+            metrics.output.observe(self._tokens[index])
+        self._parts.put_nowait((index, part))
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(503, message, code="unavailable", headers={"Retry-After": "10"})

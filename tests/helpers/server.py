@@ -1,0 +1,56 @@
+"""A server in a thread of the test process, and in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from helpers.paths import ROOT
+from quire.engine import LLM
+from quire.server import create_app, serve
+
+
+@contextmanager
+def served(llm: LLM, **options: Any) -> Iterator[str]:
+    """The URL of a server for an engine, by uvicorn in a thread."""
+    servers: list[Any] = []
+    ready = threading.Event()
+
+    def started(server: Any) -> None:
+        servers.append(server)
+        ready.set()
+
+    app = create_app(llm, **options)
+    thread = threading.Thread(target=serve, args=(app,), kwargs={"port": 0, "started": started})
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield "http://{}:{}".format(*servers[0].address)
+    finally:
+        for server in servers:
+            server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def serving_process(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`quire serve` on a free port: the process, and the URL that it prints."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
+        assert process.stderr is not None
+        try:
+            lines = []
+            while not (found := re.search(r"http://\S+", lines[-1] if lines else "")):
+                lines.append(process.stderr.readline())
+                assert lines[-1], "".join(lines)  # the process has ended
+            yield process, found[0]
+        finally:
+            process.kill()

@@ -1,0 +1,126 @@
+"""Chats over HTTP, with a small template, through the official client."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+
+import openai
+
+from helpers.server import served
+from quire.engine import LLM, SamplingParams, shipped_model
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if shout %}# LOUD\n{% endif %}"
+    "{% if add_generation_prompt %}# answer:{% endif %}"
+)
+MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Why?"}]
+TEXT = "# system: Be short.\n# user: Why?\n# answer:"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints") / "chatty"
+    folder.mkdir()
+    for file in shipped_model().iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with LLM(folder, num_pages=500, max_model_len=128) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def url(llm):
+    with served(llm) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_an_answer_is_the_completion_of_the_rendered_messages(llm, client):
+    done = client.chat.completions.create(model="chatty", messages=MESSAGES, max_completion_tokens=12)
+    expected = llm.generate(TEXT, SamplingParams(max_tokens=12))[0]
+    assert done.choices[0].message.content == expected.text
+    assert done.choices[0].message.role == "assistant"
+    assert done.choices[0].finish_reason == "length"
+    assert done.usage.prompt_tokens == len(llm.encode(TEXT))
+
+
+def test_an_answer_without_max_tokens_takes_the_context(llm, client):
+    done = client.chat.completions.create(model="chatty", messages=MESSAGES, stop="\n\n")
+    assert done.choices[0].message.content == llm.generate(TEXT, SamplingParams(max_tokens=None, stop="\n\n"))[0].text
+
+
+def test_streams_have_a_role_and_then_text(llm, url):
+    expected = llm.generate([TEXT] * 2, [SamplingParams(max_tokens=10, temperature=1, seed=3 + i) for i in range(2)])
+
+    async def stream():
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.chat.completions.create(
+                model="chatty", messages=MESSAGES, max_tokens=10, temperature=1, seed=3, n=2, stream=True,
+                stream_options={"include_usage": True},
+            )  # fmt: skip
+            return [part async for part in stream]
+
+    *parts, last = asyncio.run(stream())
+    for i in range(2):
+        own = [part.choices[0] for part in parts if part.choices[0].index == i]
+        assert [c.delta.role for c in own] == ["assistant"] + [None] * (len(own) - 1)
+        assert "".join(c.delta.content or "" for c in own) == expected[i].text
+        assert [c.finish_reason for c in own] == [None] * (len(own) - 1) + ["length"]
+    assert last.usage.completion_tokens == 20
+
+
+def test_log_probabilities_have_the_asked_number(llm, client):
+    done = client.chat.completions.create(
+        model="chatty", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2
+    )
+    expected = llm.generate(TEXT, SamplingParams(max_tokens=4, logprobs=2))[0]
+    content = done.choices[0].logprobs.content
+    assert "".join(c.token for c in content) == expected.text
+    for one, token, report in zip(content, expected.token_ids, expected.logprobs, strict=True):
+        assert one.logprob == pytest.approx(report[token], abs=1e-4)
+        assert bytes(one.bytes).decode() == one.token
+        assert [t.logprob for t in one.top_logprobs] == pytest.approx(list(report.values())[:2], abs=1e-4)
+
+
+def test_parts_and_arguments_of_the_template(llm, url):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    body = {"messages": messages, "chat_template_kwargs": {"shout": True}, "add_generation_prompt": False}
+    tokens = httpx.post(f"{url}/tokenize", json=body).json()
+    assert tokens["tokens"] == llm.encode("# user: a\nb\n# LOUD\n")
+    assert tokens["count"] == len(tokens["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"messages": []}, "messages", "messages is empty"),
+        ({"messages": [{"content": "x"}]}, "messages", "messages.0.role: Field required"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "the chat template refuses"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "part of type 'image_url'"),
+        ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages", "128 are the most"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "must not have 'tokenize'"),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "this server reports 20 at most"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "only 'text' is supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+    ],
+)
+def test_what_is_wrong_is_named(url, change, param, message):
+    done = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES, **change})
+    error = done.json()["error"]
+    assert done.status_code == 400
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert message in error["message"]
