@@ -213,7 +213,7 @@ def top_p_sampling_from_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`sampling_from_probs` of the tokens that likelier ones with together less than top_p precede.
 
-    top_p: a number, or a floating-point tensor [rows]; from 1 on, all tokens are kept.
+    top_p: a number, or a tensor [rows]; from 1 on, all tokens are kept.
     """
     drawn = _draw(probs, "probs", indices, generator, check_nan, seed, offset, top_p=top_p)
     return drawn if return_valid else drawn[0]

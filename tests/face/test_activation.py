@@ -165,3 +165,14 @@ def test_what_does_not_fit_is_refused(call, given, message):
 def test_the_module_is_where_engines_look_for_it():
     assert quire.activation is activation
     assert quire.silu_and_mul is activation.silu_and_mul
+
+
+@devices
+@kinds
+def test_a_row_does_not_depend_on_its_batch(kind, device, rng):
+    x = torch.randn(
+        8, 2 * rng.choice((40, 111, 1024)), device=device, dtype=rng.choice((torch.bfloat16, torch.float16))
+    )
+    together = getattr(activation, f"{kind}_and_mul")(x)
+    alone = [getattr(activation, f"{kind}_and_mul")(row[None]) for row in x]
+    assert torch.equal(together, torch.cat(alone))

@@ -208,3 +208,15 @@ def test_arguments_of_flashinfers_functions_are_refused():
     ids = torch.zeros(2, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"target_probs has shape \[2, 4, 4\]: it must be \[2, 3, 4\]"):
         quire.chain_speculative_sampling(torch.zeros(2, 2, 4), ids, torch.zeros(2, 4, 4))
+
+
+def test_tensors_of_integers_are_numbers(rng):
+    """As for FlashInfer, whose callers give top_p and min_p so; a temperature must have a floating-point type."""
+    probs, ones = torch.rand(3, 50).softmax(-1), torch.ones(3, dtype=torch.int32)
+    seed = torch.arange(3)
+    for draw in (sampling.top_p_sampling_from_probs, sampling.min_p_sampling_from_probs):
+        same = [draw(probs, value, seed=seed, offset=0) for value in (ones, ones.float(), 1.0)]
+        assert torch.equal(same[0], same[1])
+        assert torch.equal(same[0], same[2])
+    with pytest.raises(ValueError, match=r"temperature\.dtype = torch.int32"):
+        sampling.softmax(probs, temperature=ones)

@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.page import get_batch_indices_positions
 
 _NAMES = (
+    "gen_act_and_mul_module",
     "gen_batch_attention_module",
     "gen_batch_decode_module",
     "gen_batch_mla_module",
@@ -24,10 +25,12 @@ _NAMES = (
     "gen_batch_prefill_attention_sink_module",
     "gen_batch_prefill_module",
     "gen_cascade_module",
+    "gen_norm_module",
     "gen_page_module",
     "gen_pod_module",
     "gen_quantization_module",
     "gen_rope_module",
+    "gen_sampling_module",
     "gen_single_decode_module",
     "gen_single_prefill_module",
 )

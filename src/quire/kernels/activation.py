@@ -32,4 +32,5 @@ def act_and_mul(out: Tensor, x: Tensor, scale: Tensor | None, factor: float, kin
         act_on_gpu(out, x, scale, factor, kind)
         return
     gate, up = x.float().chunk(2, -1)
-    out.copy_(rounded(_FUNCTIONS[kind](gate) * up, scale, factor, out.dtype))
+    # Torch computes rows with gaps between them by other code, and a row must not depend on whether it is alone.
+    out.copy_(rounded(_FUNCTIONS[kind](gate.contiguous()) * up, scale, factor, out.dtype))

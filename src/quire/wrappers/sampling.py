@@ -31,12 +31,15 @@ def parameter(
     low: float | None = None,
     whole: bool = False,
 ) -> tuple[Tensor | None, float]:
-    """A parameter as a tensor with one value per row, or else as the number of all rows."""
+    """A parameter as a tensor with one value per row, or else as the number of all rows. As in FlashInfer, tensors of
+    integers count as numbers, but for temperatures.
+    """
     if isinstance(value, Tensor):
-        kind = value.dtype in INTS if whole else value.is_floating_point()
+        integers = value.dtype in INTS
+        kind = integers if whole else value.is_floating_point() or (integers and name != "temperature")
         check(kind, f"{name}.dtype", value.dtype, "torch.int32 or torch.int64" if whole else "a floating-point type")
         check_tensor(value, name, (rows,), value.dtype, device)
-        return value.contiguous(), 1
+        return (value if whole or not integers else value.float()).contiguous(), 1
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     check(number, name, value, f"{'an integer' if whole else 'a number'}, or a tensor with one for each row")
     check(low is None or value >= low, name, value, lambda: f"at least {low}")  # type: ignore[operator]
