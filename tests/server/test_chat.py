@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ import openai
 from helpers.server import served
 from quire.engine import LLM, SamplingParams, shipped_model
 
+JSON = {"Content-Type": "application/json"}
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if shout %}# LOUD\n{% endif %}"
@@ -111,15 +113,17 @@ def test_parts_and_arguments_of_the_template(llm, url):
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "the chat template refuses"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "part of type 'image_url'"),
         ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages", "128 are the most"),
+        ({"messages": [{"role": "\ud800", "content": "x"}]}, "messages", "half a character"),
+        ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages", ""),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "must not have 'tokenize'"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "this server reports 20 at most"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "this server reports 20 at most"),
         ({"response_format": {"type": "json_object"}}, "response_format", "only 'text' is supported"),
         ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
     ],
 )
 def test_what_is_wrong_is_named(url, change, param, message):
-    done = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES, **change})
+    done = httpx.post(f"{url}/v1/chat/completions", content=json.dumps({"messages": MESSAGES, **change}), headers=JSON)
     error = done.json()["error"]
     assert done.status_code == 400
     assert (error["type"], error["param"]) == ("invalid_request_error", param)

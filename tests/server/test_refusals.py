@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from urllib.parse import urlsplit
 
@@ -58,6 +60,7 @@ BAD = [
     ({"n": 0}, "n", "from 1 to 3"),
     ({"n": 4}, "n", "from 1 to 3"),
     ({"temperature": -0.5}, "temperature", "temperature = -0.5: it must be a number, 0 or larger"),
+    ({"temperature": float("nan")}, "temperature", "temperature = nan"),
     ({"top_p": 0}, "top_p", "top_p = 0"),
     ({"top_k": -2}, "top_k", "top_k = -2"),
     ({"seed": 2**64}, "seed", "from -2**63 to 2**64 - 1"),
@@ -173,6 +176,12 @@ def test_other_origins_are_off_unless_allowed(url, guarded):
     assert allowed.headers["access-control-allow-origin"] == "http://page"
     other = httpx.options(f"{guarded}/v1/completions", headers={**ask, "Origin": "http://other"})
     assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_missing_package_is_named():
+    code = "import sys; sys.modules['fastapi'] = None\nimport quire.server"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'quire[server]'" in done.stderr.splitlines()[-1]
 
 
 def test_bad_options_are_named(llm):

@@ -58,6 +58,8 @@ def render(service: Service, body: Messages | TokenizeRequest) -> list[int]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **{**ours, **given}, **options)
     except Exception as error:  # the template is a program of the checkpoint, run on the messages of a request
         raise bad("messages", f"the chat template refuses the messages: {error}") from None
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise bad("messages", "messages are not text: they have half a character")
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

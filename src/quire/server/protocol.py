@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
@@ -37,6 +37,7 @@ class Sampled(BaseModel):
     """What requests for completions of prompts and of chats have in common."""
 
     model_config = ConfigDict(extra="allow")  # for fields that are refused by name
+    logprobs_field: ClassVar[str] = "logprobs"  # the one with the number of likeliest tokens
 
     model: str | None = None
     max_tokens: int | None = None
@@ -89,9 +90,11 @@ class Sampled(BaseModel):
         if self.n is not None and not 1 <= self.n <= limits.max_n:
             raise bad("n", f"n = {self.n}: it must be from 1 to {limits.max_n}")
         if most is not None and limits.max_tokens is not None and most > limits.max_tokens:
-            raise bad("max_tokens", f"max_tokens = {most}: this server allows {limits.max_tokens} at most")
+            chosen = "max_tokens" if most == self.max_tokens else "max_completion_tokens"
+            raise bad(chosen, f"{chosen} = {most}: this server allows {limits.max_tokens} at most")
         if logprobs is not None and logprobs > limits.max_logprobs:
-            raise bad("logprobs", f"logprobs = {logprobs}: this server reports {limits.max_logprobs} at most")
+            name = self.logprobs_field
+            raise bad(name, f"{name} = {logprobs}: this server reports {limits.max_logprobs} at most")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         for name, listed in (("stop", stops), ("stop_token_ids", self.stop_token_ids or [])):
             if len(listed) > limits.max_stop:
@@ -153,6 +156,8 @@ class Messages(BaseModel):
 
 class ChatRequest(Messages, Sampled):
     """The body of /v1/chat/completions."""
+
+    logprobs_field: ClassVar[str] = "top_logprobs"
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

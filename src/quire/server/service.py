@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 from quire.engine import LLM, Completion, SamplingParams
@@ -35,6 +37,7 @@ class Service:
         self.created = int(time.time())
         self.running, self.draining = 0, False
         self.room = llm.max_num_seqs + limits.max_queue
+        self.relay = _Relay()
         self.token_text: Callable[[int], str] = lru_cache(1 << 16)(self._token_text)
 
     def check_model(self, model: str | None) -> None:
@@ -109,8 +112,8 @@ class Service:
 class Generation:
     """The completions of one HTTP request, which the engine works on until `close`.
 
-    Iteration yields the index of a completion and what a step added to it; completion j of prompt i has the index
-    `i * len(params) + j`. An ApiError is raised when a completion fails.
+    Iteration yields the index of a completion and what one step added to it, or several steps if the reader is late;
+    completion j of prompt i has the index `i * len(params) + j`. An ApiError is raised when a completion fails.
     """
 
     def __init__(self, service: Service, prompts: list[list[int]], params: list[SamplingParams], field: str) -> None:
@@ -122,15 +125,10 @@ class Generation:
         self._last = [self._arrival] * self.count
         self._tokens = [0] * self.count
         self._parts: asyncio.Queue[tuple[int, Completion]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def sink(index: int, part: Completion) -> None:
-            with suppress(RuntimeError):  # the loop has been closed, so nobody reads
-                loop.call_soon_threadsafe(self._add, index, part)
-
+        put = partial(service.relay.put, asyncio.get_running_loop(), self._add)
         repeated = [prompt for prompt in prompts for _ in params]
         try:
-            self._cancel = service.llm.start(repeated, params * len(prompts), sink)
+            self._cancel = service.llm.start(repeated, params * len(prompts), put)
         except ValueError as error:
             raise invalid(error, field) from None
         service.running += self.count
@@ -138,13 +136,12 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[tuple[int, Completion]]:
         left = self.count
         while left:
-            index, part = await self._parts.get()
-            if part.finish_reason == "error":
-                raise ApiError(500, f"the engine failed: {part.error}", code="engine_error")
-            if part.finish_reason == "cancelled":
-                raise _unavailable("the server was shut down before the completion had ended")
-            yield index, part
-            left -= part.finish_reason is not None
+            late = [await self._parts.get()]
+            while not self._parts.empty():
+                late.append(self._parts.get_nowait())
+            for index, part in _merged(late):
+                yield index, _checked(part)
+                left -= part.finish_reason is not None
 
     def close(self) -> None:
         """Cancel the completions that have not ended."""
@@ -181,6 +178,54 @@ class Generation:
             metrics.prompt.observe(len(part.prompt_token_ids))
             metrics.output.observe(self._tokens[index])
         self._parts.put_nowait((index, part))
+
+
+class _Relay:
+    """Carries parts from the engine's thread to the event loop, which is woken once for all that a step adds."""
+
+    def __init__(self) -> None:
+        self._parts: deque[tuple[Callable[[int, Completion], None], int, Completion]] = deque()
+        self._woken = False
+
+    def put(
+        self, loop: asyncio.AbstractEventLoop, add: Callable[[int, Completion], None], index: int, part: Completion
+    ) -> None:
+        """Have the loop call `add(index, part)`; in the engine's thread."""
+        self._parts.append((add, index, part))
+        if not self._woken:
+            self._woken = True
+            with suppress(RuntimeError):  # the loop has been closed, so nobody reads
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # before the parts are taken: one that is put meanwhile wakes the loop again
+        while self._parts:
+            add, index, part = self._parts.popleft()
+            add(index, part)
+
+
+def _merged(parts: list[tuple[int, Completion]]) -> list[tuple[int, Completion]]:
+    """Parts with those of the same completion put together."""
+    if len(parts) == 1:
+        return parts
+    whole: dict[int, Completion] = {}
+    for index, part in parts:
+        before = whole.get(index)
+        if before is not None:
+            logprobs = [*(before.logprobs or []), *(part.logprobs or [])] or None
+            text, ids = before.text + part.text, before.token_ids + part.token_ids
+            part = replace(part, text=text, token_ids=ids, logprobs=logprobs)
+        whole[index] = part
+    return list(whole.items())
+
+
+def _checked(part: Completion) -> Completion:
+    """The part, unless it says that its completion failed."""
+    if part.finish_reason == "error":
+        raise ApiError(500, f"the engine failed: {part.error}", code="engine_error")
+    if part.finish_reason == "cancelled":
+        raise _unavailable("the server was shut down before the completion had ended")
+    return part
 
 
 def _unavailable(message: str) -> ApiError:
