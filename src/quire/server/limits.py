@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -34,10 +35,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_body", "max_n", "max_stop", "max_stop_length", "body_timeout", "send_timeout"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: it must be above 0")
         for name in ("max_queue", "max_logprobs", "grace"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: it must be 0 or larger")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens = {self.max_tokens!r}: it must be 1 or larger")

@@ -40,7 +40,10 @@ def serve(
 
     Raises:
         OSError: the address is in use or is not there.
+        ValueError: the port is not one.
     """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port = {port}: it must be from 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=2048)
     service: Service = app.state.service
