@@ -273,10 +273,10 @@ def test_check_sees_a_wrong_kernel(capsys, monkeypatch):
 
     def wrong(call, out, lse):
         attend(call, out, lse)
-        out[-1:] *= 1.1
+        out[-1:] *= 1.02
 
     monkeypatch.setattr(cpu.FAMILY, "attend", wrong)
-    assert main(["check", "--batches", "1", "--json"]) == 1
+    assert main(["check", "--batches", "3", "--json"]) == 1  # a row misses if one of its batches does
     found = json.loads(capsys.readouterr().out)
     rows = found["rows"]
     assert len(found["layers"]) == 30 * (1 + torch.cuda.is_available())

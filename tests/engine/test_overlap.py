@@ -116,7 +116,7 @@ def test_text_and_stop_strings_do_not_depend_on_when_they_are_read(rng, how):
 
 
 def test_1000_requests_that_come_and_go_lose_no_page(folder, rng, how):
-    with LLM(folder, **{**SIZES, "num_pages": 24}) as llm:
+    with LLM(folder, **{**SIZES, "num_pages": 24 if how != "eager" else 16}) as llm:  # fewer requests, fewer pages
         set_up(llm, how)
         ended = {"cancelled": 0, "length": 0, "stop": 0}
         count = 300 if how == "eager" else 1000
@@ -142,7 +142,7 @@ def test_1000_requests_that_come_and_go_lose_no_page(folder, rng, how):
         until_idle(llm)
         assert sum(ended.values()) == count
         assert min(ended.values()) > 0
-        assert llm.stats.preemptions > 0 or how == "eager"  # which has fewer requests
+        assert llm.stats.preemptions > 0
         assert pages_add_up(llm)
 
 
