@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 import warnings
+from array import array
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from helpers.checkpoints import VOCAB, save
 from helpers.engines import captured_on_the_host, pages_add_up, until_idle
 from quire.engine import LLM, SamplingParams
 from quire.engine.engine import Engine
+from quire.engine.sampler import sample
+from quire.engine.scheduler import Chunk
 
-SIZES = {"page_size": 4, "num_pages": 22, "max_num_seqs": 12, "max_batched_tokens": 24}
+SIZES = {"page_size": 4, "num_pages": 16, "max_num_seqs": 12, "max_batched_tokens": 24}
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +53,30 @@ def random_requests(rng, count):
     return prompts, [random_params(rng) for _ in prompts]
 
 
-def same(ours, expected):
-    """Whether completions are equal, log-probabilities up to rounding."""
-    for a, b in zip(ours, expected, strict=True):
+def tokens_of_rounded_logits(llm, prompt, params, output):
+    """The tokens that may follow `output` if logits have rounding errors, of which those of float32 are up to 5e-6."""
+    engine, scheduler = llm._engine, llm._engine.scheduler
+    prompt = engine.tokens(prompt, "prompt")
+    request = engine.request([*prompt, *output], params, lambda update: None)
+    request.prompt_len = len(prompt)
+    scheduler.tree.clear()
+    request.pages = array("i", scheduler.allocator.allocate(-(-len(request.tokens) // engine.runner.page_size)))
+    logits = engine.runner.run([Chunk(request, 0, len(request.tokens), True)])
+    scheduler.allocator.release(request.pages)
+    errors = 1e-5 * torch.rand(500, logits.shape[1]).mul_(2).sub_(1)
+    return {choice.token for choice in sample(logits + errors, [request] * len(errors))}
+
+
+def same(ours, expected, llm, prompts, params):
+    """Whether completions are equal, log-probabilities up to rounding, and tokens unless rounding decides between them:
+    about one of 20,000 random numbers is so near the border between two tokens.
+    """
+    for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
+        first = next((j for j, (x, y) in pairs if x != y), None)
+        if first is not None:
+            assert a.token_ids[first] in tokens_of_rounded_logits(llm, prompts[i], params[i], b.token_ids[:first])
+            continue
         assert (a.token_ids, a.finish_reason, a.text, a.error) == (b.token_ids, b.finish_reason, b.text, b.error)
         assert (a.logprobs is None) == (b.logprobs is None)
         for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
@@ -80,11 +104,12 @@ def test_tokens_do_not_depend_on_when_they_are_read(folder, rng, how):
             expected = llm.generate(prompts, params)
         with LLM(folder, **SIZES) as llm:
             set_up(llm, how)
-            same(llm.generate(prompts, params), expected)
+            done = llm.generate(prompts, params)
+            until_idle(llm)
             assert llm.stats.preemptions > 0
             assert llm.stats.reused_tokens > 0
-            assert llm.stats.generated_tokens == sum(len(c.token_ids) for c in expected)
-            until_idle(llm)
+            assert llm.stats.generated_tokens == sum(len(c.token_ids) for c in done)
+            same(done, expected, llm, prompts, params)
             assert pages_add_up(llm)
             replays += llm._engine.runner.step_graphs.replays if how != "eager" else 1
     assert replays
@@ -109,9 +134,10 @@ def test_text_and_stop_strings_do_not_depend_on_when_they_are_read(rng, how):
         def add(i, part):
             parts[i] += part.text
 
-        same(llm.generate(texts, params, on_update=add), expected)
-        assert [parts[i] for i in range(len(texts))] == [c.text for c in expected]
+        done = llm.generate(texts, params, on_update=add)
         until_idle(llm)
+        assert [parts[i] for i in range(len(texts))] == [c.text for c in done]
+        same(done, expected, llm, texts, params)
         assert pages_add_up(llm)
 
 
@@ -198,11 +224,11 @@ def test_a_step_that_raises_ends_the_request_that_caused_it(folder, rng):
             at = rng.randrange(len(prompts))
             given = random_params(rng, max_tokens=9, ignore_eos=True, stop_token_ids=())
             done = llm.generate([*prompts[:at], [bad, 1], *prompts[at:]], [*params[:at], given, *params[at:]])
+            until_idle(llm)
             failed = done.pop(at)
             assert (failed.finish_reason, failed.error) == ("error", "ArithmeticError: spoilt")
             assert raised
-            same(done, expected)
-            until_idle(llm)
+            same(done, expected, llm, prompts, params)
             assert pages_add_up(llm)
 
 
@@ -242,7 +268,9 @@ def test_sampling_that_raises_for_all_goes_on_row_by_row(folder, rng, monkeypatc
         monkeypatch.setattr(sampler, "_penalise", failing)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            same(llm.generate(prompts, params), expected)
+            done = llm.generate(prompts, params)
+            until_idle(llm)
+            same(done, expected, llm, prompts, params)
 
 
 def test_steps_overlap_on_a_gpu_only_and_without_a_backend_of_ones_own(folder):
