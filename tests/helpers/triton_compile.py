@@ -128,9 +128,12 @@ def disassemble(usage: Usage) -> str:
     return _run_tool("nvdisasm", usage.asm["cubin"])
 
 
+MULTIPLES = ("_token", "_head", "_page", "_state", "_row", "vocab")  # how strides and sizes end
+
+
 def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:
     """A kernel whose arguments have these types ("*fp16", "fp32"), or, if not strings, these values; the rest are i32.
-    Pointers, strides, which end in _token, _head, _page or _state, and all numbers in tuples are multiples of 16.
+    Pointers, `MULTIPLES`, and all numbers in tuples are multiples of 16.
     """
     target, limit = TARGETS[name]
     constants, attributes = {}, {}
@@ -141,7 +144,7 @@ def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:
         if not isinstance(kind, str):
             constants[path] = kind
             return "constexpr"
-        if len(path) > 1 or kind.startswith("*") or argument.endswith(("_token", "_head", "_page", "_state")):
+        if len(path) > 1 or kind.startswith("*") or argument.endswith(MULTIPLES):
             attributes[path] = [["tt.divisibility", 16]]
         return kind
 

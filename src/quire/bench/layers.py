@@ -25,7 +25,8 @@ LAYERS = (
     *("gelu_tanh_and_mul 14336 x8192", "silu_and_mul_quant 14336 x8192"),
     *("qk_norm_rope_append 32:8 x1", "qk_norm_rope_append 32:8 x64", "qk_norm_rope_append 32:8 x256"),
     *("qk_norm_rope_append 32:8 x8192", "softmax 151936 x64", "sampling 151936 x64", "top_p 151936 x64"),
-    *("top_k_top_p 151936 x64", "top_k_top_p 151936 x1"),
+    *("top_k_top_p 151936 x64", "top_k_top_p 151936 x1", "top_k 151936 x64", "top_k 151936 x1"),
+    *("top_p_renorm 151936 x64", "top_k_top_p 128256 x256", "top_k_top_p 50257 x64"),
 )
 PEERS = ("torch.compile", "flashinfer")
 _NAME = re.compile(r"(\w+) (\d+)(?::(\d+))? x(\d+)")
@@ -153,20 +154,24 @@ def _heads(q_heads: int, kv_heads: int, tokens: int) -> Work:
 
 
 def _sampling(kind: str, vocabulary: int, rows: int) -> Work:
-    """softmax, sampling from logits, and sampling with top_p or with top_k and top_p, of float32 logits."""
+    """softmax, sampling from logits, and sampling with top-p 0.9, with top-k 1000, or with top-k 50 and top-p 0.9, of
+    float32 logits or probabilities.
+    """
     logits = torch.randn(rows, vocabulary, device="cuda") * 3
     calls: dict[str, Callable[[Any], Callable[..., Any]]] = {
         "softmax": lambda module: module.softmax,
         "sampling": lambda module: module.sampling_from_logits,
         "top_p": lambda module: lambda x: module.top_p_sampling_from_probs(x, 0.9),
+        "top_k": lambda module: lambda x: module.top_k_sampling_from_probs(x, 1000),
+        "top_p_renorm": lambda module: lambda x: module.top_p_renorm_probs(x, 0.9),
         "top_k_top_p": lambda module: lambda x: module.top_k_top_p_sampling_from_logits(x, 50, 0.9),
     }
-    x = logits.softmax(-1) if kind == "top_p" else logits
+    x = logits.softmax(-1) if kind in ("top_p", "top_k", "top_p_renorm") else logits
     plain: dict[str, Callable[..., Any] | None] = {
         "softmax": lambda x: x.softmax(-1),
         "sampling": lambda x: torch.multinomial(x.softmax(-1), 1),
     }
-    moved = x.numel() * 4 * (2 if kind == "softmax" else 1)
+    moved = x.numel() * 4 * (2 if kind in ("softmax", "top_p_renorm") else 1)
     return Work((x,), calls[kind](import_module("quire.sampling")), plain.get(kind), ("sampling", calls[kind]), moved)
 
 
@@ -174,7 +179,7 @@ _KINDS: dict[str, Callable[..., Work]] = {
     **dict.fromkeys(("rmsnorm", "layernorm", "fused_add_rmsnorm", "fused_add_rmsnorm_quant"), _norm),
     **{f"{f}_and_mul{end}": _activation for f in ("silu", "gelu", "gelu_tanh") for end in ("", "_quant")},
     "qk_norm_rope_append": _heads,
-    **dict.fromkeys(("softmax", "sampling", "top_p", "top_k_top_p"), _sampling),
+    **dict.fromkeys(("softmax", "sampling", "top_p", "top_k", "top_p_renorm", "top_k_top_p"), _sampling),
 }
 
 

@@ -25,6 +25,7 @@ from quire.kernels.triton.threshold import (
     load_ids,
     load_maxima,
     load_scale,
+    load_sums,
     pick,
     row_config,
     running_programs,
@@ -43,9 +44,9 @@ def keep(x, maxima, ids, sums, vocab, low, least, top, scale, c: tl.constexpr):
     """
     listed = list_chunks(maxima, low, ids, vocab, c)
     total = tl.full([c.tile], 0, tl.float64)
-    chunk = load_ids(ids, 0, listed, c)
+    chunk = load_ids(ids, 0, listed, c.tile, c)
     for start in tl.range(0, listed, c.tile, disable_licm=True):
-        values, chunk = load_chunks(x, chunk, vocab), load_ids(ids, start + c.tile, listed, c)
+        values, chunk = load_chunks(x, chunk, vocab), load_ids(ids, start + c.tile, listed, c.tile, c)
         weights = weigh(values, top, scale, c.logits)
         each = tl.sum(tl.where((values > from_key(low)) & (weights >= least), weights, 0.0), 1)
         i = start + tl.arange(0, c.tile)
@@ -53,6 +54,17 @@ def keep(x, maxima, ids, sums, vocab, low, least, top, scale, c: tl.constexpr):
         total += each.to(tl.float64)
     tl.debug_barrier()
     return listed, tl.sum(total)
+
+
+@triton.jit
+def keep_all(maxima, sums, ids, kept, vocab, top, scale, c: tl.constexpr):
+    """What `keep` writes where all tokens are kept: the sums of all chunks."""
+    i = tl.arange(0, c.chunks)
+    weights = load_sums(maxima, sums, vocab, top, scale, c)
+    tl.debug_barrier()  # the list before may still be read
+    tl.store(ids + i, i)
+    tl.store(kept + i, weights)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -98,7 +110,7 @@ def first_largest(x, maxima, top, vocab, c: tl.constexpr):
     return tl.min(tl.where(tl.load(x + token, token < vocab, -float("inf")).to(tl.float32) == top, token, vocab - 1))
 
 
-@triton.jit(do_not_specialize=["outputs", "rows", "vocab", "chunks", "top_k_value", "seed_value", "offset_value"])
+@triton.jit(do_not_specialize=["outputs", "rows", "chunks", "top_k_value", "seed_value", "offset_value"])
 def select_rows(
     x, indices, maxima, sums, ids, kept, found, temperature, top_k, top_p, min_p, seed, offset,
     temperature_value, top_k_value, top_p_value, min_p_value, seed_value, offset_value,
@@ -113,12 +125,9 @@ def select_rows(
             row = tl.load(indices + output).to(tl.int64)
         known = (row >= 0) & (row < rows)
         row = tl.where(known, row, 0)
-        i = tl.arange(0, c.chunks)
-        highest = maxima + row * chunks
-        m = load_maxima(highest, vocab, c)
-        top, scale = tl.max(m), load_scale(temperature, temperature_value, row)
-        s = tl.load(sums + row * chunks + i, i < chunks, 0.0)
-        total = tl.sum(s * tl.exp2((m - tl.where(top == -float("inf"), 0.0, top)) * scale) if c.logits else s)
+        highest, weights = maxima + row * chunks, sums + row * chunks
+        top, scale = tl.max(load_maxima(highest, vocab, c)), load_scale(temperature, temperature_value, row)
+        total = tl.sum(load_sums(highest, weights, vocab, top, scale, c))
         good = known & (total > 0) & (total < float("inf"))
         here = x + row * x_row
         token = tl.full((), 0, tl.int32)
@@ -138,7 +147,11 @@ def select_rows(
             whole = 1.0 if c.joint and not c.logits else mass.to(tl.float32)  # what top-p is a fraction of
             both = (k < ALL) & (fraction < float("inf"))
             turns = both.to(tl.int32) + 1 if not c.joint else 1  # top-k, then top-p of what it keeps; or both at once
-            listed = tl.full((), 0, tl.int32)
+            listed = tl.cdiv(vocab, CHUNK)
+            if (k == ALL) & (fraction == float("inf")) & (least <= 0):
+                turns = 0
+                if tokens is not None:
+                    keep_all(highest, weights, ids, kept, vocab, top, scale, c)
             for turn in tl.range(0, turns, disable_licm=True):
                 final = turn == turns - 1
                 goal = tl.where(final, fraction * whole, float("inf"))
@@ -148,7 +161,9 @@ def select_rows(
                         floor = top + tl.log2(tl.maximum((whole - goal) / (2 * vocab), 1e-37)) / scale
                         floor = to_key(tl.minimum(floor, top)) & -c.grain
                         start = tl.where(goal < float("inf"), tl.maximum(low, floor - c.grain), low)
-                    low = tl.maximum(low, search(here, highest, ids, found, vocab, k, goal, start, top, scale, c))
+                    low = tl.maximum(
+                        low, search(here, highest, weights, ids, found, vocab, k, goal, start, top, scale, c)
+                    )
                 listed, mass = keep(here, highest, ids, kept, vocab, low, tl.where(final, least, 0.0), top, scale, c)
                 whole, k = mass.to(tl.float32), tl.full((), ALL, tl.int32)
             if tokens is not None:
@@ -165,7 +180,7 @@ def select_rows(
             tl.store(state + row * 3 + 2, top)
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit
 def map_rows(
     x, out, state, temperature, temperature_value, x_row, out_row, vocab,
     logits: tl.constexpr, mask: tl.constexpr, block: tl.constexpr,

@@ -4,8 +4,9 @@ The weight of a token is its probability or, of logits, ``exp((x - max) / temper
 multiprocessors, reads the rows once and writes the maximum and the sum of weights of each chunk of 64 tokens. `search`,
 in one program per row, bisects float32 keys: the count and the weight of the tokens above a pivot tell whether the
 threshold is above it. The maxima of chunks alone, each a token, give a lower bound. If at most `TILE` chunks have
-tokens above it, they are loaded once, and the search ends in registers; otherwise passes over the row with three pivots
-each narrow the bracket first, until the tokens inside fit into registers.
+tokens above it, they are loaded once, and the search ends in registers. Otherwise passes over the row, with three
+pivots each, narrow the bracket until the tokens inside fit into registers. The first pivots come from a sample of the
+row, and nearly always one pass is enough.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def load_chunks(x, ids, vocab):
     return tl.load(x + at, at < vocab, -float("inf")).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["vocab", "chunks"])
+@triton.jit(do_not_specialize=["chunks"])
 def chunk_stats(
     x, temperature, temperature_value, maxima, sums, x_row, vocab, chunks, logits: tl.constexpr, block: tl.constexpr
 ):
@@ -114,16 +115,25 @@ def middle(low, high, top, scale, turn, c: tl.constexpr):
         b = from_key(high)
         a = tl.where(low == LOWEST, b - 2 * (top - b) - 8 / scale, from_key(low))
         key = tl.where(turn % 4 == 3, key, to_key(a * 0.5 + b * 0.5))
-    key = key & -c.grain
+    return inside(key & -c.grain, low, high, c)
+
+
+@triton.jit
+def inside(key, low, high, c: tl.constexpr):
+    """The key next to this one between low and high, which are more than a grain apart."""
     return tl.minimum(tl.maximum(key, low + c.grain), high - c.grain)
+
+
+@triton.jit
+def sum_all(x):
+    return tl.sum(tl.reshape(x, [x.numel]))
 
 
 @triton.jit
 def above(x, weights, pivot):
     """Number and weight of the elements above a pivot."""
-    x, weights = tl.reshape(x, [x.numel]), tl.reshape(weights, [x.numel])
     inside = x > pivot
-    return tl.sum(inside.to(tl.int32)), tl.sum(tl.where(inside, weights, 0.0))
+    return sum_all(inside.to(tl.int32)), sum_all(tl.where(inside, weights, 0.0))
 
 
 @triton.jit
@@ -154,6 +164,14 @@ def load_maxima(maxima, vocab, c: tl.constexpr):
 
 
 @triton.jit
+def load_sums(maxima, sums, vocab, top, scale, c: tl.constexpr):
+    """The weights of a row's chunks, those of logits relative to the row's maximum."""
+    m, i = load_maxima(maxima, vocab, c), tl.arange(0, c.chunks)
+    s = tl.load(sums + i, i * CHUNK < vocab, 0.0)
+    return s * tl.exp2((m - tl.where(top == -float("inf"), 0.0, top)) * scale) if c.logits else s
+
+
+@triton.jit
 def list_chunks(maxima, low, ids, vocab, c: tl.constexpr):
     """Write the chunks that have elements above `low` to ids; return their number."""
     active = load_maxima(maxima, vocab, c) > from_key(low)
@@ -164,30 +182,56 @@ def list_chunks(maxima, low, ids, vocab, c: tl.constexpr):
 
 
 @triton.jit
-def load_ids(ids, start, listed, c: tl.constexpr):
+def load_ids(ids, start, listed, tile: tl.constexpr, c: tl.constexpr):
     """The listed chunks from `start` on, and a chunk beyond all rows after the last. Loops load them a turn ahead."""
-    i = start + tl.arange(0, c.tile)
+    i = start + tl.arange(0, tile)
     return tl.load(ids + i, i < listed, c.chunks)
 
 
 @triton.jit
 def count_pivots(x, ids, listed, vocab, p, q, r, top, scale, c: tl.constexpr):
-    """Number and weight of elements above each of three pivots, in the listed chunks."""
-    n_p = tl.full([c.tile], 0, tl.int32)
+    """Number and weight of elements above each of three pivots, in the listed chunks. They are added up per thread, and
+    over threads at the end; the chunks of the next turn are on their way during each turn.
+    """
+    tile: tl.constexpr = c.tile // 2
+    n_p = tl.full([tile, CHUNK], 0, tl.int32)
     n_q, n_r = n_p, n_p
-    w_p = tl.full([c.tile], 0, tl.float32)
+    w_p = tl.full([tile, CHUNK], 0, tl.float32)
     w_q, w_r = w_p, w_p
-    chunk = load_ids(ids, 0, listed, c)
-    for start in tl.range(0, listed, c.tile, disable_licm=True):
-        values, chunk = load_chunks(x, chunk, vocab), load_ids(ids, start + c.tile, listed, c)
+    values = load_chunks(x, load_ids(ids, 0, listed, tile, c), vocab)
+    chunk = load_ids(ids, tile, listed, tile, c)
+    for start in tl.range(0, listed, tile, disable_licm=True):
+        following, chunk = load_chunks(x, chunk, vocab), load_ids(ids, start + 2 * tile, listed, tile, c)
         weights = weigh(values, top, scale, c.logits)
-        n_p += tl.sum((values > p).to(tl.int32), 1)
-        n_q += tl.sum((values > q).to(tl.int32), 1)
-        n_r += tl.sum((values > r).to(tl.int32), 1)
-        w_p += tl.sum(tl.where(values > p, weights, 0.0), 1)
-        w_q += tl.sum(tl.where(values > q, weights, 0.0), 1)
-        w_r += tl.sum(tl.where(values > r, weights, 0.0), 1)
-    return tl.sum(n_p), tl.sum(n_q), tl.sum(n_r), tl.sum(w_p), tl.sum(w_q), tl.sum(w_r)
+        n_p += (values > p).to(tl.int32)
+        n_q += (values > q).to(tl.int32)
+        n_r += (values > r).to(tl.int32)
+        w_p += tl.where(values > p, weights, 0.0)
+        w_q += tl.where(values > q, weights, 0.0)
+        w_r += tl.where(values > r, weights, 0.0)
+        values = following
+    return sum_all(n_p), sum_all(n_q), sum_all(n_r), sum_all(w_p), sum_all(w_q), sum_all(w_r)
+
+
+@triton.jit
+def estimate(x, ids, listed, vocab, k, mass, whole, low, high, top, scale, c: tl.constexpr):
+    """Three pivots from a sample of the listed chunks: where the threshold seems to be, and on each side of it the one
+    between which and the threshold there seems to be half of what fits into registers. whole: weight of the chunks.
+
+    The weight above a pivot follows from that of the sample below it. Few tokens have most of the weight above, and
+    which of them are in the sample says little.
+    """
+    values = load_chunks(x, tl.load(ids + tl.arange(0, c.tile) * listed // c.tile), vocab)
+    weights = weigh(values, top, scale, c.logits)
+    part = c.tile / listed.to(tl.float32)
+    k, mass = tl.maximum((k * part).to(tl.int32), 1), sum_all(weights) - (whole - mass) * part
+    reach = tl.maximum((part * (c.tile * CHUNK // 2)).to(tl.int32), 1)
+    none, any_mass, size = listed * 0, mass * 0 + float("inf"), listed * 0 + c.tile * CHUNK
+    q = bisect(values, weights, none, 0.0, k, mass, low, high, size, 0, top, scale, c)
+    n, _ = above(values, weights, from_key(q))
+    p = bisect(values, weights, none, 0.0, n + reach, any_mass, low, q, size, 0, top, scale, c)
+    r = bisect(values, weights, none, 0.0, tl.maximum(n - reach, 1), any_mass, q, high, n, 0, top, scale, c)
+    return p, q, r
 
 
 @triton.jit
@@ -195,9 +239,9 @@ def collect(x, ids, listed, vocab, low, high, found, c: tl.constexpr):
     """Write the elements in (low, high] to `found`, in their order; return them, [tile, CHUNK]."""
     p, q, size = from_key(low), from_key(high), low.to(tl.int32) * 0
     tl.debug_barrier()
-    chunk = load_ids(ids, 0, listed, c)
+    chunk = load_ids(ids, 0, listed, c.tile, c)
     for start in tl.range(0, listed, c.tile, disable_licm=True):
-        values, chunk = load_chunks(x, chunk, vocab), load_ids(ids, start + c.tile, listed, c)
+        values, chunk = load_chunks(x, chunk, vocab), load_ids(ids, start + c.tile, listed, c.tile, c)
         inside = ((values > p) & (values <= q)).to(tl.int32)
         each = tl.sum(inside, 1)
         at = size + (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(inside, 1) - 1
@@ -209,7 +253,7 @@ def collect(x, ids, listed, vocab, low, high, found, c: tl.constexpr):
 
 
 @triton.jit
-def search(x, maxima, ids, found, vocab, k, mass, low, top, scale, c: tl.constexpr):
+def search(x, maxima, sums, ids, found, vocab, k, mass, low, top, scale, c: tl.constexpr):
     """The key below the threshold: the elements above it are those with fewer than k elements, and a weight of less
     than `mass`, above themselves. low: a key below the threshold.
     """
@@ -223,10 +267,11 @@ def search(x, maxima, ids, found, vocab, k, mass, low, top, scale, c: tl.constex
     more, more_mass, left, turn = none, none.to(tl.float32), listed * CHUNK, none
     capacity: tl.constexpr = c.tile * CHUNK
     if left > capacity:
+        weights = load_sums(maxima, sums, vocab, top, scale, c)
+        whole = tl.sum(tl.where(load_maxima(maxima, vocab, c) > from_key(low), weights, 0.0))
+        p, q, r = estimate(x, ids, listed, vocab, k, mass, whole, low, high, top, scale, c)
         while (left - more > capacity) & (high - low > c.grain):
-            q = middle(low, high, top, scale, turn, c)
-            p = tl.where(q - low > c.grain, middle(low, q, top, scale, turn, c), q)
-            r = tl.where(high - q > c.grain, middle(q, high, top, scale, turn, c), q)
+            p, q, r = inside(p, low, high, c), inside(q, low, high, c), inside(r, low, high, c)
             n_p, n_q, n_r, w_p, w_q, w_r = count_pivots(
                 x, ids, listed, vocab, from_key(p), from_key(q), from_key(r), top, scale, c
             )
@@ -238,14 +283,16 @@ def search(x, maxima, ids, found, vocab, k, mass, low, top, scale, c: tl.constex
                 low, left, high, more, more_mass = p, n_p, q, n_q, w_q
             else:
                 high, more, more_mass = p, n_p, w_p
+            q = middle(low, high, top, scale, turn, c)
+            p, r = middle(low, q, top, scale, turn, c), middle(q, high, top, scale, turn, c)
             turn += 1
-    inside = tl.full([c.tile, CHUNK], -float("inf"), tl.float32)
+    values = tl.full([c.tile, CHUNK], -float("inf"), tl.float32)
     if listed * CHUNK <= capacity:
-        inside = load_chunks(x, load_ids(ids, 0, listed, c), vocab)
+        values = load_chunks(x, load_ids(ids, 0, listed, c.tile, c), vocab)
     elif high - low > c.grain:
-        inside = collect(x, ids, listed, vocab, low, high, found, c)
-    weights = weigh(inside, top, scale, c.logits)
-    low = bisect(inside, weights, more, more_mass, k, mass, low, high, left, 0, top, scale, c)
+        values = collect(x, ids, listed, vocab, low, high, found, c)
+    weights = weigh(values, top, scale, c.logits)
+    low = bisect(values, weights, more, more_mass, k, mass, low, high, left, 0, top, scale, c)
     return low
 
 
