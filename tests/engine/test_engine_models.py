@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM
 
-from helpers.checkpoints import CONFIGS, save
+from helpers.checkpoints import CONFIGS, FURTHER_CONFIGS, save
 from quire.engine import LLM, SamplingParams, shipped_model
 
 TIE = 1e-4  # between logits closer than this, float32 sums in another order may choose differently
@@ -88,6 +88,17 @@ def test_greedy_tokens_are_those_of_transformers(reference, engine, rng):
     stats = check(reference, prompts, counts, **ENGINES[engine])
     assert stats.generated_tokens == sum(counts)
     assert stats.preemptions == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("name", [*CONFIGS, *FURTHER_CONFIGS])
+def test_greedy_tokens_on_a_gpu_are_those_of_transformers(name, cuda_graphs, rng, tmp_path):
+    torch.manual_seed(sum(name.encode()))
+    reference = Reference(save(name, tmp_path))
+    prompts, counts = batch(rng, reference.network.config.vocab_size)
+    sizes = {"device": "cuda", "dtype": "float32", "num_pages": 160, "page_size": 8, "max_batched_tokens": 64}
+    check(reference, prompts, counts, cuda_graphs=cuda_graphs, max_num_seqs=8, **sizes)
 
 
 @pytest.mark.parametrize(

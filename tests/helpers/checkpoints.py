@@ -9,9 +9,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen3Config,
 )
 
@@ -38,11 +42,17 @@ CONFIGS: dict[str, Any] = {
     ),
     "gpt-oss": lambda: GptOssConfig(**SHAPE, sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
 }
+FURTHER_CONFIGS: dict[str, Any] = {  # which fewer tests run
+    "gemma3": lambda: Gemma3TextConfig(**SHAPE, sliding_window=7, query_pre_attn_scalar=16, sliding_window_pattern=2),
+    "phi3": lambda: Phi3Config(**SHAPE),
+    "olmo2": lambda: Olmo2Config(**SHAPE),
+    "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+}
 
 
 def save(name: str, folder: Path) -> Path:
     """A checkpoint with weights so large that its next token depends on all that it sees."""
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config((CONFIGS | FURTHER_CONFIGS)[name](), dtype=torch.float32)
     for key, weight in model.named_parameters():
         if weight.ndim >= 2:
             torch.nn.init.normal_(weight, std=0.2)
