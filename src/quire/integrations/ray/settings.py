@@ -1,0 +1,104 @@
+"""What `serve run quire.integrations.ray:app` takes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from ray.serve.config import AutoscalingConfig
+
+from quire.engine import LLM
+from quire.server import Limits
+
+
+def _parsed(value: Any) -> Any:
+    """The value that JSON stands for: on a command line, all values are text."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+_Options = Annotated[dict[str, Any], BeforeValidator(_parsed)]
+
+
+class Settings(BaseModel):
+    """Arguments of the application. On a command line, those that are objects are written as JSON.
+
+    Attributes:
+        model: a checkpoint folder, at the same path on all machines; by default the model that comes with Quire.
+        served_model_name: by default that of the folder.
+        engine: keyword arguments of `quire.engine.LLM`: {"device": "cuda"}.
+        limits: fields of `quire.server.Limits`; `grace` is also the time that a replica has to finish its requests
+            when it is taken away. The queue of `limits.max_queue` is the one within a replica.
+        api_key, allowed_origins, metrics_prefix: as of `quire.server.create_app`.
+        num_replicas: of the engine; 1 by default. Not together with `autoscaling_config`.
+        autoscaling_config: of Ray Serve, for the engine's replicas: {"min_replicas": 1, "max_replicas": 4}. By default,
+            target_ongoing_requests is half of `max_ongoing_requests`.
+        max_ongoing_requests: requests that a replica has at once; by default the `max_num_seqs` of the engine, beyond
+            which they would wait there.
+        max_queued_requests: requests that wait in an ingress because all replicas are full; more are answered 429.
+        queue_timeout: seconds that a request waits for a replica before it is answered 503.
+        max_tries: replicas that a request is sent to, one after the other, as long as none has answered and each dies.
+        prefix_length: characters by which prompts are told apart; a quarter of that for tokens. Prompts that agree in
+            these go to the same replica.
+        ray_actor_options: what a replica needs: {"num_gpus": 1}; by default one CPU.
+        health_check_period_s: seconds between looks at whether a replica's engine lives.
+        ingress_replicas: processes that speak HTTP.
+        ingress_actor_options: what one of them needs; by default nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    model: str | None = None
+    served_model_name: str | None = None
+    engine: _Options = {}
+    limits: Annotated[Limits, BeforeValidator(_parsed)] = Limits()
+    api_key: str | None = None
+    allowed_origins: Annotated[list[str], BeforeValidator(_parsed)] = []
+    metrics_prefix: str = "quire"
+    num_replicas: int | None = Field(None, ge=1)
+    autoscaling_config: Annotated[AutoscalingConfig | None, BeforeValidator(_parsed)] = None
+    max_ongoing_requests: int = Field(64, ge=1)
+    max_queued_requests: int = Field(1024, ge=1)
+    queue_timeout: float = Field(60.0, gt=0)
+    max_tries: int = Field(3, ge=1)
+    prefix_length: int = Field(256, ge=4)
+    ray_actor_options: _Options = {"num_cpus": 1}
+    health_check_period_s: float = Field(5.0, gt=0)
+    ingress_replicas: int = Field(1, ge=1)
+    ingress_actor_options: _Options = {"num_cpus": 0}
+
+    @field_validator("model")
+    @classmethod
+    def _absolute(cls, model: str | None) -> str | None:
+        """Replicas run in folders of their own."""
+        return None if model is None else str(Path(model).absolute())
+
+    @field_validator("engine")
+    @classmethod
+    def _known(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        known = inspect.signature(LLM).parameters.keys() - {"folder"}
+        unknown = next((name for name in engine if name not in known), None)
+        if unknown is not None:
+            raise ValueError(f"LLM has no {unknown!r}: it has {', '.join(sorted(known))}")
+        return engine
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, given: Any) -> Any:
+        """Those that depend on other arguments."""
+        given = dict(given)
+        engine, scaling = _parsed(given.get("engine", {})), _parsed(given.get("autoscaling_config"))
+        if isinstance(engine, dict) and "max_num_seqs" in engine:
+            given.setdefault("max_ongoing_requests", engine["max_num_seqs"])
+        if isinstance(scaling, dict) and "target_ongoing_requests" not in scaling:
+            most = int(given.get("max_ongoing_requests", cls.model_fields["max_ongoing_requests"].default))
+            given["autoscaling_config"] = {**scaling, "target_ongoing_requests": max(most / 2, 1)}
+        return given
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Settings:
+        if self.num_replicas is not None and self.autoscaling_config is not None:
+            raise ValueError("num_replicas and autoscaling_config: give one, since Ray Serve changes the number")
+        return self
