@@ -72,19 +72,18 @@ class RayServer:
     def deploy(self, **settings: Any) -> None:
         serve.run(app(Settings(ingress_actor_options={"num_cpus": 0, "resources": {"head": 0.01}}, **settings)))
 
-    def replicas(self) -> dict[str, int]:
-        """The names of the engine's replicas that run, and their processes."""
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        """The engine's replicas that run, by name, as Ray Serve describes them: "pid", "node_id" and so on."""
         applications = _get_global_client().get_serve_details()["applications"]
         replicas = applications["default"]["deployments"]["Engine"]["replicas"]
-        return {replica["replica_id"]: replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
+        return {replica["replica_id"]: replica for replica in replicas if replica["state"] == "RUNNING"}
 
-    def until_replicas(self, count: int, seconds: float = 180.0) -> float:
-        """Wait until so many replicas run; the seconds that it took."""
-        begin = time.monotonic()
-        while len(self.replicas()) != count:
-            assert time.monotonic() < begin + seconds, self.replicas()
+    def until_replicas(self, count: int, lost: str | None = None, seconds: float = 180.0) -> None:
+        """Wait until so many replicas run, and one that is lost is known to be."""
+        end = time.monotonic() + seconds
+        while lost in (now := self.replicas()) or len(now) != count:
+            assert time.monotonic() < end, now
             time.sleep(0.1)
-        return time.monotonic() - begin
 
     def add_node(self) -> Any:
         return self._cluster.add_node(num_cpus=1, **_NODE)
@@ -111,43 +110,38 @@ def ray_server(nodes: int, **settings: Any) -> Iterator[RayServer]:
 
 
 def load(
-    url: str, bodies: Sequence[dict[str, Any]], begun: int = 0, meanwhile: Callable[[], object] = lambda: None
+    url: str, bodies: Sequence[dict[str, Any]], on: str | None = None, meanwhile: Callable[[], object] = lambda: None
 ) -> list[Answer]:
     """The answers to completions that are requested all at once.
 
     Args:
         url: of the server.
         bodies: of the requests.
-        begun: streams that have brought text when `meanwhile` is called.
-        meanwhile: called once, in a thread of its own.
+        on: a replica; `meanwhile` is called when a stream of this one has brought text.
+        meanwhile: called once, in a thread of its own; at once if there is no `on`.
     """
-    enough = threading.Event()
-    seen = 0
+    ready = threading.Event()
 
-    def count() -> None:
-        nonlocal seen
-        seen += 1
-        if seen >= begun:
-            enough.set()
+    def begun(answer: Answer) -> None:
+        if answer.replica == on:
+            ready.set()
 
     def wait() -> None:
-        assert enough.wait(TIMEOUT)
+        assert on is None or ready.wait(TIMEOUT)
         meanwhile()
 
     async def run() -> list[Answer]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits) as client:
             during = asyncio.create_task(asyncio.to_thread(wait))
-            answers = await asyncio.gather(*(_ask(client, body, count) for body in bodies))
+            answers = await asyncio.gather(*(_ask(client, body, begun) for body in bodies))
             await during
             return answers
 
-    if not begun:
-        enough.set()
     return asyncio.run(run())
 
 
-async def _ask(client: httpx.AsyncClient, body: dict[str, Any], begun: Callable[[], None]) -> Answer:
+async def _ask(client: httpx.AsyncClient, body: dict[str, Any], begun: Callable[[Answer], None]) -> Answer:
     begin = time.monotonic()
     async with client.stream("POST", "/v1/completions", json=body) as response:
         answer = Answer(response.status_code, replica=response.headers.get("x-replica"))
@@ -162,7 +156,7 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any], begun: Callable[
     return answer
 
 
-async def _read(response: httpx.Response, answer: Answer, begun: Callable[[], None]) -> None:
+async def _read(response: httpx.Response, answer: Answer, begun: Callable[[Answer], None]) -> None:
     last = ""
     async for line in response.aiter_lines():
         if not line:
@@ -175,6 +169,6 @@ async def _read(response: httpx.Response, answer: Answer, begun: Callable[[], No
             answer.error = event["error"]
             continue
         if not answer.text:
-            begun()
+            begun(answer)
         answer.text += event["choices"][0]["text"]
     assert last == "[DONE]"

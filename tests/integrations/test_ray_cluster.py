@@ -46,6 +46,10 @@ def texts():
         return [done.text for done in llm.generate(PROMPTS, params)]
 
 
+def get(server, path):
+    return httpx.get(server.url + path, timeout=TIMEOUT)
+
+
 def bodies():
     """Requests for each prompt, of which every third one is not a stream."""
     return [{"prompt": prompt, "stream": i % 3 > 0, **SAMPLING} for i, prompt in enumerate(PROMPTS)]
@@ -77,10 +81,10 @@ def test_openais_client(server):
             client.chat.completions.create(model="tiny-python", messages=[{"role": "user", "content": "Hello"}])
         with pytest.raises(openai.NotFoundError, match="no model 'other'"):
             client.completions.create(model="other", prompt="x")
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{server.url}/server_info").json()["model"] == "tiny-python"
-    assert httpx.get(f"{server.url}/openapi.json").json()["info"]["title"] == "Quire"
-    assert httpx.get(f"{server.url}/nothing").json()["error"]["type"] == "not_found_error"
+    assert get(server, "/health").json() == {"status": "ok"}
+    assert get(server, "/server_info").json()["model"] == "tiny-python"
+    assert get(server, "/openapi.json").json()["info"]["title"] == "Quire"
+    assert get(server, "/nothing").json()["error"]["type"] == "not_found_error"
 
 
 def test_prompts_that_begin_alike_share_a_replica(server):
@@ -94,7 +98,7 @@ def test_prompts_that_begin_alike_share_a_replica(server):
             assert (answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 100) == (i > 0)
     assert {len(replicas) for replicas in of_group.values()} == {1}
     assert set.union(*of_group.values()) == server.replicas().keys(), "one of 2 ** 15 times, all go to one"
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = get(server, "/metrics").text
     for replica in server.replicas():
         assert f'quire:prefix_cache_hits_total{{model_name="tiny-python",replica="{replica}"}}' in metrics
 
@@ -118,29 +122,28 @@ def test_a_client_that_leaves_cancels_its_completions(server, stream):
 
 
 def running(server):
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = get(server, "/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("quire:num_requests_running{"))
 
 
 def test_a_replica_that_is_killed_loses_its_own_streams_only(server, texts):
-    lost, process = min(server.replicas().items())
-    answers = load(server.url, bodies(), len(PROMPTS) // 4, lambda: os.kill(process, signal.SIGKILL))
+    lost = load(server.url, [{**bodies()[0], "max_tokens": 1}])[0].replica
+    process = server.replicas()[lost]["pid"]
+    answers = load(server.url, bodies(), lost, lambda: os.kill(process, signal.SIGKILL))
     check(answers, texts, lost)
     assert {answer.attempt for answer in answers if answer.error is None} == {1, 2}
     assert any(answer.error for answer in answers)
-    server.until_replicas(2)
-    assert lost not in server.replicas()
+    server.until_replicas(2, lost)
     assert [answer.text for answer in load(server.url, bodies())] == texts
 
 
 def test_a_node_that_is_lost_loses_its_own_streams_only(server, texts):
     node = server.nodes[0]
-    before = server.replicas()
-    answers = load(server.url, bodies(), len(PROMPTS) // 4, lambda: server.kill_node(node))
-    server.until_replicas(1)
-    (lost,) = before.keys() - server.replicas().keys()
+    lost = next(name for name, replica in server.replicas().items() if replica["node_id"] == node.node_id)
+    answers = load(server.url, bodies(), lost, lambda: server.kill_node(node))
     check(answers, texts, lost)
     assert any(answer.error for answer in answers)
+    server.until_replicas(1, lost)
     assert [answer.text for answer in load(server.url, bodies())] == texts, "by the replica that is left"
     server.nodes.append(server.add_node())
     server.until_replicas(2)
@@ -156,7 +159,7 @@ def test_serve_run_with_a_prefix_of_paths(server):
     with openai.OpenAI(base_url=f"{server.url}/second/v1", api_key="none", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["other"]
         assert client.completions.create(model="other", prompt="import os\n").choices[0].text
-    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "tiny-python"
+    assert get(server, "/v1/models").json()["data"][0]["id"] == "tiny-python"
     serve.delete("second")
 
 
