@@ -23,6 +23,7 @@ from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.sampler import Choice, Sampled, Sampler, sample
 from quire.engine.scheduler import Chunk, Scheduler
+from quire.engine.timeline import Timeline
 
 
 def _describe(error: Exception) -> str:
@@ -52,6 +53,7 @@ class Engine:
         self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
         self._sampler = Sampler(self.model.device, max_num_seqs)
         self._launched: deque[Sampled] = deque()  # steps whose results have not been read
+        self.timeline = Timeline()
         runner.last_tokens = self._sampler.last
         runner.warm_up()
 
@@ -121,12 +123,15 @@ class Engine:
         try:
             chunks = self.scheduler.schedule()
             if chunks:
+                self.timeline.launch(chunks)
                 self._launch(chunks)
             self._read(self.depth if chunks else 0)
         except Exception as error:
             self._launched.clear()
             for request in self.scheduler.reset():
                 request.sink(request.fail("error", _describe(error)))
+        finally:
+            self.timeline.read(len(self._launched))
 
     def _launch(self, chunks: list[Chunk]) -> None:
         """Start to compute a step and to sample its tokens."""

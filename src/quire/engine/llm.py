@@ -24,6 +24,7 @@ from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Stats
+from quire.engine.timeline import Timeline
 from quire.steps import fp8_dtype
 
 Prompt = str | Sequence[int]
@@ -189,6 +190,11 @@ class LLM:
     def stats(self) -> Stats:
         """Counts since the engine started, and the requests and pages of this moment."""
         return self._engine.scheduler.state()
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last steps: what they computed, and how long they took."""
+        return self._engine.timeline
 
     @property
     def num_pages(self) -> int:

@@ -16,6 +16,8 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from quire.cache import PageAllocator, PrefixTree
 from quire.engine.request import Request
 
@@ -111,8 +113,15 @@ class Scheduler:
             pages=self.allocator.num_pages,
             free_pages=self.allocator.num_free,
             cached_pages=len(self.tree),
-            held_pages=len({page for request in list(self.running) for page in request.pages}),
+            held_pages=self._held(),
         )
+
+    def _held(self) -> int:
+        """The number of pages that running requests hold; prompts with a common prefix hold the same pages."""
+        held = np.zeros(self.allocator.num_pages, dtype=bool)
+        for request in list(self.running):
+            held[np.asarray(request.pages[:], dtype=np.int32)] = True  # a copy: the engine may add pages meanwhile
+        return int(held.sum())
 
     def remove(self, request: Request) -> None:
         """Remove a waiting or running request that has ended; its full pages stay in the prefix tree."""

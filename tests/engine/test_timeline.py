@@ -1,0 +1,121 @@
+"""The record of the last steps: whole, in order, and readable while the engine runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from helpers.engines import until_idle
+from quire.engine import LLM, SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.scheduler import Chunk
+from quire.engine.timeline import Timeline
+
+
+class OfAPrompt:
+    prompt_len = 100
+
+
+def chunk_of(request, start, count):
+    return Chunk(request, start, count, True)
+
+
+def recorded(llm, count):
+    """The steps, once there are `count`: the last one is recorded after its sinks have been called."""
+    end = time.monotonic() + 5
+    while len(llm.timeline.steps()) < count:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return llm.timeline.steps()
+
+
+def test_steps_are_told_by_their_chunks():
+    timeline, request = Timeline(), OfAPrompt()
+    begin = time.perf_counter()
+    timeline.launch([chunk_of(request, 100, 1), chunk_of(request, 64, 36), chunk_of(request, 99, 1)])
+    time.sleep(0.02)
+    timeline.read(0)
+    timeline.launch([chunk_of(request, 120, 4)])  # several tokens after the prompt
+    timeline.read(0)
+    first, second = timeline.steps()
+    assert (first.number, first.requests, first.prompt_tokens, first.decode_tokens) == (1, 3, 36, 2)
+    assert (second.number, second.requests, second.prompt_tokens, second.decode_tokens) == (2, 1, 0, 4)
+    assert 0.02 <= first.duration <= time.perf_counter() - begin
+    assert first.start + first.duration <= second.start <= timeline.now
+
+
+def test_a_step_ends_when_its_results_are_read():
+    timeline = Timeline()
+    for _ in range(3):
+        timeline.launch([chunk_of(OfAPrompt(), 100, 1)])
+        timeline.read(1)
+    assert [step.number for step in timeline.steps()] == [1, 2]
+    first, second = timeline.steps()
+    assert second.start < first.start + first.duration  # they overlap
+    timeline.read(0)
+    assert [step.number for step in timeline.steps(after=1)] == [2, 3]
+
+
+def test_the_last_steps_are_kept_in_order(rng):
+    size, count = rng.randint(1, 20), rng.randint(21, 60)
+    timeline = Timeline(size)
+    for _ in range(count):
+        timeline.launch([chunk_of(OfAPrompt(), 100, 1)])
+        timeline.read(0)
+    assert [step.number for step in timeline.steps()] == list(range(count - size + 1, count + 1))
+    assert timeline.steps(after=count) == []
+
+
+def test_a_reader_beside_the_writer_sees_whole_steps():
+    timeline, ended = Timeline(16), threading.Event()
+
+    def write():
+        for i in range(1, 20001):
+            timeline.launch([chunk_of(OfAPrompt(), 0, i + 1)])
+            timeline.read(0)
+        ended.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    reads = 0
+    while not ended.is_set():
+        steps = timeline.steps()
+        assert all(step.prompt_tokens == step.number + 1 for step in steps)
+        assert all(a.number < b.number for a, b in pairwise(steps))
+        reads += 1
+    thread.join()
+    assert reads > 1
+
+
+def test_the_engine_records_every_token(rng):
+    """Tokens of prompts are those that were admitted and not in the cache; the others follow prompts."""
+    with LLM(num_pages=300, page_size=8, max_batched_tokens=64) as llm:
+        prompts = [[rng.randrange(4000) for _ in range(rng.randint(10, 150))] for _ in range(6)]
+        done = llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
+        until_idle(llm)
+        stats = llm.stats
+        steps = recorded(llm, stats.steps)
+    assert len(steps) == steps[-1].number == stats.steps
+    singles = sum(step.decode_tokens for step in steps) - sum(len(c.token_ids) - 1 for c in done)
+    assert 0 <= singles <= len(prompts)  # a prompt's last token alone
+    assert sum(step.prompt_tokens for step in steps) + singles == stats.admitted_tokens - stats.reused_tokens
+    assert max(step.requests for step in steps) <= 6
+    assert all(step.duration > 0 for step in steps)
+
+
+def test_a_step_that_raises_is_recorded_and_closed(monkeypatch):
+    def broken(self, chunks):
+        raise RuntimeError("broken")
+
+    with LLM(num_pages=50) as llm:
+        monkeypatch.setattr(Engine, "_launch", broken)
+        assert llm.generate([[1, 2, 3]])[0].finish_reason == "error"
+        until_idle(llm)
+        monkeypatch.undo()
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0].finish_reason == "length"
+        assert [step.number for step in recorded(llm, 3)] == [1, 2, 3]
