@@ -17,8 +17,8 @@ from quire.server import create_app, serve
 
 
 @contextmanager
-def served(llm: LLM, **options: Any) -> Iterator[str]:
-    """The URL of a server for an engine, by uvicorn in a thread."""
+def served(llm: LLM, port: int = 0, **options: Any) -> Iterator[str]:
+    """The URL of a server for an engine, by uvicorn in a thread; the options are those of `create_app`."""
     servers: list[Any] = []
     ready = threading.Event()
 
@@ -27,7 +27,7 @@ def served(llm: LLM, **options: Any) -> Iterator[str]:
         ready.set()
 
     app = create_app(llm, **options)
-    thread = threading.Thread(target=serve, args=(app,), kwargs={"port": 0, "started": started})
+    thread = threading.Thread(target=serve, args=(app,), kwargs={"port": port, "started": started})
     thread.start()
     try:
         assert ready.wait(20)

@@ -21,6 +21,7 @@ from quire.server.errors import ApiError, add_handlers, bad
 from quire.server.guard import Guard
 from quire.server.limits import Limits
 from quire.server.metrics import Metrics
+from quire.server.page import add_page
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.service import Service
 
@@ -74,6 +75,7 @@ def create_app(
     _add_models(app, app.state.service)
     _add_tokens(app, app.state.service)
     _add_state(app, app.state.service)
+    add_page(app)
     add_handlers(app)
     app.add_middleware(Guard, limits=limits, api_key=api_key)
     if allowed_origins:
@@ -149,10 +151,26 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "version": __version__,
             "model": service.name,
             "max_model_len": llm.max_len,
+            "max_num_seqs": llm.max_num_seqs,
             "vocab_size": llm.model.vocab_size,
             "chat": bool(getattr(llm.model.tokenizer, "chat_template", None)),
             "device": str(llm.model.device),
             "dtype": str(llm.model.dtype).removeprefix("torch."),
             "limits": asdict(service.limits),
             "stats": asdict(llm.stats),
+        }
+
+    @app.get("/engine_state")
+    async def engine_state(after: int = 0) -> dict[str, Any]:
+        """The engine at this moment: its counts, its pages, and those of its last 256 steps whose number is larger than
+        `after`. Times are seconds since the engine started. A step lasts from its launch until its results have been
+        read; on a GPU the next one is launched before that. `started` is another one after a restart.
+        """
+        llm = service.llm
+        return {
+            "started": service.started,
+            "accepts_requests": llm.alive and not service.draining,
+            "time": llm.timeline.now,
+            "stats": {**asdict(llm.stats), "hit_rate": llm.stats.hit_rate},
+            "steps": [step._asdict() for step in llm.timeline.steps(after)],
         }

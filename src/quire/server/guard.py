@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError
 from quire.server.limits import Limits
+from quire.server.page import PATHS
 
-_OPEN = ("/health", "/docs", "/openapi.json")  # without the key
+_OPEN = ("/health", "/docs", "/openapi.json", *PATHS)  # without the key
 
 
 class Guard:

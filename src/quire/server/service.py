@@ -27,14 +27,15 @@ class Service:
         metrics: what is counted.
 
     Attributes:
-        created: the time of the start, in seconds since 1970.
+        started, created: the time of the start, in seconds since 1970, as float and as int.
         running: completions that have been admitted and have not ended.
         draining: whether the server is being shut down and admits nothing.
     """
 
     def __init__(self, llm: LLM, name: str, limits: Limits, metrics: Metrics) -> None:
         self.llm, self.name, self.limits, self.metrics = llm, name, limits, metrics
-        self.created = int(time.time())
+        self.started = time.time()
+        self.created = int(self.started)
         self.running, self.draining = 0, False
         self.room = llm.max_num_seqs + limits.max_queue
         self.relay = _Relay()
