@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, with the names and meanings that vLLM's have after their prefix."""
+"""Metrics for Prometheus, with the names that vLLM's and SGLang's have after their prefix where they mean the same."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Metrics:
         self.rejected = labelled(Counter, "num_rejected", "Completions that were answered 429.")
         ended = Counter(
             f"{prefix}:request_success",
-            "Completions that have ended; a reason may be cancelled or error.",
+            "Completions that have ended; a reason may be abort or error.",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        reasons = ("stop", "length", "cancelled", "error")
-        self.ended = {reason: ended.labels(model_name=model, finished_reason=reason) for reason in reasons}
+        reasons = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}  # ours, and vLLM's
+        self.ended = {ours: ended.labels(model_name=model, finished_reason=theirs) for ours, theirs in reasons.items()}
 
 
 class _EngineState(Collector):
@@ -66,12 +66,15 @@ class _EngineState(Collector):
             "num_requests_running": ("Completions that the engine computes.", stats.running),
             "num_requests_waiting": ("Completions that wait for the engine.", stats.waiting),
             "kv_cache_usage_perc": ("The part of the pages that running requests hold; 1: all.", _held(stats)),
+            "num_running_reqs": ("num_requests_running, by SGLang's name.", stats.running),
+            "num_queue_reqs": ("num_requests_waiting, by SGLang's name.", stats.waiting),
+            "token_usage": ("kv_cache_usage_perc, by SGLang's name.", _held(stats)),
             "cache_hit_rate": ("The part of the admitted prompts' tokens that was in the cache.", stats.hit_rate),
             "num_pages": ("Pages of the cache.", stats.pages),
             "num_free_pages": ("Pages that neither a request nor the prefix tree holds.", stats.free_pages),
         }
         counters = {
-            "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
+            "prompt_tokens": ("Tokens of admitted prompts, those in the cache included.", stats.admitted_tokens),
             "generation_tokens": ("Tokens that were generated.", stats.generated_tokens),
             "prefix_cache_queries": ("Tokens of admitted prompts.", stats.admitted_tokens),
             "prefix_cache_hits": ("Those of them that were in the cache.", stats.reused_tokens),
