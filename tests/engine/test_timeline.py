@@ -92,9 +92,13 @@ def test_a_reader_beside_the_writer_sees_whole_steps():
     assert reads > 1
 
 
-def test_the_engine_records_every_token(rng):
-    """Tokens of prompts are those that were admitted and not in the cache; the others follow prompts."""
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_engine_records_every_token(rng, depth):
+    """Tokens of prompts are those that were admitted and not in the cache; the others follow prompts. Steps overlap
+    where results are read after the next launch.
+    """
     with LLM(num_pages=300, page_size=8, max_batched_tokens=64) as llm:
+        llm._engine.depth = depth
         prompts = [[rng.randrange(4000) for _ in range(rng.randint(10, 150))] for _ in range(6)]
         done = llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
         until_idle(llm)
@@ -106,6 +110,7 @@ def test_the_engine_records_every_token(rng):
     assert sum(step.prompt_tokens for step in steps) + singles == stats.admitted_tokens - stats.reused_tokens
     assert max(step.requests for step in steps) <= 6
     assert all(step.duration > 0 for step in steps)
+    assert any(a.start + a.duration > b.start for a, b in pairwise(steps)) == bool(depth)
 
 
 def test_a_step_that_raises_is_recorded_and_closed(monkeypatch):

@@ -41,7 +41,7 @@ class Tab:
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.url, self.errors, self.requests = url, [], []
         self.page = browser.new_page(**options)
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(30_000)
         self.page.add_init_script(_REPORT_VIOLATIONS)
         self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))

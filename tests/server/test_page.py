@@ -95,6 +95,7 @@ def test_stop_and_escape_cancel_and_pages_come_back(llm, tab):
 @pytest.fixture
 def held(llm):
     """An engine that stands still with two running and three waiting requests."""
+    llm.generate([[3] * 50], SamplingParams(max_tokens=4))  # whose pages the prefix tree keeps
     go, stands = threading.Event(), threading.Event()
 
     def sink(index, part):
@@ -104,7 +105,7 @@ def held(llm):
 
     prompts = [[100 + i] * 40 for i in range(5)]
     cancel = llm.start(prompts, SamplingParams(max_tokens=50, ignore_eos=True), sink)
-    assert stands.wait(10)
+    assert stands.wait(30)
     yield llm.stats
     cancel()
     go.set()
@@ -114,9 +115,9 @@ def held(llm):
 def test_the_panel_shows_the_engines_numbers(llm, tab, held):
     stats = held
     assert (stats.running, stats.waiting) == (2, 3)
-    assert stats.held_pages > 0
-    tab.wait("#waiting", "3")
     cached = stats.pages - stats.free_pages - stats.held_pages
+    assert stats.held_pages > 0 < cached
+    tab.wait("#waiting", "3")
     shown = {name: tab.text(f"#{name}") for name in ("running", "held", "cached", "free", "preemptions", "hits")}
     assert shown == {
         "running": "2",
@@ -227,9 +228,10 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(browser, llm):
 
 
 def test_a_server_that_goes_away_is_shown_and_found_again(browser, llm):
+    llm.generate([[4] * 9], SamplingParams(max_tokens=3))
     with served(llm) as url:
         tab = Tab(browser, url)
-        tab.wait("#connection", "live")
+        tab.page.get_by_role("img", name="The last").wait_for()
     tab.wait("#connection", "disconnected, trying again")
     assert "stale" in tab.page.locator("#engine").get_attribute("class")
     tab.page.get_by_role("button", name="Generate").click()
@@ -240,6 +242,9 @@ def test_a_server_that_goes_away_is_shown_and_found_again(browser, llm):
         tab.wait("#connection", "live")
         assert tab.text("#page-count").startswith("77 in all")
         assert tab.text("#step-count") == "0 since the start"
+        tab.page.get_by_role("img", name="No steps yet").wait_for()
+        other.generate([[4] * 9], SamplingParams(max_tokens=3, ignore_eos=True))
+        tab.page.get_by_role("img", name="The last 3 steps").wait_for()
         assert "stale" not in (tab.page.locator("#engine").get_attribute("class") or "")
         assert all("ERR_" in error for error in tab.errors)
         tab.errors.clear()

@@ -36,7 +36,8 @@ export class Chart {
   add(steps, now) {
     this.#steps = [...this.#steps, ...steps].slice(-MOST);
     this.#now = now;
-    this.#draw();
+    if (this.#shown.some((step) => step.number === this.#chosen)) this.#draw();
+    else this.#choose(null); // the chosen step, if there was one, has left the chart
     this.#tell();
   }
 
@@ -85,7 +86,10 @@ export class Chart {
 
   #tell() {
     const shown = this.#shown;
-    if (!shown.length) return;
+    if (!shown.length) {
+      this.#canvas.setAttribute("aria-label", "No steps yet");
+      return;
+    }
     const longest = Math.max(...shown.map((step) => step.duration));
     const label = `The last ${plural(shown.length, "step")}: ${milliseconds(longest)} at most; ` +
       `the latest began ${ago(this.#now - shown.at(-1).start)}`;
