@@ -252,20 +252,20 @@ def test_logits_that_are_not_finite_end_their_request_one_step_late(folder, how)
 
 
 def test_sampling_that_raises_for_all_goes_on_row_by_row(folder, rng, monkeypatch):
-    from quire.engine import sampler
+    from quire import sampling
 
     prompts, params = random_requests(rng, 10)
     with LLM(folder, **SIZES) as llm:
         expected = llm.generate(prompts, params)
         set_up(llm, "eager")
-        penalise = sampler._penalise
+        sample = sampling.sample
 
-        def failing(logits, last, requests):
-            if len(requests) > 1 and rng.random() < 0.5:
+        def failing(logits, *given, **more):
+            if len(logits) > 1 and rng.random() < 0.5:
                 raise MemoryError("too many")
-            return penalise(logits, last, requests)
+            return sample(logits, *given, **more)
 
-        monkeypatch.setattr(sampler, "_penalise", failing)
+        monkeypatch.setattr(sampling, "sample", failing)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             done = llm.generate(prompts, params)

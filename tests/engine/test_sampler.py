@@ -9,7 +9,7 @@ import torch
 
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
 from quire.engine.request import Request
-from quire.engine.sampler import sample
+from quire.engine.sampler import Sampler, sample
 
 VOCAB = 50
 
@@ -217,3 +217,45 @@ def test_what_one_says_goes_over_what_is_usual():
         temperature=0, top_k=3, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=None, stop=(), seed=1
     )
     assert SamplingParams().over(usual) == usual
+
+
+def test_tokens_stay_on_the_device_while_requests_come_and_go(rng):
+    """A sampler that goes on from step to step draws what a new one draws for the same requests, with results that are
+    read one step late, requests that miss steps, and ends.
+    """
+    options = [
+        {"repetition_penalty": 1.7, "seed": 1},
+        {"frequency_penalty": 0.8, "temperature": 0},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.3, "seed": 2, "logprobs": 2},
+        {"seed": 3},
+        {"temperature": 0},
+        {"repetition_penalty": 0.6, "temperature": 0, "logprobs": 0},
+    ]
+    going, uploads = [], []
+    kept = Sampler(torch.device("cpu"), 8)
+    write = kept._lists._write
+    kept._lists._write = lambda requests, last: (uploads.append(len(requests)), write(requests, last))
+    late, steps = None, 120
+    for _ in range(steps):
+        if rng.random() < 0.2:
+            going = [r for r in going if rng.random() < 0.8]
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 30, 90)))]
+            going = [*going, request(prompt=prompt, **rng.choice(options))][-8:]
+        batch = [r for r in going if rng.random() < 0.98]
+        if not batch or any(r.pending and r not in late.requests for r in batch):
+            continue
+        rows = torch.randn(len(batch), VOCAB)
+        sampled = kept.launch(rows, batch)
+        for row, r in enumerate(batch):
+            r.pending, r.row = r.pending + 1, row
+        for r, choice in zip(late.requests, late.read(), strict=True) if late else ():
+            r.tokens.append(choice.token)
+            r.pending -= 1
+        for r in batch:
+            r.pending -= 1
+        expected = sample(rows, batch)  # what the host knows now is all before this step's tokens
+        for r in batch:
+            r.pending += 1
+        assert [(c.token, c.logprobs) for c in sampled.read()] == [(c.token, c.logprobs) for c in expected]
+        late = sampled
+    assert 0 < sum(uploads) < steps  # not all tokens of all requests in each step

@@ -194,6 +194,11 @@ def test_penalties(dtype, device, rng):
     drawn = sampling.sample(x, 0.0, penalties=penalties)
     assert torch.equal(drawn.tokens.long(), out.argmax(-1))
 
+    # Penalties whose parts are beyond float32 leave finite logits finite.
+    most = torch.finfo(torch.float32).max
+    extreme = sampling.Penalties(tokens.to(device), **{**given, "repetition": 1e-42}, presence=most, frequency=most)
+    assert torch.equal(extreme.apply(x).isfinite(), x.isfinite())
+
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)

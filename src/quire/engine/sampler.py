@@ -5,7 +5,8 @@ hash of the request's seed and the token's index in the output (`quire.sampling`
 reproducible in any batch, on any device, and after a preemption.
 
 Nothing here waits for a GPU except `Sampled.read`: tables go to the device and results to the host through pinned
-memory.
+memory. What a batch of requests needs on the device stays there as long as the batches have the same requests: their
+parameters, the number of tokens of each, which every step counts up, and for penalties the tokens themselves.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from torch import Tensor
 
 from quire import sampling
 from quire.engine.request import Request
+from quire.engine.token_lists import TokenLists
+from quire.steps import upload
 
 _UNDEFINED = -1  # in place of a token, where a row of logits is not finite
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(slots=True)
@@ -38,13 +42,15 @@ class Sampled:
     Args:
         requests: those that the rows of logits belong to.
         tokens: int64 [len(requests)], on the device; -1 where a row of logits is not finite.
-        reports: see `_logprobs`.
+        reports: what `sampling.sample` returned, with log-probabilities; None if no request wants them.
     """
 
-    def __init__(self, requests: Sequence[Request], tokens: Tensor, reports: _Reports | None) -> None:
+    def __init__(self, requests: Sequence[Request], tokens: Tensor, reports: sampling.Sampled | None) -> None:
         self.requests = requests
-        self._rows = () if reports is None else reports.rows
-        tensors = (tokens,) if reports is None else (tokens, reports.ids, reports.values)
+        tensors = [tokens]
+        if reports is not None:
+            parts = (reports.logprobs, reports.top_tokens, reports.top_logprobs)
+            tensors += [x for x in parts if x is not None]
         self._event = None
         if tokens.is_cuda:
             self._host = [
@@ -53,26 +59,81 @@ class Sampled:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tokens.device))
         else:
-            self._host = list(tensors)
+            self._host = tensors
 
     def read(self) -> list[Choice]:
         """The choice of each request; waits until the device has sampled them."""
         if self._event is not None:
             self._event.synchronize()
-        tokens = self._host[0].tolist()
-        reports: list[dict[int, float] | None] = [None] * len(tokens)
-        if self._rows:
-            ids, values = (x.tolist() for x in self._host[1:])
-            for i, row_ids, row_values in zip(self._rows, ids, values, strict=True):
-                asked = self.requests[i].params.logprobs
-                report = dict(zip(row_ids[1:][:asked], row_values[1:], strict=False))
-                report.setdefault(row_ids[0], row_values[0])
-                reports[i] = report
-        broken = "the model's logits are not finite"
-        return [
-            Choice(None, error=broken) if token == _UNDEFINED else Choice(token, report)
-            for token, report in zip(tokens, reports, strict=True)
-        ]
+        tokens, *reports = (x.tolist() for x in self._host)
+        choices = [Choice(token) for token in tokens]
+        if reports:
+            for choice, request, chosen, ids, values in zip(choices, self.requests, *reports, strict=True):
+                asked = request.params.logprobs
+                if asked is not None:
+                    likeliest = zip(ids[:asked], values, strict=False)
+                    choice.logprobs = {token: value for token, value in likeliest if token >= 0}
+                    choice.logprobs.setdefault(choice.token, chosen)
+        if _UNDEFINED in tokens:
+            broken = Choice(None, error="the model's logits are not finite")
+            choices = [broken if token == _UNDEFINED else choice for token, choice in zip(tokens, choices, strict=True)]
+        return choices
+
+
+class _Batch:
+    """What a batch of requests that are not all plain needs on the device.
+
+    Args:
+        requests: one for each row of logits.
+        lists: has the tokens of requests with penalties.
+        last: the tokens of the last step, see `TokenLists.hold`.
+
+    Attributes:
+        index: int64 [rows], the index in its output of the token that each row samples next.
+        logprobs: how many likeliest tokens are reported; None: no report.
+    """
+
+    def __init__(self, requests: Sequence[Request], lists: TokenLists, last: Tensor) -> None:
+        params, device = [r.params for r in requests], last.device
+        asked = [p.logprobs for p in params if p.logprobs is not None]
+        self.logprobs = max(asked) if asked else None
+        penalised = [i for i, p in enumerate(params) if p.penalised]
+        lens = [len(r.tokens) + r.pending for r in requests]
+        slots = [-1] * len(requests)
+        if penalised:
+            for i, slot in zip(penalised, lists.hold([requests[i] for i in penalised], last), strict=True):
+                slots[i] = slot
+        prompts, top_k = [r.prompt_len for r in requests], [p.top_k for p in params]
+        seeds = np.array([r.seed % (1 << 64) for r in requests], dtype=np.uint64).view(np.int64)
+        whole = upload(np.stack([seeds, *np.array([top_k, prompts, lens, slots], dtype=np.int64)]), device)
+        names = ["temperature", "top_p", "min_p"]
+        factors = ["repetition_penalty", "presence_penalty", "frequency_penalty"] if penalised else []
+        floats = _floats([[getattr(p, name) for p in params] for name in [*names, *factors]], device)
+        self._filters, self._factors = floats[:3], floats[3:]
+        self._seeds, self._top_k, self._prompts, self._lens, self._slots = whole
+        self.index, self._lists = self._lens - self._prompts, lists
+        self._penalised = upload(np.array(penalised), device) if penalised else None
+
+    def sample(self, logits: Tensor) -> sampling.Sampled:
+        """Sample a token for each row."""
+        penalties = None
+        if self._penalised is not None:
+            tables = (self._lists.tokens, self._prompts, self._lens, self._slots)
+            penalties = sampling.Penalties(*tables, *self._factors)
+        count = None if self.logprobs is None else min(self.logprobs, logits.shape[1])
+        heat, top_p, min_p = self._filters
+        return sampling.sample(
+            logits, heat, self._top_k, top_p, min_p, seed=self._seeds, offset=self.index, penalties=penalties,
+            num_logprobs=count,
+        )  # fmt: skip
+
+    def count(self, tokens: Tensor) -> None:
+        """Count the sampled tokens, int64 [rows], so that the requests' next tokens can be sampled."""
+        if self._penalised is not None:
+            at = self._penalised
+            self._lists.append(self._slots[at], self._lens[at], tokens[at])
+        self._lens += 1
+        self.index += 1
 
 
 class Sampler:
@@ -88,45 +149,39 @@ class Sampler:
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.last = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._requests: Sequence[Request] = ()  # those that _parameters belong to
-        self._parameters: dict[str, Tensor] = {}
+        self._lists = TokenLists(device, rows)
+        self._requests: Sequence[Request] = ()  # those of the last batch
+        self._batch: _Batch | None = None  # None: they are all plain
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, requests: Sequence[Request]) -> Sampled:
-        """Start to sample a token for each request from its row of logits, [len(requests), vocab_size]."""
-        best, tokens = logits.max(-1)
-        reports = None
-        if not all(request.plain for request in requests):
-            tokens, reports = self._choose(logits, tokens, requests)
-        self.last[: len(requests)] = tokens
-        # The largest logit is not finite in a row with NaN, with +inf, or with -inf only.
-        return Sampled(requests, torch.where(torch.isfinite(best), tokens, _UNDEFINED), reports)
+        """Start to sample a token for each request from its row of logits, [len(requests), vocab_size].
 
-    def _choose(self, logits: Tensor, likeliest: Tensor, requests: Sequence[Request]) -> tuple[Tensor, _Reports | None]:
-        """The tokens of a batch with requests that are not plain, and the reports."""
-        tokens, penalised = likeliest, _penalise(logits, self.last, requests)
-        if any(not request.params.greedy for request in requests):
-            tokens = self._draw(penalised, requests)
-        elif penalised is not logits:
-            tokens = penalised.argmax(-1)
-        return tokens, _logprobs(logits, tokens, requests)
-
-    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Tokens drawn by `quire.sampling`. Parameters go to the device when the batch changes, and the indices of the
-        tokens in each step.
+        Each call samples the next token of its requests, so no token may be sampled elsewhere unless a call raises.
         """
-        device = logits.device
+        try:
+            return self._launch(logits, requests)
+        except BaseException:
+            self._requests = ()
+            self._lists.forget()
+            raise
+
+    def _launch(self, logits: Tensor, requests: Sequence[Request]) -> Sampled:
         if requests != self._requests:
-            params = [r.params for r in requests]
-            columns = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-            floats = _on_device(np.array(columns, dtype=np.float64), device)
-            seeds = np.array([r.seed % (1 << 64) for r in requests], dtype=np.uint64).view(np.int64)
-            whole = _on_device(np.stack([seeds, np.array([p.top_k for p in params])]), device)
-            self._parameters = dict(zip(("temperature", "top_p", "min_p"), floats, strict=True))
-            self._parameters |= {"seed": whole[0], "top_k": whole[1]}
+            plain = all(request.plain for request in requests)
+            self._batch = None if plain else _Batch(requests, self._lists, self.last)
             self._requests = requests
-        index = _on_device(np.array([len(r.tokens) + r.pending - r.prompt_len for r in requests]), device)
-        return sampling.sample(logits, **self._parameters, offset=index).tokens.long()  # type: ignore[arg-type]
+        batch, reports = self._batch, None
+        if batch is None:
+            best, tokens = logits.max(-1)
+            valid = best.isfinite()  # not so in a row with NaN, with +inf, or with -inf only
+        else:
+            drawn = batch.sample(logits)
+            tokens, valid = drawn.tokens.long(), drawn.valid
+            reports = drawn if batch.logprobs is not None else None
+            batch.count(tokens)
+        self.last[: len(requests)] = tokens
+        return Sampled(requests, torch.where(valid, tokens, _UNDEFINED), reports)
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
@@ -134,57 +189,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
     return Sampler(logits.device, len(requests)).launch(logits, requests).read()
 
 
-def _on_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Host values on a device, without waiting for it."""
-    host = torch.from_numpy(values)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
-
-def _penalise(logits: Tensor, last: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Apply repetition, presence and frequency penalties, in a copy if any row has one; `last` has pending tokens."""
-    penalised = [i for i, request in enumerate(requests) if request.params.penalised]
-    if not penalised:
-        return logits
-    vocab = logits.shape[1]
-    logits, largest = logits.to(torch.float32, copy=True), torch.finfo(torch.float32).max
-    for i in penalised:
-        request, params, row = requests[i], requests[i].params, logits[i].double()
-        known = _on_device(np.array(request.tokens), logits.device)
-        if request.pending:
-            known = torch.cat([known, last[request.row : request.row + 1]])
-        ones = torch.ones((), dtype=torch.float64, device=logits.device)
-        used = row.new_zeros(vocab).index_put_((known,), ones)
-        output = known[request.prompt_len :]
-        times = row.new_zeros(vocab).index_put_((output,), ones, accumulate=True)
-        penalty = params.repetition_penalty
-        assert penalty is not None  # a request's parameters have no missing values
-        row = torch.where(used > 0, torch.where(row > 0, row / penalty, row * penalty), row)
-        minus = params.presence_penalty + params.frequency_penalty * times
-        row = row - torch.where(times > 0, minus, 0.0).clamp(-largest, largest)
-        # Only the logits that the model set to -inf are -inf afterwards.
-        logits[i] = row.clamp(-largest, largest).masked_fill(logits[i] == -torch.inf, -torch.inf)
-    return logits
-
-
-@dataclass(frozen=True, slots=True)
-class _Reports:
-    """Log-probabilities of the requests at `rows`: ids int64 and values [len(rows), 1 + n], of the chosen token first
-    and then of the n likeliest in descending order.
-    """
-
-    rows: list[int]
-    ids: Tensor
-    values: Tensor
-
-
-def _logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[Request]) -> _Reports | None:
-    """The reports of the requests that want log-probabilities; None if there are none."""
-    asked = {i: r.params.logprobs for i, r in enumerate(requests) if r.params.logprobs is not None}
-    if not asked:
-        return None
-    rows = list(asked)
-    on_device = _on_device(np.array(rows), logits.device)
-    logprobs = torch.log_softmax(logits[on_device].float(), -1)
-    values, ids = logprobs.topk(min(max(asked.values()), logprobs.shape[1]))
-    chosen = tokens[on_device][:, None]
-    return _Reports(rows, torch.cat([chosen, ids], 1), torch.cat([logprobs.gather(1, chosen), values], 1))
+def _floats(columns: list[list[float]], device: torch.device) -> Tensor:
+    """Parameters as float64 on a device, in the range of float32, in which a GPU computes."""
+    values = np.array(columns, dtype=np.float64).clip(-_LARGEST, _LARGEST)
+    return upload(values.view(np.int64), device).view(torch.float64)

@@ -134,13 +134,14 @@ def sample_rows(
     x, rows = x.float(), len(x)
     heat = _column(temperature, temperature_value, rows, torch.float64)
     first = (heat <= 0) & greedy
-    weights = _weigh(x, heat, logits)
-    total = weights.sum(-1)
-    good = (total > 0) & total.isfinite()
     chosen = x.argmax(-1)
     if bool(first.all()):
+        good = x.gather(1, chosen[:, None])[:, 0].isfinite()
         picked = chosen if indices is None else chosen[indices]
     else:
+        weights = _weigh(x, heat, logits)
+        total = weights.sum(-1)
+        good = (total > 0) & total.isfinite()
         k = _column(top_k, top_k_value, rows, torch.int64).masked_fill(first, 1)
         p = _column(top_p, top_p_value, rows, torch.float64).masked_fill(first, 1)
         kept = _kept(x, weights, heat, k, p, _column(min_p, min_p_value, rows, torch.float64), logits, joint)
@@ -239,7 +240,7 @@ def penalise_logits(
         output = known & (torch.arange(len(listed)) >= prompt)
         used, count = listed[known], torch.bincount(listed[output], minlength=vocab)
         x, times = logits[row, used].double(), count[used]
-        y = torch.where(x > 0, x / divisor[row], x * divisor[row])
+        y = torch.where(x > 0, x / divisor[row], x * divisor[row]).clamp(-largest, largest)  # else inf - inf is NaN
         y -= torch.where(times > 0, once[row] + often[row] * times, 0)
         out[row, used] = torch.where(x.isinf(), x, y.clamp(-largest, largest)).float()
 
@@ -260,14 +261,19 @@ def report_logprobs(logprobs: Tensor, top_tokens: Tensor, top_logprobs: Tensor, 
     lse = x.logsumexp(-1, True)
     logprobs.copy_((x.gather(1, tokens.long()[:, None]) - lse)[:, 0])
     count = top_tokens.shape[1]
-    top_tokens.fill_(-1)
-    top_logprobs.copy_(torch.where(lse.isnan(), lse, -torch.inf).expand(-1, count))
-    for row, smallest in enumerate(x.topk(count).values[:, -1:] if count else ()):
-        near = (x[row] >= smallest).nonzero()[:, 0]
-        values, rank = x[row, near].sort(descending=True, stable=True)
-        there = int((values[:count] > -torch.inf).sum())
-        top_tokens[row, :there] = near[rank[:there]].to(top_tokens.dtype)
-        top_logprobs[row, :there] = values[:there] - lse[row]
+    if not count:
+        return
+    values, ids = x.topk(count)
+    there = values > -torch.inf
+    top_logprobs.copy_(torch.where(there | lse.isnan(), values - lse, -torch.inf))
+    # Equal logits have no order in topk, which may leave out any of those that equal the last one.
+    least = torch.where(there, values, torch.inf).amin(-1, True)
+    among = ((values[:, 1:] == values[:, :-1]) & there[:, 1:]).any(-1)
+    for row in (among | ((x >= least).sum(-1) > count)).nonzero()[:, 0].tolist():
+        near = (x[row] >= least[row]).nonzero()[:, 0]
+        order = x[row, near].sort(descending=True, stable=True).indices[:count]
+        ids[row, : len(order)] = near[order]
+    top_tokens.copy_(torch.where(there, ids, -1))
 
 
 @operation("verify_drafts", "out", "accepted", "emitted")

@@ -57,6 +57,7 @@ def penalise_rows(
                 count = tl.load(counts + token, known, 0, cache_modifier=".cg") & (PROMPT - 1)
                 x = tl.load(logits + row * x_row + token, known, 0.0).to(tl.float32)
                 y = tl.where(x > 0, x / divisor, x * divisor)
+                y = tl.where(y != y, y, tl.clamp(y, -FINITE, FINITE))  # else inf - inf is NaN
                 y -= tl.where(count > 0, once + often * count.to(tl.float32), 0.0)
                 y = tl.where(tl.abs(x) == float("inf"), x, tl.where(y != y, y, tl.clamp(y, -FINITE, FINITE)))
                 tl.store(out + row * out_row + token, y, known)
