@@ -47,8 +47,8 @@ class DummyRunner:
         shape = self.graphs.shape(chunks)
         if shape is not None:
             chunks = self.buffers.fill(chunks, shape)
-        requests = [c.request for c in chunks if c.samples]
-        return requests, self.logits[: len(requests)]
+        sampling = [c for c in chunks if c.samples]
+        return sampling, self.logits[: len(sampling)]
 
 
 def main() -> None:

@@ -118,12 +118,18 @@ def test_a_prefix_of_the_step_that_failed_is_computed_by_those_who_wanted_it(fol
         assert pages_add_up(llm)
 
 
-@pytest.mark.parametrize("part", ["_penalise", "_logprobs"])  # before and after random numbers are drawn
-def test_a_row_that_cannot_be_sampled_ends_its_request_alone(folder, rng, monkeypatch, part):
-    original = getattr(sampler, part)
+def listed(given):
+    """The requests, or chunks, among the arguments of a call."""
+    return next(x for x in given if isinstance(x, list))
+
+
+# Before and after tokens are drawn and counted.
+@pytest.mark.parametrize(("of", "name"), [(sampler.Sampler, "_launch"), (sampler.Sampled, "__init__")])
+def test_a_row_that_cannot_be_sampled_ends_its_request_alone(folder, rng, monkeypatch, of, name):
+    original = getattr(of, name)
 
     def failing(*given):
-        if any(BAD in r.tokens[: r.prompt_len] and len(r.output) == 2 for r in given[-1]):
+        if any(BAD in r.tokens[: r.prompt_len] and len(r.output) == 2 for r in listed(given)):
             raise OverflowError("too large")
         return original(*given)
 
@@ -133,7 +139,7 @@ def test_a_row_that_cannot_be_sampled_ends_its_request_alone(folder, rng, monkey
         with LLM(folder, page_size=4) as llm:
             expected = llm.generate(good, given)
             with monkeypatch.context() as patch:
-                patch.setattr(sampler, part, failing)
+                patch.setattr(of, name, failing)
                 at = rng.randrange(len(good))
                 bad = ([BAD, 1, 2], params(rng, max_tokens=9, logprobs=0))  # not plain
                 done = llm.generate([*good[:at], bad[0], *good[at:]], [*given[:at], bad[1], *given[at:]])
@@ -150,11 +156,11 @@ def test_what_raises_for_many_and_for_none_alone_goes_on_and_is_told(folder, mon
     asked = [[1, 2, 3], [4, 5], [6]]
     with LLM(folder, page_size=4) as llm:
         expected = llm.generate(asked, greedy)
-        of, name = (llm._engine.runner, "run") if what == "computing" else (sampler, "_penalise")
+        of, name = (llm._engine.runner, "run") if what == "computing" else (sampler.Sampler, "_launch")
         original = getattr(of, name)
 
         def alone(*given):
-            if len(given[-1]) > 1:
+            if len(listed(given)) > 1:
                 raise MemoryError("too many")
             return original(*given)
 

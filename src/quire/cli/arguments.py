@@ -29,6 +29,7 @@ _CHAT = (
     "fill the context."
 )
 _SERVE = "Serve a model over HTTP with OpenAI's interface, until SIGINT or SIGTERM."
+_DRAFTS = "next tokens that are guessed from a request's own and verified in one step (0)"
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
 
@@ -96,6 +97,7 @@ def _engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine.add_argument("--num-pages", type=int, help="pages in the cache")
     engine.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
     engine.add_argument("--max-batched-tokens", type=int, default=2048, help="tokens that a step computes")
+    engine.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help=_DRAFTS)
     return engine
 
 

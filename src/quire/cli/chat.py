@@ -10,7 +10,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.loading import loading, on_interrupt
+from quire.cli.loading import engine_options, loading, on_interrupt
 from quire.engine import SamplingParams
 
 if TYPE_CHECKING:
@@ -120,11 +120,10 @@ def run(args: argparse.Namespace) -> int:
         if args.url is not None:
             talker = _Remote(args.url, args.api_key, args.model, given)
         else:
-            names = ("device", "dtype", "backend", "max_model_len", "page_size", "num_pages", "max_num_seqs")
             with loading():
                 from quire.engine import LLM
 
-                llm = LLM(args.model, **{name: getattr(args, name) for name in (*names, "max_batched_tokens")})
+                llm = LLM(args.model, **engine_options(args))
             talker = _Local(stack.enter_context(llm), params)
         if sys.stdin.isatty():
             _tell(f"{talker.name}: /help tells the commands, Ctrl-C stops an answer, Ctrl-D ends")

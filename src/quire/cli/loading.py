@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-_ENGINE = "device dtype backend max_model_len page_size num_pages max_num_seqs max_batched_tokens"
+_ENGINE = "device dtype backend max_model_len page_size num_pages max_num_seqs max_batched_tokens speculative_tokens"
 INTERRUPTED = 130  # the exit code that shells use for SIGINT
 
 

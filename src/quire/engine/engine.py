@@ -43,16 +43,26 @@ class Engine:
         runner: computes steps.
         max_num_seqs, max_batched_tokens: the largest number of running requests, and of tokens of a step.
         depth: 1 to read the results of a step after the next one has been launched, 0 to read them at once; None: as
-            the runner wants it.
+            the runner wants it, and 0 with drafts, which follow from the results.
+        speculative_tokens: the most drafts of a request in a step, see `quire.engine.drafts`.
     """
 
-    def __init__(self, runner: Runner, max_num_seqs: int, max_batched_tokens: int, depth: int | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        depth: int | None = None,
+        speculative_tokens: int = 0,
+    ) -> None:
         self.runner, self.model = runner, runner.model
-        self.depth = int(runner.overlaps) if depth is None else depth
-        self.scheduler = Scheduler(runner.num_pages, runner.page_size, max_num_seqs, max_batched_tokens)
+        self.depth = int(runner.overlaps and not speculative_tokens) if depth is None else depth
+        sizes = (runner.num_pages, runner.page_size, max_num_seqs, max_batched_tokens, speculative_tokens)
+        self.scheduler = Scheduler(*sizes)
         self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
-        self._sampler = Sampler(self.model.device, max_num_seqs)
-        self._launched: deque[Sampled] = deque()  # steps whose results have not been read
+        self._sampler = Sampler(self.model.device, self.scheduler.max_rows)
+        # Steps whose results have not been read, and their chunks that sample.
+        self._launched: deque[tuple[Sampled, list[Chunk]]] = deque()
         self.timeline = Timeline()
         runner.last_tokens = self._sampler.last
         runner.warm_up()
@@ -136,36 +146,51 @@ class Engine:
     def _launch(self, chunks: list[Chunk]) -> None:
         """Start to compute a step and to sample its tokens."""
         try:
-            requests, logits = self.runner.forward(chunks)
+            sampling, logits = self.runner.forward(chunks)
         except Exception as error:
             self._read()
             chunks = [c for c in chunks if c.request.finish_reason is None]
             chunks, logits = self._run_each(chunks, error)
-            requests = [c.request for c in chunks if c.samples]
-        for chunk in chunks:
-            chunk.request.computed = chunk.start + chunk.count
+            sampling = [c for c in chunks if c.samples]
+        for chunk in chunks:  # drafts have not been verified
+            chunk.request.computed = chunk.start + chunk.count - len(chunk.drafts)
         self.scheduler.stats.steps += 1
-        if not requests:
+        if not sampling:
             return
+        requests, ahead = _rows(sampling)
         try:
-            sampled = self._sampler.launch(logits, requests)
+            sampled = self._sampler.launch(logits, requests, ahead)
         except Exception as error:
             self._read()
-            self._sample_each(requests, logits, error)
+            first = [i for i, n in enumerate(ahead or [0] * len(requests)) if n == 0]
+            self._sample_each([requests[i] for i in first], logits[first], error)
             return
-        for row, request in enumerate(requests):
-            request.pending += 1
-            request.row = row
-        self._launched.append(sampled)
+        for row, chunk in enumerate(sampling):  # a row each, where a token can be pending while a step is scheduled
+            chunk.request.pending += 1
+            chunk.request.row = row
+        self._launched.append((sampled, sampling))
 
     def _read(self, leave: int = 0) -> None:
         """Wait for launched steps except the last `leave` ones, and report their tokens."""
         while len(self._launched) > leave:
-            sampled = self._launched.popleft()
-            for request, choice in zip(sampled.requests, sampled.read(), strict=True):
+            sampled, chunks = self._launched.popleft()
+            choices, row = sampled.read(), 0
+            for chunk in chunks:
+                request, new = chunk.request, choices[row : row + 1 + len(chunk.drafts)]
+                row += len(new)
                 if request.finish_reason is None:  # else it has ended since the step was launched
                     request.pending -= 1
-                    self._push(request, choice)
+                    self._push(request, self._verify(chunk, new) if chunk.drafts else new)
+
+    def _verify(self, chunk: Chunk, choices: list[Choice]) -> list[Choice]:
+        """Count the drafts of a chunk that were sampled themselves, up to the first other one, as computed tokens of
+        its request; return the choices of these drafts and the one after them.
+        """
+        pairs = enumerate(zip(chunk.drafts, choices, strict=False))
+        accepted = next((i for i, (draft, choice) in pairs if choice.token != draft), len(chunk.drafts))
+        chunk.request.computed += accepted
+        self.scheduler.stats.accepted_tokens += accepted
+        return choices[: accepted + 1]
 
     def _sample_each(self, requests: Sequence[Request], logits: Tensor, error: Exception) -> None:
         """Sample the rows of a step whose sampling raised one by one, and report them. No step is launched."""
@@ -177,7 +202,7 @@ class Engine:
                 except Exception as own:
                     choice = Choice(None, error=_describe(own))
                 count += choice.error is not None
-                self._push(request, choice)
+                self._push(request, [choice])
         if not count:
             _warn(len(requests), error)
 
@@ -210,27 +235,46 @@ class Engine:
             _warn(len(chunks), error)
         return done, torch.cat(logits) if logits else torch.empty(0)
 
-    def _push(self, request: Request, choice: Choice) -> None:
-        """Add the sampled token to a request, or end the request with the error of its choice."""
-        if choice.token is None:
-            self._end(request, "error", choice.error)
-            return
-        self.scheduler.stats.generated_tokens += 1
-        if request.logprobs is not None and choice.logprobs is not None:
-            request.logprobs.append(choice.logprobs)
+    def _push(self, request: Request, choices: list[Choice]) -> None:
+        """Add the sampled tokens to a request until it ends, and send its update; end the request with the error of a
+        choice, if there is one.
+        """
+        added: list[int] = []
         try:
-            update = request.push(choice.token, self.max_len)
+            for choice in choices:
+                if choice.token is None:
+                    break
+                self.scheduler.stats.generated_tokens += 1
+                if choice.logprobs is not None and request.logprobs is not None:
+                    request.logprobs.append(choice.logprobs)
+                request.add(choice.token, self.max_len)
+                added.append(choice.token)
+                if request.finish_reason is not None:
+                    break
+            update = request.update(added) if added else None
         except Exception as error:  # raised by the tokenizer
             self._end(request, "error", _describe(error))
             return
         if request.finish_reason is not None:
             self.scheduler.remove(request)
-        request.sink(update)
+        if update is not None:
+            request.sink(update)
+        if choice.token is None:
+            self._end(request, "error", choice.error)
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
         """Remove a waiting or running request and send the reason to its sink."""
         self.scheduler.remove(request)
         request.sink(request.fail(reason, error))
+
+
+def _rows(chunks: Sequence[Chunk]) -> tuple[list[Request], list[int] | None]:
+    """The request of each row of logits, and how many drafts come before its token; None if there are no drafts."""
+    if not any(c.drafts for c in chunks):
+        return [c.request for c in chunks], None
+    counts = [1 + len(c.drafts) for c in chunks]
+    requests = [c.request for c, n in zip(chunks, counts, strict=True) for _ in range(n)]
+    return requests, [i for n in counts for i in range(n)]
 
 
 def _token(value: Any) -> int:

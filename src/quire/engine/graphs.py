@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from quire.engine.inputs import InputBuffers, Inputs, Shape
-from quire.engine.request import Request
 from quire.engine.scheduler import Chunk
 
 # The largest steps that have graphs. Larger ones take the GPU longer than their launches take the host.
@@ -58,12 +57,14 @@ class StepGraphs:
             return None
         return Shape(self._most_rows, self._mixed[bisect_left(self._mixed, tokens)])
 
-    def run(self, chunks: Sequence[Chunk]) -> tuple[list[Request], Tensor] | None:
-        """Replay the graph of a step: the requests that sample, and the logits of their last tokens, which the next
-        step overwrites. None if there is no graph for the step.
+    def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor] | None:
+        """Replay the graph of a step: the chunks that sample, and the logits of their last tokens and drafts, which the
+        next step overwrites. None if there is no graph for the step.
         """
         shape = self.shape(chunks)
         if shape is None or self._logits is None:
+            return None
+        if shape.longest > 1 and sum(1 + len(c.drafts) for c in chunks if c.samples) > shape.rows:
             return None
         try:
             ordered = self._buffers.fill(chunks, shape)
@@ -71,8 +72,8 @@ class StepGraphs:
             self._buffers.forget()
             raise
         self._graphs[shape].replay()
-        requests = [c.request for c in ordered if c.samples]
-        return requests, self._logits[: len(requests)]
+        sampling = [c for c in ordered if c.samples]
+        return sampling, self._logits[: len(sampling) + sum(len(c.drafts) for c in sampling)]
 
     def capture(self, progress: Callable[[list[Shape]], Iterable[Shape]] = iter) -> bool:
         """Capture all graphs, the largest first, so that the others find its memory in the pool.

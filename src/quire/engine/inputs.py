@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class Inputs:
         ids: int64 [tokens], token ids; -1 for a pending token.
         source: int64 [tokens], where a pending token is among the tokens of the last step; any row for other tokens.
         positions, slots: int64 [tokens], as in `StepTables`; padding has slot -1.
-        sampled: int64 [rows], the index of the last token of each chunk that samples; padding is 0.
+        sampled: int64 [rows], the index of the last token of each chunk that samples, and of its drafts; padding is 0.
         qo_indptr: int32 [rows + 1].
         kv_indptr, kv_indices, last_page_len: the tables of a `PageTable` on a device. Each row owns all its entries, so
             last_page_len is below 1 if the row does not use all.
@@ -99,7 +99,7 @@ class InputBuffers:
         self._write_pages(chunks)
         # Torch does not give pinned memory to others before the copies from it have ended.
         host = torch.empty(_size(shape), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        parts = [x.numpy() for x in _split(host, shape)]
+        parts = _split_host(host.numpy(), shape)
         ids, source, positions, slots, sampled, qo_indptr, last_page_len = parts
         self._fill_tokens(chunks, ids, source)
 
@@ -117,7 +117,7 @@ class InputBuffers:
         page, offset = np.divmod(position, self.page_size)
         positions[:tokens], positions[tokens:] = position, 0
         slots[:tokens], slots[tokens:] = self._host_table[row, page].astype(np.int64) * self.page_size + offset, -1
-        samples = ends[[c.samples for c in chunks]] - 1
+        samples = ends[[c.samples for c in chunks]] - 1 if shape.longest == 1 else _sampled(chunks, ends)
         sampled[: len(samples)], sampled[len(samples) :] = samples, 0
         self._packed[: len(host)].copy_(host, non_blocking=True)
         return chunks
@@ -173,8 +173,7 @@ class InputBuffers:
         """Token ids, and the places of pending tokens."""
         source[:] = 0
         if all(c.count == 1 for c in chunks):
-            tokens_of = [(c.request.tokens, c.start) for c in chunks]
-            ids[: len(chunks)] = [tokens[i] if i < len(tokens) else -1 for tokens, i in tokens_of]
+            ids[: len(chunks)] = [-1 if c.samples and c.request.pending else c.request.tokens[c.start] for c in chunks]
             ids[len(chunks) :] = 0
             source[: len(chunks)] = [c.request.row for c in chunks]  # not read where the token is known
             return
@@ -182,28 +181,46 @@ class InputBuffers:
         pending = []
         for chunk in chunks:
             tokens, start = chunk.request.tokens, chunk.start
-            end = start + chunk.count
+            end = start + chunk.count - len(chunk.drafts)
             if end > len(tokens):
                 known += tokens[start:]
                 pending.append((len(known), chunk.request.row))
                 known.append(-1)
-            elif chunk.count == 1:
+            elif end - start == 1:
                 known.append(tokens[start])
             else:
                 known += tokens[start:end]
+            known += chunk.drafts
         ids[: len(known)], ids[len(known) :] = known, 0
         if pending:
             places = np.array(pending)
             source[places[:, 0]] = places[:, 1]
 
 
+def _sampled(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
+    """The indices of tokens after which one is sampled; the tokens of each chunk end at one of `ends`."""
+    rows = np.array([1 + len(c.drafts) if c.samples else 0 for c in chunks])
+    return np.repeat(ends - rows.cumsum(), rows) + np.arange(rows.sum())
+
+
+def _sizes(shape: Shape) -> list[int]:
+    """The bytes of the int64 and then the int32 vectors of `Inputs`, which lie one after another in one memory."""
+    return [8 * shape.tokens] * 4 + [8 * shape.rows, 4 * (shape.rows + 1), 4 * shape.rows]
+
+
 def _split(packed: Tensor, shape: Shape) -> list[Tensor]:
-    """The int64 and then the int32 vectors of `Inputs`, one after another at the start of uint8 memory."""
-    sizes = [8 * shape.tokens] * 4 + [8 * shape.rows, 4 * (shape.rows + 1), 4 * shape.rows]
-    parts = packed[: sum(sizes)].split_with_sizes(sizes)
+    """These vectors at the start of uint8 memory."""
+    parts = packed[: _size(shape)].split_with_sizes(_sizes(shape))
     return [x.view(torch.int64 if i < 5 else torch.int32) for i, x in enumerate(parts)]
+
+
+def _split_host(packed: np.ndarray, shape: Shape) -> list[np.ndarray]:
+    """`_split` of memory on the host."""
+    ends = list(accumulate(_sizes(shape), initial=0))
+    parts = [packed[start:end] for start, end in pairwise(ends)]
+    return [x.view(np.int64 if i < 5 else np.int32) for i, x in enumerate(parts)]
 
 
 def _size(shape: Shape) -> int:
     """The bytes of these vectors."""
-    return 8 * (4 * shape.tokens + shape.rows) + 4 * (2 * shape.rows + 1)
+    return sum(_sizes(shape))

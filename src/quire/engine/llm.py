@@ -116,6 +116,8 @@ class LLM:
             else on the GPU may take, measured in a step of the largest size; without effect if num_pages is given.
         kv_cache_dtype: "auto" for the model's dtype; "fp8" or "fp8_e4m3", or "fp8_e5m2", to store keys and values in
             half the memory of 16-bit elements, rounded with a scale of 1.
+        speculative_tokens: guess up to so many next tokens of a request from its own tokens, and verify them in one
+            step; 0: none. The outputs are the same; see docs/engine.md for what it costs and brings.
         batch_invariant: compute attention so that the bits of a request do not depend on the requests beside it.
             Products of other layers may still depend on the number of tokens of a step; see docs/engine.md.
 
@@ -143,12 +145,15 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         kv_cache_dtype: str = "auto",
         batch_invariant: bool = False,
+        speculative_tokens: int = 0,
     ) -> None:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens}
         sizes |= {k: v for k, v in {"num_pages": num_pages, "max_model_len": max_model_len}.items() if v is not None}
         for name, value in sizes.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
+        if not isinstance(speculative_tokens, int) or isinstance(speculative_tokens, bool) or speculative_tokens < 0:
+            raise ValueError(f"speculative_tokens = {speculative_tokens!r}: it must be an integer, 0 or larger")
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization = {gpu_memory_utilization!r}: it must be above 0, and 1 at most")
         if kv_cache_dtype != "auto":
@@ -176,9 +181,10 @@ class LLM:
                 room = free_pages(page_bytes)
             num_pages = min(max_num_seqs * needed, room)
         chosen_runner = make(num_pages)
-        self._engine = Engine(chosen_runner, max_num_seqs, max_batched_tokens)
+        self._engine = Engine(chosen_runner, max_num_seqs, max_batched_tokens, speculative_tokens=speculative_tokens)
         if cuda_graphs:
-            chosen_runner.capture(min(max_num_seqs, max_batched_tokens), max_batched_tokens, _progress)
+            rows = min(self._engine.scheduler.max_rows, max_batched_tokens)
+            chosen_runner.capture(rows, max_batched_tokens, _progress)
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_work, args=(self._engine, self._inbox), name="quire-engine", daemon=True

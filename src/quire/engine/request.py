@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cache import Node
+from quire.engine.drafts import Lookup
 from quire.engine.params import SamplingParams
 from quire.engine.text import TextStream
 
@@ -47,6 +48,8 @@ class Request:
         node: the last of these pages in the prefix tree, if any is.
         seed: makes the random numbers of the request: `params.seed` or a random one.
         plain: whether the likeliest token is taken as it is, without penalties and without reports.
+        lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
+            tokens by more than the model, such as one with penalties.
         reused: tokens of the prompt that were in the cache when the request was first admitted.
     """
 
@@ -74,6 +77,7 @@ class Request:
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.seed = random.getrandbits(64) if params.seed is None else params.seed
         self.plain = params.greedy and not params.penalised and params.logprobs is None
+        self.lookup = None if params.penalised else Lookup()
         own_ends = frozenset() if params.ignore_eos else end_ids
         self._ends = own_ends | frozenset(params.stop_token_ids)
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, params.stop or ())
@@ -87,6 +91,11 @@ class Request:
         return "" if self._stream is None else self._stream.text
 
     def push(self, token: int, max_len: int) -> Update:
+        """`add` a token, and return the update of it."""
+        self.add(token, max_len)
+        return self.update([token])
+
+    def add(self, token: int, max_len: int) -> None:
         """Add a sampled token and set finish_reason if the output ends; a request has at most `max_len` tokens."""
         tokens = self.tokens
         tokens.append(token)
@@ -94,16 +103,16 @@ class Request:
             self.finish_reason = "stop"
         elif len(tokens) >= self.limit or len(tokens) >= max_len:
             self.finish_reason = "length"
-        return self._update([token])
 
     def fail(self, reason: str, error: str | None = None) -> Update:
         """End without another token, with the reason "cancelled", or "error" and its description."""
         self.finish_reason, self.error = reason, error
-        return self._update([])
+        return self.update([])
 
-    def _update(self, token_ids: list[int]) -> Update:
+    def update(self, token_ids: list[int]) -> Update:
+        """The update of the tokens that were added last."""
         stream, reason = self._stream, self.finish_reason
-        logprobs = None if self.logprobs is None or not token_ids else self.logprobs[-1:]
+        logprobs = None if self.logprobs is None or not token_ids else self.logprobs[-len(token_ids) :]
         if stream is None:
             return Update(self, "", token_ids, reason, logprobs)
         if reason not in (None, "error"):  # the decoder itself may have raised

@@ -156,19 +156,21 @@ class Runner:
         requests = [Request([0], params, None, frozenset(), lambda update: None) for _ in range(num_seqs)]
         Sampler(self.model.device, num_seqs).launch(logits, requests).read()
 
-    def forward(self, chunks: Sequence[Chunk]) -> tuple[list[Request], Tensor]:
-        """Compute the chunks; return the requests of chunks that sample, and the logits of their last tokens."""
+    def forward(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
+        """Compute the chunks; return those that sample, and the logits of their last tokens and drafts."""
         if self.step_graphs is not None:
             result = self.step_graphs.run(chunks)
             if result is not None:
                 return result
-        return [c.request for c in chunks if c.samples], self.run(chunks)
+        return [c for c in chunks if c.samples], self.run(chunks)
 
-    def capture(self, max_num_seqs: int, max_batched_tokens: int, progress: Any = iter) -> None:
-        """Capture CUDA graphs of steps with up to so many requests and tokens (`StepGraphs`), if steps can overlap."""
+    def capture(self, max_rows: int, max_batched_tokens: int, progress: Any = iter) -> None:
+        """Capture CUDA graphs of steps with up to so many requests and drafts, and tokens (`StepGraphs`), if the runner
+        can.
+        """
         if not self.overlaps:
             return
-        rows, tokens, page_size = min(max_num_seqs, MAX_ROWS), min(max_batched_tokens, MAX_TOKENS), self.page_size
+        rows, tokens, page_size = min(max_rows, MAX_ROWS), min(max_batched_tokens, MAX_TOKENS), self.page_size
         width = min(-(-self.model.context // page_size), self.num_pages)
         buffers = InputBuffers(Shape(rows, max(rows, tokens)), width, page_size, self.model.device)
         wrappers = self.new_wrappers()  # whose plans no step without a graph replaces
@@ -187,7 +189,9 @@ class Runner:
             self.step_graphs = graphs
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute the chunks without graphs; return the logits of the last token of each chunk that samples."""
+        """Compute the chunks without graphs; return the logits of the last token of each chunk that samples, and of its
+        drafts.
+        """
         tables = self.tables(chunks)
         self.begin(chunks, tables)
         tokens, rows = self.inputs(chunks)
@@ -207,16 +211,17 @@ class Runner:
 
     def inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """The tokens of the chunks, and the indices of rows whose logits are needed; int64, on the model's device."""
-        tokens = [t for c in chunks for t in c.request.tokens[c.start : c.start + c.count]]
+        tokens = [t for c in chunks for t in (*c.request.tokens[c.start : c.start + c.count], *c.drafts)]
         ends = list(accumulate(c.count for c in chunks))
-        rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
+        sampling = ((end, len(c.drafts)) for end, c in zip(ends, chunks, strict=True) if c.samples)
+        rows = [row for end, drafts in sampling for row in range(end - 1 - drafts, end)]
         if not ends or len(tokens) == ends[-1]:
             ids, last = (upload(np.array(x, dtype=np.int64), self.model.device) for x in (tokens, rows))
             return ids, last
         return self._pending_inputs(chunks, rows)
 
     def _pending_inputs(self, chunks: Sequence[Chunk], rows: list[int]) -> tuple[Tensor, Tensor]:
-        """`inputs` of a step with tokens that the host does not know."""
+        """`inputs` of a step with tokens that the host does not know, and without drafts."""
         tokens: list[int] = []
         places: list[tuple[int, int]] = []  # of pending tokens in this step, and in `last_tokens`
         for chunk in chunks:

@@ -85,6 +85,7 @@ class _Batch:
 
     Args:
         requests: one for each row of logits.
+        ahead: how many drafts come before the token of each row; None: none.
         lists: has the tokens of requests with penalties.
         last: the tokens of the last step, see `TokenLists.hold`.
 
@@ -93,7 +94,9 @@ class _Batch:
         logprobs: how many likeliest tokens are reported; None: no report.
     """
 
-    def __init__(self, requests: Sequence[Request], lists: TokenLists, last: Tensor) -> None:
+    def __init__(
+        self, requests: Sequence[Request], ahead: Sequence[int] | None, lists: TokenLists, last: Tensor
+    ) -> None:
         params, device = [r.params for r in requests], last.device
         asked = [p.logprobs for p in params if p.logprobs is not None]
         self.logprobs = max(asked) if asked else None
@@ -112,6 +115,8 @@ class _Batch:
         self._filters, self._factors = floats[:3], floats[3:]
         self._seeds, self._top_k, self._prompts, self._lens, self._slots = whole
         self.index, self._lists = self._lens - self._prompts, lists
+        if ahead is not None:
+            self.index += upload(np.array(ahead), device)
         self._penalised = upload(np.array(penalised), device) if penalised else None
 
     def sample(self, logits: Tensor) -> sampling.Sampled:
@@ -154,23 +159,28 @@ class Sampler:
         self._batch: _Batch | None = None  # None: they are all plain
 
     @torch.inference_mode()
-    def launch(self, logits: Tensor, requests: Sequence[Request]) -> Sampled:
-        """Start to sample a token for each request from its row of logits, [len(requests), vocab_size].
+    def launch(self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None = None) -> Sampled:
+        """Start to sample a token for each row of logits, [len(requests), vocab_size].
 
         Each call samples the next token of its requests, so no token may be sampled elsewhere unless a call raises.
+
+        Args:
+            requests: the request of each row.
+            ahead: how many drafts come before the token of each row, for requests with several rows; None: none, and
+                each request has one row.
         """
         try:
-            return self._launch(logits, requests)
+            return self._launch(logits, requests, ahead)
         except BaseException:
             self._requests = ()
             self._lists.forget()
             raise
 
-    def _launch(self, logits: Tensor, requests: Sequence[Request]) -> Sampled:
-        if requests != self._requests:
+    def _launch(self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None) -> Sampled:
+        if requests != self._requests or ahead is not None:
             plain = all(request.plain for request in requests)
-            self._batch = None if plain else _Batch(requests, self._lists, self.last)
-            self._requests = requests
+            self._batch = None if plain else _Batch(requests, ahead, self._lists, self.last)
+            self._requests = requests if ahead is None else ()  # of drafts, the host knows later how many count
         batch, reports = self._batch, None
         if batch is None:
             best, tokens = logits.max(-1)

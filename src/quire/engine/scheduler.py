@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,13 +28,15 @@ class Chunk:
     """Tokens start to start + count of a request, which one step computes.
 
     Attributes:
-        samples: whether the chunk ends with the request's last token, known or pending, so the step samples the next.
+        samples: whether the chunk has the request's last token, known or pending, so the step samples the next.
+        drafts: tokens that may follow that one, and are the chunk's last ones. The step samples a token after each.
     """
 
     request: Request
     start: int
     count: int
     samples: bool
+    drafts: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -46,6 +49,8 @@ class Stats:
         admitted_tokens: tokens of the prompts of requests that have been admitted at least once.
         reused_tokens: those of admitted_tokens that were in the cache.
         generated_tokens: sampled tokens.
+        drafted_tokens: tokens that were guessed and computed, see `LLM(speculative_tokens=...)`.
+        accepted_tokens: those of drafted_tokens that were sampled, too, and thus did not need a step of their own.
         preemptions: requests whose pages were released before they ended.
         peak_pages: the most pages in use at once, the prefix tree's included.
         running, waiting: requests.
@@ -59,6 +64,8 @@ class Stats:
     admitted_tokens: int = 0
     generated_tokens: int = 0
     reused_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     peak_pages: int = 0
     running: int = 0
@@ -81,10 +88,23 @@ class Scheduler:
         num_pages, page_size: of the cache.
         max_num_seqs: the largest number of running requests.
         max_batched_tokens: the largest number of tokens of a step.
+        speculative_tokens: the most drafts of a request in a step.
+
+    Attributes:
+        max_rows: the largest number of tokens that a step samples: one for each request and one for each draft.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_num_seqs: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        speculative_tokens: int = 0,
+    ) -> None:
         self.page_size, self.max_num_seqs, self.max_batched_tokens = page_size, max_num_seqs, max_batched_tokens
+        self.speculative_tokens = speculative_tokens
+        self.max_rows = max(max_num_seqs, 1 + speculative_tokens) if speculative_tokens else max_num_seqs
         self.allocator = PageAllocator(num_pages)
         self.tree = PrefixTree(self.allocator, page_size)
         self.waiting: deque[Request] = deque()
@@ -152,29 +172,44 @@ class Scheduler:
     def _continue_running(self) -> tuple[list[Chunk], bool]:
         """Chunks of running requests, and whether any was preempted."""
         running, size = self.running, self.page_size
-        lengths = [len(r.tokens) + r.pending for r in running]
-        computing = len([r for r, n in zip(running, lengths, strict=True) if n - r.computed > 1])
-        budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - len(running) + computing
+        lefts = [len(r.tokens) + r.pending - r.computed for r in running]
+        budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - lefts.count(1)
+        spare_rows = self.max_rows - min(self.max_num_seqs, len(running) + len(self.waiting))
         chunks: list[Chunk] = []
-        i = 0
-        while i < len(running):  # which a preemption shortens
-            request, length = running[i], lengths[i]
-            i += 1
+        for request, left in zip(running, lefts, strict=False):  # a preemption takes the last ones from `running`
             start = request.computed
-            left = length - start
-            count = left if left <= 1 <= budget else min(left, prefill_budget, budget)
-            if count <= 0 or length >= request.limit:  # at its limit, the request ends when its last token is read
+            count = 1 if left == 1 <= budget else min(left, prefill_budget, budget)
+            if count <= 0 or start + left >= request.limit:  # at its limit, it ends when its last token is read
                 continue
             end = start + count
             if end > len(request.pages) * size and not self._make_room(request, end):
                 return chunks, True
             if count > 1 or (end - request.pending) % size == 0:  # a page may have become full of known tokens
                 self._share(request, end)
-            chunks.append(Chunk(request, start, count, end == length))
+            chunk = Chunk(request, start, count, count == left)
+            chunks.append(chunk)
             budget -= count
             if left > 1:
                 prefill_budget -= count
-        return chunks, len(running) < len(lengths)
+            elif self.speculative_tokens:
+                chunk.drafts = drafts = self._draft(request, end, min(spare_rows, prefill_budget))
+                chunk.count += len(drafts)
+                budget, prefill_budget, spare_rows = (x - len(drafts) for x in (budget, prefill_budget, spare_rows))
+        return chunks, len(running) < len(lefts)
+
+    def _draft(self, request: Request, end: int, most: int) -> list[int]:
+        """At most `most` drafts after the `end` tokens of a running request, with pages for them. Drafts take no page
+        from the prefix tree, and none that a running request may need in the next step.
+        """
+        if request.lookup is None:
+            return []
+        free = max(0, self.allocator.num_free - len(self.running))
+        room = (len(request.pages) + free) * self.page_size - end
+        most = min(most, self.speculative_tokens, room, request.limit - end - 1)
+        drafts = request.lookup.draft(request.tokens, most)
+        self._reserve(request, end + len(drafts))
+        self.stats.drafted_tokens += len(drafts)
+        return drafts
 
     def _make_room(self, request: Request, end: int) -> bool:
         """Reserve pages for `end` tokens of a running request, and preempt the last requests until that succeeds; False

@@ -90,8 +90,10 @@ def upload(array: np.ndarray, device: torch.device | str) -> Tensor:
     """Copy an int32 or int64 host array of any shape to a device without waiting for it; the array may be changed
     right after the call.
     """
-    ((flat,),) = _to_device(((array.ravel(),),), device)
-    return flat.view(array.shape)
+    on_cuda = torch.device(device).type == "cuda"
+    host = torch.empty(array.shape, dtype=_TYPES[array.dtype], pin_memory=on_cuda)
+    host.numpy()[...] = array
+    return host.to(device, non_blocking=True) if on_cuda else host
 
 
 def _check_host(

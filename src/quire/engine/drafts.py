@@ -1,0 +1,48 @@
+"""Drafts of the next tokens of a request, which are guessed from the request's own tokens (prompt lookup).
+
+Text that quotes itself, such as code that is edited or a document that is summarised, goes on after a few tokens as it
+went on after these before. A step computes drafts together with the token before them and samples a token after each,
+so that one step may yield several tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_LONGEST, _SHORTEST = 3, 1  # tokens that a guess rests on
+
+
+class Lookup:
+    """Where the tokens of a request occurred last, by themselves and with one or two tokens before them."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}  # of the last tokens that are not the request's last ones
+        self._known = 0  # up to here, the end of all tokens is in _ends
+
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens that followed the last tokens of `tokens` where these occurred before, the longest
+        match first; empty if they did not. A match of one token, which is often by chance, gives one draft.
+
+        Args:
+            tokens: prompt and output, which begin with the tokens of earlier calls.
+        """
+        if most <= 0:
+            return []
+        ends, count = self._ends, len(tokens)
+        sizes = range(_LONGEST, _SHORTEST - 1, -1)
+        for end in range(self._known + 1, count):
+            for size in sizes:
+                if size <= end:
+                    ends[tuple(tokens[end - size : end])] = end
+        self._known = max(self._known, count - 1)
+        for size in sizes:
+            start = ends.get(tuple(tokens[-size:])) if size < count else None
+            if start is not None:
+                most = most if size > 1 else 1
+                # Beyond the last token, what is repeated goes on as the drafts do.
+                drafts = list(tokens[start : start + most])
+                period = count - start
+                while len(drafts) < most:
+                    drafts.append(drafts[-period])
+                return drafts
+        return []

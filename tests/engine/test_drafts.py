@@ -1,0 +1,184 @@
+"""Drafts of tokens that are guessed from a request's own: the tokens are those of a model that runs without them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers.checkpoints import VOCAB, save
+from helpers.engines import captured_on_the_host, pages_add_up, until_idle
+from quire.engine import LLM, SamplingParams
+from quire.engine.drafts import Lookup
+
+SIZES = {"page_size": 4, "num_pages": 22, "max_num_seqs": 12, "max_batched_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(13)
+    return save("llama", tmp_path_factory.mktemp("llama"))
+
+
+def repeating(rng, length, kinds=4):
+    """Tokens that repeat themselves often."""
+    words = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 3))] for _ in range(kinds)]
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens += rng.choice(words)
+    return tokens[:length]
+
+
+def random_requests(rng, count):
+    """Requests of all kinds whose outputs repeat themselves and their prompts, since all but a few tokens are rare."""
+    options = [
+        {"temperature": 0},
+        {"temperature": 1.0, "top_k": 2},
+        {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.3, "logprobs": 2},
+        {"temperature": 0, "logprobs": 0},
+        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"temperature": 1.0, "top_k": 3, "presence_penalty": 1.0, "logprobs": 1},
+    ]
+    prompts, params = [], []
+    for _ in range(count):
+        prompts.append(repeating(rng, rng.randint(1, 30)))
+        ends = {"max_tokens": rng.randint(1, 24), "stop_token_ids": rng.sample(range(VOCAB), rng.choice((0, 0, 8)))}
+        params.append(SamplingParams(**rng.choice(options), **ends, seed=rng.randrange(1000)))
+    return prompts, params
+
+
+def same(ours, expected):
+    """Whether completions are equal, log-probabilities up to rounding."""
+    for a, b in zip(ours, expected, strict=True):
+        assert (a.token_ids, a.finish_reason, a.text, a.error) == (b.token_ids, b.finish_reason, b.text, b.error)
+        assert (a.logprobs is None) == (b.logprobs is None)
+        for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
+            assert list(x) == list(y)
+            assert list(x.values()) == pytest.approx(list(y.values()), abs=1e-4)
+
+
+def test_drafts_are_what_followed_the_longest_match_last(rng):
+    for _ in range(300):
+        tokens, lookup, most = repeating(rng, rng.randint(1, 60)), Lookup(), rng.randint(0, 6)
+        for end in sorted({rng.randint(1, len(tokens)), len(tokens)}):  # a lookup goes on where the last one ended
+            known, expected = tokens[:end], []
+            matches = [
+                (size, at) for size in (3, 2, 1) for at in range(end - 1, size - 1, -1)
+                if known[at - size : at] == known[-size:] and size < end
+            ]  # fmt: skip
+            if matches and most:
+                size, at = matches[0]
+                longer = list(known)
+                while len(longer) < at + most:
+                    longer.append(longer[len(longer) - (end - at)])
+                expected = longer[at : at + (most if size > 1 else 1)]
+            assert lookup.draft(known, most) == expected
+
+
+@pytest.mark.parametrize("how", ["eager", "inputs of graphs"])
+def test_tokens_are_those_without_drafts(folder, rng, how):
+    accepted = replays = 0
+    for most in (1, 3, 7):
+        prompts, params = random_requests(rng, 40)
+        with LLM(folder, **SIZES) as llm:
+            expected = llm.generate(prompts, params)
+        with LLM(folder, **SIZES, speculative_tokens=most) as llm:
+            assert llm._engine.depth == 0
+            if how != "eager":
+                captured_on_the_host(llm, max_tokens=48)
+            parts = {i: [] for i in range(len(prompts))}
+            same(llm.generate(prompts, params, on_update=lambda i, part, to=parts: to[i].append(part)), expected)
+            for i, listed in parts.items():
+                assert [t for part in listed for t in part.token_ids] == expected[i].token_ids
+                if params[i].logprobs is not None:
+                    assert all(len(part.logprobs or ()) == len(part.token_ids) for part in listed)
+            stats = llm.stats
+            assert stats.preemptions > 0
+            assert stats.generated_tokens == sum(len(c.token_ids) for c in expected)
+            assert 0 < stats.accepted_tokens < stats.drafted_tokens
+            until_idle(llm)
+            assert pages_add_up(llm)
+            accepted += stats.accepted_tokens
+            replays += llm._engine.runner.step_graphs.replays if how != "eager" else 1
+    assert accepted
+    assert replays
+
+
+def test_drafts_save_steps_and_end_where_the_output_does(rng):
+    text = "def f(x):\n    return [1, 2, 3, 4, 5, 6, 7, 8, 9]\n\n\n" * 2
+    for more in ({"max_tokens": 30}, {"max_tokens": 60, "stop": "5, 6"}, {"max_tokens": 31, "temperature": 0.2}):
+        params = SamplingParams(**{"temperature": 0, "seed": 1, **more})
+        with LLM(page_size=4, num_pages=100) as llm:
+            expected = llm.generate([text], params)
+            plain = llm.stats.steps
+        with LLM(page_size=4, num_pages=100, speculative_tokens=4, max_num_seqs=1) as llm:
+            same(llm.generate([text], params), expected)
+            assert llm.stats.steps < 0.8 * plain
+            assert llm.stats.accepted_tokens >= plain - llm.stats.steps
+            # What the prefix tree has of the first output is right for those that follow.
+            same(llm.generate([text], params), expected)
+            until_idle(llm)
+            assert pages_add_up(llm)
+
+
+@pytest.mark.parametrize("prompt_len", [1, 3, 4, 8])
+def test_rejected_drafts_are_not_in_the_prefix_tree(folder, rng, prompt_len):
+    """Prompts that continue an output find only pages with the keys and values of its own tokens."""
+    greedy = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
+    with LLM(folder, page_size=4) as plain, LLM(folder, page_size=4, speculative_tokens=5) as llm:
+        for _ in range(8):
+            prompt = repeating(rng, prompt_len, kinds=2)
+            done = llm.generate([prompt], greedy)
+            same(done, plain.generate([prompt], greedy))
+            longer = [*prompt, *done[0].token_ids, 7]
+            plain._engine.scheduler.tree.clear()
+            again = llm.generate([longer], greedy)
+            assert again[0].reused_tokens >= (len(longer) - 2) // 4 * 4
+            same(again, plain.generate([longer], greedy))
+        assert llm.stats.drafted_tokens > llm.stats.accepted_tokens
+
+
+def test_a_step_samples_no_more_tokens_than_there_are_rows(folder, rng):
+    """As the batch grows, drafts give way to requests."""
+    prompts = [repeating(rng, 20, kinds=1) for _ in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    rows = []
+    with LLM(folder, page_size=4, max_num_seqs=8, speculative_tokens=3) as llm:
+        launch = llm._engine._sampler.launch
+        llm._engine._sampler.launch = lambda logits, *more: (rows.append(len(logits)), launch(logits, *more))[1]
+        llm.generate(prompts, params)
+        assert llm.stats.drafted_tokens == 0
+        llm.generate(prompts[:3], params)
+        assert llm.stats.drafted_tokens > 0
+    assert max(rows) <= 8
+
+
+def test_an_error_of_sampling_with_drafts_is_sampled_again_without_them(folder, rng, monkeypatch):
+    from quire import sampling
+
+    prompts = [repeating(rng, 20) for _ in range(6)]
+    params = [SamplingParams(temperature=0.5, seed=i, max_tokens=15) for i in range(6)]
+    with LLM(folder) as llm:
+        expected = llm.generate(prompts, params)
+    sample = sampling.sample
+
+    def failing(logits, *given, **more):
+        if len(logits) > 1 and rng.random() < 0.5:
+            raise MemoryError("too many")
+        return sample(logits, *given, **more)
+
+    monkeypatch.setattr(sampling, "sample", failing)
+    with LLM(folder, speculative_tokens=3) as llm, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same(llm.generate(prompts, params), expected)
+        assert llm.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "4"])
+def test_a_bad_number_of_drafts_is_named(value):
+    with pytest.raises(ValueError, match="speculative_tokens"):
+        LLM(speculative_tokens=value)
