@@ -13,6 +13,7 @@ from helpers.checkpoints import VOCAB, save
 from helpers.engines import captured_on_the_host, pages_add_up, until_idle
 from quire.engine import LLM, SamplingParams
 from quire.engine.drafts import Lookup
+from quire.engine.runner import Runner
 
 SIZES = {"page_size": 4, "num_pages": 22, "max_num_seqs": 12, "max_batched_tokens": 24}
 
@@ -182,3 +183,12 @@ def test_an_error_of_sampling_with_drafts_is_sampled_again_without_them(folder, 
 def test_a_bad_number_of_drafts_is_named(value):
     with pytest.raises(ValueError, match="speculative_tokens"):
         LLM(speculative_tokens=value)
+
+
+def test_a_runner_that_samples_one_token_of_each_request_is_refused():
+    class Own(Runner):
+        def run(self, chunks):
+            return super().run(chunks)
+
+    with pytest.raises(ValueError, match="Own has a `run` of its own"):
+        LLM(speculative_tokens=2, runner=Own)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import accumulate, pairwise
 from operator import index
 from typing import Any
 
@@ -174,15 +175,13 @@ class Engine:
         """Wait for launched steps except the last `leave` ones, and report their tokens."""
         while len(self._launched) > leave:
             sampled, chunks = self._launched.popleft()
-            choices, row = sampled.read(), 0
-            for chunk in chunks:
-                request, new = chunk.request, choices[row : row + 1 + len(chunk.drafts)]
-                row += len(new)
+            for chunk, choices in zip(chunks, _by_chunk(chunks, sampled.read()), strict=True):
+                request = chunk.request
                 if request.finish_reason is None:  # else it has ended since the step was launched
                     request.pending -= 1
-                    self._push(request, self._verify(chunk, new) if chunk.drafts else new)
+                    self._push(request, self._verify(chunk, choices) if chunk.drafts else choices)
 
-    def _verify(self, chunk: Chunk, choices: list[Choice]) -> list[Choice]:
+    def _verify(self, chunk: Chunk, choices: Sequence[Choice]) -> Sequence[Choice]:
         """Count the drafts of a chunk that were sampled themselves, up to the first other one, as computed tokens of
         its request; return the choices of these drafts and the one after them.
         """
@@ -235,7 +234,7 @@ class Engine:
             _warn(len(chunks), error)
         return done, torch.cat(logits) if logits else torch.empty(0)
 
-    def _push(self, request: Request, choices: list[Choice]) -> None:
+    def _push(self, request: Request, choices: Sequence[Choice]) -> None:
         """Add the sampled tokens to a request until it ends, and send its update; end the request with the error of a
         choice, if there is one.
         """
@@ -275,6 +274,14 @@ def _rows(chunks: Sequence[Chunk]) -> tuple[list[Request], list[int] | None]:
     counts = [1 + len(c.drafts) for c in chunks]
     requests = [c.request for c, n in zip(chunks, counts, strict=True) for _ in range(n)]
     return requests, [i for n in counts for i in range(n)]
+
+
+def _by_chunk(chunks: Sequence[Chunk], choices: Sequence[Choice]) -> Iterable[Sequence[Choice]]:
+    """The choices of each chunk: one after its last token, and one after each draft."""
+    if len(choices) == len(chunks):
+        return zip(choices, strict=True)
+    ends = accumulate((1 + len(c.drafts) for c in chunks), initial=0)
+    return (choices[start:end] for start, end in pairwise(ends))
 
 
 def _token(value: Any) -> int:

@@ -154,6 +154,9 @@ class LLM:
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
         if not isinstance(speculative_tokens, int) or isinstance(speculative_tokens, bool) or speculative_tokens < 0:
             raise ValueError(f"speculative_tokens = {speculative_tokens!r}: it must be an integer, 0 or larger")
+        if speculative_tokens and runner.run is not Runner.run:
+            what = f"{runner.__name__} has a `run` of its own, which samples one token of each request"
+            raise ValueError(f"speculative_tokens = {speculative_tokens}: {what}")
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization = {gpu_memory_utilization!r}: it must be above 0, and 1 at most")
         if kv_cache_dtype != "auto":
