@@ -231,18 +231,22 @@ def penalise_logits(
     out.copy_(logits)
     (rows, vocab), largest = logits.shape, torch.finfo(torch.float32).max
     divisor, once, often = (_column(t, v, rows, torch.float64) for t, v in zip(tensors, values, strict=True))
-    where = range(rows) if slots is None else slots.tolist()
-    for row, (slot, prompt, end) in enumerate(zip(where, prompt_lens.tolist(), lens.tolist(), strict=True)):
-        if not 0 <= slot < len(tokens) or (float(divisor[row]), float(once[row]), float(often[row])) == (1, 0, 0):
-            continue
-        listed = tokens[slot, : max(end, 0)].long()
-        known = (listed >= 0) & (listed < vocab)
-        output = known & (torch.arange(len(listed)) >= prompt)
-        used, count = listed[known], torch.bincount(listed[output], minlength=vocab)
-        x, times = logits[row, used].double(), count[used]
-        y = torch.where(x > 0, x / divisor[row], x * divisor[row]).clamp(-largest, largest)  # else inf - inf is NaN
-        y -= torch.where(times > 0, once[row] + often[row] * times, 0)
-        out[row, used] = torch.where(x.isinf(), x, y.clamp(-largest, largest)).float()
+    slot = torch.arange(rows) if slots is None else slots.long()
+    changes = ((divisor != 1) | (once != 0) | (often != 0))[:, 0]
+    at = (changes & (slot >= 0) & (slot < len(tokens))).nonzero()[:, 0]
+    listed, place = tokens[slot[at]].long(), torch.arange(tokens.shape[1])
+    known = (place < lens[at].long()[:, None]) & (listed >= 0) & (listed < vocab)
+    output = known & (place >= prompt_lens[at].long()[:, None])
+    # How often each token of each row occurs, and occurs in its output.
+    keys = listed + torch.arange(len(at))[:, None] * vocab
+    occurs, counts = (torch.bincount(keys[x], minlength=len(at) * vocab) for x in (known, output))
+    used = occurs.nonzero()[:, 0]
+    row, token, times = at[used // vocab], used % vocab, counts[used]
+    divisor, once, often = (x[row, 0] for x in (divisor, once, often))
+    x = logits[row, token].double()
+    y = torch.where(x > 0, x / divisor, x * divisor).clamp(-largest, largest)  # else inf - inf is NaN
+    y -= torch.where(times > 0, once + often * times, 0)
+    out[row, token] = torch.where(x.isinf(), x, y.clamp(-largest, largest)).float()
 
 
 @operation("report_logprobs", "logprobs", "top_tokens", "top_logprobs")
