@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import math
 import warnings
-from array import array
 
 import pytest
 import torch
@@ -15,11 +14,9 @@ import torch
 pytest.importorskip("transformers")
 
 from helpers.checkpoints import VOCAB, save
-from helpers.engines import captured_on_the_host, pages_add_up, until_idle
+from helpers.engines import captured_on_the_host, pages_add_up, same, until_idle
 from quire.engine import LLM, SamplingParams
 from quire.engine.engine import Engine
-from quire.engine.sampler import sample
-from quire.engine.scheduler import Chunk
 
 SIZES = {"page_size": 4, "num_pages": 16, "max_num_seqs": 12, "max_batched_tokens": 24}
 
@@ -51,37 +48,6 @@ def random_requests(rng, count):
         for _ in range(count)
     ]
     return prompts, [random_params(rng) for _ in prompts]
-
-
-def tokens_of_rounded_logits(llm, prompt, params, output):
-    """The tokens that may follow `output` if logits have rounding errors, of which those of float32 are up to 5e-6."""
-    engine, scheduler = llm._engine, llm._engine.scheduler
-    prompt = engine.tokens(prompt, "prompt")
-    request = engine.request([*prompt, *output], params, lambda update: None)
-    request.prompt_len = len(prompt)
-    scheduler.tree.clear()
-    request.pages = array("i", scheduler.allocator.allocate(-(-len(request.tokens) // engine.runner.page_size)))
-    logits = engine.runner.run([Chunk(request, 0, len(request.tokens), True)])
-    scheduler.allocator.release(request.pages)
-    errors = 1e-5 * torch.rand(500, logits.shape[1]).mul_(2).sub_(1)
-    return {choice.token for choice in sample(logits + errors, [request] * len(errors))}
-
-
-def same(ours, expected, llm, prompts, params):
-    """Whether completions are equal, log-probabilities up to rounding, and tokens unless rounding decides between them:
-    about one of 20,000 random numbers is so near the border between two tokens.
-    """
-    for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
-        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
-        first = next((j for j, (x, y) in pairs if x != y), None)
-        if first is not None:
-            assert a.token_ids[first] in tokens_of_rounded_logits(llm, prompts[i], params[i], b.token_ids[:first])
-            continue
-        assert (a.token_ids, a.finish_reason, a.text, a.error) == (b.token_ids, b.finish_reason, b.text, b.error)
-        assert (a.logprobs is None) == (b.logprobs is None)
-        for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
-            assert list(x) == list(y)
-            assert list(x.values()) == pytest.approx(list(y.values()), abs=1e-4)
 
 
 def set_up(llm, how):
