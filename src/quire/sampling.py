@@ -24,6 +24,7 @@ from quire.kernels.sampling import penalise_logits, report_logprobs, sample_rows
 from quire.wrappers.sampling import INTS, check_rows, parameter, random_state
 
 __all__ = [
+    "Logprobs",
     "Penalties",
     "Sampled",
     "chain_speculative_sampling",
@@ -32,6 +33,7 @@ __all__ = [
     "sampling_from_logits",
     "sampling_from_probs",
     "softmax",
+    "token_logprobs",
     "top_k_mask_logits",
     "top_k_renorm_prob",
     "top_k_renorm_probs",
@@ -50,9 +52,7 @@ class Sampled(NamedTuple):
     Attributes:
         tokens: int32 [rows]; 0 in rows that are not valid.
         valid: bool [rows]: False if a row has NaN or +inf, or only -inf.
-        logprobs: float32 [rows], of the tokens; None if they were not asked for.
-        top_tokens, top_logprobs: int32 and float32 [rows, num_logprobs], the likeliest tokens in descending order,
-            equal ones in the order of the vocabulary; -1 and -inf where no token is left.
+        logprobs, top_tokens, top_logprobs: as in `Logprobs`; None if they were not asked for.
     """
 
     tokens: Tensor
@@ -60,6 +60,20 @@ class Sampled(NamedTuple):
     logprobs: Tensor | None = None
     top_tokens: Tensor | None = None
     top_logprobs: Tensor | None = None
+
+
+class Logprobs(NamedTuple):
+    """What `token_logprobs` returns.
+
+    Attributes:
+        logprobs: float32 [rows], of the tokens.
+        top_tokens, top_logprobs: int32 and float32 [rows, num_logprobs], the likeliest tokens in descending order,
+            equal ones in the order of the vocabulary; -1 and -inf where no token is left.
+    """
+
+    logprobs: Tensor
+    top_tokens: Tensor
+    top_logprobs: Tensor
 
 
 @dataclass(frozen=True)
@@ -397,22 +411,38 @@ def sample(
         ValueError: an argument that does not fit; in grad mode, logits that require grad.
     """
     check_rows(logits, "logits")
-    rows, vocab, device = *logits.shape, logits.device
+    rows, device = len(logits), logits.device
     heat = parameter(temperature, "temperature", rows, device, 0)
     k = (None, 0) if top_k is None else parameter(top_k, "top_k", rows, device, 1, whole=True)
     p, m = parameter(top_p, "top_p", rows, device, 0), parameter(min_p, "min_p", rows, device, 0)
-    count = num_logprobs
-    fits = count is None or (isinstance(count, int) and 0 <= count <= vocab)
-    check(fits, "num_logprobs", count, lambda: f"None, or 0 to vocab = {vocab}")
     seeds, offsets, first, second = random_state(seed, offset, generator, rows, device)
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
     valid = torch.empty(rows, dtype=torch.bool, device=device)
     x = logits if penalties is None else penalties.apply(logits)
     tensors, values = (heat[0], k[0], p[0], m[0], seeds, offsets), (heat[1], int(k[1]), p[1], m[1], first, second)
     sample_rows(tokens, valid, x, None, *tensors, *values, True, False, True)
-    if count is None:
-        return Sampled(tokens, valid)
-    logprobs, top_logprobs = (torch.empty(s, dtype=torch.float32, device=device) for s in (rows, (rows, count)))
-    top_tokens = torch.empty(rows, count, dtype=torch.int32, device=device)
+    return Sampled(tokens, valid, *(() if num_logprobs is None else token_logprobs(logits, tokens, num_logprobs)))
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_logprobs: int = 0) -> Logprobs:
+    """Log-probabilities of given tokens, and of the likeliest ones.
+
+    Args:
+        logits: float32, bfloat16 or float16 [rows, vocab], any strides with the last one 1.
+        tokens: int32 or int64 [rows], from 0 to vocab - 1.
+        num_logprobs: how many of the likeliest tokens to report.
+
+    Raises:
+        ValueError: an argument that does not fit; in grad mode, logits that require grad.
+    """
+    check_rows(logits, "logits")
+    rows, vocab, device = *logits.shape, logits.device
+    check_tensors(tokens=tokens)
+    check(tokens.dtype in INTS, "tokens.dtype", tokens.dtype, "torch.int32 or torch.int64")
+    check_tensor(tokens, "tokens", (rows,), tokens.dtype, device)
+    fits = isinstance(num_logprobs, int) and 0 <= num_logprobs <= vocab
+    check(fits, "num_logprobs", num_logprobs, lambda: f"0 to vocab = {vocab}")
+    logprobs, top_logprobs = (logits.new_empty(s, dtype=torch.float32) for s in (rows, (rows, num_logprobs)))
+    top_tokens = logits.new_empty((rows, num_logprobs), dtype=torch.int32)
     report_logprobs(logprobs, top_tokens, top_logprobs, logits, tokens)
-    return Sampled(tokens, valid, logprobs, top_tokens, top_logprobs)
+    return Logprobs(logprobs, top_tokens, top_logprobs)

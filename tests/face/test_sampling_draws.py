@@ -216,6 +216,12 @@ def test_log_probabilities(device):
         torch.testing.assert_close(out.logprobs.double(), mine, rtol=1e-5, atol=2e-5)
         only = sampling.sample(x, 0.0, num_logprobs=0)
         assert only.top_tokens.shape == (4, 0)
+        again = sampling.token_logprobs(x, out.tokens, 5)
+        assert all(torch.equal(mine, its) for mine, its in zip(again, out[2:], strict=True))
+    with pytest.raises(ValueError, match="num_logprobs"):
+        sampling.token_logprobs(x, out.tokens, vocab + 1)
+    with pytest.raises(ValueError, match="tokens"):
+        sampling.token_logprobs(x, out.tokens[:3])
 
 
 def batch(device, vocab=500):

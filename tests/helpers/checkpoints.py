@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -16,6 +17,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Phi3Config,
+    PreTrainedTokenizerFast,
     Qwen3Config,
 )
 
@@ -50,9 +52,11 @@ FURTHER_CONFIGS: dict[str, Any] = {  # which fewer tests run
 }
 
 
-def save(name: str, folder: Path) -> Path:
+def save(name: str, folder: Path, vocab_size: int = VOCAB) -> Path:
     """A checkpoint with weights so large that its next token depends on all that it sees."""
-    model = AutoModelForCausalLM.from_config((CONFIGS | FURTHER_CONFIGS)[name](), dtype=torch.float32)
+    config = (CONFIGS | FURTHER_CONFIGS)[name]()
+    config.vocab_size = vocab_size
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for key, weight in model.named_parameters():
         if weight.ndim >= 2:
             torch.nn.init.normal_(weight, std=0.2)
@@ -60,3 +64,19 @@ def save(name: str, folder: Path) -> Path:
             torch.nn.init.normal_(weight)
     model.save_pretrained(folder)
     return folder
+
+
+def save_with_tokenizer(name: str, folder: Path, columns: int = 11) -> Path:
+    """A checkpoint whose tokenizer is a byte-level BPE of this module's text, with an end token, and whose logits have
+    this number of columns without a token.
+    """
+    own = Tokenizer(models.BPE())
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    own.train([__file__], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|end|>").save_pretrained(folder)
+    return save(name, folder, vocab_size=own.get_vocab_size() + columns)

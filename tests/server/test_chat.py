@@ -118,7 +118,7 @@ def test_parts_and_arguments_of_the_template(llm, url):
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "must not have 'tokenize'"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "this server reports 20 at most"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "only 'text' is supported"),
+        ({"response_format": {"type": "xml"}}, "response_format", "it must be 'text', 'json_object' or 'json_schema'"),
         ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
     ],
 )

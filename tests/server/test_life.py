@@ -112,10 +112,10 @@ def test_the_server_tells_its_state(llm, url):
 def test_a_failed_completion_is_answered_and_the_next_one_succeeds(llm, url, monkeypatch):
     push = llm._engine._push
 
-    def broken(request, choice):
+    def broken(request, choices):
         if len(request.output) == 2:
-            choice.token, choice.error = None, "RuntimeError: broken"
-        push(request, choice)
+            choices[0].token, choices[0].error = None, "RuntimeError: broken"
+        push(request, choices)
 
     monkeypatch.setattr(llm._engine, "_push", broken)
     done = httpx.post(f"{url}/v1/completions", json=LONG)

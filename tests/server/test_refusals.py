@@ -74,7 +74,7 @@ BAD = [
     ({"logprobs": 1, "echo": True}, "echo", "echo with logprobs is not supported"),
     ({"best_of": 2}, "best_of", "best_of is not supported"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "logit_bias is not supported"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "only 'text' is supported"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "response_format.json_schema.schema is missing"),
 ]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.engine.grammar import Grammars
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
@@ -61,6 +62,7 @@ class Engine:
         sizes = (runner.num_pages, runner.page_size, max_num_seqs, max_batched_tokens, speculative_tokens)
         self.scheduler = Scheduler(*sizes)
         self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
+        self.grammars = Grammars(self.model)
         self._sampler = Sampler(self.model.device, self.scheduler.max_rows)
         # Steps whose results have not been read, and their chunks that sample.
         self._launched: deque[tuple[Sampled, list[Chunk]]] = deque()
@@ -74,7 +76,9 @@ class Engine:
         """Make a request and check it; the model's defaults replace parameters that are left out.
 
         Raises:
+            ImportError: the request has a grammar, and llguidance is not installed.
             ValueError: the prompt is empty, leaves no room for a token or has unknown tokens; the message has `name`.
+                Or the grammar is not one; the message has the attribute of `params`.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
@@ -93,7 +97,7 @@ class Engine:
             raise ValueError(f"{name} has {len(tokens)} tokens: the cache of {self.max_len} tokens leaves no room")
         if self.model.tokenizer is None and params.stop:
             raise ValueError(f"{name} has stop strings, but {self.model.folder} has no tokenizer")
-        request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink)
+        request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink, self.grammars)
         request.limit = min(request.limit, self.max_len)
         return request
 
@@ -159,6 +163,8 @@ class Engine:
         if not sampling:
             return
         requests, ahead = _rows(sampling)
+        if any(request.matcher is not None for request in requests):
+            self._read()  # masks depend on the last tokens; the device computes this step meanwhile
         try:
             sampled = self._sampler.launch(logits, requests, ahead)
         except Exception as error:
@@ -251,7 +257,7 @@ class Engine:
                 if request.finish_reason is not None:
                     break
             update = request.update(added) if added else None
-        except Exception as error:  # raised by the tokenizer
+        except Exception as error:  # raised by the tokenizer or the grammar
             self._end(request, "error", _describe(error))
             return
         if request.finish_reason is not None:

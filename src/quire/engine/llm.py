@@ -236,6 +236,14 @@ class LLM:
         """Raise the ValueError that `generate` would raise for this prompt."""
         self._engine.request(prompt, params or SamplingParams(), lambda update: None, name)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar of sampling parameters, if they have one, so that requests with it start at once.
+
+        Raises:
+            ImportError, ValueError: as for `generate`.
+        """
+        self._engine.grammars.matcher(params, frozenset())
+
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """The tokens of a prompt, with the special tokens that the tokenizer adds to text.
 
@@ -262,7 +270,9 @@ class LLM:
             a completion per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: a prompt or its params are invalid; the message has its index, and no request has been started.
+            ImportError: params have a JSON schema, a regular expression or a grammar, and llguidance is not installed.
+            ValueError: a prompt or its params are invalid; the message has its index, or the attribute of the params,
+                and no request has been started.
         """
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         requests = self._requests(prompts, params, lambda i: updates.put)

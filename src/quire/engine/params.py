@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from reprlib import repr as shortened
 from typing import Any, Literal
 
 _INT64 = 2**63 - 1
+_CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 
 def _check(ok: bool, name: str, value: Any, allowed: str) -> None:
@@ -44,6 +48,24 @@ def _several(name: str, value: Any) -> tuple[Any, ...]:
         raise ValueError(f"{name} = {value!r}: it must be a list") from None
 
 
+def _schema(value: Any) -> str:
+    """The text of a JSON schema that is given as a dict or as text."""
+    allowed = "it must be a JSON schema, as a dict or as the text of a JSON object"
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        is_schema = _is_object(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema = {shortened(value)}: {allowed} ({error})") from None
+    if not is_schema:
+        raise ValueError(f"json_schema = {shortened(value)}: {allowed}")
+    return text
+
+
+@lru_cache(64)  # parameters with a large schema are copied often
+def _is_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of a request, with the names and meanings of OpenAI's and vLLM's interfaces.
@@ -70,6 +92,13 @@ class SamplingParams:
         ignore_eos: do not stop at the model's own end tokens.
         logprobs: report log-probabilities of the chosen token and of this number of likeliest tokens, before
             temperature and penalties; None: report none.
+        json_schema: the output is JSON that this schema allows, and ends when it is complete: a dict, or its JSON text,
+            which the attribute then has. {"type": "object"} allows all objects. None: the output is free.
+        regex: the output matches this regular expression, from its first to its last character.
+        grammar: the output is a text of this grammar, in llguidance's dialect of Lark's language.
+
+    At most one of the last three may be set. They need llguidance (quire[structured]), which refuses what it does not
+    know of a schema, an expression or a grammar when the request is made.
 
     Raises:
         ValueError: a value is invalid; the message names the attribute, its value and the allowed values.
@@ -88,6 +117,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         if self.stop is not None:
@@ -115,6 +147,14 @@ class SamplingParams:
         _check(all(_whole(i, 0) for i in ids), "stop_token_ids", ids, allowed)
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "it must be True or False")
         _check(n is None or _whole(n, 0), "logprobs", n, f"{whole}, and 0 or larger; or None")
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema(self.json_schema))
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            _check(value is None or _text(value), name, value, "it must be a non-empty string, or None")
+        chosen = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        if len(chosen) > 1:
+            raise ValueError(f"{chosen[0]} and {chosen[1]} can't be combined: give one of {', '.join(_CONSTRAINTS)}")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             if getattr(self, name) is not None:  # a Python integer may exceed the range of torch's
                 object.__setattr__(self, name, float(getattr(self, name)))
@@ -123,6 +163,11 @@ class SamplingParams:
         """These parameters, with those of `defaults` for the ones that are left out."""
         unset = {f.name: None for f in fields(self)} | {"max_tokens": "auto"}
         return replace(self, **{k: getattr(defaults, k) for k, none in unset.items() if getattr(self, k) == none})
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """What constrains the output: the name and value of json_schema, regex or grammar."""
+        return next(((name, getattr(self, name)) for name in _CONSTRAINTS if getattr(self, name) is not None), None)
 
     @property
     def greedy(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.cache import Node
 from quire.engine.drafts import Lookup
+from quire.engine.grammar import Grammars
 from quire.engine.params import SamplingParams
 from quire.engine.text import TextStream
 
@@ -35,6 +36,7 @@ class Request:
         tokenizer: for text and stop strings; None: tokens only.
         end_ids: the model's own end tokens.
         sink: called with each Update, in the engine's thread.
+        grammars: compile the grammar of `params`, if it has one.
 
     Attributes:
         prompt: the tokens of the prompt.
@@ -47,9 +49,10 @@ class Request:
         pages: the pages of the computed tokens and of those of the current step, in order.
         node: the last of these pages in the prefix tree, if any is.
         seed: makes the random numbers of the request: `params.seed` or a random one.
+        matcher: follows the output through the request's grammar; None: there is no grammar.
         plain: whether the likeliest token is taken as it is, without penalties and without reports.
         lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
-            tokens by more than the model, such as one with penalties.
+            tokens by more than the model: one with penalties or a grammar.
         reused: tokens of the prompt that were in the cache when the request was first admitted.
     """
 
@@ -60,6 +63,7 @@ class Request:
         tokenizer: Any,
         end_ids: frozenset[int],
         sink: Callable[[Update], None],
+        grammars: Grammars | None = None,
     ) -> None:
         self.prompt_len, self.params, self.sink = len(prompt), params, sink
         self.prompt = list(prompt)
@@ -77,9 +81,10 @@ class Request:
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.seed = random.getrandbits(64) if params.seed is None else params.seed
         self.plain = params.greedy and not params.penalised and params.logprobs is None
-        self.lookup = None if params.penalised else Lookup()
         own_ends = frozenset() if params.ignore_eos else end_ids
         self._ends = own_ends | frozenset(params.stop_token_ids)
+        self.matcher = None if grammars is None else grammars.matcher(params, self._ends)
+        self.lookup = None if params.penalised or self.matcher is not None else Lookup()
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, params.stop or ())
 
     @property
@@ -99,7 +104,8 @@ class Request:
         """Add a sampled token and set finish_reason if the output ends; a request has at most `max_len` tokens."""
         tokens = self.tokens
         tokens.append(token)
-        if token in self._ends or (self._stream is not None and self._stream.push(token)):
+        ended = token in self._ends or (self._stream is not None and self._stream.push(token))
+        if ended or (self.matcher is not None and self.matcher.push(token)):
             self.finish_reason = "stop"
         elif len(tokens) >= self.limit or len(tokens) >= max_len:
             self.finish_reason = "length"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quire import sampling
+from quire.engine.grammar import masked
 from quire.engine.request import Request
 from quire.engine.token_lists import TokenLists
 from quire.steps import upload
@@ -42,15 +43,12 @@ class Sampled:
     Args:
         requests: those that the rows of logits belong to.
         tokens: int64 [len(requests)], on the device; -1 where a row of logits is not finite.
-        reports: what `sampling.sample` returned, with log-probabilities; None if no request wants them.
+        reports: their log-probabilities, None if no request wants them.
     """
 
-    def __init__(self, requests: Sequence[Request], tokens: Tensor, reports: sampling.Sampled | None) -> None:
+    def __init__(self, requests: Sequence[Request], tokens: Tensor, reports: sampling.Logprobs | None) -> None:
         self.requests = requests
-        tensors = [tokens]
-        if reports is not None:
-            parts = (reports.logprobs, reports.top_tokens, reports.top_logprobs)
-            tensors += [x for x in parts if x is not None]
+        tensors = [tokens, *(reports or ())]
         self._event = None
         if tokens.is_cuda:
             self._host = [
@@ -125,12 +123,10 @@ class _Batch:
         if self._penalised is not None:
             tables = (self._lists.tokens, self._prompts, self._lens, self._slots)
             penalties = sampling.Penalties(*tables, *self._factors)
-        count = None if self.logprobs is None else min(self.logprobs, logits.shape[1])
         heat, top_p, min_p = self._filters
         return sampling.sample(
-            logits, heat, self._top_k, top_p, min_p, seed=self._seeds, offset=self.index, penalties=penalties,
-            num_logprobs=count,
-        )  # fmt: skip
+            logits, heat, self._top_k, top_p, min_p, seed=self._seeds, offset=self.index, penalties=penalties
+        )
 
     def count(self, tokens: Tensor) -> None:
         """Count the sampled tokens, int64 [rows], so that the requests' next tokens can be sampled."""
@@ -182,13 +178,15 @@ class Sampler:
             self._batch = None if plain else _Batch(requests, ahead, self._lists, self.last)
             self._requests = requests if ahead is None else ()  # of drafts, the host knows later how many count
         batch, reports = self._batch, None
+        allowed = masked(logits, [None if request.finish_reason else request.matcher for request in requests])
         if batch is None:
-            best, tokens = logits.max(-1)
+            best, tokens = allowed.max(-1)
             valid = best.isfinite()  # not so in a row with NaN, with +inf, or with -inf only
         else:
-            drawn = batch.sample(logits)
+            drawn = batch.sample(allowed)
+            if batch.logprobs is not None:
+                reports = sampling.token_logprobs(logits, drawn.tokens, min(batch.logprobs, logits.shape[1]))
             tokens, valid = drawn.tokens.long(), drawn.valid
-            reports = drawn if batch.logprobs is not None else None
             batch.count(tokens)
         self.last[: len(requests)] = tokens
         return Sampled(requests, torch.where(valid, tokens, _UNDEFINED), reports)

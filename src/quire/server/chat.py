@@ -30,6 +30,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = body.params(service.limits, most, logprobs)
+    await service.prepare(params[0], body.form_field)
     tokens = await asyncio.to_thread(render, service, body)
     generation = service.start([tokens], params, "messages")
     return await answer(request, generation, _Form(service, logprobs), bool(body.stream), body.includes_usage)

@@ -36,6 +36,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     given = body.prompts()
     if len(given) * len(params) > service.room:
         raise bad("prompt", f"prompt has {len(given)} elements: this server holds {service.room} completions at most")
+    await service.prepare(params[0], body.form_field)
     prompts = list(await asyncio.gather(*(service.encode(p, f"prompt {i}") for i, p in enumerate(given))))
     echoes = [""] * len(prompts)
     if body.echo:

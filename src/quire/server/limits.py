@@ -16,6 +16,7 @@ class Limits:
         max_n: completions of each prompt.
         max_tokens: tokens of a completion; None: as many as the context has room for.
         max_stop, max_stop_length: stop strings of a request, also its stop tokens, and characters of a stop string.
+        max_grammar: characters of a JSON schema, a regular expression or a grammar.
         max_logprobs: likeliest tokens that are reported for each token.
         body_timeout: seconds for a request's body to arrive, after its headers.
         send_timeout: seconds that a client may leave a part of a stream unread before the stream is given up.
@@ -28,13 +29,14 @@ class Limits:
     max_tokens: int | None = None
     max_stop: int = 16
     max_stop_length: int = 256
+    max_grammar: int = 128 << 10
     max_logprobs: int = 20
     body_timeout: float = 30.0
     send_timeout: float = 60.0
     grace: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("max_body", "max_n", "max_stop", "max_stop_length", "body_timeout", "send_timeout"):
+        for name in ("max_body", "max_n", "max_stop", "max_stop_length", "max_grammar", "body_timeout", "send_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: it must be above 0")
         for name in ("max_queue", "max_logprobs", "grace"):

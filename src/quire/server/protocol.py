@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from quire.engine import SamplingParams
 from quire.server.errors import bad, invalid
+from quire.server.formats import ResponseFormat, StructuredOutputs
 from quire.server.limits import Limits
 
 _Prompt = str | list[StrictInt] | list[str] | list[list[StrictInt]]
@@ -17,7 +18,7 @@ _SAMPLING = (
 # Fields that would change the answer and are not supported: they are refused unless they have no effect.
 _ABSENT = (
     "best_of suffix logit_bias tools functions prompt_logprobs guided_json guided_regex guided_choice guided_grammar "
-    "structured_outputs chat_template audio documents"
+    "chat_template audio documents"
 )
 
 
@@ -25,12 +26,6 @@ class StreamOptions(BaseModel):
     """How a stream reports."""
 
     include_usage: bool | None = None
-
-
-class ResponseFormat(BaseModel):
-    """The form that a completion must have."""
-
-    type: str
 
 
 class Sampled(BaseModel):
@@ -56,6 +51,12 @@ class Sampled(BaseModel):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def form_field(self) -> str:
+        """The field that may constrain the form of completions."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def includes_usage(self) -> bool:
@@ -75,6 +76,7 @@ class Sampled(BaseModel):
         self._refuse_absent()
         self._check(limits, most, logprobs)
         given = {name: getattr(self, name) for name in _SAMPLING.split() if getattr(self, name) is not None}
+        given |= self._constraint(limits)
         most = limits.max_tokens if most is None else most
         try:
             first = SamplingParams(**given, seed=self.seed, max_tokens=most, logprobs=logprobs)
@@ -103,10 +105,25 @@ class Sampled(BaseModel):
         if longest > limits.max_stop_length:
             raise bad("stop", f"stop has {longest} characters: this server allows {limits.max_stop_length} at most")
 
+    def _constraint(self, limits: Limits) -> dict[str, str]:
+        """The keyword argument of SamplingParams for the form of completions; empty if they are free."""
+        forms = [form.constraint() for form in (self.response_format, self.structured_outputs) if form is not None]
+        if len(forms := [form for form in forms if form]) > 1:
+            raise bad("structured_outputs", "structured_outputs and response_format can't be combined")
+        if not forms:
+            return {}
+        try:
+            checked = SamplingParams(**forms[0]).constraint
+        except ValueError as error:
+            raise bad(self.form_field, f"{self.form_field}: {error}") from None
+        assert checked is not None
+        name, text = checked
+        if len(text) > limits.max_grammar:
+            size = f"{len(text)} characters: this server allows {limits.max_grammar} at most"
+            raise bad(self.form_field, f"{self.form_field} has {size}")
+        return {name: text}
+
     def _refuse_absent(self) -> None:
-        if self.response_format is not None and self.response_format.type != "text":
-            what = f"response_format = {self.response_format.type!r}: only 'text' is supported"
-            raise bad("response_format", what, "unsupported_value")
         extra = self.model_extra or {}
         for name in _ABSENT.split():
             value = extra.get(name)

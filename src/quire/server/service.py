@@ -66,6 +66,14 @@ class Service:
         except ValueError as error:
             raise invalid(error, "prompt") from None
 
+    async def prepare(self, params: SamplingParams, field: str) -> None:
+        """Compile the grammar of completions, in a thread, since that of a large schema takes long."""
+        if params.constraint is not None:
+            try:
+                await asyncio.to_thread(self.llm.prepare, params)
+            except (ImportError, ValueError) as error:
+                raise bad(field, f"{field}: {error}") from None
+
     def start(self, prompts: list[list[int]], params: list[SamplingParams], field: str) -> Generation:
         """Begin to complete prompts, each once for every element of params.
 

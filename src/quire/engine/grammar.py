@@ -1,0 +1,200 @@
+"""Structured output: the tokens that a request's grammar allows next, by llguidance.
+
+A grammar is compiled when a request is made, in the caller's thread, and each request has a matcher of its own, which
+follows the tokens of the output. Tokens of the prompt are no part of it. Before a step samples, the matchers of its
+requests fill bit masks on the host, and the tokens that a mask forbids get the logit -inf. End tokens are not left to
+llguidance: they are allowed where the grammar accepts the output so far, whatever ends the output of the request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from reprlib import repr as shortened
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.model import Model
+from quire.engine.params import SamplingParams
+from quire.steps import upload
+
+_END = "<|end of quire's grammar|>"
+_COMPILED = 64  # grammars that are kept for further requests
+# Between the tokens of JSON: a few spaces, or one new line and its indentation. Without a bound, a model can fill its
+# output with white space.
+_SPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
+
+
+class Matcher:
+    """Follows the output of one request through its grammar; for use in the engine's thread.
+
+    Args:
+        grammars: those of the model.
+        state: llguidance's matcher, of this request alone.
+        ends: tokens that end the output, allowed where the grammar accepts the text before them.
+
+    Attributes:
+        count: tokens of the output.
+    """
+
+    def __init__(self, grammars: Grammars, state: Any, ends: frozenset[int]) -> None:
+        self.grammars, self.state, self.ends, self.count = grammars, state, ends, 0
+
+    def push(self, token: int) -> bool:
+        """Add a token to the output; return whether the output is complete, so that no token may follow.
+
+        Raises:
+            ValueError: the grammar does not allow the token.
+        """
+        if not self.state.consume_token(token):
+            raise ValueError(f"the grammar does not allow token {token} after {self.count}: {_reason(self.state)}")
+        self.count += 1
+        return self.state.is_stopped()
+
+
+class Grammars:
+    """The grammars of one model's requests; for use in any thread.
+
+    Args:
+        model: has the tokenizer, which is prepared for masks when the first grammar is compiled.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._tokenizer: Any = None
+        self._lock = threading.Lock()
+        self._compiled = lru_cache(_COMPILED)(self._compile)
+
+    def matcher(self, params: SamplingParams, ends: frozenset[int]) -> Matcher | None:
+        """The matcher of a new request, whose output ends with a token of `ends`; None if params have no grammar.
+
+        Raises:
+            ImportError: llguidance is not installed.
+            ValueError: the grammar is not one, or the model's tokenizer does not work with grammars; the message has
+                the attribute of SamplingParams.
+        """
+        if params.constraint is None:
+            return None
+        return Matcher(self, self._compiled(*params.constraint).deep_copy(), ends)
+
+    def masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
+        """The tokens that each matcher allows next, as bits: int32 [len(matchers), words], the lowest bit first.
+
+        Raises:
+            ValueError: a matcher allows no token.
+        """
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        bits = np.zeros((len(matchers), self._words), dtype=np.int32)
+        fill_next_token_bitmask_par(self._executor, [(matcher.state, i) for i, matcher in enumerate(matchers)], bits)
+        for row, matcher in zip(bits.view(np.uint8), matchers, strict=True):
+            if matcher.state.is_error():
+                raise ValueError(f"the grammar can't go on after {matcher.count} tokens: {_reason(matcher.state)}")
+            _set(row, self._end, False)
+            for token in matcher.ends:
+                _set(row, token, matcher.state.is_accepting())
+        empty = np.flatnonzero(~bits.any(1))
+        if len(empty):
+            count = matchers[empty[0]].count
+            raise ValueError(f"the grammar allows none of the model's tokens after {count} tokens")
+        return bits
+
+    def _compile(self, name: str, text: str) -> Any:
+        """The matcher, of llguidance, of a grammar at its start; `name` is the attribute of SamplingParams."""
+        tokenizer = self._prepared(name)
+        from llguidance import LLMatcher, LLParserLimits
+
+        make = {
+            "json_schema": lambda: LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _SPACE}),
+            "regex": lambda: LLMatcher.grammar_from_regex(text),
+            "grammar": lambda: LLMatcher.grammar_from_lark(text),
+        }
+        limits = LLParserLimits(verbose_errors=False)
+        try:
+            state = LLMatcher(tokenizer, make[name](), log_level=0, limits=limits)
+        except ValueError as error:
+            raise ValueError(f"{name} = {shortened(text)}: {error}") from None
+        # The first masks take the longest, copies share what they have found, and errors of some grammars come with
+        # the first token.
+        first = np.unpackbits(np.frombuffer(state.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        first[self._end] = 0
+        probe = state.deep_copy()
+        if first.any():
+            probe.consume_token(int(first.argmax()))
+            probe.compute_bitmask()
+        elif state.is_accepting() or _reason(state) == "NoExtensionBias":
+            what = "only the empty text" if state.is_accepting() else "no text"
+            raise ValueError(f"{name} = {shortened(text)}: it allows {what}")
+        if probe.is_error():
+            raise ValueError(f"{name} = {shortened(text)}: {_reason(probe)}")
+        return state
+
+    def _prepared(self, name: str) -> Any:
+        """The model's tokenizer as llguidance needs it."""
+        try:
+            from llguidance import LLExecutor, LLTokenizer
+        except ImportError as error:
+            raise ImportError(f"{name} needs llguidance: pip install 'quire[structured]' ({error})") from error
+        with self._lock:
+            if self._tokenizer is None:
+                folder, own = self._model.folder, self._model.tokenizer
+                if own is None:
+                    raise ValueError(f"{name} needs a tokenizer, but {folder} has none")
+                try:
+                    text, self._end = _with_end(own)
+                    size = max(self._model.vocab_size, self._end + 1)
+                    self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=self._end)
+                except Exception as error:  # of a tokenizer of another library, or of an unknown kind
+                    kind = f"the tokenizer of {folder}, of type {type(own).__name__}"
+                    raise ValueError(f"{name} can't be used: llguidance does not read {kind}: {error}") from error
+                self._words, self._executor = -(-size // 32), LLExecutor()
+        return self._tokenizer
+
+
+def _with_end(tokenizer: Any) -> tuple[str, Any]:
+    """The text of a tokenizer with one more special token, and its id. llguidance takes that for its end token, and
+    all tokens of the model for text.
+    """
+    from tokenizers import Tokenizer
+
+    copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    copy.no_padding()
+    copy.no_truncation()
+    copy.add_special_tokens([_END])
+    return copy.to_str(), copy.token_to_id(_END)
+
+
+def masked(logits: Tensor, matchers: Sequence[Matcher | None]) -> Tensor:
+    """Logits [len(matchers), vocab_size] with -inf for the tokens that matchers forbid; the logits themselves if there
+    are no matchers. Where the model's logits are NaN or +inf, the result is not finite either.
+
+    Raises:
+        ValueError: a matcher allows no token.
+    """
+    rows = {i: matcher for i, matcher in enumerate(matchers) if matcher is not None}
+    if not rows:
+        return logits
+    given = list(rows.values())
+    bits = upload(given[0].grammars.masks(given), logits.device).view(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    forbidden = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
+    # A sum with -inf, unlike a replacement by it, keeps NaN and turns +inf into it.
+    added = torch.zeros(forbidden.shape, dtype=logits.dtype, device=logits.device).masked_fill_(forbidden, -torch.inf)
+    return logits.index_add(0, upload(np.array(list(rows)), logits.device), added)
+
+
+def _set(mask: np.ndarray, token: int, on: bool) -> None:
+    """Set the bit of a token in a mask of bytes that has it."""
+    if token < 8 * len(mask):
+        bit = np.uint8(1 << token % 8)
+        mask[token // 8] = mask[token // 8] | bit if on else mask[token // 8] & ~bit
+
+
+def _reason(state: Any) -> str:
+    """Why a matcher has failed, without its state or a backtrace; lines that quote a long grammar are cut."""
+    lines = state.get_error().partition("\n<")[0].strip().splitlines()
+    return "\n".join(line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}" for line in lines)
