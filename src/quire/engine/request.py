@@ -50,7 +50,7 @@ class Request:
         node: the last of these pages in the prefix tree, if any is.
         seed: makes the random numbers of the request: `params.seed` or a random one.
         matcher: follows the output through the request's grammar; None: there is no grammar.
-        plain: whether the likeliest token is taken as it is, without penalties and without reports.
+        plain: whether the likeliest token is taken as it is, without a grammar, penalties or reports.
         lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
             tokens by more than the model: one with penalties or a grammar.
         reused: tokens of the prompt that were in the cache when the request was first admitted.
@@ -80,11 +80,12 @@ class Request:
         self.error: str | None = None
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.seed = random.getrandbits(64) if params.seed is None else params.seed
-        self.plain = params.greedy and not params.penalised and params.logprobs is None
         own_ends = frozenset() if params.ignore_eos else end_ids
         self._ends = own_ends | frozenset(params.stop_token_ids)
         self.matcher = None if grammars is None else grammars.matcher(params, self._ends)
-        self.lookup = None if params.penalised or self.matcher is not None else Lookup()
+        free = self.matcher is None and not params.penalised
+        self.plain = free and params.greedy and params.logprobs is None
+        self.lookup = Lookup() if free else None
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, params.stop or ())
 
     @property

@@ -178,12 +178,12 @@ class Sampler:
             self._batch = None if plain else _Batch(requests, ahead, self._lists, self.last)
             self._requests = requests if ahead is None else ()  # of drafts, the host knows later how many count
         batch, reports = self._batch, None
-        allowed = masked(logits, [None if request.finish_reason else request.matcher for request in requests])
         if batch is None:
-            best, tokens = allowed.max(-1)
+            best, tokens = logits.max(-1)
             valid = best.isfinite()  # not so in a row with NaN, with +inf, or with -inf only
         else:
-            drawn = batch.sample(allowed)
+            matchers = [None if request.finish_reason else request.matcher for request in requests]
+            drawn = batch.sample(masked(logits, matchers))
             if batch.logprobs is not None:
                 reports = sampling.token_logprobs(logits, drawn.tokens, min(batch.logprobs, logits.shape[1]))
             tokens, valid = drawn.tokens.long(), drawn.valid
