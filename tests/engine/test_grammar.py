@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from helpers.checkpoints import save, save_with_tokenizer
-from helpers.engines import captured_on_the_host, pages_add_up, until_idle
+from helpers.engines import captured_on_the_host, pages_add_up, same, until_idle
 from helpers.schemas import is_valid, random_schema
 from quire.engine import LLM, SamplingParams
 from quire.engine.sampler import Sampler
@@ -64,11 +64,6 @@ def requests_with_schemas(rng, count):
     return [rng.choice(PROMPTS) for _ in schemas], params, schemas
 
 
-def same(ours, expected):
-    for a, b in zip(ours, expected, strict=True):
-        assert (a.text, a.token_ids, a.finish_reason, a.error) == (b.text, b.token_ids, b.finish_reason, b.error)
-
-
 def test_complete_outputs_are_valid_in_any_batch_and_at_any_depth(folder, rng):
     """In a pool so small that requests are preempted, with results read at once and one step late."""
     sizes = {"page_size": 4, "num_pages": 44, "max_num_seqs": 12, "max_batched_tokens": 24, "max_model_len": 176}
@@ -85,9 +80,10 @@ def test_complete_outputs_are_valid_in_any_batch_and_at_any_depth(folder, rng):
             llm._engine.depth = int(how != "at once")
             if how == "late, inputs of graphs":
                 captured_on_the_host(llm, max_tokens=48)
-            same(llm.generate(prompts, params), alone)
-            assert llm.stats.preemptions > 0
+            done = llm.generate(prompts, params)
             until_idle(llm)
+            assert llm.stats.preemptions > 0
+            same(done, alone, llm, prompts, params)
             assert pages_add_up(llm)
 
 
@@ -97,6 +93,15 @@ def test_any_object_is_an_object(folder, rng):
         done = [c for c in llm.generate([PROMPTS[0]] * 24, params) if c.finish_reason == "stop"]
     assert done
     assert all(isinstance(json.loads(c.text), dict) for c in done)
+
+
+@pytest.mark.parametrize(("options", "space"), [({}, r"[ \t]{0,4}|\r?\n[ \t]{0,64}"), ({"whitespace_pattern": ""}, "")])
+def test_white_space_is_bounded(llm, options, space):
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 4, "x-guidance": options}
+    params = [SamplingParams(temperature=1, seed=i, max_tokens=240, json_schema=schema) for i in range(16)]
+    done = [c for c in llm.generate([PROMPTS[0]] * 16, params) if c.finish_reason == "stop"]
+    assert done
+    assert all(re.fullmatch(rf"\[((,?)({space})[12]({space}))+\]", c.text) for c in done)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -166,8 +171,8 @@ def test_a_mask_that_allows_nothing_ends_its_request_alone(random_weights):
             *done, failed = llm.generate([*PROMPTS, PROMPTS[0]], [*others, stuck])
             assert failed.finish_reason == "error"
             assert failed.error == "ValueError: the grammar allows none of the model's tokens after 1 tokens"
-            same(done, expected)
             until_idle(llm)
+            same(done, expected, llm, PROMPTS, others)
             assert pages_add_up(llm)
 
 
@@ -291,5 +296,4 @@ def test_a_gpu_that_is_a_step_ahead_computes_the_same(random_weights, rng):
             assert completion.finish_reason in ("stop", "length")
             if schema is not None and completion.finish_reason == "stop":
                 assert is_valid(schema, json.loads(completion.text))
-    same(done[1], done[0])
-    same(done[3], done[2])
+        same(completions, done[0], llm, prompts, params)

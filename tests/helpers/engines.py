@@ -12,6 +12,7 @@ import torch
 
 from quire.definition.pages import PageTable
 from quire.engine import LLM, Completion, SamplingParams
+from quire.engine.grammar import masked
 from quire.engine.graphs import StepGraphs
 from quire.engine.inputs import InputBuffers, Inputs, Shape
 from quire.engine.sampler import sample
@@ -34,6 +35,49 @@ def until_idle(llm: LLM, seconds: float = 20.0) -> None:
     while llm._engine.busy:
         assert time.monotonic() < end, "the engine goes on"
         time.sleep(0.01)
+
+
+def tokens_of_rounded_logits(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, output: list[int]
+) -> set[int | None]:
+    """The tokens that may follow `output` if logits have rounding errors, of which those of float32 are up to 5e-6."""
+    engine, scheduler = llm._engine, llm._engine.scheduler
+    tokens = engine.tokens(prompt, "prompt")
+    request = engine.request([*tokens, *output], params, lambda update: None)
+    request.prompt_len = len(tokens)
+    scheduler.tree.clear()
+    request.pages = array("i", scheduler.allocator.allocate(-(-len(request.tokens) // engine.runner.page_size)))
+    logits = engine.runner.run([Chunk(request, 0, len(request.tokens), True)])
+    scheduler.allocator.release(request.pages)
+    if request.matcher is not None:
+        for token in output:
+            request.matcher.push(token)
+        logits, request.matcher = masked(logits, [request.matcher]), None
+    errors = 1e-5 * torch.rand(500, logits.shape[1], device=logits.device).mul_(2).sub_(1)
+    return {choice.token for choice in sample(logits + errors, [request] * len(errors))}
+
+
+def same(
+    ours: Sequence[Completion],
+    expected: Sequence[Completion],
+    llm: LLM,
+    prompts: Sequence[Any],
+    params: Sequence[SamplingParams],
+) -> None:
+    """Assert that completions are equal, log-probabilities up to rounding, and tokens unless rounding decides between
+    them: about one of 20,000 random numbers is so near the border between two tokens.
+    """
+    for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
+        first = next((j for j, (x, y) in pairs if x != y), None)
+        if first is not None:
+            assert a.token_ids[first] in tokens_of_rounded_logits(llm, prompts[i], params[i], b.token_ids[:first])
+            continue
+        assert (a.token_ids, a.finish_reason, a.text, a.error) == (b.token_ids, b.finish_reason, b.text, b.error)
+        assert (a.logprobs is None) == (b.logprobs is None)
+        for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
+            assert list(x) == list(y)
+            assert list(x.values()) == pytest.approx(list(y.values()), abs=1e-4)
 
 
 class _Replay:
@@ -79,42 +123,3 @@ def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
     graphs = HostGraphs(compute, buffers, most, max_tokens)
     graphs._logits = torch.full((most, runner.model.vocab_size), torch.nan)
     runner.step_graphs = graphs
-
-
-def tokens_of_rounded_logits(
-    llm: LLM, prompt: str | list[int], params: SamplingParams, output: list[int]
-) -> set[int | None]:
-    """The tokens that may follow `output` if logits have rounding errors, of which those of float32 are up to 5e-6."""
-    engine, scheduler = llm._engine, llm._engine.scheduler
-    prompt = engine.tokens(prompt, "prompt")
-    request = engine.request([*prompt, *output], params, lambda update: None)
-    request.prompt_len = len(prompt)
-    scheduler.tree.clear()
-    request.pages = array("i", scheduler.allocator.allocate(-(-len(request.tokens) // engine.runner.page_size)))
-    logits = engine.runner.run([Chunk(request, 0, len(request.tokens), True)])
-    scheduler.allocator.release(request.pages)
-    errors = 1e-5 * torch.rand(500, logits.shape[1]).mul_(2).sub_(1)
-    return {choice.token for choice in sample(logits + errors, [request] * len(errors))}
-
-
-def same(
-    ours: Sequence[Completion],
-    expected: Sequence[Completion],
-    llm: LLM,
-    prompts: Sequence[Any],
-    params: Sequence[SamplingParams],
-) -> None:
-    """Whether completions are equal, log-probabilities up to rounding, and tokens unless rounding decides between them:
-    about one of 20,000 random numbers is so near the border between two tokens.
-    """
-    for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
-        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
-        first = next((j for j, (x, y) in pairs if x != y), None)
-        if first is not None:
-            assert a.token_ids[first] in tokens_of_rounded_logits(llm, prompts[i], params[i], b.token_ids[:first])
-            continue
-        assert (a.token_ids, a.finish_reason, a.text, a.error) == (b.token_ids, b.finish_reason, b.text, b.error)
-        assert (a.logprobs is None) == (b.logprobs is None)
-        for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
-            assert list(x) == list(y)
-            assert list(x.values()) == pytest.approx(list(y.values()), abs=1e-4)
