@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from quire.engine import SamplingParams, shipped_model
+from quire.engine.chunks import Decodes
 from quire.engine.engine import Engine
 from quire.engine.graphs import StepGraphs
 from quire.engine.inputs import InputBuffers, Inputs, Shape
@@ -33,7 +34,7 @@ class DummyRunner:
         self.model, self.num_pages, self.page_size = model, num_pages, page_size
         self.buffers = InputBuffers(Shape(most, most), -(-model.context // page_size), page_size, model.device)
         self.graphs = StepGraphs(self._compute, self.buffers, most, 0)
-        self.logits = torch.rand(most, 400)
+        self.logits = torch.rand(most, 2 if model.tokenizer is None else 400)
 
     @staticmethod
     def _compute(inputs: Inputs, shape: Shape) -> torch.Tensor:
@@ -47,7 +48,7 @@ class DummyRunner:
         shape = self.graphs.shape(chunks)
         if shape is not None:
             chunks = self.buffers.fill(chunks, shape)
-        sampling = [c for c in chunks if c.samples]
+        sampling = chunks if isinstance(chunks, Decodes) else [c for c in chunks if c.samples]
         return sampling, self.logits[: len(sampling)]
 
 

@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 
 from helpers.engines import until_idle
 from quire.engine import LLM, SamplingParams
+from quire.engine.chunks import Chunk
 from quire.engine.engine import Engine
-from quire.engine.scheduler import Chunk
 from quire.engine.timeline import Timeline
 
 

@@ -12,11 +12,11 @@ import torch
 
 from quire.definition.pages import PageTable
 from quire.engine import LLM, Completion, SamplingParams
+from quire.engine.chunks import Chunk
 from quire.engine.grammar import masked
 from quire.engine.graphs import StepGraphs
 from quire.engine.inputs import InputBuffers, Inputs, Shape
 from quire.engine.sampler import sample
-from quire.engine.scheduler import Chunk
 
 
 def pages_add_up(llm: LLM) -> bool:

@@ -19,6 +19,7 @@ pytest.importorskip("openai")
 from helpers.engines import pages_add_up, until_idle
 from helpers.server import served, serving_process
 from quire.engine import LLM, SamplingParams
+from quire.engine.request import Request
 
 LONG = {"prompt": "import os\n", "max_tokens": 1500, "ignore_eos": True}
 
@@ -110,14 +111,14 @@ def test_the_server_tells_its_state(llm, url):
 
 
 def test_a_failed_completion_is_answered_and_the_next_one_succeeds(llm, url, monkeypatch):
-    push = llm._engine._push
+    add = Request.add
 
-    def broken(request, choices):
+    def broken(request, *given):
         if len(request.output) == 2:
-            choices[0].token, choices[0].error = None, "RuntimeError: broken"
-        push(request, choices)
+            raise RuntimeError("broken")
+        add(request, *given)
 
-    monkeypatch.setattr(llm._engine, "_push", broken)
+    monkeypatch.setattr(Request, "add", broken)
     done = httpx.post(f"{url}/v1/completions", json=LONG)
     assert (done.status_code, done.json()["error"]["code"]) == (500, "engine_error")
     streamed = httpx.post(f"{url}/v1/completions", json={**LONG, "stream": True})

@@ -8,7 +8,7 @@ least recently used first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from quire.cache.allocator import PageAllocator
 
@@ -58,8 +58,8 @@ class PrefixTree:
     def find(self, tokens: Sequence[int]) -> tuple[list[int], Node]:
         """The pages of `match`, and the node of the last one, for `insert`."""
         pages, node = [], self._root
-        for key in self._keys(tokens, 0, len(tokens) // self.page_size):
-            child = node.children.get(key)
+        for depth in range(len(tokens) // self.page_size):
+            child = node.children.get(self._key(tokens, depth))
             if child is None:
                 break
             pages.append(child.page)
@@ -85,10 +85,11 @@ class PrefixTree:
         end = full if count is None else min(count, full)
         first = self._root if after is None or after.depth < 0 else after
         node = first
-        for key, page in zip(self._keys(tokens, first.depth, end), pages[first.depth : end], strict=True):
+        for depth in range(first.depth, end):
+            key, page = self._key(tokens, depth), pages[depth]
             child = node.children.get(key)
             if child is None:
-                self.allocator.retain([page])
+                self.allocator.retain((page,))
                 child = node.children[key] = Node(node, key, page)
             node = child
         self.touch(node, first.depth)
@@ -143,8 +144,6 @@ class PrefixTree:
         self._order.clear()
         self._root.children.clear()
 
-    def _keys(self, tokens: Sequence[int], start: int, end: int) -> Iterator[tuple[int, ...]]:
-        """The tokens of pages start to end."""
-        size = self.page_size
-        for i in range(start * size, end * size, size):
-            yield tuple(tokens[i : i + size])
+    def _key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+        """The tokens of a page."""
+        return tuple(tokens[index * self.page_size : (index + 1) * self.page_size])

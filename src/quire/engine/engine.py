@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.engine.chunks import Chunk, Decodes
 from quire.engine.grammar import Grammars
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
-from quire.engine.sampler import Choice, Sampled, Sampler, sample
-from quire.engine.scheduler import Chunk, Scheduler
+from quire.engine.sampler import NOT_FINITE, UNDEFINED, Choice, Sampled, Sampler, sample
+from quire.engine.scheduler import Scheduler
 from quire.engine.timeline import Timeline
 
 
@@ -65,7 +66,7 @@ class Engine:
         self.grammars = Grammars(self.model)
         self._sampler = Sampler(self.model.device, self.scheduler.max_rows)
         # Steps whose results have not been read, and their chunks that sample.
-        self._launched: deque[tuple[Sampled, list[Chunk]]] = deque()
+        self._launched: deque[tuple[Sampled, Sequence[Chunk]]] = deque()
         self.timeline = Timeline()
         runner.last_tokens = self._sampler.last
         runner.warm_up()
@@ -148,7 +149,7 @@ class Engine:
         finally:
             self.timeline.read(len(self._launched))
 
-    def _launch(self, chunks: list[Chunk]) -> None:
+    def _launch(self, chunks: Sequence[Chunk]) -> None:
         """Start to compute a step and to sample its tokens."""
         try:
             sampling, logits = self.runner.forward(chunks)
@@ -157,9 +158,13 @@ class Engine:
             chunks = [c for c in chunks if c.request.finish_reason is None]
             chunks, logits = self._run_each(chunks, error)
             sampling = [c for c in chunks if c.samples]
-        for chunk in chunks:  # drafts have not been verified
-            chunk.request.computed = chunk.start + chunk.count - len(chunk.drafts)
         self.scheduler.stats.steps += 1
+        if isinstance(sampling, Decodes):
+            for request in sampling.requests:
+                request.computed += 1
+        else:
+            for chunk in chunks:  # drafts have not been verified
+                chunk.request.computed = chunk.start + chunk.count - len(chunk.drafts)
         if not sampling:
             return
         requests, ahead = _rows(sampling)
@@ -172,20 +177,45 @@ class Engine:
             first = [i for i, n in enumerate(ahead or [0] * len(requests)) if n == 0]
             self._sample_each([requests[i] for i in first], logits[first], error)
             return
-        for row, chunk in enumerate(sampling):  # a row each, where a token can be pending while a step is scheduled
-            chunk.request.pending += 1
-            chunk.request.row = row
+        alone = requests if ahead is None else [c.request for c in sampling]
+        for row, request in enumerate(alone):  # a row each, where a token can be pending while a step is scheduled
+            request.pending += 1
+            request.row = row
         self._launched.append((sampled, sampling))
 
     def _read(self, leave: int = 0) -> None:
         """Wait for launched steps except the last `leave` ones, and report their tokens."""
         while len(self._launched) > leave:
             sampled, chunks = self._launched.popleft()
+            if isinstance(chunks, Decodes) and not sampled.reported:
+                self._push_each(chunks.requests, sampled.tokens())
+                continue
             for chunk, choices in zip(chunks, _by_chunk(chunks, sampled.read()), strict=True):
                 request = chunk.request
                 if request.finish_reason is None:  # else it has ended since the step was launched
                     request.pending -= 1
                     self._push(request, self._verify(chunk, choices) if chunk.drafts else choices)
+
+    def _push_each(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+        """`_push` of one token to each request, without log-probabilities."""
+        count = 0
+        for request, token in zip(requests, tokens, strict=True):
+            if request.finish_reason is not None:  # it has ended since the step was launched
+                continue
+            request.pending -= 1
+            if token == UNDEFINED:
+                self._end(request, "error", NOT_FINITE)
+                continue
+            count += 1
+            try:
+                update = request.push(token, self.max_len)
+            except Exception as error:  # raised by the tokenizer or the grammar
+                self._end(request, "error", _describe(error))
+                continue
+            if request.finish_reason is not None:
+                self.scheduler.remove(request)
+            request.sink(update)
+        self.scheduler.stats.generated_tokens += count
 
     def _verify(self, chunk: Chunk, choices: Sequence[Choice]) -> Sequence[Choice]:
         """Count the drafts of a chunk that were sampled themselves, up to the first other one, as computed tokens of
@@ -211,7 +241,7 @@ class Engine:
         if not count:
             _warn(len(requests), error)
 
-    def _run_each(self, chunks: list[Chunk], error: Exception) -> tuple[list[Chunk], Tensor]:
+    def _run_each(self, chunks: Sequence[Chunk], error: Exception) -> tuple[list[Chunk], Tensor]:
         """Compute each chunk of a step that raised alone, and end the requests of chunks that raise again.
 
         Returns:
@@ -275,6 +305,8 @@ class Engine:
 
 def _rows(chunks: Sequence[Chunk]) -> tuple[list[Request], list[int] | None]:
     """The request of each row of logits, and how many drafts come before its token; None if there are no drafts."""
+    if isinstance(chunks, Decodes):
+        return chunks.requests, None
     if not any(c.drafts for c in chunks):
         return [c.request for c in chunks], None
     counts = [1 + len(c.drafts) for c in chunks]

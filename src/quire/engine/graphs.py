@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.engine.chunks import Chunk, Decodes
 from quire.engine.inputs import InputBuffers, Inputs, Shape
-from quire.engine.scheduler import Chunk
 
 # The largest steps that have graphs. Larger ones take the GPU longer than their launches take the host.
 MAX_ROWS, MAX_TOKENS = 512, 2048
@@ -49,7 +49,7 @@ class StepGraphs:
 
     def shape(self, chunks: Sequence[Chunk]) -> Shape | None:
         """The smallest shape that a step fits; None if it is too large."""
-        tokens = sum(c.count for c in chunks)
+        tokens = len(chunks) if isinstance(chunks, Decodes) else sum(c.count for c in chunks)
         if tokens == len(chunks) <= self._most_rows:
             rows = self._decodes[bisect_left(self._decodes, tokens)]
             return Shape(rows, rows)
@@ -57,7 +57,7 @@ class StepGraphs:
             return None
         return Shape(self._most_rows, self._mixed[bisect_left(self._mixed, tokens)])
 
-    def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor] | None:
+    def run(self, chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Tensor] | None:
         """Replay the graph of a step: the chunks that sample, and the logits of their last tokens and drafts, which the
         next step overwrites. None if there is no graph for the step.
         """
@@ -72,6 +72,8 @@ class StepGraphs:
             self._buffers.forget()
             raise
         self._graphs[shape].replay()
+        if isinstance(ordered, Decodes):
+            return ordered, self._logits[: len(ordered)]
         sampling = [c for c in ordered if c.samples]
         return sampling, self._logits[: len(sampling) + sum(len(c.drafts) for c in sampling)]
 

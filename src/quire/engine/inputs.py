@@ -11,14 +11,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.chunks import Chunk, Decodes
 from quire.engine.request import Request
-from quire.engine.scheduler import Chunk
 from quire.steps import upload
 
 
@@ -76,7 +77,8 @@ class InputBuffers:
         self._offsets = torch.arange(0, largest.rows + 1, dtype=torch.int32, device=device) * width
         self._host_table = np.zeros((largest.rows, width), dtype=np.int32)
         self._requests: list[Request] = []  # of the last step, in the order of its chunks
-        self._order: list[int] = []  # the index of the chunk of each row
+        self._order = np.zeros(0, dtype=np.int64)  # the index of the chunk of each row
+        self._in_rows: list[Request] = []  # the request of each row
         self._rows: dict[Request, int] = {}
         self.forget()
 
@@ -91,12 +93,12 @@ class InputBuffers:
         kv_indptr, kv_indices = self._offsets[: shape.rows + 1], self._table[: shape.rows * self.width]
         return Inputs(ids, source, positions, slots, sampled, qo_indptr, kv_indptr, kv_indices, last_page_len)
 
-    def fill(self, chunks: Sequence[Chunk], shape: Shape) -> list[Chunk]:
+    def fill(self, chunks: Sequence[Chunk], shape: Shape) -> Sequence[Chunk]:
         """Start to copy the inputs of a step to the device; return its chunks in the order of their rows. The step fits
         the shape, and the device executes what reads the inputs of the last step before the copy.
         """
         chunks = self._place(chunks)
-        self._write_pages(chunks)
+        self._write_pages(self._in_rows)
         # Torch does not give pinned memory to others before the copies from it have ended.
         host = torch.empty(_size(shape), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         parts = _split_host(host.numpy(), shape)
@@ -104,7 +106,10 @@ class InputBuffers:
         self._fill_tokens(chunks, ids, source)
 
         rows = len(chunks)
-        starts, counts = np.array([c.start for c in chunks]), np.array([c.count for c in chunks])
+        if isinstance(chunks, Decodes):
+            starts, counts = chunks.starts, np.ones(rows, dtype=np.int64)
+        else:
+            starts, counts = np.array([c.start for c in chunks]), np.array([c.count for c in chunks])
         lengths, ends = starts + counts, counts.cumsum()
         tokens = int(ends[-1])
         qo_indptr[0], qo_indptr[1 : rows + 1], qo_indptr[rows + 1 :] = 0, ends, tokens
@@ -117,7 +122,7 @@ class InputBuffers:
         page, offset = np.divmod(position, self.page_size)
         positions[:tokens], positions[tokens:] = position, 0
         slots[:tokens], slots[tokens:] = self._host_table[row, page].astype(np.int64) * self.page_size + offset, -1
-        samples = ends[[c.samples for c in chunks]] - 1 if shape.longest == 1 else _sampled(chunks, ends)
+        samples = np.arange(rows) if isinstance(chunks, Decodes) else _sampled(chunks, ends)
         sampled[: len(samples)], sampled[len(samples) :] = samples, 0
         self._packed[: len(host)].copy_(host, non_blocking=True)
         return chunks
@@ -132,9 +137,10 @@ class InputBuffers:
         if shape.longest == 1:
             inputs.qo_indptr.copy_(torch.arange(shape.rows + 1))
 
-    def _place(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def _place(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         """Give each request a row below len(chunks), its old one if possible; return the chunks in that order."""
-        requests, count = [c.request for c in chunks], len(chunks)
+        requests = chunks.requests if isinstance(chunks, Decodes) else [c.request for c in chunks]
+        count = len(requests)
         if requests != self._requests:
             old = self._rows
             self._rows = {r: old[r] for r in requests if old.get(r, count) < count}
@@ -144,17 +150,20 @@ class InputBuffers:
                 if request not in self._rows:
                     self._rows[request] = next(free)
             self._requests = requests
-            self._order = sorted(range(count), key=lambda i: self._rows[requests[i]])
-        return [chunks[i] for i in self._order]
+            self._order = np.argsort([self._rows[r] for r in requests])
+            self._in_rows = [requests[i] for i in self._order.tolist()]
+        if isinstance(chunks, Decodes):
+            return Decodes(self._in_rows, chunks.starts[self._order])
+        return [chunks[i] for i in self._order.tolist()]
 
-    def _write_pages(self, chunks: Sequence[Chunk]) -> None:
+    def _write_pages(self, requests: Sequence[Request]) -> None:
         """Write the pages that requests have got since their rows were written."""
-        pages = [c.request.pages for c in chunks]
+        pages = [r.pages for r in requests]
         count, written = len(pages), self._written
         if self._owners[:count] != pages:  # a row of another request, or of one that was preempted in between
             written[:count][[old is not own for old, own in zip(self._owners, pages, strict=False)]] = 0
             self._owners[:count] = pages
-        lengths = np.array([len(own) for own in pages])
+        lengths = np.fromiter(map(len, pages), dtype=np.int64, count=count)
         places: list[range] = []
         new: list[array[int]] = []
         for row in np.flatnonzero(written[:count] != lengths).tolist():
@@ -172,10 +181,10 @@ class InputBuffers:
     def _fill_tokens(chunks: Sequence[Chunk], ids: np.ndarray, source: np.ndarray) -> None:
         """Token ids, and the places of pending tokens."""
         source[:] = 0
-        if all(c.count == 1 for c in chunks):
-            ids[: len(chunks)] = [-1 if c.samples and c.request.pending else c.request.tokens[c.start] for c in chunks]
+        if isinstance(chunks, Decodes):
+            ids[: len(chunks)] = [-1 if r.pending else r.tokens[-1] for r in chunks.requests]
             ids[len(chunks) :] = 0
-            source[: len(chunks)] = [c.request.row for c in chunks]  # not read where the token is known
+            source[: len(chunks)] = [r.row for r in chunks.requests]  # not read where the token is known
             return
         known: list[int] = []
         pending = []
@@ -203,6 +212,7 @@ def _sampled(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
     return np.repeat(ends - rows.cumsum(), rows) + np.arange(rows.sum())
 
 
+@cache
 def _sizes(shape: Shape) -> list[int]:
     """The bytes of the int64 and then the int32 vectors of `Inputs`, which lie one after another in one memory."""
     return [8 * shape.tokens] * 4 + [8 * shape.rows, 4 * (shape.rows + 1), 4 * shape.rows]
@@ -216,9 +226,9 @@ def _split(packed: Tensor, shape: Shape) -> list[Tensor]:
 
 def _split_host(packed: np.ndarray, shape: Shape) -> list[np.ndarray]:
     """`_split` of memory on the host."""
-    ends = list(accumulate(_sizes(shape), initial=0))
-    parts = [packed[start:end] for start, end in pairwise(ends)]
-    return [x.view(np.int64 if i < 5 else np.int32) for i, x in enumerate(parts)]
+    words = packed.view(np.int32)
+    ends = accumulate((size // 4 for size in _sizes(shape)), initial=0)
+    return [words[a:b] if i >= 5 else words[a:b].view(np.int64) for i, (a, b) in enumerate(pairwise(ends))]
 
 
 def _size(shape: Shape) -> int:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from quire.definition.pages import PageTable
+from quire.engine.chunks import Chunk, Decodes
 from quire.engine.graphs import MAX_ROWS, MAX_TOKENS, StepGraphs
 from quire.engine.inputs import InputBuffers, Inputs, Shape
 from quire.engine.model import Model
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
 from quire.engine.request import Request
 from quire.engine.sampler import Sampler
-from quire.engine.scheduler import Chunk
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.steps import Heads, Layer, StepTables, fp8_dtype, plan, store, upload
 
@@ -156,13 +156,13 @@ class Runner:
         requests = [Request([0], params, None, frozenset(), lambda update: None) for _ in range(num_seqs)]
         Sampler(self.model.device, num_seqs).launch(logits, requests).read()
 
-    def forward(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
+    def forward(self, chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Tensor]:
         """Compute the chunks; return those that sample, and the logits of their last tokens and drafts."""
         if self.step_graphs is not None:
             result = self.step_graphs.run(chunks)
             if result is not None:
                 return result
-        return [c for c in chunks if c.samples], self.run(chunks)
+        return chunks if isinstance(chunks, Decodes) else [c for c in chunks if c.samples], self.run(chunks)
 
     def capture(self, max_rows: int, max_batched_tokens: int, progress: Any = iter) -> None:
         """Capture CUDA graphs of steps with up to so many requests and drafts, and tokens (`StepGraphs`), if the runner

@@ -24,7 +24,8 @@ from quire.engine.request import Request
 from quire.engine.token_lists import TokenLists
 from quire.steps import upload
 
-_UNDEFINED = -1  # in place of a token, where a row of logits is not finite
+UNDEFINED = -1  # in place of a token, where a row of logits is not finite
+NOT_FINITE = "the model's logits are not finite"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -47,7 +48,7 @@ class Sampled:
     """
 
     def __init__(self, requests: Sequence[Request], tokens: Tensor, reports: sampling.Logprobs | None) -> None:
-        self.requests = requests
+        self.requests, self.reported = requests, reports is not None
         tensors = [tokens, *(reports or ())]
         self._event = None
         if tokens.is_cuda:
@@ -58,6 +59,12 @@ class Sampled:
             self._event.record(torch.cuda.current_stream(tokens.device))
         else:
             self._host = tensors
+
+    def tokens(self) -> list[int]:
+        """The token of each request, or UNDEFINED; waits until the device has sampled them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host[0].tolist()
 
     def read(self) -> list[Choice]:
         """The choice of each request; waits until the device has sampled them."""
@@ -72,9 +79,9 @@ class Sampled:
                     likeliest = zip(ids[:asked], values, strict=False)
                     choice.logprobs = {token: value for token, value in likeliest if token >= 0}
                     choice.logprobs.setdefault(choice.token, chosen)
-        if _UNDEFINED in tokens:
-            broken = Choice(None, error="the model's logits are not finite")
-            choices = [broken if token == _UNDEFINED else choice for token, choice in zip(tokens, choices, strict=True)]
+        if UNDEFINED in tokens:
+            broken = Choice(None, error=NOT_FINITE)
+            choices = [broken if token == UNDEFINED else choice for token, choice in zip(tokens, choices, strict=True)]
         return choices
 
 
@@ -189,7 +196,7 @@ class Sampler:
             tokens, valid = drawn.tokens.long(), drawn.valid
             batch.count(tokens)
         self.last[: len(requests)] = tokens
-        return Sampled(requests, torch.where(valid, tokens, _UNDEFINED), reports)
+        return Sampled(requests, torch.where(valid, tokens, UNDEFINED), reports)
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:

@@ -20,23 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.cache import PageAllocator, PrefixTree
+from quire.engine.chunks import Chunk, Decodes
 from quire.engine.request import Request
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Tokens start to start + count of a request, which one step computes.
-
-    Attributes:
-        samples: whether the chunk has the request's last token, known or pending, so the step samples the next.
-        drafts: tokens that may follow that one, and are the chunk's last ones. The step samples a token after each.
-    """
-
-    request: Request
-    start: int
-    count: int
-    samples: bool
-    drafts: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -110,19 +95,29 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.stats = Stats()
+        self._decodes: Decodes | None = None  # the last step, if it was one token of each running request
+        self._steps_left = 0  # how often it can be repeated until a request has all its tokens
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
         self.stats.prompt_tokens += request.prompt_len
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self) -> Sequence[Chunk]:
         """The chunks of the next step; empty if there are no requests, or if all wait for pending tokens."""
-        chunks, preempted = self._continue_running()
-        if not preempted and self.waiting:
-            chunks += self._admit(self.max_batched_tokens - sum(c.count for c in chunks))
+        decodes = self._decode_again()
+        if decodes is not None:
+            admitted = self._admit(self.max_batched_tokens - len(decodes))
+        else:
+            chunks, preempted = self._continue_running()
+            admitted = [] if preempted else self._admit(self.max_batched_tokens - sum(c.count for c in chunks))
+            if chunks and len(chunks) == len(self.running) and not admitted and not self.speculative_tokens:
+                decodes = Decodes.of(chunks)
+            if decodes is not None:
+                self._steps_left = min(r.limit - r.computed for r in self.running) - 2
         held = self.allocator.num_pages - self.allocator.num_free
         self.stats.peak_pages = max(self.stats.peak_pages, held)
-        return chunks
+        self._decodes = None if admitted else decodes
+        return [*(chunks if decodes is None else decodes), *admitted] if admitted or decodes is None else decodes
 
     def state(self) -> Stats:
         """The counts, and the numbers of requests and pages now; also for other threads."""
@@ -168,6 +163,22 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         self.waiting.appendleft(request)
+
+    def _decode_again(self) -> Decodes | None:
+        """One more token of each running request, if that was the last step. None if it was another one, or if requests
+        must be looked at one by one because there are too few pages.
+        """
+        last = self._decodes
+        if last is None or self._steps_left <= 0 or last.requests != self.running:
+            return None
+        starts = last.starts + 1
+        for i in np.flatnonzero(starts % self.page_size == 0).tolist():  # the pages of these are full
+            request, start = last.requests[i], int(starts[i])
+            if not self._reserve(request, start + 1):
+                return None
+            self._share(request, start)
+        self._steps_left -= 1
+        return Decodes(last.requests, starts)
 
     def _continue_running(self) -> tuple[list[Chunk], bool]:
         """Chunks of running requests, and whether any was preempted."""

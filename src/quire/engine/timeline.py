@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.engine.scheduler import Chunk
+from quire.engine.chunks import Chunk, Decodes
 
 
 class Step(NamedTuple):
@@ -52,12 +52,12 @@ class Timeline:
 
     def launch(self, chunks: Sequence[Chunk]) -> None:
         """A step of these chunks is about to be launched."""
-        counts = [chunk.count for chunk in chunks]
-        tokens, prompts = sum(counts), 0
-        if tokens > len(counts):
-            prompts = sum([c.count for c in chunks if c.count > 1 and c.start < c.request.prompt_len])
+        tokens, prompts = len(chunks), 0
+        if not isinstance(chunks, Decodes):
+            tokens = sum(c.count for c in chunks)
+            prompts = sum(c.count for c in chunks if c.count > 1 and c.start < c.request.prompt_len)
         self._count += 1
-        self._open.append((self._count, time.perf_counter(), len(counts), prompts, tokens - prompts))
+        self._open.append((self._count, time.perf_counter(), len(chunks), prompts, tokens - prompts))
 
     def read(self, left: int) -> None:
         """The results of all launched steps but the last `left` ones have been read."""

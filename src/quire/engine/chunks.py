@@ -1,0 +1,58 @@
+"""What a step computes: chunks of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.engine.request import Request
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens start to start + count of a request, which one step computes.
+
+    Attributes:
+        samples: whether the chunk has the request's last token, known or pending, so the step samples the next.
+        drafts: tokens that may follow that one, and are the chunk's last ones. The step samples a token after each.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+    drafts: Sequence[int] = ()
+
+
+class Decodes(Sequence[Chunk]):
+    """Chunks of one token each that all sample, without drafts. Most steps have such chunks alone, often of the same
+    requests as the step before, so the host's time for them is kept low: nothing is made for each request.
+
+    Attributes:
+        requests: the requests of the chunks.
+        starts: int64 [len(requests)].
+    """
+
+    def __init__(self, requests: list[Request], starts: np.ndarray) -> None:
+        self.requests, self.starts = requests, starts
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> Decodes | None:
+        """The chunks as decodes, if all are."""
+        if not all(c.count == 1 and c.samples for c in chunks):
+            return None
+        return cls([c.request for c in chunks], np.array([c.start for c in chunks], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Decodes(self.requests[index], self.starts[index])
+        return Chunk(self.requests[index], int(self.starts[index]), 1, True)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (Chunk(r, start, 1, True) for r, start in zip(self.requests, self.starts.tolist(), strict=True))
