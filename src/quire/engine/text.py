@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _CONTEXT = 6  # last tokens of the prompt, decoded with the output since a token's text can depend on those before it
-_WINDOW = 16  # tokens that are decoded at once; then the window starts anew at the token that was added last
+_WINDOW = 4  # tokens that are decoded at once; then the window starts anew at the token that was added last
 _BROKEN = "\ufffd"  # the text of an incomplete character
 
 
@@ -34,9 +34,9 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._decoder, self._stops = decoder(tokenizer), stops
-        self._tokens = list(prompt[-_CONTEXT:])
-        self._start, self._read = 0, len(self._tokens)  # first token to decode, and first token not in the text yet
-        self._known: str | None = None  # the text of tokens _start to _read, if it has been decoded
+        self._window = list(prompt[-_CONTEXT:])  # the last tokens, which are decoded together
+        self._known = self._decode()  # their text, without what is not in `text` yet
+        self._read = len(self._window)  # how many of them have all their text in `text`
         self._text = ""
         self._taken = 0
         self.stopped = False
@@ -48,44 +48,44 @@ class TextStream:
 
     def push(self, token: int) -> bool:
         """Add a token; return whether the text contains a stop string, before which it then ends."""
-        self._tokens.append(token)
-        known, full = self._known_text(), self._decode(self._start, len(self._tokens))
-        if len(full) > len(known) and not full.endswith(_BROKEN):
-            read, self._read, self._known = self._read, len(self._tokens), full
-            if self._read - self._start > _WINDOW:
-                self._start, self._known = read, None
-            self._extend(full[len(known) :])
+        window = self._window
+        window.append(token)
+        full, length = self._decoder(window, skip_special_tokens=True), len(self._known)
+        if len(full) > length and not full.endswith(_BROKEN):
+            self._known = full
+            if len(window) > _WINDOW:
+                del window[: self._read]
+                self._known = self._decoder(window, skip_special_tokens=True)
+            self._read = len(window)
+            self._extend(full[length:])
         return self.stopped
 
     def finish(self) -> None:
         """End the output: an incomplete character at its end is added to the text as it is."""
         if not self.stopped:
-            known, full = self._known_text(), self._decode(self._start, len(self._tokens))
-            self._read, self._known = len(self._tokens), full
-            self._extend(full[len(known) :])
+            full, length = self._decode(), len(self._known)
+            self._read, self._known = len(self._window), full
+            self._extend(full[length:])
 
     def take(self, last: bool = False) -> str:
         """The text since the last call, without an end that may be the start of a stop string unless this is the last
         call.
         """
         end = len(self._text)
-        if not last and not self.stopped:
-            end -= max((_overlap(self._text, stop) for stop in self._stops), default=0)
+        if self._stops and not last and not self.stopped:
+            end -= max(_overlap(self._text, stop) for stop in self._stops)
         new = self._text[self._taken : end]
         self._taken = max(self._taken, end)
         return new
 
-    def _known_text(self) -> str:
-        if self._known is None:
-            self._known = self._decode(self._start, self._read)
-        return self._known
-
-    def _decode(self, start: int, end: int) -> str:
-        return self._decoder(self._tokens[start:end], skip_special_tokens=True)
+    def _decode(self) -> str:
+        return self._decoder(self._window, skip_special_tokens=True) if self._window else ""
 
     def _extend(self, text: str) -> None:
         old = len(self._text)
         self._text += text
+        if not self._stops:
+            return
         indices = [self._text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
         indices = [i for i in indices if i >= 0]
         if indices:
