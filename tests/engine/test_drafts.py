@@ -98,6 +98,22 @@ def test_tokens_are_those_without_drafts(folder, rng, how):
     assert replays
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tokens_on_a_gpu_are_those_without_drafts(folder, rng, graphs):
+    prompts, params = random_requests(rng, 40)
+    options = {**SIZES, "device": "cuda", "dtype": "float32", "backend": "triton", "cuda_graphs": graphs}
+    with LLM(folder, **options) as llm:
+        expected = llm.generate(prompts, params)
+    with LLM(folder, **options, speculative_tokens=3) as llm:
+        done = llm.generate(prompts, params)
+        until_idle(llm)
+        assert 0 < llm.stats.accepted_tokens < llm.stats.drafted_tokens
+        assert pages_add_up(llm)
+        same(done, expected, llm, prompts, params)
+
+
 def test_drafts_save_steps_and_end_where_the_output_does(rng):
     text = "def f(x):\n    return [1, 2, 3, 4, 5, 6, 7, 8, 9]\n\n\n" * 2
     for more in ({"max_tokens": 30}, {"max_tokens": 60, "stop": "5, 6"}, {"max_tokens": 31, "temperature": 0.2}):

@@ -234,7 +234,9 @@ class Model:
     def _compile(self) -> None:
         for index, module in enumerate(self._attentions):
             module.quire_index = torch.tensor(index, device="cpu")
-        self._regions = Regions(decoder_layers(self.network, self._attentions))
+        layers = decoder_layers(self.network, self._attentions)
+        projections.compile_apart(layers)
+        self._regions = Regions(layers)
         self._regions.enable(True)
 
     @contextmanager

@@ -1,14 +1,59 @@
-"""Linear layers that share their input, as q_proj, k_proj and v_proj do, computed by one matrix product."""
+"""Linear layers: those that share their input, as q_proj, k_proj and v_proj do, are computed by one matrix product, and
+products of a single token are compiled apart from what comes before and after them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+@torch.library.custom_op("quire::realize", mutates_args=())
+def realize(x: Tensor) -> Tensor:
+    """A copy of x. For Inductor it is x itself, written to memory rather than computed anew by each of its readers."""
+    return x.clone()
+
+
+@realize.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@cache
+def lower_realize() -> None:
+    """Tell Inductor what `realize` is."""
+    from torch._inductor.lowering import clone, register_lowering
+
+    def lowered(x: Any) -> Any:
+        x.realize()
+        return clone(x)
+
+    register_lowering(torch.ops.quire.realize, type_promotion_kind=None)(lowered)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`.
+
+    Inductor computes the product of a single token as a sum, in one kernel with the norm or activation before it, which
+    every tile of the output computes again. Norm and activation thus get a kernel of their own, and the product reads
+    their result.
+    """
+    if torch.compiler.is_compiling() and x.numel() == x.shape[-1]:
+        return realize(F.linear(realize(x), weight, bias))
+    return F.linear(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    """A linear layer that is computed by `product`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return product(input, self.weight, self.bias)
 
 
 class Merged:
@@ -59,9 +104,9 @@ class _Part(nn.Linear):
         merged, place = self.quire_merged, self.quire_place
         if place == 0:
             merged.input = input
-            merged.outputs = F.linear(input, merged.weight, merged.bias).split(merged.sizes, dim=-1)
+            merged.outputs = product(input, merged.weight, merged.bias).split(merged.sizes, dim=-1)
         elif input is not merged.input:
-            return F.linear(input, self.weight, self.bias)
+            return product(input, self.weight, self.bias)
         output = merged.outputs[place]
         if place == len(merged.sizes) - 1:
             merged.input, merged.outputs = None, ()
@@ -104,3 +149,12 @@ def recorded(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
 def merge(groups: Iterable[list[nn.Linear]]) -> list[Merged]:
     """Merge each group of layers. No more memory is used, but for the weights of one group at a time."""
     return [Merged(group) for group in groups]
+
+
+def compile_apart(layers: Iterable[nn.Module]) -> None:
+    """Compute the linear layers in `layers` that are not merged by `product`, which merged ones do anyway."""
+    lower_realize()
+    for layer in layers:
+        for module in layer.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Linear

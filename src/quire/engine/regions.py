@@ -70,13 +70,15 @@ def compiling(tokens: int) -> Iterator[None]:
     """A context for calls with so many tokens, which may compile.
 
     Numbers of modules, such as a norm's epsilon, are constants. With one token, matrices are read once by kernels of
-    their own: Inductor generates these, and finds the size of their tiles by measuring, only if this option is set.
+    their own: Inductor generates these, and finds the size of their tiles by measuring, only if
+    `coordinate_descent_tuning` is set. What takes little time, such as the norms of queries and of keys, is computed by
+    one kernel.
     """
     import torch._dynamo.config
     import torch._inductor.config
 
     of_modules = torch._dynamo.config.patch(specialize_float=True)
-    of_kernels = torch._inductor.config.patch(coordinate_descent_tuning=tokens == 1)
+    of_kernels = torch._inductor.config.patch(coordinate_descent_tuning=tokens == 1, combo_kernels=tokens == 1)
     with of_modules, of_kernels:
         yield
 
