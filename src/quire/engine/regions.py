@@ -78,7 +78,7 @@ def compiling(tokens: int) -> Iterator[None]:
     import torch._inductor.config
 
     of_modules = torch._dynamo.config.patch(specialize_float=True)
-    of_kernels = torch._inductor.config.patch(coordinate_descent_tuning=tokens == 1, combo_kernels=tokens == 1)
+    of_kernels = torch._inductor.config.patch(coordinate_descent_tuning=tokens == 1, combo_kernels=True)
     with of_modules, of_kernels:
         yield
 
