@@ -28,6 +28,10 @@ _CHAT = (
     "one. A model without a chat template completes the text so far. Without --max-tokens, an answer in a chat may "
     "fill the context."
 )
+_CALIBRATE = (
+    "Measure the scales of an fp8 cache over texts and write them to a file, for quire serve --kv-cache-scales. The "
+    "texts should resemble those of later requests."
+)
 _SERVE = "Serve a model over HTTP with OpenAI's interface, until SIGINT or SIGTERM."
 _DRAFTS = "next tokens that are guessed from a request's own and verified in one step (0)"
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
@@ -40,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _generate(commands)
     _chat(commands)
+    _calibrate(commands)
     _serve(commands)
     _check(commands)
     _env(commands)
@@ -119,7 +124,20 @@ def _serve(commands: Any) -> None:
     add("--log-level", choices=("error", "warning", "info"), default="warning", help="info: each request (warning)")
     engine = _engine(parser)
     engine.add_argument("--kv-cache-dtype", default="auto", help="fp8 or fp8_e5m2: a cache of 8 bits (auto)")
+    engine.add_argument(
+        "--kv-cache-scales", type=Path, metavar="FILE", help="its scales; default: the checkpoint's, or 1"
+    )
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="PART", help="of the memory (0.9)")
+
+
+def _calibrate(commands: Any) -> None:
+    parser = commands.add_parser("calibrate", help="measure the scales of an fp8 cache", description=_CALIBRATE)
+    add = parser.add_argument
+    add("output", type=Path, metavar="FILE", help="a safetensors file to write")
+    add("prompts", nargs="*", metavar="TEXT", help="texts; without any, and without --file: stdin")
+    add("--file", type=Path, help=_FILE)
+    add("--model", type=Path, help="a Hugging Face checkpoint folder; default: the one that comes with Quire")
+    _engine(parser)
 
 
 def _check(commands: Any) -> None:

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     params = SamplingParams(**{f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)})
-    prompts = _prompts(args)
-    if not prompts:
-        raise ValueError("there are no prompts: give some as arguments, with --file, or on stdin")
-
+    prompts = read_prompts(args)
     with loading():
         from quire.engine import LLM
 
@@ -46,12 +43,15 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed or len(good) < len(prompts) else 0
 
 
-def _prompts(args: argparse.Namespace) -> list[str]:
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of the command line, of --file, or of stdin; ValueError if there are none."""
     prompts = list(args.prompts)
     if args.file is not None:
         prompts += _split(_read(f"--file {args.file}", lambda: args.file.read_text(encoding="utf-8")))
     elif not prompts and not sys.stdin.isatty():
         prompts = _split(_read("stdin", sys.stdin.read))
+    if not prompts:
+        raise ValueError("there are no prompts: give some as arguments, with --file, or on stdin")
     return prompts
 
 

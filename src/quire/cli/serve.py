@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
         names = ("max_body", "max_queue", "max_n", "max_tokens", "grace")
         limits = Limits(**{name: getattr(args, name) for name in names})
         key = args.api_key if args.api_key is not None else os.environ.get("QUIRE_API_KEY") or None
-        memory = {"kv_cache_dtype": args.kv_cache_dtype, "gpu_memory_utilization": args.gpu_memory_utilization}
+        memory = {n: getattr(args, n) for n in ("kv_cache_dtype", "kv_cache_scales", "gpu_memory_utilization")}
         llm = LLM(args.model, **engine_options(args), **memory)
     with llm:
         app = create_app(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
@@ -23,6 +24,7 @@ from quire.engine.model import Model
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
+from quire.engine.scales import Scales, read_scales
 from quire.engine.scheduler import Stats
 from quire.engine.timeline import Timeline
 from quire.steps import fp8_dtype
@@ -115,7 +117,10 @@ class LLM:
         gpu_memory_utilization: the part of a GPU's memory, above 0 and at most 1, that weights, cache and everything
             else on the GPU may take, measured in a step of the largest size; without effect if num_pages is given.
         kv_cache_dtype: "auto" for the model's dtype; "fp8" or "fp8_e4m3", or "fp8_e5m2", to store keys and values in
-            half the memory of 16-bit elements, rounded with a scale of 1.
+            half the memory of 16-bit elements.
+        kv_cache_scales: for an fp8 cache, a safetensors file with a scale for each layer's keys and one for its values
+            (`quire.engine.calibrate` writes one); by default those of the checkpoint, or else 1. A RuntimeWarning says
+            so if that is 1 for a cache of e4m3, whose largest number is 448.
         speculative_tokens: guess up to so many next tokens of a request from its own tokens, and verify them in one
             step; 0: none. The outputs are the same; see docs/engine.md for what it costs and brings.
         batch_invariant: compute attention so that the bits of a request do not depend on the requests beside it.
@@ -144,6 +149,7 @@ class LLM:
         cuda_graphs: bool = True,
         gpu_memory_utilization: float = 0.9,
         kv_cache_dtype: str = "auto",
+        kv_cache_scales: str | Path | None = None,
         batch_invariant: bool = False,
         speculative_tokens: int = 0,
     ) -> None:
@@ -161,6 +167,12 @@ class LLM:
             raise ValueError(f"gpu_memory_utilization = {gpu_memory_utilization!r}: it must be above 0, and 1 at most")
         if kv_cache_dtype != "auto":
             fp8_dtype(kv_cache_dtype)  # refuses unknown names before the weights are loaded
+        elif kv_cache_scales is not None:
+            raise ValueError(
+                f"kv_cache_scales = {str(kv_cache_scales)!r}: only an fp8 cache (kv_cache_dtype) has scales"
+            )
+        if kv_cache_scales is not None and not Path(kv_cache_scales).is_file():
+            raise FileNotFoundError(f"kv_cache_scales = {str(kv_cache_scales)!r}: there is no such file")
         chosen = None if dtype == "auto" else as_dtype(dtype)
         self.model = Model(
             shipped_model() if folder is None else folder, _usable(device), chosen, max_model_len, compile, load_format
@@ -168,6 +180,8 @@ class LLM:
         # What subclasses that run a serving backend do not take is only passed if it is asked for.
         options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype} if kv_cache_dtype != "auto" else {}
         options |= {"batch_invariant": True} if batch_invariant else {}
+        if kv_cache_dtype != "auto":
+            options |= {"kv_cache_scales": self._scales(kv_cache_scales, fp8_dtype(kv_cache_dtype), load_format)}
 
         def make(pages: int) -> Runner:
             return runner(self.model, pages, page_size, backend, **options)
@@ -342,6 +356,19 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _scales(self, file: str | Path | None, dtype: torch.dtype, load_format: str) -> Scales | None:
+        """The scales of an fp8 cache: of a file, or else of the checkpoint."""
+        source, layers = self.model.folder if file is None else Path(file), len(self.model.layers)
+        scales = None if file is None and load_format == "dummy" else read_scales(source, layers)
+        if scales is None and file is not None:
+            raise ValueError(f"kv_cache_scales = {str(file)!r}: the file has no scales")
+        if scales is None and dtype == torch.float8_e4m3fn:
+            message = (
+                f"{source} has no scales for an fp8 cache: keys and values beyond 448 become 448; see `quire calibrate`"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        return scales
 
     def _requests(
         self,

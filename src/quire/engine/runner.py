@@ -19,6 +19,7 @@ from quire.engine.model import Model
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
 from quire.engine.request import Request
 from quire.engine.sampler import Sampler
+from quire.engine.scales import Scales
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.steps import Heads, Layer, StepTables, fp8_dtype, plan, store, upload
 
@@ -35,6 +36,7 @@ class Runner:
         backend: "auto" or a kernel family.
         kv_cache_dtype: "auto" for the model's dtype, "fp8" or "fp8_e4m3" or "fp8_e5m2".
         batch_invariant: compute attention so that the bits of a request do not depend on the other requests.
+        kv_cache_scales: what keys and values of each layer are divided by before they are rounded to fp8; None: 1.
 
     Attributes:
         caches: each layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim].
@@ -53,11 +55,13 @@ class Runner:
         backend: str = "auto",
         kv_cache_dtype: str = "auto",
         batch_invariant: bool = False,
+        kv_cache_scales: Scales | None = None,
     ) -> None:
         self.model, self.num_pages, self.page_size = model, num_pages, page_size
         self.kv_dtype = self.cache_dtype(model, kv_cache_dtype)
         self.caches = [self._new_cache(layer) for layer in model.layers]
         self._backend, self._batch_invariant = backend, batch_invariant
+        self._scales = kv_cache_scales or [(1.0, 1.0)] * len(model.layers)
         self.wrappers = self._active = self.new_wrappers()
 
     @property
@@ -98,6 +102,8 @@ class Runner:
             # 16-bit rounding may route tokens to other experts, rarely too many; a wrong model is wrong for any tokens.
             reason = self._difference(3)
         if reason:
+            if self.kv_dtype.itemsize == 1:
+                reason += ", or its keys and values do not fit an fp8 cache with these scales (`quire calibrate`)"
             raise ValueError(f"{self.model.folder} can't be run: its logits are not those of Transformers: {reason}")
         self.model.check_positions()
 
@@ -248,8 +254,8 @@ class Runner:
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """The attention of a layer, see `quire.engine.model.Step`."""
-        cache = self.caches[index]
-        store(cache, k, v, self._slots)
+        cache, (k_scale, v_scale) = self.caches[index], self._scales[index]
+        store(cache, k, v, self._slots, k_scale, v_scale)
         out = self._active[layer.heads].run(
             q.contiguous(),
             cache,
@@ -257,6 +263,8 @@ class Runner:
             window_left=layer.window_left,
             logits_soft_cap=layer.logits_soft_cap,
             sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         assert isinstance(out, Tensor)
         return out
