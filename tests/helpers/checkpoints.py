@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -80,3 +82,16 @@ def save_with_tokenizer(name: str, folder: Path, columns: int = 11) -> Path:
     own.train([__file__], trainer)
     PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|end|>").save_pretrained(folder)
     return save(name, folder, vocab_size=own.get_vocab_size() + columns)
+
+
+def enlarge(folder: Path, target: Path, keys: float, values: float) -> Path:
+    """A checkpoint that computes the same, by keys and values that are larger by powers of two, whose factors are
+    divided out of queries and outputs.
+    """
+    weights = load_file(shutil.copytree(folder, target) / "model.safetensors")
+    key = "k_norm" if any("k_norm" in name for name in weights) else "k_proj"  # a norm undoes what precedes it
+    factors = {key: keys, key.replace("k", "q", 1): 1 / keys, "v_proj": values, "o_proj.weight": 1 / values}
+    for name in weights:
+        weights[name] *= next((factor for part, factor in factors.items() if f".{part}" in name), 1.0)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target

@@ -40,6 +40,7 @@ class Runner:
 
     Attributes:
         caches: each layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim].
+        scales: of each layer's keys and values.
         last_tokens: int64, the tokens that the last launched step has sampled, for requests whose last one is pending.
         step_graphs: CUDA graphs of steps, if there are any; see `StepGraphs`.
     """
@@ -61,7 +62,7 @@ class Runner:
         self.kv_dtype = self.cache_dtype(model, kv_cache_dtype)
         self.caches = [self._new_cache(layer) for layer in model.layers]
         self._backend, self._batch_invariant = backend, batch_invariant
-        self._scales = kv_cache_scales or [(1.0, 1.0)] * len(model.layers)
+        self.scales = kv_cache_scales or [(1.0, 1.0)] * len(model.layers)
         self.wrappers = self._active = self.new_wrappers()
 
     @property
@@ -254,7 +255,7 @@ class Runner:
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """The attention of a layer, see `quire.engine.model.Step`."""
-        cache, (k_scale, v_scale) = self.caches[index], self._scales[index]
+        cache, (k_scale, v_scale) = self.caches[index], self.scales[index]
         store(cache, k, v, self._slots, k_scale, v_scale)
         out = self._active[layer.heads].run(
             q.contiguous(),

@@ -49,13 +49,13 @@ def read_scales(source: Path, num_layers: int) -> Scales | None:
 
 
 def write_scales(file: Path, scales: Sequence[tuple[float, float]]) -> None:
-    """Write scales as a safetensors file of float32 scalars, with the names of compressed-tensors."""
+    """Write scales as a safetensors file of float32 [1] tensors, with the names of compressed-tensors."""
     from safetensors.torch import save
 
     tensors = {}
     for i, (k_scale, v_scale) in enumerate(scales):
-        tensors[f"model.layers.{i}.self_attn.k_scale"] = torch.tensor(k_scale)
-        tensors[f"model.layers.{i}.self_attn.v_scale"] = torch.tensor(v_scale)
+        tensors[f"model.layers.{i}.self_attn.k_scale"] = torch.tensor([k_scale])
+        tensors[f"model.layers.{i}.self_attn.v_scale"] = torch.tensor([v_scale])
     file.write_bytes(save(tensors))
 
 
