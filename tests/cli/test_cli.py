@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from importlib.metadata import version
 
 import pytest
@@ -219,6 +220,13 @@ MISTAKES = {
     "device": (["generate", "x", "--device", "abacus"], "device = 'abacus' can't be used"),
     "dtype": (["generate", "x", "--dtype", "int3"], "int3"),
     "pages": (["generate", "x", "--num-pages", "0"], "num_pages = 0"),
+    "no scales": (
+        ["serve", "--kv-cache-dtype", "fp8", "--kv-cache-scales", "/nowhere"],
+        "kv_cache_scales = '/nowhere': there is no such file",
+    ),
+    "nothing to scale": (["serve", "--kv-cache-scales", "/nowhere"], "only an fp8 cache (kv_cache_dtype) has scales"),
+    "nothing to measure": (["calibrate", "/tmp/scales"], "there are no prompts"),
+    "nowhere to write": (["calibrate", "/nowhere/scales", "import os", "--num-pages", "9"], "/nowhere/scales"),
     "no folder to serve": (["serve", "/nowhere"], "there is no model folder /nowhere"),
     "limit": (["serve", "--max-n", "0"], "max_n = 0: it must be above 0"),
     "grace": (["serve", "--grace", "inf"], "grace = inf"),
@@ -252,6 +260,16 @@ def test_unknown_words_are_refused_with_a_usage():
         assert done.returncode == 2
         assert "usage: quire" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_scales_that_are_measured_fit_the_engine(tmp_path, capsys):
+    file, texts = tmp_path / "scales", tmp_path / "texts"
+    texts.write_text("import os\n\n---\ndef add(a, b):\n    return a + b\n")
+    assert main(["calibrate", str(file), "--file", str(texts), "--num-pages", "20", "--page-size", "4"]) == 0
+    assert f"{file} has the scales of 6 layers: keys 0.0" in capsys.readouterr().err
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        LLM(num_pages=20, kv_cache_dtype="fp8", kv_cache_scales=file).close()
 
 
 def test_check_is_green_and_repeats(capsys):
