@@ -80,7 +80,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device, runs = torch.device("cpu"), []
+    device = torch.device("cpu")
+    runs: list[dict[str, Any]] = []
     for name, (keys, values) in MODELS.items():
         with tempfile.TemporaryDirectory() as place:
             folder = changed(Path(place) / "model", keys, values)
@@ -96,10 +97,10 @@ def main() -> None:
         }
         exact = log_probs(model, texts)
         for cache, (which, options) in caches.items():
-            run = {"model": name, "cache": cache, **difference(exact, log_probs(which, texts, **options))}
-            runs.append(run)
-            print(", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in run.items()), flush=True)
-            assert math.isfinite(run["mean_kl"])
+            found = difference(exact, log_probs(which, texts, **options))
+            assert all(map(math.isfinite, found.values()))
+            print(f"{name}, {cache}: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()), flush=True)
+            runs.append({"model": name, "cache": cache, "scales": options.get("kv_cache_scales", 1), **found})
     if args.json is not None:
         about = {**machine(), "model": "tiny-python", "tokens": len(exact), "texts": COMPARED, "measured": MEASURED}
         args.json.write_text(json.dumps({**about, "runs": runs}, indent=2) + "\n")
