@@ -181,7 +181,8 @@ class LLM:
         options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype} if kv_cache_dtype != "auto" else {}
         options |= {"batch_invariant": True} if batch_invariant else {}
         if kv_cache_dtype != "auto":
-            options |= {"kv_cache_scales": self._scales(kv_cache_scales, fp8_dtype(kv_cache_dtype), load_format)}
+            scales = self._scales(kv_cache_scales, fp8_dtype(kv_cache_dtype), load_format)
+            options |= {"kv_cache_scales": scales} if scales is not None else {}
 
         def make(pages: int) -> Runner:
             return runner(self.model, pages, page_size, backend, **options)

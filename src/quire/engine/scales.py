@@ -14,8 +14,8 @@ from torch import Tensor
 Scales = list[tuple[float, float]]  # of keys and values, for each layer
 
 # Names that checkpoints have for scales, behind the number of the layer: `self_attn.k_scale` (compressed-tensors),
-# `self_attn.attn.k_scale` (vLLM), `self_attn.k_proj.k_scale` (ModelOpt), `self_attn.k_proj.output_scale` (Quark, and
-# compressed-tensors before 0.6), and `self_attn.kv_scale`, which is one scale for keys and values (AutoFP8).
+# `self_attn.attn.k_scale` (vLLM), `self_attn.k_proj.k_scale` (ModelOpt), `self_attn.k_proj.output_scale` (Quark), and
+# `self_attn.kv_scale`, which is one scale for keys and values (AutoFP8).
 _NAME = re.compile(r"(.*\.)?(?P<layer>\d+)\.(?:.*\.)?(?:(?P<own>k|v|kv)_scale|(?P<of>k|v)_proj\.output_scale)")
 
 
