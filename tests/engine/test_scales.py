@@ -159,8 +159,8 @@ def test_large_keys_need_scales(name, folders, rng, tmp_path):
         (logits_of(folder, tokens, kv_cache_dtype="fp8", kv_cache_scales=s) - exact).norm() / spread
         for s in (scales, None)
     ]
-    assert errors[0] < 0.15
-    assert errors[1] > 3 * errors[0]
+    assert errors[0] < 0.2  # 8 bits make 0.05 to 0.09 of it
+    assert errors[1] > 0.8
 
 
 def test_a_model_that_saturates_is_refused_with_the_way_out(folders, file):
