@@ -13,6 +13,7 @@ from quire.server.limits import Limits
 from quire.server.page import PATHS
 
 _OPEN = ("/health", "/docs", "/openapi.json", *PATHS)  # without the key
+_DROPPED = 4  # times the size of the largest body are read of one that is too large
 
 
 class Guard:
@@ -62,17 +63,21 @@ class Guard:
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
     async def _read(self, request: Request, receive: Receive) -> bytes | None:
-        """The body; None if the client disconnects."""
+        """The body; None if the client disconnects. Of one that is too large, some more is read and dropped: clients
+        that are still sending when the connection is closed do not see the answer.
+        """
         most = self._limits.max_body
         announced = request.headers.get("content-length", "")
         size, parts = int(announced) if announced.isdecimal() else 0, []
         more, arrived = True, 0
-        while more and max(size, arrived) <= most:
+        while more and max(size, arrived) <= _DROPPED * most:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            parts.append(message.get("body", b""))
-            arrived += len(parts[-1])
+            part = message.get("body", b"")
+            arrived += len(part)
+            if max(size, arrived) <= most:
+                parts.append(part)
             more = message.get("more_body", False)
         if max(size, arrived) > most:
             message_text = f"the body has more than {most} bytes, which are the most"

@@ -18,8 +18,13 @@ class Limits:
         max_stop, max_stop_length: stop strings of a request, also its stop tokens, and characters of a stop string.
         max_grammar: characters of a JSON schema, a regular expression or a grammar.
         max_logprobs: likeliest tokens that are reported for each token.
+        max_connections: open connections; beyond them the one that has been without a request longest is closed.
+        max_head: bytes of a request's line and headers.
+        header_timeout: seconds for these to arrive, after the connection was made or after the first of them.
+        keep_alive: seconds that a connection may be without a request after an answer; more than clients keep theirs,
+            so that none sends a request on a connection that is being closed.
         body_timeout: seconds for a request's body to arrive, after its headers.
-        send_timeout: seconds that a client may leave a part of a stream unread before the stream is given up.
+        send_timeout: seconds that a client may leave what is sent to it unread before its connection is closed.
         grace: seconds after SIGTERM for requests to finish; those that have not are answered with an error.
     """
 
@@ -31,12 +36,17 @@ class Limits:
     max_stop_length: int = 256
     max_grammar: int = 128 << 10
     max_logprobs: int = 20
+    max_connections: int = 4096
+    max_head: int = 64 << 10
+    header_timeout: float = 10.0
+    keep_alive: int = 75
     body_timeout: float = 30.0
     send_timeout: float = 60.0
     grace: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("max_body", "max_n", "max_stop", "max_stop_length", "max_grammar", "body_timeout", "send_timeout"):
+        sizes = ("max_body", "max_n", "max_stop", "max_stop_length", "max_grammar", "max_connections", "max_head")
+        for name in (*sizes, "keep_alive", "header_timeout", "body_timeout", "send_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: it must be above 0")
         for name in ("max_queue", "max_logprobs", "grace"):

@@ -9,13 +9,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import uvicorn
 from fastapi import FastAPI
 
+from quire.server.connection import bound, watch
+from quire.server.limits import Limits
 from quire.server.service import Service
 
 _AFTER = 5.0  # seconds for answers to leave after the grace time
+_FILES = 256  # of the process beside its connections
 
 
 def serve(
@@ -47,6 +51,7 @@ def serve(
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=2048)
     service: Service = app.state.service
+    limits = _within_files(service.limits)
     config = uvicorn.Config(
         app,
         host=host,
@@ -55,11 +60,29 @@ def serve(
         access_log=log_level in ("info", "debug", "trace"),
         server_header=False,
         ws="none",
-        timeout_graceful_shutdown=int(service.limits.grace + _AFTER),
+        h11_max_incomplete_event_size=limits.max_head,
+        timeout_keep_alive=limits.keep_alive,
+        timeout_graceful_shutdown=int(limits.grace + _AFTER),
     )
+    bound(config, limits)
     with listener:
         server = Server(config, service, listener.getsockname(), started)
         server.run(sockets=[listener])
+
+
+def _within_files(limits: Limits) -> Limits:
+    """The limits, with as many connections as the process may open files, whose number is raised if need be."""
+    if sys.platform == "win32":
+        return limits
+    import resource
+
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = limits.max_connections + _FILES
+    if resource.RLIM_INFINITY != allowed < needed:
+        allowed = needed if most == resource.RLIM_INFINITY else min(needed, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+        return replace(limits, max_connections=max(1, allowed - _FILES))
+    return limits
 
 
 class Server(uvicorn.Server):
@@ -78,6 +101,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._watching = asyncio.ensure_future(watch(self.server_state.connections))
         if self._started is not None:
             self._started(self)
 
@@ -88,6 +112,7 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             failing.cancel()
+            self._watching.cancel()
 
     async def _fail_later(self) -> None:
         await asyncio.sleep(self._service.limits.grace)

@@ -128,7 +128,6 @@ class Generation:
     def __init__(self, service: Service, prompts: list[list[int]], params: list[SamplingParams], field: str) -> None:
         self._service, self._arrival = service, time.perf_counter()
         self.prompts, self.count = prompts, len(prompts) * len(params)
-        self.send_timeout = service.limits.send_timeout
         self.output_tokens, self.cached_tokens = 0, [0] * len(prompts)
         self._open = set(range(self.count))
         self._last = [self._arrival] * self.count

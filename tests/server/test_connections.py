@@ -1,0 +1,178 @@
+"""Bounds of connections: heads that drip, idle connections, too many of them, and clients that stop reading."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import ExitStack, contextmanager
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+
+import uvicorn
+
+from helpers.engines import pages_add_up, until_idle
+from helpers.server import served
+from quire.engine import LLM
+from quire.server import Limits
+
+LIMITS = Limits(max_connections=40, max_head=8192, header_timeout=1, keep_alive=2, send_timeout=1)
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(num_pages=400) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=["h11", "httptools"])
+def url(llm, request):
+    """Servers with each HTTP implementation of uvicorn, which takes httptools where it is installed."""
+    if request.param == "httptools":
+        pytest.importorskip("httptools")
+    with pytest.MonkeyPatch.context() as patch:
+        implementation = {"h11": "h11_impl:H11Protocol", "httptools": "httptools_impl:HttpToolsProtocol"}[request.param]
+        patch.setattr(socket, "create_server", with_small_buffers(socket.create_server))
+        patch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", f"uvicorn.protocols.http.{implementation}")
+        with served(llm, limits=LIMITS) as url:
+            yield url
+
+
+def with_small_buffers(create):
+    """A listener whose connections buffer little in the system."""
+
+    def create_server(*args, **options):
+        listener = create(*args, **options)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    return create_server
+
+
+@contextmanager
+def connected(url):
+    address = urlsplit(url)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        client.settimeout(10)
+        client.connect((address.hostname, address.port))
+        yield client
+
+
+def closed(client):
+    """Whether the server has closed the connection, after what it has sent."""
+    client.setblocking(False)
+    try:
+        while client.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def all_of(client):
+    """What the server sends until it closes the connection."""
+    parts = []
+    while part := client.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_heads_that_drip_keep_nobody_waiting_and_are_ended(url):
+    with ExitStack() as stack:
+        slow = [stack.enter_context(connected(url)) for _ in range(30)]
+        for client in slow:
+            client.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
+        begun, left = time.monotonic(), list(slow)
+        while left and time.monotonic() - begun < 5:
+            assert httpx.get(f"{url}/health", timeout=2).status_code == 200
+            for client in [c for c in left if closed(c)]:
+                left.remove(client)
+            for client in left:
+                client.setblocking(True)
+                client.send(b"x")
+            time.sleep(0.1)
+        assert not left
+        assert 0.9 < time.monotonic() - begun < 3
+
+
+def test_the_end_of_a_slow_head_is_told_and_of_an_idle_connection_not(url):
+    with connected(url) as silent, connected(url) as slow:
+        slow.sendall(HEALTH[:-4])
+        assert all_of(slow).startswith(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\n")
+        assert all_of(silent) == b""
+
+
+def test_later_heads_have_the_same_time_and_idle_connections_more(url):
+    """The second head of a connection begins when its first byte comes, and nothing else ends it before that."""
+    with connected(url) as client, connected(url) as idle:
+        for each in (client, idle):
+            each.sendall(HEALTH)
+            assert b"200 OK" in each.recv(4096)
+        begun = time.monotonic()
+        time.sleep(1.5)
+        client.sendall(HEALTH)
+        assert b"200 OK" in client.recv(4096)
+        assert all_of(idle) == b""
+        assert 1.9 < time.monotonic() - begun < 4
+        client.sendall(HEALTH[:20])
+        assert all_of(client).startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - begun > 2.4
+
+
+def test_heads_are_bounded(url):
+    for end in (b"", b"\r\n\r\n"):
+        with connected(url) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+            for _ in range(9):  # parts of which none is too large alone
+                client.sendall(b"X-Large: " + b"x" * 1000 + b"\r\n")
+                time.sleep(0.01)
+            try:
+                client.sendall(end)
+                answer = all_of(client)
+            except ConnectionError:
+                answer = b""
+            assert answer.split(b"\r\n")[0][:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 431")
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_new_connection_takes_the_place_of_the_longest_idle_one(url, llm):
+    body = json.dumps({"prompt": "x", "max_tokens": 1500, "ignore_eos": True}).encode()
+    busy = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+    with ExitStack() as stack:
+        worker = stack.enter_context(connected(url))
+        worker.sendall(busy % (len(body), body))
+        while llm.stats.running == 0:
+            time.sleep(0.01)
+        idle = [stack.enter_context(connected(url)) for _ in range(60)]
+        for client in idle[-39:]:
+            client.sendall(HEALTH)
+            assert b"200 OK" in client.recv(4096)
+        assert [closed(client) for client in idle] == [True] * 21 + [False] * 39
+        assert not closed(worker)
+        assert llm.stats.running == 1
+    until_idle(llm)
+
+
+def test_a_client_that_stops_reading_is_left(url, llm):
+    """Streams and whole answers beyond what is buffered: the connection ends in the middle of the answer."""
+    body = {"prompt": "import os\n", "max_tokens": 300, "ignore_eos": True, "logprobs": 20}
+    for stream in (True, False):
+        with connected(url) as client:
+            content = json.dumps({**body, "stream": stream}).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            assert client.recv(12) == b"HTTP/1.1 200"
+            until_idle(llm)
+            time.sleep(2.5)
+            assert 1000 < len(all_of(client)) < 150_000
+    assert len(httpx.post(f"{url}/v1/completions", json=body).content) > 150_000
+    assert pages_add_up(llm)
