@@ -50,6 +50,8 @@ BAD = [
     ({"prompt": []}, "prompt", "prompt is empty"),
     ({"prompt": ["x", ""]}, "prompt", "prompt 1 is empty"),
     ({"prompt": [1, 4096]}, "prompt", "token 4096: tokens are 0 to 4095"),
+    ({"prompt": [1, -1], "echo": True}, "prompt", "token -1: tokens are 0 to 4095"),
+    ({"prompt": [10**9], "echo": True}, "prompt", "token 1000000000"),
     ({"prompt": "\ud800"}, "prompt", "is half a character"),
     ({"prompt": [1] * 2048, "max_tokens": None}, "prompt", "2048 are the most"),
     ({"prompt": [1] * 1800, "max_tokens": 300}, "max_tokens", "1800 tokens and max_tokens is 300"),

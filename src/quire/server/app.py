@@ -9,14 +9,13 @@ from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
 from quire.engine import LLM
-from quire.server import chat, completions
+from quire.server import chat, completions, documents
 from quire.server.errors import ApiError, add_handlers, bad
 from quire.server.guard import Guard
 from quire.server.limits import Limits
@@ -24,19 +23,6 @@ from quire.server.metrics import Metrics
 from quire.server.page import add_page
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.service import Service
-
-
-class _Error(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """An error, in OpenAI's form."""
-
-    error: _Error
 
 
 def create_app(
@@ -67,8 +53,7 @@ def create_app(
         raise ValueError(f"metrics_prefix = {metrics_prefix!r}: it must have letters, digits and _ only")
     limits = limits or Limits()
     name = name or llm.model.folder.resolve().name
-    errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
-    app = FastAPI(title="Quire", version=__version__, responses=errors, redoc_url=None)
+    app = FastAPI(title="Quire", version=__version__, responses=documents.ERRORS, redoc_url=None)
     app.state.service = Service(llm, name, limits, Metrics(llm, name, metrics_prefix))
     app.include_router(completions.router)
     app.include_router(chat.router)
@@ -138,7 +123,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             raise ApiError(503, "the server is being shut down" if service.draining else "the engine has ended")
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, responses=documents.text("Metrics"))
     async def metrics(request: Request) -> Response:
         """Metrics for Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from quire.engine import Completion
 from quire.server.answers import Whole, answer, finite
+from quire.server.documents import ChatCompletion, completed
 from quire.server.errors import bad
 from quire.server.protocol import ChatRequest, Message, Messages, TokenizeRequest
 from quire.server.service import Service
@@ -20,7 +21,7 @@ from quire.server.service import Service
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=completed(ChatCompletion))
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer messages."""
     service: Service = request.app.state.service

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from quire.engine import Completion
 from quire.server.answers import Whole, answer, finite
+from quire.server.documents import TextCompletion, completed
 from quire.server.errors import bad
 from quire.server.protocol import CompletionRequest
 from quire.server.service import Service
@@ -20,14 +21,14 @@ router = APIRouter()
 _MAX_TOKENS = 16  # of OpenAI's interface, where a request does not say
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=completed(TextCompletion))
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Complete a prompt, or several."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     if body.echo and body.logprobs is not None:
         raise bad("echo", "echo with logprobs is not supported: log-probabilities of prompts are not computed")
-    if body.logprobs is not None:
+    if body.logprobs is not None or body.echo:
         service.tokenizer  # noqa: B018 - tokens are reported as text
     most = body.max_tokens
     if most is None:
@@ -38,10 +39,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         raise bad("prompt", f"prompt has {len(given)} elements: this server holds {service.room} completions at most")
     await service.prepare(params[0], body.form_field)
     prompts = list(await asyncio.gather(*(service.encode(p, f"prompt {i}") for i, p in enumerate(given))))
+    generation = service.start(prompts, params, "prompt")  # which refuses what are not tokens
     echoes = [""] * len(prompts)
     if body.echo:
         echoes = [p if isinstance(p, str) else service.tokenizer.decode(p) for p in given]
-    generation = service.start(prompts, params, "prompt")
     form = _Form(service, [echo for echo in echoes for _ in params], body.logprobs)
     return await answer(request, generation, form, bool(body.stream), body.includes_usage)
 
