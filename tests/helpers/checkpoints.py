@@ -23,6 +23,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from quire.engine import shipped_model
+
 VOCAB = 97
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -95,3 +97,12 @@ def enlarge(folder: Path, target: Path, keys: float, values: float) -> Path:
         weights[name] *= next((factor for part, factor in factors.items() if f".{part}" in name), 1.0)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def with_chat_template(folder: Path, template: str) -> Path:
+    """A checkpoint of the model that comes along, with a chat template, which it does not have."""
+    folder.mkdir()
+    for file in shipped_model().iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder

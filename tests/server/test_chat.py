@@ -14,8 +14,9 @@ pytest.importorskip("openai")
 
 import openai
 
+from helpers.checkpoints import with_chat_template
 from helpers.server import served
-from quire.engine import LLM, SamplingParams, shipped_model
+from quire.engine import LLM, SamplingParams
 
 JSON = {"Content-Type": "application/json"}
 TEMPLATE = (
@@ -29,11 +30,7 @@ TEXT = "# system: Be short.\n# user: Why?\n# answer:"
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints") / "chatty"
-    folder.mkdir()
-    for file in shipped_model().iterdir():
-        (folder / file.name).symlink_to(file)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    folder = with_chat_template(tmp_path_factory.mktemp("checkpoints") / "chatty", TEMPLATE)
     with LLM(folder, num_pages=500, max_model_len=128) as llm:
         yield llm
 

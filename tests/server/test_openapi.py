@@ -1,0 +1,37 @@
+"""Requests that schemathesis makes from the OpenAPI document: what is answered is what the document says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+pytest.importorskip("schemathesis")
+
+from helpers.checkpoints import with_chat_template
+from helpers.engines import pages_add_up, until_idle
+from helpers.paths import ROOT
+from helpers.server import served
+from quire.engine import LLM
+
+
+@pytest.mark.parametrize("examples", [4, pytest.param(300, marks=pytest.mark.slow)])
+def test_generated_requests_are_answered_as_the_document_says(examples, tmp_path, rng):
+    folder = with_chat_template(tmp_path / "model", "{% for m in messages %}# {{ m.content }}\n{% endfor %}")
+    report = tmp_path / "report.json"
+    with LLM(folder, num_pages=300, max_model_len=128) as llm, served(llm) as url:
+        config = ["--config-file", str(ROOT / "tools" / "schemathesis.toml"), "--no-color"]
+        options = ["--max-examples", str(examples), "--seed", str(rng.randrange(1 << 32))]
+        reported = ["--report", "json", "--report-json-path", str(report)]
+        command = [sys.executable, "-m", "schemathesis.cli", *config, "run", f"{url}/openapi.json", *options, *reported]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        until_idle(llm)
+        assert pages_add_up(llm)
+    cases = json.loads(report.read_text())["test_cases"]
+    assert cases["generated"] > 150
+    assert cases["with_failures"] == cases["errored"] == 0
