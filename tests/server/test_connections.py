@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import time
 from contextlib import ExitStack, contextmanager
@@ -164,7 +165,7 @@ def test_a_new_connection_takes_the_place_of_the_longest_idle_one(url, llm):
 
 def test_a_client_that_stops_reading_is_left(url, llm):
     """Streams and whole answers beyond what is buffered: the connection ends in the middle of the answer."""
-    body = {"prompt": "import os\n", "max_tokens": 300, "ignore_eos": True, "logprobs": 20}
+    body = {"prompt": "import os\n", "max_tokens": 150, "ignore_eos": True, "logprobs": 20}
     for stream in (True, False):
         with connected(url) as client:
             content = json.dumps({**body, "stream": stream}).encode()
@@ -173,6 +174,26 @@ def test_a_client_that_stops_reading_is_left(url, llm):
             assert client.recv(12) == b"HTTP/1.1 200"
             until_idle(llm)
             time.sleep(2.5)
-            assert 1000 < len(all_of(client)) < 150_000
-    assert len(httpx.post(f"{url}/v1/completions", json=body).content) > 150_000
+            assert 1000 < len(all_of(client)) < 60_000
+    assert len(httpx.post(f"{url}/v1/completions", json=body).content) > 80_000
     assert pages_add_up(llm)
+
+
+def test_the_limit_of_open_files_is_raised_for_connections(llm):
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, most))
+    try:
+        with served(llm):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (4096 + 256, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+
+
+def test_there_are_no_more_connections_than_open_files(llm, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 266))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    with served(llm) as url, ExitStack() as stack:
+        idle = [stack.enter_context(connected(url)) for _ in range(15)]
+        idle[-1].sendall(HEALTH)
+        assert b"200 OK" in idle[-1].recv(4096)
+        assert [closed(client) for client in idle] == [True] * 5 + [False] * 10
