@@ -1,7 +1,7 @@
-"""Put the tables of benchmarks/results/*.json into docs/benchmarks.md, between the markers that name the files.
+"""Put the tables of benchmarks/results/*.json into documents, between the markers that name the files.
 
 python tools/benchmark_tables.py            write them
-python tools/benchmark_tables.py --check    exit with 1 if docs/benchmarks.md shows something else
+python tools/benchmark_tables.py --check    exit with 1 if a document shows something else
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import Any
 from quire.bench import cpu, gpu, layers_table, peers, serving
 
 ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "serving.md")
 BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def rendered(name: str) -> str:
     """A line that names the machine, versions and date of a result file, and its table."""
     result = json.loads((ROOT / name).read_text())
+    if "runs" in result:
+        return soak(result)
     on_gpu = "triton" in result
     compiler = "triton" if on_gpu else "numba"
     machine = (
@@ -39,16 +42,60 @@ def rendered(name: str) -> str:
     return f"{', '.join(machine)}:\n\n{module.table(result)}\n"
 
 
+def soak(result: dict[str, Any]) -> str:
+    """The machine, and the table of a result of tools/soak.py."""
+    runs = result["runs"]
+    streams, crowd, fuzz = runs["streams"], runs["random"], runs["openapi"]
+    rounds = streams["rounds"]
+    right = sum(one["results"].get("right", 0) for one in rounds)
+    rates = [one["tokens_per_second"] for one in rounds]
+    levels = ", ".join(f"{one['after']['memory_mib']:.0f}" for one in rounds)
+    counts = [count for counts in crowd["counts"].values() for count in counts.items()]
+    rounded = sum(number for verdict, number in counts if verdict == "rounding")
+    good = sum(number for verdict, number in counts if verdict == "right")
+    thirds = ", ".join(f"{x:.0f}" for x in crowd["memory_thirds_mib"])
+    files = sorted(sample["files"] for sample in crowd["samples"])
+    cases, term, kill = fuzz["test_cases"], runs["ends"]["SIGTERM"], runs["ends"]["SIGKILL"]
+    rows = {
+        f"{streams['clients']} streams at once, {len(rounds)} times": (
+            f"{right:,} of {streams['clients'] * len(rounds):,} have their own text, at {min(rates):,} to "
+            f"{max(rates):,} tokens per second; {levels} MiB after each time"
+        ),
+        f"{crowd['clients']} random clients for {crowd['seconds'] / 60:.0f} minutes": (
+            f"{good:,} of {crowd['actions']:,} actions end as they should, and {rounded} with a token that rounding "
+            f"decides; {thirds} MiB (medians of thirds of the time); {files[0]} to {files[-1]} open files"
+        ),
+        f"SIGTERM, {sum(term['results'].values())} requests": (
+            f"{term['results']['right']} end, {term['results']['told that the server ends']} are told why not after "
+            f"the grace time of 5 s; exit code {term['exit_code']}"
+        ),
+        f"SIGKILL, {sum(kill['results'].values())} requests": (
+            f"{kill['results']['connection closed']} see a closed connection, {kill['results'].get('right', 0)} had "
+            f"ended; a new server on the same port is there in {kill['after_restart']['seconds_to_start']} s"
+        ),
+        f"{cases['generated']:,} requests by schemathesis {fuzz['schemathesis_version']}": (
+            f"{cases['with_failures']} failures; {fuzz['after']['memory_mib']:.0f} MiB afterwards"
+        ),
+    }
+    packages = ("fastapi", "uvicorn", "h11", "httptools", "uvloop")
+    machine = f"{result['device']}, {result['cores']} cores, Python {result['python']}, torch {result['torch']}"
+    versions = ", ".join(f"{name} {result[name]}" for name in packages if result[name])
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"{machine}, {versions}, {result['date']}:\n\n| load | what came of it |\n|---|---|\n{table}\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    page = ROOT / "docs" / "benchmarks.md"
-    old = page.read_text()
-    new = BLOCK.sub(lambda found: f"{found[1]}{rendered(found[2])}{found[3]}", old)
+    old = {page: page.read_text() for page in PAGES}
+    new = {
+        page: BLOCK.sub(lambda found: f"{found[1]}{rendered(found[2])}{found[3]}", text) for page, text in old.items()
+    }
     if args.check:
         return int(new != old)
-    page.write_text(new)
+    for page, text in new.items():
+        page.write_text(text)
     return 0
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 
 import httpx
@@ -15,6 +18,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
 from helpers.engines import pages_add_up, until_idle
+from helpers.paths import ROOT
 from helpers.server import served, serving_process
 from quire.engine import LLM, SamplingParams
 from quire.engine.request import Request
@@ -154,3 +158,15 @@ def test_sigkill_closes_connections_and_a_new_server_serves(rng):
         assert again == url
         done = httpx.post(f"{url}/v1/completions", json={"prompt": "import os\n", "max_tokens": 4})
         assert done.json()["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.slow
+def test_random_clients_and_generated_requests_for_a_while(tmp_path):
+    """The tool whose figures the documents have, for a shorter time and with fewer clients."""
+    out = tmp_path / "result.json"
+    options = ["--streams", "40", "--clients", "8", "--minutes", "0.5", "--examples", "5", "--out", str(out)]
+    command = [sys.executable, str(ROOT / "tools" / "soak.py"), "streams", "ends", "random", "openapi", *options]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "QUIRE_API_KEY": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text())["runs"]["random"]["actions"] > 50

@@ -1,0 +1,341 @@
+"""Load and faults for `quire serve`: many streams at once, its end under load, random clients, generated requests.
+
+    PYTHONPATH=src python tools/soak.py streams ends random openapi --out benchmarks/results/cpu-serve-soak.json
+
+Each client compares its texts with those that the engine generated for the same requests beforehand. The exit code is 1
+if one differs, if a request has no answer, or if pages or connections do not come back. Needs Linux, for /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import torch
+from soak_clients import PATIENCE, Case, Clients, Differs, Wrong, stream, whole
+
+from quire import sampling
+from quire.bench.cpu import machine
+from quire.engine import LLM, SamplingParams, shipped_model
+
+BEGINNINGS = (
+    "import os\n",
+    "def add(a, b):\n    return",
+    "class Stack:\n    def push(self, item):\n",
+    "for i in range(",
+)
+
+
+def make_cases(count: int, rng: random.Random, longest: int) -> list[Case]:
+    """Requests for n completions each, greedy or seeded, with the texts that the engine generates for them."""
+    bodies: list[dict[str, Any]] = []
+    for _ in range(count):
+        prompt = f"{rng.choice(BEGINNINGS)}# {rng.randrange(10**9)}\n"
+        sampled = {"temperature": rng.choice([0.0, 1.0]), "seed": rng.randrange(1 << 32), "ignore_eos": True}
+        n = rng.choice([1, 1, 1, 1, 2, 4])
+        bodies.append({"prompt": prompt, "n": n, "max_tokens": rng.randint(1, longest), **sampled})
+    with LLM(num_pages=8000) as llm:
+        texts = iter(generate(llm, bodies))
+    return [Case(body, [next(texts) for _ in range(body["n"])]) for body in bodies]
+
+
+def generate(llm: LLM, bodies: list[dict[str, Any]]) -> list[str]:
+    """The texts that the engine generates for requests, one after the other."""
+    prompts = [body["prompt"] for body in bodies for _ in range(body["n"])]
+    names = ("max_tokens", "temperature", "ignore_eos")
+    params = [
+        SamplingParams(seed=body["seed"] + i, **{name: body[name] for name in names})
+        for body in bodies
+        for i in range(body["n"])
+    ]
+    return [done.text for done in llm.generate(prompts, params)]
+
+
+def verdicts(found: list[Differs]) -> list[str]:
+    """What is to be said of texts that differ: "rounding" if the engine generates each of them, too, when the logits
+    have random errors of 1e-5. Rounding in float32 makes errors up to 5e-6 when other requests are in a step, and
+    about one of 20,000 random numbers is so near the border between two tokens.
+    """
+    exact = sampling.sample
+
+    def rounded(logits: torch.Tensor, **given: Any) -> Any:
+        return exact(logits + 1e-5 * torch.rand_like(logits).mul_(2).sub_(1), **given)
+
+    said = []
+    with patch.object(sampling, "sample", rounded):
+        for one in found:
+            with LLM(num_pages=8000) as llm:
+                possible = {*one.case.texts, *generate(llm, [one.case.body] * 64)}
+            said.append("rounding" if possible.issuperset(one.texts) else str(one))
+    return said
+
+
+class Server:
+    """`quire serve` in a process, with its log in a file.
+
+    Args:
+        log: the file.
+        port: 0 for a free one.
+        options: of the command.
+    """
+
+    def __init__(self, log: Path, port: int = 0, options: tuple[str, ...] = ()) -> None:
+        begun = time.monotonic()
+        command = [sys.executable, "-m", "quire", "serve", "--port", str(port), "--grace", "5", *options]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, stderr=file)
+        while not (found := re.search(r"at (http://\S+)", log.read_text())):
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server has ended: {log.read_text()}")
+            time.sleep(0.05)
+        self.url, self.seconds = found[1], time.monotonic() - begun
+        self.port = int(self.url.rpartition(":")[2])
+
+    def memory(self) -> float:
+        """Resident memory in MiB."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def files(self) -> int:
+        """Open file descriptors."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    async def state(self, client: httpx.AsyncClient) -> dict[str, Any]:
+        """Memory, files and what the engine holds."""
+        stats = (await client.get("/server_info")).json()["stats"]
+        names = ("running", "waiting", "free_pages", "cached_pages", "held_pages", "generated_tokens", "preemptions")
+        return {"memory_mib": round(self.memory(), 1), "files": self.files()} | {name: stats[name] for name in names}
+
+    async def idle(self, client: httpx.AsyncClient) -> dict[str, Any]:
+        """The state when no request is left, which must be soon, with all pages back."""
+        end = time.monotonic() + 60
+        while True:
+            stats = (await client.get("/server_info")).json()["stats"]
+            if not stats["running"] + stats["waiting"] + stats["held_pages"]:
+                break
+            if time.monotonic() > end:
+                raise Wrong(f"after a minute without clients the engine is not idle: {stats}")
+            await asyncio.sleep(0.2)
+        if stats["free_pages"] + stats["cached_pages"] != stats["pages"]:
+            raise Wrong(f"pages are lost: {stats}")
+        return await self.state(client)
+
+    def end(self) -> None:
+        """End the process if it runs."""
+        self.process.kill()
+        self.process.wait()
+
+
+def connected(server: Server) -> httpx.AsyncClient:
+    """A client without a bound of connections and of time."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
+    return httpx.AsyncClient(base_url=server.url, limits=limits, timeout=httpx.Timeout(None, connect=30))
+
+
+async def run_streams(server: Server, cases: list[Case]) -> dict[str, Any]:
+    """All cases at once as streams, five times: memory is to be compared after the first, which allocates buffers."""
+    rounds = []
+    async with connected(server) as client:
+        for _ in range(5):
+            before, begun = await server.idle(client), time.monotonic()
+            tasks = [asyncio.ensure_future(stream(client, case)) for case in cases]
+            most = {"memory_mib": 0.0, "files": 0}
+            while not all(task.done() for task in tasks):
+                most = {"memory_mib": max(most["memory_mib"], round(server.memory(), 1)),
+                        "files": max(most["files"], server.files())}  # fmt: skip
+                await asyncio.wait(tasks, timeout=0.2)
+            seconds = time.monotonic() - begun
+            errors = [error for task in tasks if (error := task.exception())]
+            differing = [error for error in errors if isinstance(error, Differs)]
+            others = [f"{type(error).__name__}: {error}" for error in errors if not isinstance(error, Differs)]
+            results = Counter(["right"] * (len(tasks) - len(errors)) + verdicts(differing) + others)
+            after = await server.idle(client)
+            tokens = after["generated_tokens"] - before["generated_tokens"]
+            rounds.append({"results": results, "seconds": round(seconds, 1), "tokens": tokens,
+                           "tokens_per_second": round(tokens / seconds), "before": before, "most": most,
+                           "after": after})  # fmt: skip
+    completions = sum(len(case.texts) for case in cases)
+    return {"clients": len(cases), "completions": completions, "rounds": rounds}
+
+
+async def run_random(
+    server: Server, cases: list[Case], rng: random.Random, clients: int, minutes: float
+) -> dict[str, Any]:
+    """Random clients for some minutes; the state of the server every ten seconds."""
+    samples = []
+    async with connected(server) as client, connected(server) as observer:
+        begun = time.monotonic()
+        crowd = Clients(server.port, client, cases, rng)
+        tasks = [asyncio.ensure_future(crowd.one(begun + minutes * 60)) for _ in range(clients)]
+        while not all(task.done() for task in tasks):
+            samples.append({"seconds": round(time.monotonic() - begun), **await server.state(observer)})
+            await asyncio.wait(tasks, timeout=10)
+        await asyncio.gather(*tasks)
+        after = await server.idle(observer)
+        seconds = time.monotonic() - begun
+    for (name, _), verdict in zip(crowd.differing, verdicts([d for _, d in crowd.differing]), strict=True):
+        crowd.counts.setdefault(name, Counter())[verdict] += 1
+    return {
+        "clients": clients,
+        "seconds": round(seconds),
+        "counts": crowd.counts,
+        "actions": sum(counts.total() for counts in crowd.counts.values()),
+        "memory_thirds_mib": [
+            median(s["memory_mib"] for s in samples if i <= 3 * s["seconds"] / (minutes * 60) < i + 1) for i in range(3)
+        ],
+        "after": after,
+        "samples": samples,
+    }
+
+
+async def run_ends(log: Path, cases: list[Case]) -> dict[str, Any]:
+    """SIGTERM and SIGKILL, each while streams and whole answers, short and long ones, are on their way."""
+
+    async def outcome(work: Awaitable[None]) -> str:
+        try:
+            await asyncio.wait_for(work, PATIENCE)
+            return "right"
+        except Wrong as error:
+            text = str(error)
+            return "told that the server ends" if "unavailable" in text else text
+        except httpx.TransportError:
+            return "connection closed"
+
+    async def load(server: Server, number: int) -> Counter[str]:
+        long = Case({"prompt": "import os\n", "max_tokens": 2000, "ignore_eos": True}, ["?"])
+        async with connected(server) as client, connected(server) as observer:
+            chosen = [case for case in cases if len(case.texts) == 1][:20] + [long] * 40
+            sent = [(stream if i % 2 else whole)(client, case) for i, case in enumerate(chosen)]
+            tasks = [asyncio.ensure_future(outcome(work)) for work in sent]
+            while (await server.state(observer))["running"] < 40:
+                await asyncio.sleep(0.02)
+            server.process.send_signal(number)
+            return Counter(await asyncio.gather(*tasks))
+
+    result: dict[str, Any] = {}
+    server = Server(log)
+    try:
+        for name, number in (("SIGTERM", signal.SIGTERM), ("SIGKILL", signal.SIGKILL)):
+            begun = time.monotonic()
+            results = await load(server, number)
+            code = await asyncio.to_thread(server.process.wait, 60)
+            result[name] = {"results": results, "exit_code": code, "seconds": round(time.monotonic() - begun, 1)}
+            server = Server(log, server.port)
+            async with connected(server) as client:
+                again = Counter([await outcome(whole(client, case)) for case in cases[:20]])
+            result[name]["after_restart"] = {"results": again, "seconds_to_start": round(server.seconds, 1)}
+    finally:
+        server.end()
+    return result
+
+
+async def run_openapi(server: Server, folder: Path, examples: int) -> dict[str, Any]:
+    """Requests that schemathesis makes from the server's OpenAPI document, right and wrong ones."""
+    report = folder / "report.json"
+    config = Path(__file__).resolve().with_name("schemathesis.toml")
+    command = ["--config-file", str(config), "run", f"{server.url}/openapi.json"]
+    options = ["--max-examples", str(examples), "--report", "json", "--report-json-path", str(report)]
+    program = Path(sys.executable).with_name("schemathesis")
+    arguments: tuple[Any, ...] = (program, "--no-color", *command, *options)
+    process = await asyncio.create_subprocess_exec(*arguments, cwd=folder, stdout=sys.stderr)
+    code = await process.wait()
+    result = json.loads(report.read_text())
+    kept = {name: result[name] for name in ("schemathesis_version", "seed", "test_cases", "failures", "errors")}
+    async with connected(server) as client:
+        after = await server.idle(client)
+    return {**kept, "exit_code": code, "seconds": round(result["running_time"]), "after": after}
+
+
+def chatting_model(folder: Path) -> Path:
+    """The model that comes along, with a chat template."""
+    model = folder / "model"
+    model.mkdir()
+    for file in shipped_model().iterdir():
+        (model / file.name).symlink_to(file)
+    template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# answer:"
+    (model / "chat_template.jinja").write_text(template)
+    return model
+
+
+def is_right(result: dict[str, Any]) -> bool:
+    """Whether all went as it should."""
+    ends, streams, crowd = (result.get(name, {}) for name in ("ends", "streams", "random"))
+    counters = [r["results"] for r in streams.get("rounds", [])] + list(crowd.get("counts", {}).values())
+    counters += [end["after_restart"]["results"] for end in ends.values()]
+    allowed = {"SIGTERM": {"right", "told that the server ends"}, "SIGKILL": {"right", "connection closed"}}
+    codes = {"SIGTERM": 0, "SIGKILL": -signal.SIGKILL}
+    if result.get("openapi", {}).get("exit_code"):
+        return False
+    return all(set(counter) <= {"right", "rounding"} for counter in counters) and all(
+        set(end["results"]) <= allowed[name] and end["exit_code"] == codes[name] for name, end in ends.items()
+    )
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """The versions of packages; None for those that are not installed."""
+    installed = {found.name: found.version for found in metadata.distributions()}
+    return {name: installed.get(name) for name in packages}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="+", choices=("streams", "ends", "random", "openapi"))
+    parser.add_argument("--streams", type=int, default=500, help="clients of the part streams")
+    parser.add_argument("--clients", type=int, default=24, help="of the part random")
+    parser.add_argument("--minutes", type=float, default=30, help="of the part random")
+    parser.add_argument("--examples", type=int, default=2000, help="requests to each endpoint of the part openapi")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--out", type=Path, help="a file for the result, whose other parts are kept")
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    cases = [] if args.parts == ["openapi"] else make_cases(max(args.streams, 200), rng, 48)
+    result = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"runs": {}}
+    runs: dict[str, Any] = {}
+    result |= {**machine(), "cores": os.cpu_count(), "model": "tiny-python"}
+    result |= versions("fastapi", "uvicorn", "h11", "httptools", "uvloop")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        for part in args.parts:
+            if part == "ends":
+                runs[part] = asyncio.run(run_ends(log, cases))
+                continue
+            options = {"random": ("--num-pages", "1000"), "openapi": ("--max-model-len", "128")}.get(part, ())
+            model = (str(chatting_model(Path(folder))),) if part == "openapi" else ()
+            server = Server(log, options=(*model, *options))
+            try:
+                if part == "streams":
+                    runs[part] = asyncio.run(run_streams(server, cases[: args.streams]))
+                elif part == "random":
+                    runs[part] = asyncio.run(run_random(server, cases, rng, args.clients, args.minutes))
+                else:
+                    runs[part] = asyncio.run(run_openapi(server, Path(folder), args.examples))
+                runs[part]["log"] = sorted(set(log.read_text().splitlines()))[:20]
+            finally:
+                server.end()
+    result["runs"] |= runs
+    result["seeds"] = result.get("seeds", {}) | dict.fromkeys(runs, args.seed)
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({name: {k: v for k, v in run.items() if k != "samples"} for name, run in runs.items()}, indent=1))
+    return 0 if is_right(runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
