@@ -114,8 +114,8 @@ def test_the_dashboards_panels_do_not_overlap():
 
 
 def test_the_documents_name_all_metrics_and_no_others(scraped):
-    page = (ROOT / "docs" / "serving.md").read_text().split("## Metrics")[1]
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    section = (ROOT / "docs" / "serving.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
     suffixes = r"_(bucket|sum|count|created)$"
     histograms = {re.sub(suffixes, "", s.name) for s in scraped if s.name.endswith("_bucket")}
