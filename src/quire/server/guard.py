@@ -68,7 +68,7 @@ class Guard:
         """
         most = self._limits.max_body
         announced = request.headers.get("content-length", "")
-        size, parts = int(announced) if announced.isdecimal() else 0, []
+        size, parts = int(announced) if announced.isdecimal() and len(announced) <= 20 else 0, []
         more, arrived = True, 0
         while more and max(size, arrived) <= _DROPPED * most:
             message = await receive()
