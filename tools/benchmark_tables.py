@@ -77,7 +77,7 @@ def soak(result: dict[str, Any]) -> str:
             f"{cases['with_failures']} failures; {fuzz['after']['memory_mib']:.0f} MiB afterwards"
         ),
     }
-    packages = ("fastapi", "uvicorn", "h11", "httptools", "uvloop")
+    packages = ("fastapi", "uvicorn", "h11", "uvloop")
     machine = f"{result['device']}, {result['cores']} cores, Python {result['python']}, torch {result['torch']}"
     versions = ", ".join(f"{name} {result[name]}" for name in packages if result[name])
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())

@@ -309,7 +309,7 @@ def main() -> int:
     result = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"runs": {}}
     runs: dict[str, Any] = {}
     result |= {**machine(), "cores": os.cpu_count(), "model": "tiny-python"}
-    result |= versions("fastapi", "uvicorn", "h11", "httptools", "uvloop")
+    result |= versions("fastapi", "uvicorn", "h11", "uvloop")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         for part in args.parts:

@@ -6,7 +6,7 @@ import json
 import resource
 import socket
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,8 +15,6 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
-import uvicorn
-
 from helpers.engines import pages_add_up, until_idle
 from helpers.server import served
 from quire.engine import LLM
@@ -24,6 +22,7 @@ from quire.server import Limits
 
 LIMITS = Limits(max_connections=40, max_head=8192, header_timeout=1, keep_alive=2, send_timeout=1)
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+LONG = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +31,10 @@ def llm():
         yield llm
 
 
-@pytest.fixture(scope="module", params=["h11", "httptools"])
-def url(llm, request):
-    """Servers with each HTTP implementation of uvicorn, which takes httptools where it is installed."""
-    if request.param == "httptools":
-        pytest.importorskip("httptools")
+@pytest.fixture(scope="module")
+def url(llm):
     with pytest.MonkeyPatch.context() as patch:
-        implementation = {"h11": "h11_impl:H11Protocol", "httptools": "httptools_impl:HttpToolsProtocol"}[request.param]
         patch.setattr(socket, "create_server", with_small_buffers(socket.create_server))
-        patch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", f"uvicorn.protocols.http.{implementation}")
         with served(llm, limits=LIMITS) as url:
             yield url
 
@@ -54,6 +48,12 @@ def with_small_buffers(create):
         return listener
 
     return create_server
+
+
+def post(body, head="", version="1.1"):
+    content = json.dumps(body).encode()
+    about = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n{head}"
+    return f"POST /v1/completions HTTP/{version}\r\n{about}\r\n".encode() + content
 
 
 @contextmanager
@@ -141,16 +141,49 @@ def test_heads_are_bounded(url):
                 answer = all_of(client)
             except ConnectionError:
                 answer = b""
-            assert answer.split(b"\r\n")[0][:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 431")
+            assert answer.split(b"\r\n")[0][:12] in (b"", b"HTTP/1.1 431")
     assert httpx.get(f"{url}/health").status_code == 200
 
 
+def test_what_comes_after_a_request_in_progress_is_not_read(url, llm):
+    """Else it would fill the server's memory."""
+    with connected(url) as client:
+        client.settimeout(2)
+        client.sendall(post({**LONG, "stream": True}))
+        part, sent = b"X: " + b"x" * 65_000 + b"\r\n", len(HEALTH[:-2])
+        client.sendall(HEALTH[:-2])
+        with suppress(TimeoutError):
+            while sent < 64 << 20:
+                sent += client.send(part)
+        assert sent < 32 << 20
+    until_idle(llm)
+
+
+def test_an_offer_of_another_protocol_is_ignored(url):
+    """As Java's client makes it with each first request."""
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+    request = post({"prompt": "import os\n", "max_tokens": 1}, head=offer)
+    for size in (len(request), 150):
+        with connected(url) as client:
+            for start in range(0, len(request), size):
+                client.sendall(request[start : start + size])
+                time.sleep(0.01)
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_a_stream_in_http_1_0_ends_with_its_connection(url):
+    with connected(url) as client:
+        client.sendall(post({"prompt": "import os\n", "max_tokens": 2, "stream": True}, version="1.0"))
+        head, _, body = all_of(client).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
 def test_a_new_connection_takes_the_place_of_the_longest_idle_one(url, llm):
-    body = json.dumps({"prompt": "x", "max_tokens": 1500, "ignore_eos": True}).encode()
-    busy = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
     with ExitStack() as stack:
         worker = stack.enter_context(connected(url))
-        worker.sendall(busy % (len(body), body))
+        worker.sendall(post(LONG))
         while llm.stats.running == 0:
             time.sleep(0.01)
         idle = [stack.enter_context(connected(url)) for _ in range(60)]
@@ -168,9 +201,7 @@ def test_a_client_that_stops_reading_is_left(url, llm):
     body = {"prompt": "import os\n", "max_tokens": 150, "ignore_eos": True, "logprobs": 20}
     for stream in (True, False):
         with connected(url) as client:
-            content = json.dumps({**body, "stream": stream}).encode()
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            client.sendall(post({**body, "stream": stream}))
             assert client.recv(12) == b"HTTP/1.1 200"
             until_idle(llm)
             time.sleep(2.5)

@@ -14,12 +14,13 @@ from dataclasses import replace
 import uvicorn
 from fastapi import FastAPI
 
-from quire.server.connection import bound, watch
+from quire.server.connection import bounded, watch
 from quire.server.limits import Limits
 from quire.server.service import Service
 
 _AFTER = 5.0  # seconds for answers to leave after the grace time
 _FILES = 256  # of the process beside its connections
+_RECEIVED = 1 << 18  # bytes that are received at once, by which a head may be too large before that is seen
 
 
 def serve(
@@ -59,12 +60,12 @@ def serve(
         log_level=log_level,
         access_log=log_level in ("info", "debug", "trace"),
         server_header=False,
+        http=bounded(limits),
         ws="none",
-        h11_max_incomplete_event_size=limits.max_head,
+        h11_max_incomplete_event_size=limits.max_head + _RECEIVED,
         timeout_keep_alive=limits.keep_alive,
         timeout_graceful_shutdown=int(limits.grace + _AFTER),
     )
-    bound(config, limits)
     with listener:
         server = Server(config, service, listener.getsockname(), started)
         server.run(sockets=[listener])
