@@ -197,7 +197,7 @@ class Clients:
                 raise Wrong(f"{answer!r}")
 
     async def look(self) -> None:
-        for path in ("/health", "/metrics", "/v1/models", "/openapi.json"):
+        for path in ("/", "/engine_state", "/health", "/metrics", "/v1/models", "/openapi.json"):
             if (answer := await self.client.get(path)).status_code != 200:
                 raise Wrong(f"{path}: HTTP {answer.status_code}")
         prompt = self.rng.choice(self.cases).body["prompt"]

@@ -30,7 +30,8 @@ class Settings(BaseModel):
         served_model_name: by default that of the folder.
         engine: keyword arguments of `quire.engine.LLM`: {"device": "cuda"}.
         limits: fields of `quire.server.Limits`; `grace` is also the time that a replica has to finish its requests
-            when it is taken away. The queue of `limits.max_queue` is the one within a replica.
+            when it is taken away. The queue of `limits.max_queue` is the one within a replica. Bounds of connections
+            and of heads have no effect: Ray's proxy has its own.
         api_key, allowed_origins, metrics_prefix: as of `quire.server.create_app`.
         num_replicas: of the engine; 1 by default. Not together with `autoscaling_config`.
         autoscaling_config: of Ray Serve, for the engine's replicas: {"min_replicas": 1, "max_replicas": 4}. By default,
