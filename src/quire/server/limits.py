@@ -19,7 +19,7 @@ class Limits:
         max_grammar: characters of a JSON schema, a regular expression or a grammar.
         max_logprobs: likeliest tokens that are reported for each token.
         max_connections: open connections; beyond them the one that has been without a request longest is closed.
-        max_head: bytes of a request's line and headers.
+        max_head: bytes of a request's line and headers, unless they arrive in one piece, of 256 KiB at most.
         header_timeout: seconds for these to arrive, after the connection was made or after the first of them.
         keep_alive: seconds that a connection may be without a request after an answer; more than clients keep theirs,
             so that none sends a request on a connection that is being closed.
