@@ -252,8 +252,7 @@ async def run_openapi(server: Server, folder: Path, examples: int) -> dict[str, 
     config = Path(__file__).resolve().with_name("schemathesis.toml")
     command = ["--config-file", str(config), "run", f"{server.url}/openapi.json"]
     options = ["--max-examples", str(examples), "--report", "json", "--report-json-path", str(report)]
-    program = Path(sys.executable).with_name("schemathesis")
-    arguments: tuple[Any, ...] = (program, "--no-color", *command, *options)
+    arguments = (sys.executable, "-m", "schemathesis.cli", "--no-color", *command, *options)
     process = await asyncio.create_subprocess_exec(*arguments, cwd=folder, stdout=sys.stderr)
     code = await process.wait()
     result = json.loads(report.read_text())
