@@ -65,7 +65,10 @@ def generate(llm: LLM, bodies: list[dict[str, Any]]) -> list[str]:
         for body in bodies
         for i in range(body["n"])
     ]
-    return [done.text for done in llm.generate(prompts, params)]
+    completions = llm.generate(prompts, params)
+    if failed := next((done.error for done in completions if done.error), None):
+        raise RuntimeError(f"the engine failed: {failed}")
+    return [done.text for done in completions]
 
 
 def verdicts(found: list[Differs]) -> list[str]:
@@ -75,8 +78,8 @@ def verdicts(found: list[Differs]) -> list[str]:
     """
     exact = sampling.sample
 
-    def rounded(logits: torch.Tensor, **given: Any) -> Any:
-        return exact(logits + 1e-5 * torch.rand_like(logits).mul_(2).sub_(1), **given)
+    def rounded(logits: torch.Tensor, *given: Any, **named: Any) -> Any:
+        return exact(logits + 1e-5 * torch.rand_like(logits).mul_(2).sub_(1), *given, **named)
 
     said = []
     with patch.object(sampling, "sample", rounded):
