@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import quire
 from quire import BatchDecodeWithPagedKVCacheWrapper as Wrapper
 
 HEADS = {"16:8": (16, 8), "32:8": (32, 8)}  # query and KV heads of Qwen3-0.6B, and of Llama-3.1-8B
@@ -113,9 +114,10 @@ def main() -> None:
                 rows.append(row(name, requests, prefix, args.own, args.rounds))
                 print(json.dumps(rows[-1]), flush=True)
     if args.json:
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
+        versions = {"quire": quire.__version__, "torch": torch.__version__}
+        machine = {"device": torch.cuda.get_device_name(), "date": str(date.today()), **versions}
         with open(args.json, "w") as file:
-            json.dump({**machine, "rows": rows}, file, indent=1)
+            json.dump({**machine, "runs": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

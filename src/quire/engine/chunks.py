@@ -29,7 +29,7 @@ class Chunk:
 
 class Decodes(Sequence[Chunk]):
     """Chunks of one token each that all sample, without drafts. Most steps have such chunks alone, often of the same
-    requests as the step before, so the host's time for them is kept low: nothing is made for each request.
+    requests as the step before, so the host's time for them is kept low: chunks are made if they are asked for.
 
     Attributes:
         requests: the requests of the chunks.
@@ -38,6 +38,7 @@ class Decodes(Sequence[Chunk]):
 
     def __init__(self, requests: list[Request], starts: np.ndarray) -> None:
         self.requests, self.starts = requests, starts
+        self._chunks: list[Chunk] | None = None
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> Decodes | None:
@@ -50,9 +51,13 @@ class Decodes(Sequence[Chunk]):
         return len(self.requests)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return Decodes(self.requests[index], self.starts[index])
-        return Chunk(self.requests[index], int(self.starts[index]), 1, True)
+        return self._made()[index]
 
     def __iter__(self) -> Iterator[Chunk]:
-        return (Chunk(r, start, 1, True) for r, start in zip(self.requests, self.starts.tolist(), strict=True))
+        return iter(self._made())
+
+    def _made(self) -> list[Chunk]:
+        if self._chunks is None:
+            pairs = zip(self.requests, self.starts.tolist(), strict=True)
+            self._chunks = [Chunk(request, start, 1, True) for request, start in pairs]
+        return self._chunks
