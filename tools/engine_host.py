@@ -48,8 +48,8 @@ class DummyRunner:
         shape = self.graphs.shape(chunks)
         if shape is not None:
             chunks = self.buffers.fill(chunks, shape)
-        sampling = chunks if isinstance(chunks, Decodes) else [c for c in chunks if c.samples]
-        return sampling, self.logits[: len(sampling)]
+        rows = len(chunks) if isinstance(chunks, Decodes) else sum(c.rows for c in chunks)
+        return chunks, self.logits[:rows]
 
 
 def main() -> None:

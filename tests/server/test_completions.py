@@ -112,6 +112,27 @@ def test_echo_begins_with_the_prompt(llm, client):
         assert "".join(part.choices[0].text for part in stream) == whole
 
 
+def test_echo_with_log_probabilities_reports_the_prompts_tokens_too(llm, client):
+    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=2)
+    names = llm.model.tokenizer.decode
+    for prompt in (PROMPT, llm.encode(PROMPT)[:1]):
+        expected = llm.generate([prompt], params)[0]
+        tokens = expected.prompt_token_ids + expected.token_ids
+        reports = expected.prompt_logprobs + expected.logprobs
+        options = {"model": "tiny-python", "prompt": prompt, "max_tokens": 3, "logprobs": 2, "echo": True}
+        whole = client.completions.create(**options).choices[0].logprobs
+        parts = [part.choices[0].logprobs for part in client.completions.create(**options, stream=True)]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert getattr(whole, name) == [value for part in parts for value in getattr(part, name)]
+        assert whole.tokens == [names([token]) for token in tokens]
+        assert whole.token_logprobs[0] is None
+        assert whole.top_logprobs[0] is None
+        chosen = [report[token] for token, report in zip(tokens[1:], reports[1:], strict=True)]
+        assert whole.token_logprobs[1:] == pytest.approx(chosen, abs=1e-4)
+        assert [len(top) for top in whole.top_logprobs[1:]] == [len(report) for report in reports[1:]]
+        assert whole.text_offset == [len("".join(whole.tokens[:i])) for i in range(len(tokens))]
+
+
 def test_log_probabilities_are_the_engines(llm, client):
     expected = llm.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=3))[0]
     names = llm.model.tokenizer.decode

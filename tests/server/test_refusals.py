@@ -74,7 +74,6 @@ BAD = [
     ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids", "stop_token_ids has 3 elements"),
     ({"logprobs": 21}, "logprobs", "logprobs = 21: this server reports 20"),
     ({"logprobs": -1}, "logprobs", "greater than or equal to 0"),
-    ({"logprobs": 1, "echo": True}, "echo", "echo with logprobs is not supported"),
     ({"best_of": 2}, "best_of", "best_of is not supported"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "logit_bias is not supported"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "response_format.json_schema.schema is missing"),

@@ -18,6 +18,8 @@ class Chunk:
     Attributes:
         samples: whether the chunk has the request's last token, known or pending, so the step samples the next.
         drafts: tokens that may follow that one, and are the chunk's last ones. The step samples a token after each.
+        scores: the number of tokens, just before those after which the step samples, whose next token is one of the
+            prompt, and the step computes its log-probability.
     """
 
     request: Request
@@ -25,6 +27,12 @@ class Chunk:
     count: int
     samples: bool
     drafts: Sequence[int] = ()
+    scores: int = 0
+
+    @property
+    def rows(self) -> int:
+        """The number of tokens, the last ones of the chunk, whose logits are needed."""
+        return self.scores + (1 + len(self.drafts) if self.samples else 0)
 
 
 class Decodes(Sequence[Chunk]):

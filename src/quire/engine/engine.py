@@ -26,6 +26,7 @@ from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.sampler import NOT_FINITE, UNDEFINED, Choice, Sampled, Sampler, sample
 from quire.engine.scheduler import Scheduler
+from quire.engine.scoring import score
 from quire.engine.timeline import Timeline
 
 
@@ -96,6 +97,9 @@ class Engine:
             )
         if len(tokens) >= self.max_len:
             raise ValueError(f"{name} has {len(tokens)} tokens: the cache of {self.max_len} tokens leaves no room")
+        if params.prompt_logprobs is not None and type(self.runner).run is not Runner.run:
+            what = f"{type(self.runner).__name__} has a `run` of its own, without logits of prompts"
+            raise ValueError(f"prompt_logprobs = {params.prompt_logprobs}: {what}")
         if self.model.tokenizer is None and params.stop:
             raise ValueError(f"{name} has stop strings, but {self.model.folder} has no tokenizer")
         request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink, self.grammars)
@@ -152,19 +156,20 @@ class Engine:
     def _launch(self, chunks: Sequence[Chunk]) -> None:
         """Start to compute a step and to sample its tokens."""
         try:
-            sampling, logits = self.runner.forward(chunks)
+            ordered, logits = self.runner.forward(chunks)
         except Exception as error:
             self._read()
             chunks = [c for c in chunks if c.request.finish_reason is None]
-            chunks, logits = self._run_each(chunks, error)
-            sampling = [c for c in chunks if c.samples]
+            ordered, logits = self._run_each(chunks, error)
         self.scheduler.stats.steps += 1
-        if isinstance(sampling, Decodes):
-            for request in sampling.requests:
+        sampling = ordered
+        if isinstance(ordered, Decodes):
+            for request in ordered.requests:
                 request.computed += 1
         else:
-            for chunk in chunks:  # drafts have not been verified
+            for chunk in ordered:  # drafts have not been verified
                 chunk.request.computed = chunk.start + chunk.count - len(chunk.drafts)
+            sampling, logits = [c for c in ordered if c.samples], score(ordered, logits)
         if not sampling:
             return
         requests, ahead = _rows(sampling)

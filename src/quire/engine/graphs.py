@@ -58,13 +58,13 @@ class StepGraphs:
         return Shape(self._most_rows, self._mixed[bisect_left(self._mixed, tokens)])
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Tensor] | None:
-        """Replay the graph of a step: the chunks that sample, and the logits of their last tokens and drafts, which the
-        next step overwrites. None if there is no graph for the step.
+        """Replay the graph of a step: the chunks in the order of their rows, and the logits of their last tokens
+        (`Chunk.rows`), which the next step overwrites. None if there is no graph for the step.
         """
         shape = self.shape(chunks)
         if shape is None or self._logits is None:
             return None
-        if shape.longest > 1 and sum(1 + len(c.drafts) for c in chunks if c.samples) > shape.rows:
+        if shape.longest > 1 and sum(c.rows for c in chunks) > shape.rows:
             return None
         try:
             ordered = self._buffers.fill(chunks, shape)
@@ -74,8 +74,7 @@ class StepGraphs:
         self._graphs[shape].replay()
         if isinstance(ordered, Decodes):
             return ordered, self._logits[: len(ordered)]
-        sampling = [c for c in ordered if c.samples]
-        return sampling, self._logits[: len(sampling) + sum(len(c.drafts) for c in sampling)]
+        return ordered, self._logits[: sum(c.rows for c in ordered)]
 
     def capture(self, progress: Callable[[list[Shape]], Iterable[Shape]] = iter) -> bool:
         """Capture all graphs, the largest first, so that the others find its memory in the pool.

@@ -44,7 +44,7 @@ class Inputs:
         ids: int64 [tokens], token ids; -1 for a pending token.
         source: int64 [tokens], where a pending token is among the tokens of the last step; any row for other tokens.
         positions, slots: int64 [tokens], as in `StepTables`; padding has slot -1.
-        sampled: int64 [rows], the index of the last token of each chunk that samples, and of its drafts; padding is 0.
+        sampled: int64 [rows], the indices of the tokens whose logits are needed (`Chunk.rows`); padding is 0.
         qo_indptr: int32 [rows + 1].
         kv_indptr, kv_indices, last_page_len: the tables of a `PageTable` on a device. Each row owns all its entries, so
             last_page_len is below 1 if the row does not use all.
@@ -207,8 +207,8 @@ class InputBuffers:
 
 
 def _sampled(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
-    """The indices of tokens after which one is sampled; the tokens of each chunk end at one of `ends`."""
-    rows = np.array([1 + len(c.drafts) if c.samples else 0 for c in chunks])
+    """The indices of tokens whose logits are needed; the tokens of each chunk end at one of `ends`."""
+    rows = np.array([c.rows for c in chunks])
     return np.repeat(ends - rows.cumsum(), rows) + np.arange(rows.sum())
 
 

@@ -49,6 +49,8 @@ class Completion:
         logprobs: for each output token, its log-probability and those of the likeliest tokens, if requested.
         reused_tokens: the number of tokens of the prompt whose keys and values were in the cache already.
         error: the type and message of the exception, if finish_reason is "error".
+        prompt_logprobs: for each token of the prompt, its log-probability and those of the likeliest tokens, if
+            requested; None for the first token. Each element of a stream has the whole list.
     """
 
     prompt_token_ids: list[int]
@@ -58,17 +60,21 @@ class Completion:
     logprobs: list[dict[int, float]] | None = None
     reused_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 def _completion(request: Request) -> Completion:
-    reason, logprobs = request.finish_reason, request.logprobs
-    return Completion(request.prompt, request.text, request.output, reason, logprobs, request.reused, request.error)
+    return _part(request, request.text, request.output, request.finish_reason, request.logprobs)
 
 
 def _delta(update: Update) -> Completion:
     """The element of a stream for one step. The request may be some steps further already."""
-    request, ids, reason = update.request, update.token_ids, update.finish_reason
-    return Completion(request.prompt, update.text, ids, reason, update.logprobs, request.reused, request.error)
+    return _part(update.request, update.text, update.token_ids, update.finish_reason, update.logprobs)
+
+
+def _part(request: Request, text: str, tokens: list[int], reason: str | None, logprobs: Any) -> Completion:
+    known = (request.reused, request.error, request.prompt_logprobs)
+    return Completion(request.prompt, text, tokens, reason, logprobs, *known)
 
 
 _Command = tuple[Callable[[Request], None], Sequence[Request]]  # a method of the engine to call with each request

@@ -92,6 +92,9 @@ class SamplingParams:
         ignore_eos: do not stop at the model's own end tokens.
         logprobs: report log-probabilities of the chosen token and of this number of likeliest tokens, before
             temperature and penalties; None: report none.
+        prompt_logprobs: report log-probabilities of each token of the prompt but the first, given those before it, and
+            of this number of likeliest tokens; None: report none. Such a prompt is computed anew, without the tokens
+            that are in the cache.
         json_schema: the output is JSON that this schema allows, and ends when it is complete: a dict, or its JSON text,
             which the attribute then has. {"type": "object"} allows all objects. None: the output is free.
         regex: the output matches this regular expression, from its first to its last character.
@@ -117,6 +120,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -138,7 +142,7 @@ class SamplingParams:
         _check(r is None or (_number(r) and r > 0), "repetition_penalty", r, "it must be a positive number")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(_number(getattr(self, name)), name, getattr(self, name), "it must be a number")
-        most, n = self.max_tokens, self.logprobs
+        most = self.max_tokens
         allowed = f'{whole}, and 1 or larger; None for no limit; or "auto"'
         _check(most is None or most == "auto" or _whole(most, 1), "max_tokens", most, allowed)
         stops = () if self.stop is None else self.stop
@@ -146,7 +150,9 @@ class SamplingParams:
         allowed = f"they must be whole numbers from 0 to {_INT64}"
         _check(all(_whole(i, 0) for i in ids), "stop_token_ids", ids, allowed)
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "it must be True or False")
-        _check(n is None or _whole(n, 0), "logprobs", n, f"{whole}, and 0 or larger; or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            n = getattr(self, name)
+            _check(n is None or _whole(n, 0), name, n, f"{whole}, and 0 or larger; or None")
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema(self.json_schema))
         for name in ("regex", "grammar"):

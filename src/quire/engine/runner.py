@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.definition.pages import PageTable
-from quire.engine.chunks import Chunk, Decodes
+from quire.engine.chunks import Chunk
 from quire.engine.graphs import MAX_ROWS, MAX_TOKENS, StepGraphs
 from quire.engine.inputs import InputBuffers, Inputs, Shape
 from quire.engine.model import Model
@@ -164,12 +164,12 @@ class Runner:
         Sampler(self.model.device, num_seqs).launch(logits, requests).read()
 
     def forward(self, chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Tensor]:
-        """Compute the chunks; return those that sample, and the logits of their last tokens and drafts."""
+        """Compute the chunks; return them in some order, and the logits of their last tokens (`Chunk.rows`)."""
         if self.step_graphs is not None:
             result = self.step_graphs.run(chunks)
             if result is not None:
                 return result
-        return chunks if isinstance(chunks, Decodes) else [c for c in chunks if c.samples], self.run(chunks)
+        return chunks, self.run(chunks)
 
     def capture(self, max_rows: int, max_batched_tokens: int, progress: Any = iter) -> None:
         """Capture CUDA graphs of steps with up to so many requests and drafts, and tokens (`StepGraphs`), if the runner
@@ -196,9 +196,7 @@ class Runner:
             self.step_graphs = graphs
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute the chunks without graphs; return the logits of the last token of each chunk that samples, and of its
-        drafts.
-        """
+        """Compute the chunks without graphs; return the logits of the last tokens of each (`Chunk.rows`)."""
         tables = self.tables(chunks)
         self.begin(chunks, tables)
         tokens, rows = self.inputs(chunks)
@@ -220,8 +218,7 @@ class Runner:
         """The tokens of the chunks, and the indices of rows whose logits are needed; int64, on the model's device."""
         tokens = [t for c in chunks for t in (*c.request.tokens[c.start : c.start + c.count], *c.drafts)]
         ends = list(accumulate(c.count for c in chunks))
-        sampling = ((end, len(c.drafts)) for end, c in zip(ends, chunks, strict=True) if c.samples)
-        rows = [row for end, drafts in sampling for row in range(end - 1 - drafts, end)]
+        rows = [row for end, c in zip(ends, chunks, strict=True) for row in range(end - c.rows, end)]
         if not ends or len(tokens) == ends[-1]:
             ids, last = (upload(np.array(x, dtype=np.int64), self.model.device) for x in (tokens, rows))
             return ids, last

@@ -76,13 +76,20 @@ class Sampled:
             for choice, request, chosen, ids, values in zip(choices, self.requests, *reports, strict=True):
                 asked = request.params.logprobs
                 if asked is not None:
-                    likeliest = zip(ids[:asked], values, strict=False)
-                    choice.logprobs = {token: value for token, value in likeliest if token >= 0}
-                    choice.logprobs.setdefault(choice.token, chosen)
+                    choice.logprobs = likeliest(asked, choice.token, chosen, ids, values)
         if UNDEFINED in tokens:
             broken = Choice(None, error=NOT_FINITE)
             choices = [broken if token == UNDEFINED else choice for token, choice in zip(tokens, choices, strict=True)]
         return choices
+
+
+def likeliest(
+    count: int, token: int, logprob: float, ids: Sequence[int], logprobs: Sequence[float]
+) -> dict[int, float]:
+    """The log-probabilities of the first `count` ids, which are -1 where no token is left, and of a token."""
+    report = {i: value for i, value in zip(ids[:count], logprobs, strict=False) if i >= 0}
+    report.setdefault(token, logprob)
+    return report
 
 
 class _Batch:

@@ -23,6 +23,10 @@ from quire.cache import PageAllocator, PrefixTree
 from quire.engine.chunks import Chunk, Decodes
 from quire.engine.request import Request
 
+# The most tokens of a step whose next tokens are scored, as logits of all tokens of a long prompt would take too much
+# memory. A prompt whose log-probabilities are wanted is computed in chunks of so many tokens.
+MAX_SCORES = 256
+
 
 @dataclass(slots=True)
 class Stats:
@@ -97,6 +101,7 @@ class Scheduler:
         self.stats = Stats()
         self._decodes: Decodes | None = None  # the last step, if it was one token of each running request
         self._steps_left = 0  # how often it can be repeated until a request has all its tokens
+        self._scores_left = MAX_SCORES  # how many more tokens the step can score
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -105,6 +110,7 @@ class Scheduler:
     def schedule(self) -> Sequence[Chunk]:
         """The chunks of the next step; empty if there are no requests, or if all wait for pending tokens."""
         decodes = self._decode_again()
+        self._scores_left = MAX_SCORES
         if decodes is not None:
             admitted = self._admit(self.max_batched_tokens - len(decodes))
         else:
@@ -189,7 +195,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         for request, left in zip(running, lefts, strict=False):  # a preemption takes the last ones from `running`
             start = request.computed
-            count = 1 if left == 1 <= budget else min(left, prefill_budget, budget)
+            count, scores = self._scored(request, 1 if left == 1 <= budget else min(left, prefill_budget, budget))
             if count <= 0 or start + left >= request.limit:  # at its limit, it ends when its last token is read
                 continue
             end = start + count
@@ -197,9 +203,10 @@ class Scheduler:
                 return chunks, True
             if count > 1 or (end - request.pending) % size == 0:  # a page may have become full of known tokens
                 self._share(request, end)
-            chunk = Chunk(request, start, count, count == left)
+            chunk = Chunk(request, start, count, count == left, scores=scores)
             chunks.append(chunk)
             budget -= count
+            self._scores_left -= scores
             if left > 1:
                 prefill_budget -= count
             elif self.speculative_tokens:
@@ -207,6 +214,16 @@ class Scheduler:
                 chunk.count += len(drafts)
                 budget, prefill_budget, spare_rows = (x - len(drafts) for x in (budget, prefill_budget, spare_rows))
         return chunks, len(running) < len(lefts)
+
+    def _scored(self, request: Request, count: int) -> tuple[int, int]:
+        """The number of tokens of a request's chunk, at most `count` and so many that the step can score those of the
+        prompt whose log-probabilities are wanted; and the number of these.
+        """
+        start = request.computed
+        scores = request.scores(start, start + count)
+        if scores <= self._scores_left:
+            return count, scores
+        return max(start, request.scored) - start + self._scores_left, self._scores_left
 
     def _draft(self, request: Request, end: int, most: int) -> list[int]:
         """At most `most` drafts after the `end` tokens of a running request, with pages for them. Drafts take no page
@@ -242,10 +259,11 @@ class Scheduler:
             if request.pending:  # it was preempted, and its tokens are known before the next step
                 break
             length = len(request.tokens)
-            pages, request.node = self.tree.find(request.tokens[:-1])  # the last token is always computed
+            known = length - 1 if request.prompt_logprobs is None else request.scored  # the last token is computed
+            pages, request.node = self.tree.find(request.tokens[:known])
             request.pages, request.computed = array("i", pages), len(pages) * self.page_size
-            count = min(length - request.computed, budget)
-            if not self._reserve(request, request.computed + count, spare=len(self.running)):
+            count, scores = self._scored(request, min(length - request.computed, budget))
+            if count == 0 or not self._reserve(request, request.computed + count, spare=len(self.running)):
                 self._release(request)
                 break
             self.waiting.popleft()
@@ -256,8 +274,10 @@ class Scheduler:
                 self.stats.reused_tokens += request.reused
                 self.stats.admitted_tokens += request.prompt_len
             self._share(request, request.computed + count)
-            chunks.append(Chunk(request, request.computed, count, request.computed + count == length))
+            samples = request.computed + count == length
+            chunks.append(Chunk(request, request.computed, count, samples, scores=scores))
             budget -= count
+            self._scores_left -= scores
         return chunks
 
     def _share(self, request: Request, end: int) -> None:

@@ -31,8 +31,11 @@ class Whole:
     finish_reason: str | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     def add(self, part: Completion) -> None:
+        self.prompt_token_ids, self.prompt_logprobs = part.prompt_token_ids, part.prompt_logprobs
         self.text += part.text
         self.finish_reason = part.finish_reason
         self.token_ids += part.token_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -26,14 +27,14 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Complete a prompt, or several."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    if body.echo and body.logprobs is not None:
-        raise bad("echo", "echo with logprobs is not supported: log-probabilities of prompts are not computed")
     if body.logprobs is not None or body.echo:
         service.tokenizer  # noqa: B018 - tokens are reported as text
     most = body.max_tokens
     if most is None:
         most = min(_MAX_TOKENS, service.limits.max_tokens or _MAX_TOKENS)
     params = body.params(service.limits, most, body.logprobs)
+    if body.echo:  # log-probabilities are those of all tokens of the text
+        params = [replace(p, prompt_logprobs=body.logprobs) for p in params]
     given = body.prompts()
     if len(given) * len(params) > service.room:
         raise bad("prompt", f"prompt has {len(given)} elements: this server holds {service.room} completions at most")
@@ -60,7 +61,7 @@ class _Form:
 
     def __init__(self, service: Service, echoes: list[str], logprobs: int | None) -> None:
         self._service, self._echoes, self._logprobs = service, echoes, logprobs
-        self._offsets = [len(echo) for echo in echoes]
+        self._ends = [len(echo) for echo in echoes]  # where the reported tokens of each text end
         self._begun: set[int] = set()
         self.head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -73,27 +74,35 @@ class _Form:
         return {
             "index": index,
             "text": self._echoes[index] + whole.text,
-            "logprobs": self._report(index, whole.token_ids, whole.logprobs),
+            "logprobs": self._report(index, whole, first=True),
             "finish_reason": whole.finish_reason,
         }
 
     def chunk(self, index: int, part: Completion) -> dict[str, Any]:
-        text = part.text if index in self._begun else self._echoes[index] + part.text
+        first = index not in self._begun
         self._begun.add(index)
-        report = self._report(index, part.token_ids, part.logprobs)
+        text, report = self._echoes[index] * first + part.text, self._report(index, part, first)
         return {"index": index, "text": text, "logprobs": report, "finish_reason": part.finish_reason}
 
-    def _report(self, index: int, tokens: list[int], logprobs: Any) -> dict[str, Any] | None:
+    def _report(self, index: int, part: Whole | Completion, first: bool) -> dict[str, Any] | None:
+        """The log-probabilities of a part's tokens, and before the first one of those of an echoed prompt."""
         if self._logprobs is None:
             return None
-        texts, offsets, top = [], [], []
-        for token, report in zip(tokens, logprobs or [], strict=True):
+        tokens, reports = part.token_ids, list[dict[int, float] | None](part.logprobs or ())
+        if first and part.prompt_logprobs is not None:
+            tokens, reports = part.prompt_token_ids + tokens, part.prompt_logprobs + reports
+            self._ends[index] = 0
+        texts, offsets, chosen, top = [], [], [], []
+        for token, report in zip(tokens, reports, strict=True):
             texts.append(self._service.token_text(token))
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(texts[-1])
-            likeliest: dict[str, float] = {}
-            for other, value in report.items():  # the likeliest first; several tokens may have the same text
-                likeliest.setdefault(self._service.token_text(other), finite(value))
-            top.append(likeliest)
-        chosen = [finite(report[token]) for token, report in zip(tokens, logprobs or [], strict=True)]
+            offsets.append(self._ends[index])
+            self._ends[index] += len(texts[-1])
+            chosen.append(None if report is None else finite(report[token]))
+            top.append(None if report is None else self._likeliest(report))
         return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+
+    def _likeliest(self, report: dict[int, float]) -> dict[str, float]:
+        likeliest: dict[str, float] = {}
+        for token, value in report.items():  # the likeliest first; several tokens may have the same text
+            likeliest.setdefault(self._service.token_text(token), finite(value))
+        return likeliest

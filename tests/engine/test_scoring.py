@@ -1,0 +1,119 @@
+"""Log-probabilities of prompts: those of Transformers' logits in float64, whatever the steps that compute them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from helpers.checkpoints import VOCAB, save
+from helpers.engines import captured_on_the_host, pages_add_up, same, until_idle
+from quire.engine import LLM, SamplingParams, scheduler
+from quire.engine.runner import Runner
+
+SIZES = {"page_size": 4, "num_pages": 24, "max_num_seqs": 8, "max_batched_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(13)
+    return save("llama", tmp_path_factory.mktemp("llama"))
+
+
+def random_requests(rng, count):
+    """Requests of which half want log-probabilities of their prompts, and many begin alike."""
+    prefix = [rng.randrange(VOCAB) for _ in range(30)]
+    prompts, params = [], []
+    for _ in range(count):
+        prompt = prefix[: rng.choice((0, 8, 30))] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+        asked = {"prompt_logprobs": rng.choice((None, None, 0, 1, 5)), "logprobs": rng.choice((None, 2))}
+        temperature = rng.choice((0, 1.0))
+        prompts.append(prompt)
+        params.append(SamplingParams(temperature, max_tokens=rng.randint(1, 20), seed=rng.randrange(1000), **asked))
+    return prompts, params
+
+
+def check(model, prompt, params, done):
+    """Compare the report of a prompt with logits in float64."""
+    report, count = done.prompt_logprobs, params.prompt_logprobs
+    if count is None:
+        assert report is None
+        return
+    assert done.reused_tokens == 0
+    assert report[0] is None
+    assert len(report) == len(prompt)
+    with torch.inference_mode():
+        exact = model(torch.tensor([prompt], device=model.device)).logits[0].log_softmax(-1)
+    for token, values, given in zip(prompt[1:], exact, report[1:], strict=False):
+        least = values.topk(max(count, 1)).values[-1] - 1e-4
+        assert token in given
+        assert count <= len(given) <= count + 1
+        assert all(values[other] >= least for other in given if other != token)
+        assert list(given.values()) == pytest.approx([float(values[other]) for other in given], abs=1e-4)
+
+
+def exact_model(folder, device="cpu"):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).to(device)
+
+
+@pytest.mark.parametrize("how", ["eager", "inputs of graphs", "drafts"])
+def test_they_are_those_of_transformers(folder, rng, monkeypatch, how):
+    monkeypatch.setattr(scheduler, "MAX_SCORES", rng.choice((1, 5, 256)))
+    prompts, params = random_requests(rng, 30)
+    model = exact_model(folder)
+    with LLM(folder, **SIZES) as llm:
+        expected = llm.generate(prompts, [replace(p, prompt_logprobs=None) for p in params])
+    with LLM(folder, **SIZES, speculative_tokens=3 * (how == "drafts")) as llm:
+        if how == "inputs of graphs":
+            captured_on_the_host(llm, max_tokens=48)
+        done = llm.generate(prompts, params)
+        until_idle(llm)
+        assert pages_add_up(llm)
+        assert llm.stats.preemptions > 0
+        assert how != "inputs of graphs" or llm._engine.runner.step_graphs.replays
+        same(done, expected, llm, prompts, params)
+    for case in zip(prompts, params, done, strict=True):
+        check(model, *case)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_they_are_those_of_transformers_on_a_gpu(folder, rng, graphs):
+    prompts, params = random_requests(rng, 40)
+    model = exact_model(folder, "cuda")
+    with LLM(folder, **SIZES, device="cuda", dtype="float32", backend="triton", cuda_graphs=graphs) as llm:
+        done = llm.generate(prompts, params)
+        until_idle(llm)
+        assert pages_add_up(llm)
+    for case in zip(prompts, params, done, strict=True):
+        check(model, *case)
+
+
+def test_each_element_of_a_stream_has_them(folder):
+    with LLM(folder, **SIZES) as llm:
+        parts = []
+        params = SamplingParams(max_tokens=3, prompt_logprobs=1)
+        (done,) = llm.generate([[5, 6, 7]], params, on_update=lambda i, part: parts.append(part))
+    assert len(parts) == 3
+    assert all(part.prompt_logprobs == done.prompt_logprobs for part in parts)
+
+
+def test_a_runner_without_such_logits_is_refused():
+    class Own(Runner):
+        def run(self, chunks):
+            return super().run(chunks)
+
+    with LLM(page_size=4, num_pages=20, runner=Own) as llm, pytest.raises(ValueError, match="prompt_logprobs = 0: Own"):
+        llm.generate(["a"], SamplingParams(prompt_logprobs=0))
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "4"])
+def test_a_bad_number_is_named(value):
+    with pytest.raises(ValueError, match=r"^prompt_logprobs = "):
+        SamplingParams(prompt_logprobs=value)
