@@ -34,6 +34,7 @@ _CALIBRATE = (
 )
 _SERVE = "Serve a model over HTTP with OpenAI's interface, until SIGINT or SIGTERM."
 _DRAFTS = "next tokens that are guessed from a request's own and verified in one step (0)"
+_INVARIANT = "give a request the same tokens whatever runs beside it; steps cost as much as full ones then"
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
 
@@ -101,8 +102,9 @@ def _engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine.add_argument("--page-size", type=int, default=16)
     engine.add_argument("--num-pages", type=int, help="pages in the cache")
     engine.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
-    engine.add_argument("--max-batched-tokens", type=int, default=2048, help="tokens that a step computes")
+    engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step computes (2048)")
     engine.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help=_DRAFTS)
+    engine.add_argument("--batch-invariant", action="store_true", help=_INVARIANT)
     return engine
 
 
@@ -186,6 +188,7 @@ def _bench(commands: Any) -> None:
     engine.add_argument("--max-num-seqs", type=int, default=256, help="requests that run at once, in all engines (256)")
     engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step of Quire computes")
     engine.add_argument("--page-size", type=int, help="of Quire's cache")
+    engine.add_argument("--batch-invariant", action="store_true", default=None, help=_INVARIANT)
     engine.add_argument("--num-pages", type=int, help="in Quire's cache")
 
     server = parser.add_argument_group("serve: a server with OpenAI's interface", _SERVER)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quire.steps import Heads, Layer
 
@@ -63,6 +64,18 @@ class Record:
         self.layers[index] = layer
         self.rotated[index] = torch.cat([q[:-1].flatten(), k[:-1].flatten()]).float()
         return q.new_zeros(len(q), layer.heads.num_qo_heads, layer.heads.head_dim_vo)
+
+
+class Padded:
+    """A step whose tokens are followed by padding, which has no part in its attention."""
+
+    def __init__(self, step: Step, count: int) -> None:
+        self._step, self._count = step, count
+
+    def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        n = self._count
+        out = self._step.attend(index, layer, q[:n], k[:n], v[:n], sinks)
+        return F.pad(out, (0, 0, 0, 0, 0, len(q) - n))
 
 
 @contextmanager

@@ -7,16 +7,16 @@ import queue
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from quire.definition.spec import as_dtype
+from quire.engine.arguments import Prompt, as_list, check_sizes, invariant_backend, one_each, usable_device
 from quire.engine.engine import Engine
 from quire.engine.inputs import Shape
 from quire.engine.memory import free_pages, profiled_pages
@@ -28,8 +28,6 @@ from quire.engine.scales import Scales, read_scales
 from quire.engine.scheduler import Stats
 from quire.engine.timeline import Timeline
 from quire.steps import fp8_dtype
-
-Prompt = str | Sequence[int]
 
 
 def shipped_model() -> Path:
@@ -112,7 +110,8 @@ class LLM:
         num_pages: pages in the cache; by default enough for max_num_seqs full contexts, or fewer to fit in what
             gpu_memory_utilization leaves, on the CPU in a quarter of the free memory.
         max_num_seqs: the largest number of requests that run at once.
-        max_batched_tokens: the largest number of tokens of a step; longer prompts are computed in chunks.
+        max_batched_tokens: the largest number of tokens of a step; longer prompts are computed in chunks. By default
+            2,048; with batch_invariant, max_num_seqs, and on a GPU at least 256.
         backend: "auto" or a kernel family.
         compile: whether torch.compile compiles the model's decoder layers; "auto": on a GPU. A model that it cannot
             compile runs as Transformers has it, and a RuntimeWarning says why.
@@ -129,8 +128,8 @@ class LLM:
             so if that is 1 for a cache of e4m3, whose largest number is 448.
         speculative_tokens: guess up to so many next tokens of a request from its own tokens, and verify them in one
             step; 0: none. The outputs are the same; see docs/engine.md for what it costs and brings.
-        batch_invariant: compute attention so that the bits of a request do not depend on the requests beside it.
-            Products of other layers may still depend on the number of tokens of a step; see docs/engine.md.
+        batch_invariant: give a request the same bits whatever runs beside it, by padding all steps to
+            max_batched_tokens; see docs/engine.md for what it costs.
 
     Raises:
         FileNotFoundError: the folder or its files are missing.
@@ -147,7 +146,7 @@ class LLM:
         page_size: int = 16,
         num_pages: int | None = None,
         max_num_seqs: int = 64,
-        max_batched_tokens: int = 2048,
+        max_batched_tokens: int | None = None,
         backend: str = "auto",
         compile: bool | Literal["auto"] = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
@@ -159,11 +158,9 @@ class LLM:
         batch_invariant: bool = False,
         speculative_tokens: int = 0,
     ) -> None:
-        sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens}
-        sizes |= {k: v for k, v in {"num_pages": num_pages, "max_model_len": max_model_len}.items() if v is not None}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} = {value!r}: it must be a positive integer")
+        optional = {"num_pages": num_pages, "max_model_len": max_model_len, "max_batched_tokens": max_batched_tokens}
+        given = {name: value for name, value in optional.items() if value is not None}
+        check_sizes(page_size=page_size, max_num_seqs=max_num_seqs, **given)
         if not isinstance(speculative_tokens, int) or isinstance(speculative_tokens, bool) or speculative_tokens < 0:
             raise ValueError(f"speculative_tokens = {speculative_tokens!r}: it must be an integer, 0 or larger")
         if speculative_tokens and runner.run is not Runner.run:
@@ -180,9 +177,16 @@ class LLM:
         if kv_cache_scales is not None and not Path(kv_cache_scales).is_file():
             raise FileNotFoundError(f"kv_cache_scales = {str(kv_cache_scales)!r}: there is no such file")
         chosen = None if dtype == "auto" else as_dtype(dtype)
+        on = usable_device(device)
+        if max_batched_tokens is None:
+            most = max(max_num_seqs, 256) if on.type == "cuda" else max_num_seqs
+            max_batched_tokens = most if batch_invariant else 2048
+        if batch_invariant:
+            backend = invariant_backend(backend, on)
         self.model = Model(
-            shipped_model() if folder is None else folder, _usable(device), chosen, max_model_len, compile, load_format
+            shipped_model() if folder is None else folder, on, chosen, max_model_len, compile, load_format
         )
+        self.model.width = max_batched_tokens if batch_invariant else None
         # What subclasses that run a serving backend do not take is only passed if it is asked for.
         options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype} if kv_cache_dtype != "auto" else {}
         options |= {"batch_invariant": True} if batch_invariant else {}
@@ -384,8 +388,8 @@ class LLM:
         sink: Callable[[int], Callable[[Update], None]],
     ) -> list[Request]:
         """Check prompts and make their requests, each with the sink that `sink` returns for its index."""
-        listed = _as_list(prompts)
-        each = enumerate(zip(listed, _one_each(params, len(listed)), strict=True))
+        listed = as_list(prompts)
+        each = enumerate(zip(listed, one_each(params, len(listed)), strict=True))
         return [self._engine.request(prompt, p, sink(i), f"prompt {i}") for i, (prompt, p) in each]
 
     def _submit(self, requests: Sequence[Request]) -> None:
@@ -396,35 +400,6 @@ class LLM:
     def _cancel(self, requests: Sequence[Request]) -> None:
         if any(request.finish_reason is None for request in requests):
             self._inbox.put((self._engine.cancel, requests))
-
-
-def _usable(device: str | torch.device) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise ValueError(f"device = {str(device)!r} can't be used: {error}") from None
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, (bytes, bytearray, memoryview, Mapping, Set)) or not isinstance(prompts, Iterable):
-        kind = type(prompts).__name__
-        raise ValueError(f"prompts is of type {kind}: it must be a string, a list of token ids, or a list of either")
-    listed = list(prompts)
-    if listed and all(isinstance(p, Integral) for p in listed):
-        return [listed]  # type: ignore[list-item]
-    return listed  # type: ignore[return-value]
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence):
-        raise ValueError(f"params = {params!r}: they must be SamplingParams, or a list of them")
-    if len(params) != count:
-        raise ValueError(f"there are {len(params)} params for {count} prompts: give one, or one each")
-    return list(params)
 
 
 def _until_done(updates: queue.SimpleQueue[Update], count: int) -> Iterator[Update]:

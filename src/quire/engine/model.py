@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quire.engine import projections
-from quire.engine.attend import NAME, Record, Step, attention, running
+from quire.engine.attend import NAME, Padded, Record, Step, attention, running
 from quire.engine.generation import read_generation_config
 from quire.engine.regions import Regions, compile_errors, compiling, decoder_layers
 from quire.steps import Layer
@@ -45,6 +46,8 @@ class Model:
         default_params: the sampling parameters of generation_config.json, for requests that leave them out.
         end_ids: the tokens that end an output, from generation_config.json or else config.json.
         tokenizer: a Transformers tokenizer; None if the folder has none.
+        width: the number of tokens to which `logits` pads every step, so that all products have the same shape; None:
+            steps are not padded.
 
     Raises:
         FileNotFoundError: the folder, its config.json or its weights are missing.
@@ -63,6 +66,7 @@ class Model:
         if compile not in (True, False, "auto"):
             raise ValueError(f"compile = {compile!r}: it must be True, False or 'auto'")
         self.folder, self.device = Path(folder), device
+        self.width: int | None = None
         self._check_files(load_format)
         self.network = self._load(dtype, load_format == "dummy")
         self.config = self.network.config.get_text_config()
@@ -88,6 +92,14 @@ class Model:
     @torch.inference_mode()
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: Step) -> Tensor:
         """The logits of the tokens at `rows`: tokens, positions int64 [n]; rows int64 [m]; returns [m, vocab_size]."""
+        if self.width is None:
+            return self._computed(tokens, positions, rows, step)
+        given, step = len(rows), Padded(step, len(tokens))
+        tokens, positions, rows = (_padded(x, self.width) for x in (tokens, positions, rows))
+        return self._computed(tokens, positions, rows, step)[:given]
+
+    def _computed(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: Step) -> Tensor:
+        """`logits` of a step as it is."""
         with running(step, self.layers):
             if not self.compiled:
                 return self._logits(tokens, positions, rows)
@@ -300,6 +312,11 @@ class Model:
             f"{self.folder} can't be run with a context of {self.context} tokens: its position encoding depends on the "
             f"longest request of a step, so that requests would change each other; {remedy}"
         )
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """A vector with zeros behind it, up to `width` elements."""
+    return F.pad(x, (0, max(0, width - len(x))))
 
 
 def _moved(network: Any, device: torch.device) -> Any:

@@ -35,7 +35,8 @@ class Runner:
         num_pages, page_size: of each layer's cache; a page id denotes one page in the caches of all layers.
         backend: "auto" or a kernel family.
         kv_cache_dtype: "auto" for the model's dtype, "fp8" or "fp8_e4m3" or "fp8_e5m2".
-        batch_invariant: compute attention so that the bits of a request do not depend on the other requests.
+        batch_invariant: compute attention so that the bits of a request do not depend on the other requests, and
+            check that nothing else does either; `Model.width` pads steps for that.
         kv_cache_scales: what keys and values of each layer are divided by before they are rounded to fp8; None: 1.
 
     Attributes:
@@ -96,7 +97,7 @@ class Runner:
 
         Raises:
             ValueError: no kernel family, or not the requested one, supports a layer; or the logits of a request depend
-                on chunks or on other requests.
+                on chunks or on other requests, in their bits if they must not.
         """
         reason = self._difference(5)
         if reason and self.kv_dtype != torch.float32:
@@ -107,6 +108,9 @@ class Runner:
                 reason += ", or its keys and values do not fit an fp8 cache with these scales (`quire calibrate`)"
             raise ValueError(f"{self.model.folder} can't be run: its logits are not those of Transformers: {reason}")
         self.model.check_positions()
+        if self._batch_invariant and self._varies():
+            what = "its logits depend on the other requests of a step"
+            raise ValueError(f"{self.model.folder} can't be run with batch_invariant: {what}")
 
     def _difference(self, stride: int) -> str:
         """Why logits differ from Transformers' for tokens that depend on `stride`; "" if they do not."""
@@ -145,6 +149,21 @@ class Runner:
         if any(differ([whole])):
             return "requests of a step change each other, since it ignores position_ids or mixes neighbouring tokens"
         return "a request that is computed in several steps does not become what it is in one"
+
+    def _varies(self) -> bool:
+        """Whether the logits of a request depend, by a bit, on a request before it in the step, or on its chunks."""
+        pages, vocab = self.num_pages // 2, self.model.vocab_size
+        n = min(17, self.model.context, pages * self.page_size, (self.model.width or 0) // 2)
+        if n < 2:
+            return False
+        tokens = [[(vocab // 3 + 7 * i * i + b) % vocab for i in range(n)] for b in range(2)]
+        whole = self._probe_chunk(tokens[0], 0, 0, n)
+        alone = self.run([whole])
+        others = [self._probe_chunk(tokens[1], pages, 0, count) for count in (1, n // 2, n)]
+        found = [self.run([other, whole])[1:] for other in others]
+        self.run([self._probe_chunk(tokens[0], 0, 0, n - 1)])
+        found.append(self.run([self._probe_chunk(tokens[0], 0, n - 1, n)]))
+        return not all(torch.equal(alone.nan_to_num(), logits.nan_to_num()) for logits in found)
 
     def _probe_chunk(self, tokens: list[int], first_page: int, start: int, end: int) -> Chunk:
         request = Request(tokens[:end], SamplingParams(), None, frozenset(), lambda update: None)

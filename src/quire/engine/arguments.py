@@ -1,0 +1,58 @@
+"""Checks of what callers of `quire.engine.LLM` pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Integral
+
+import torch
+
+from quire.engine.params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise a ValueError that names a size which is not a positive integer."""
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} = {value!r}: it must be a positive integer")
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ValueError(f"device = {str(device)!r} can't be used: {error}") from None
+
+
+def invariant_backend(backend: str, device: torch.device) -> str:
+    """The kernel family of batch-invariant attention, whose bits must not depend on the chunks of a prompt, as chunks
+    depend on the other requests.
+    """
+    if backend == "hopper":
+        what = "its bits depend on the chunks of a prompt, and these on the other requests; use triton"
+        raise ValueError(f"backend = 'hopper' is not supported with batch_invariant: {what}")
+    return "triton" if backend == "auto" and device.type == "cuda" else backend
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, bytearray, memoryview, Mapping, Set)) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise ValueError(f"prompts is of type {kind}: it must be a string, a list of token ids, or a list of either")
+    listed = list(prompts)
+    if listed and all(isinstance(p, Integral) for p in listed):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence):
+        raise ValueError(f"params = {params!r}: they must be SamplingParams, or a list of them")
+    if len(params) != count:
+        raise ValueError(f"there are {len(params)} params for {count} prompts: give one, or one each")
+    return list(params)
