@@ -16,7 +16,7 @@ from typing import Any
 from quire.bench import cpu, gpu, layers_table, peers, serving
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "serving.md")
+PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "engine.md", "serving.md")]
 BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -31,7 +31,9 @@ def rendered(name: str) -> str:
         result["device"] if on_gpu else f"{result['device']}, {result['threads']} threads",
         f"Python {result['python']}, torch {result['torch']}, {compiler} {result[compiler]}",
         *(f"{title} {result[name]}" for name, title in peers.TITLES.items() if name in result),
-        *dict.fromkeys(f"{row['engine']} {row['version']}" for row in result["cells"] if "version" in row),
+        *dict.fromkeys(
+            f"{row['engine'].partition(',')[0]} {row['version']}" for row in result["cells"] if "version" in row
+        ),
         result["date"],
     )
     module: Any = gpu if on_gpu else cpu

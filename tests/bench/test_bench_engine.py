@@ -104,12 +104,13 @@ def test_engines_are_timed_and_written_down(tmp_path, capsys, monkeypatch):
     assert {"device", "date", "quire", "torch", "seed", "ceilings", "model"} <= set(result)
     assert "| 7 requests, 3:9 in, 2:5 out | Quire |" in capsys.readouterr().out
 
-    cells = ["--cell", "3x5+6", "--cell", "4 into 2x5", "--rounds", "1", "--peers", "transformers,vllm"]
+    cells = ["--cell", "3x5+6", "--cell", "4 into 2x5", "--rounds", "1", "--peers", "invariant,transformers,vllm"]
     assert main(["bench", "latency", *common, *cells]) == 0
     rows = {(row["cell"], row["engine"]): row for row in json.loads(file.read_text())["cells"]}
     ours, theirs = rows["3x5+6", "Quire"], rows["3x5+6", "Transformers"]
     assert ours["step_ms"]["p50"] > 0
     assert theirs["step_ms"]["p50"] > 0
+    assert rows["3x5+6", "Quire, batch-invariant"]["step_ms"]["p50"] > 0
     assert ours["output_tokens_s"] == pytest.approx(3e3 / ours["step_ms"]["p50"])
     assert 0 < ours["floor_ms"] < ours["step_ms"]["p50"]
     assert rows["4 into 2x5", "Quire"]["ttft_ms"]["p50"] > 0
@@ -136,7 +137,7 @@ def test_a_peer_that_fails_is_told_and_quire_is_not_hidden():
 
 def test_wrong_arguments(capsys, tmp_path):
     for arguments, message in (
-        (["throughput", "--peers", "fa3"], "--peers fa3: it must be of transformers, vllm"),
+        (["throughput", "--peers", "fa3"], "--peers fa3: it must be of invariant, transformers, vllm"),
         (["throughput", "--shape", "huge"], "--shape huge: it must be one of qwen3-0.6b"),
         (["throughput", "--shape", "qwen3-0.6b", "--model", str(tmp_path)], "--model names a model already"),
         (["latency", "--cell", "gqa4 8x2k"], "it must be like 64x1k"),

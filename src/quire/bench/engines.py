@@ -94,6 +94,15 @@ class Quire:
         _free()
 
 
+class Invariant(Quire):
+    """The same with `batch_invariant`, to measure what that costs."""
+
+    title = "Quire, batch-invariant"
+
+    def __init__(self, folder: Path, device: str, longest: int, most: int, **options: Any) -> None:
+        super().__init__(folder, device, longest, most, **options, batch_invariant=True)
+
+
 class Transformers:
     """Transformers' own engines: `generate` for requests of one length, and continuous batching for others."""
 
@@ -222,7 +231,7 @@ class VLLM:
         _free()
 
 
-ENGINES: dict[str, Any] = {"quire": Quire, "transformers": Transformers, "vllm": VLLM}
+ENGINES: dict[str, Any] = {"quire": Quire, "invariant": Invariant, "transformers": Transformers, "vllm": VLLM}
 
 
 def _params(max_tokens: int | None) -> SamplingParams:

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-_COLORS = {"Quire": "#2a6f97", "vLLM": "#c8553d", "Transformers": "#e9a23b"}
+_COLORS = {"Quire": "#2a6f97", "Quire, batch-invariant": "#7fb7be", "vLLM": "#c8553d", "Transformers": "#e9a23b"}
 _TEXT = "#333333"
 
 

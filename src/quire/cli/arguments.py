@@ -19,7 +19,7 @@ _CELL = (
 )
 _PEERS = (
     "decode, prefill: a list of fa3, flashinfer, cudnn, flex (which is compiled for each cell) and sdpa; layers: of "
-    "torch.compile and flashinfer; throughput, latency: of transformers and vllm"
+    "torch.compile and flashinfer; throughput, latency: of invariant (batch-invariant Quire), transformers and vllm"
 )
 _SERVER = "--model (a name; default: the first it lists), --file, --requests, --input, --output, --seed hold here, too."
 _RATE = "requests per second, which arrive at random; inf: all at once; 1,2,4: one after the other (1)"
@@ -188,7 +188,6 @@ def _bench(commands: Any) -> None:
     engine.add_argument("--max-num-seqs", type=int, default=256, help="requests that run at once, in all engines (256)")
     engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step of Quire computes")
     engine.add_argument("--page-size", type=int, help="of Quire's cache")
-    engine.add_argument("--batch-invariant", action="store_true", default=None, help=_INVARIANT)
     engine.add_argument("--num-pages", type=int, help="in Quire's cache")
 
     server = parser.add_argument_group("serve: a server with OpenAI's interface", _SERVER)

@@ -33,9 +33,7 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
     for name in names:
         LatencyCell.parse(name)  # refuse unknown cells before timing any
     with _folder(args) as (folder, model):
-        options = {
-            key: getattr(args, key) for key in ("max_batched_tokens", "page_size", "num_pages", "batch_invariant")
-        }
+        options = {key: getattr(args, key) for key in ("max_batched_tokens", "page_size", "num_pages")}
         options = {"backend": args.backend, **{key: value for key, value in options.items() if value is not None}}
         most = args.max_num_seqs
         if args.operation == "latency":  # a batch runs together, and one more comes

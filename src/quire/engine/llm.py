@@ -111,7 +111,7 @@ class LLM:
             gpu_memory_utilization leaves, on the CPU in a quarter of the free memory.
         max_num_seqs: the largest number of requests that run at once.
         max_batched_tokens: the largest number of tokens of a step; longer prompts are computed in chunks. By default
-            2,048; with batch_invariant, max_num_seqs, and on a GPU at least 256.
+            2,048; with batch_invariant, max_num_seqs, but at least 64, and on a GPU 256.
         backend: "auto" or a kernel family.
         compile: whether torch.compile compiles the model's decoder layers; "auto": on a GPU. A model that it cannot
             compile runs as Transformers has it, and a RuntimeWarning says why.
@@ -179,8 +179,8 @@ class LLM:
         chosen = None if dtype == "auto" else as_dtype(dtype)
         on = usable_device(device)
         if max_batched_tokens is None:
-            most = max(max_num_seqs, 256) if on.type == "cuda" else max_num_seqs
-            max_batched_tokens = most if batch_invariant else 2048
+            least = 256 if on.type == "cuda" else 64
+            max_batched_tokens = max(max_num_seqs, least) if batch_invariant else 2048
         if batch_invariant:
             backend = invariant_backend(backend, on)
         self.model = Model(
