@@ -53,7 +53,7 @@ def outcomes(llm, prompts, params, alone):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"gpt-oss"}))
 def test_bits_do_not_depend_on_what_runs_beside(folders, rng, name, dtype):
-    prompts, params = random_requests(rng, 24)
+    prompts, params = random_requests(rng, 18)
     with LLM(folders[name], **ROOM, dtype=dtype, batch_invariant=True) as llm:
         expected = outcomes(llm, prompts, params, alone=True)
     with LLM(folders[name], **CROWD, dtype=dtype, batch_invariant=True) as llm:
@@ -82,7 +82,7 @@ def test_nor_on_drafts_and_graphs(folders, rng):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gemma2", "llama", "qwen3"])
 def test_nor_on_a_gpu(folders, rng, name, dtype, graphs):
-    prompts, params = random_requests(rng, 24)
+    prompts, params = random_requests(rng, 18)
     options = {"dtype": dtype, "device": "cuda", "batch_invariant": True, "cuda_graphs": graphs}
     with LLM(folders[name], **ROOM, **options) as llm:
         expected = outcomes(llm, prompts, params, alone=True)

@@ -31,7 +31,7 @@ TEXT = "# system: Be short.\n# user: Why?\n# answer:"
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     folder = with_chat_template(tmp_path_factory.mktemp("checkpoints") / "chatty", TEMPLATE)
-    with LLM(folder, num_pages=500, max_model_len=128) as llm:
+    with LLM(folder, num_pages=500, max_model_len=128, batch_invariant=True) as llm:
         yield llm
 
 

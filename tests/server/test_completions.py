@@ -32,7 +32,7 @@ PROMPTS = ["import os\n", PROMPT, "class Stack:\n    def push(self, item):\n", "
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(num_pages=2000) as llm:
+    with LLM(num_pages=2000, batch_invariant=True) as llm:  # texts do not depend on the order of requests
         yield llm
 
 

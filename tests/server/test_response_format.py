@@ -46,7 +46,7 @@ def llm(tmp_path_factory):
     for file in shipped_model().iterdir():
         (folder / file.name).symlink_to(file)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}# {{ m.content }}\n{% endfor %}data = ")
-    with LLM(folder, num_pages=800, max_model_len=400) as llm:
+    with LLM(folder, num_pages=800, max_model_len=400, batch_invariant=True) as llm:
         yield llm
 
 

@@ -11,6 +11,10 @@ from quire.engine.params import SamplingParams
 
 Prompt = str | Sequence[int]
 
+# Batch-invariant steps are padded to a multiple of so many tokens: where a library's tiles do not divide the number of
+# rows, it may compute some rows otherwise than others, as MKL does with 7 rows and two threads.
+TILE = 64
+
 
 def check_sizes(**sizes: int) -> None:
     """Raise a ValueError that names a size which is not a positive integer."""

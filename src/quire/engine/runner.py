@@ -109,7 +109,8 @@ class Runner:
             raise ValueError(f"{self.model.folder} can't be run: its logits are not those of Transformers: {reason}")
         self.model.check_positions()
         if self._batch_invariant and self._varies():
-            what = "its logits depend on the other requests of a step"
+            size, threads = f"{self.model.width} tokens", f"{torch.get_num_threads()} threads"
+            what = f"its logits depend on the other requests of a step, of {size} and with {threads}"
             raise ValueError(f"{self.model.folder} can't be run with batch_invariant: {what}")
 
     def _difference(self, stride: int) -> str:
@@ -152,14 +153,17 @@ class Runner:
 
     def _varies(self) -> bool:
         """Whether the logits of a request depend, by a bit, on a request before it in the step, or on its chunks."""
-        pages, vocab = self.num_pages // 2, self.model.vocab_size
-        n = min(17, self.model.context, pages * self.page_size, (self.model.width or 0) // 2)
+        pages, vocab, width = self.num_pages // 2, self.model.vocab_size, self.model.width or 0
+        most = min(self.model.context, pages * self.page_size)
+        n = min(17, most, width // 2)
         if n < 2:
             return False
-        tokens = [[(vocab // 3 + 7 * i * i + b) % vocab for i in range(n)] for b in range(2)]
-        whole = self._probe_chunk(tokens[0], 0, 0, n)
+        # How many tokens come before the request in the step: few, and so many that it is in the middle or at the end.
+        before = {min(count, most, width - n) for count in (1, n // 2, n, width // 3, width // 2, width)}
+        tokens = [[(vocab // 3 + 7 * i * i + b) % vocab for i in range(max(before))] for b in range(2)]
+        whole = self._probe_chunk(tokens[0][:n], 0, 0, n)
         alone = self.run([whole])
-        others = [self._probe_chunk(tokens[1], pages, 0, count) for count in (1, n // 2, n)]
+        others = [self._probe_chunk(tokens[1], pages, 0, count) for count in before]
         found = [self.run([other, whole])[1:] for other in others]
         self.run([self._probe_chunk(tokens[0], 0, 0, n - 1)])
         found.append(self.run([self._probe_chunk(tokens[0], 0, n - 1, n)]))
