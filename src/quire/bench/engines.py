@@ -95,7 +95,7 @@ class Quire:
 
 
 class Invariant(Quire):
-    """The same with `batch_invariant`, to measure what that costs."""
+    """`quire.engine.LLM(batch_invariant=True)`, to measure what batch invariance costs."""
 
     title = "Quire, batch-invariant"
 
