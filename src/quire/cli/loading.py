@@ -17,8 +17,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-_ENGINE = "device dtype backend max_model_len page_size num_pages max_num_seqs max_batched_tokens "
-_ENGINE += "speculative_tokens batch_invariant"
+_ENGINE = (
+    "device dtype backend max_model_len page_size num_pages max_num_seqs max_batched_tokens speculative_tokens "
+    "batch_invariant"
+)
 INTERRUPTED = 130  # the exit code that shells use for SIGINT
 
 

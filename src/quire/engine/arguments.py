@@ -11,10 +11,6 @@ from quire.engine.params import SamplingParams
 
 Prompt = str | Sequence[int]
 
-# Batch-invariant steps are padded to a multiple of so many tokens: where a library's tiles do not divide the number of
-# rows, it may compute some rows otherwise than others, as MKL does with 7 rows and two threads.
-TILE = 64
-
 
 def check_sizes(**sizes: int) -> None:
     """Raise a ValueError that names a size which is not a positive integer."""
@@ -24,6 +20,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def usable_device(device: str | torch.device) -> torch.device:
+    """The device, with its index; ValueError if this machine cannot use it."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
@@ -31,8 +28,8 @@ def usable_device(device: str | torch.device) -> torch.device:
 
 
 def invariant_backend(backend: str, device: torch.device) -> str:
-    """The kernel family of batch-invariant attention, whose bits must not depend on the chunks of a prompt, as chunks
-    depend on the other requests.
+    """The kernel family of batch-invariant attention; ValueError for one whose bits depend on how a prompt is cut into
+    chunks, since that depends on the other requests.
     """
     if backend == "hopper":
         what = "its bits depend on the chunks of a prompt, and these on the other requests; use triton"
@@ -41,6 +38,7 @@ def invariant_backend(backend: str, device: torch.device) -> str:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list of prompts; ValueError for anything else."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray, memoryview, Mapping, Set)) or not isinstance(prompts, Iterable):
@@ -53,6 +51,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """The sampling parameters of each of `count` prompts; ValueError if a list of them has another length."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence):

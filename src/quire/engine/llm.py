@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from quire.definition.spec import as_dtype
-from quire.engine.arguments import TILE, Prompt, as_list, check_sizes, invariant_backend, one_each, usable_device
+from quire.engine.arguments import Prompt, as_list, check_sizes, invariant_backend, one_each, usable_device
 from quire.engine.engine import Engine
 from quire.engine.inputs import Shape
 from quire.engine.memory import free_pages, profiled_pages
@@ -179,14 +179,15 @@ class LLM:
         chosen = None if dtype == "auto" else as_dtype(dtype)
         on = usable_device(device)
         if max_batched_tokens is None:
-            invariant = max(max_num_seqs, 4 * TILE) if on.type == "cuda" else TILE
+            invariant = max(max_num_seqs, 256) if on.type == "cuda" else 64
             max_batched_tokens = invariant if batch_invariant else 2048
         if batch_invariant:
             backend = invariant_backend(backend, on)
         self.model = Model(
             shipped_model() if folder is None else folder, on, chosen, max_model_len, compile, load_format
         )
-        self.model.width = -(-max_batched_tokens // TILE) * TILE if batch_invariant else None
+        if batch_invariant:
+            self.model.pad_steps(max_batched_tokens)
         # What subclasses that run a serving backend do not take is only passed if it is asked for.
         options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype} if kv_cache_dtype != "auto" else {}
         options |= {"batch_invariant": True} if batch_invariant else {}

@@ -25,6 +25,9 @@ from quire.engine.regions import Regions, compile_errors, compiling, decoder_lay
 from quire.steps import Layer
 
 _READERS = 8  # threads that copy weights to a device
+# Where a library's tiles do not divide the number of rows of a product, it may compute some rows otherwise than others,
+# as MKL does with 7 rows and two threads.
+_TILE = 64
 _OTHER = "it does not use Transformers' attention interface"
 
 
@@ -46,8 +49,7 @@ class Model:
         default_params: the sampling parameters of generation_config.json, for requests that leave them out.
         end_ids: the tokens that end an output, from generation_config.json or else config.json.
         tokenizer: a Transformers tokenizer; None if the folder has none.
-        width: the number of tokens to which `logits` pads every step, so that all products have the same shape; None:
-            steps are not padded.
+        width: the number of tokens that `logits` computes in every step; None: those that the step has.
 
     Raises:
         FileNotFoundError: the folder, its config.json or its weights are missing.
@@ -88,6 +90,12 @@ class Model:
     def compiled(self) -> bool:
         """Whether the decoder layers run compiled."""
         return self._regions.on
+
+    def pad_steps(self, tokens: int) -> None:
+        """Pad every step from now on to `tokens` tokens, rounded up to whole tiles, so that all products have the same
+        shape. Steps of more tokens are computed as they are.
+        """
+        self.width = -(-tokens // _TILE) * _TILE
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: Step) -> Tensor:

@@ -45,8 +45,8 @@ class Request:
             when a step is scheduled.
         row: the row of the last launched step's tokens that has the pending token.
         limit: the largest number of tokens, prompt and output.
-        scored: the number of tokens of the prompt whose next token's log-probability is known, if it is wanted.
-        prompt_logprobs: of the tokens of the prompt so far, None for the first one; None if they are not wanted.
+        prompt_logprobs: log-probabilities of the prompt's tokens as far as they are known, None for the first token, as
+            in `Completion`; None if they are not wanted.
         computed: the number of tokens whose keys and values are in the cache, or will be when the launched steps end.
         pages: the pages of the computed tokens and of those of the current step, in order.
         node: the last of these pages in the prefix tree, if any is.
@@ -81,7 +81,6 @@ class Request:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
-        self.scored = 0
         self.prompt_logprobs: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
         self.seed = random.getrandbits(64) if params.seed is None else params.seed
         own_ends = frozenset() if params.ignore_eos else end_ids
@@ -91,6 +90,11 @@ class Request:
         self.plain = free and params.greedy and params.logprobs is None
         self.lookup = Lookup() if free else None
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, params.stop or ())
+
+    @property
+    def scored(self) -> int:
+        """The number of the prompt's tokens whose next token's log-probability is known."""
+        return 0 if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1
 
     def scores(self, start: int, end: int) -> int:
         """How many of the tokens start to end have a next token whose log-probability is wanted and not known."""

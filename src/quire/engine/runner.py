@@ -187,7 +187,7 @@ class Runner:
         Sampler(self.model.device, num_seqs).launch(logits, requests).read()
 
     def forward(self, chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Tensor]:
-        """Compute the chunks; return them in some order, and the logits of their last tokens (`Chunk.rows`)."""
+        """Compute the chunks; return them, and the logits of their last tokens (`Chunk.rows`), in the same order."""
         if self.step_graphs is not None:
             result = self.step_graphs.run(chunks)
             if result is not None:

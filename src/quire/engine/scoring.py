@@ -42,7 +42,6 @@ def score(chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
         assert count is not None
         assert request.prompt_logprobs is not None
         request.prompt_logprobs += [likeliest(count, *next(lines)) for _ in range(chunk.scores)]
-        request.scored += chunk.scores
     return logits[upload(np.flatnonzero(~scored), logits.device)]
 
 
