@@ -61,7 +61,7 @@ def test_a_chunk_that_cannot_be_computed_ends_its_request_alone(folder, rng, whe
     for _ in range(6):
         sizes = {
             "page_size": rng.choice((1, 2, 4)),
-            "max_batched_tokens": rng.choice((7, 30, 64)),
+            "max_batched_tokens": rng.choice((7, 30, 200)),
             "max_num_seqs": rng.choice((4, 20)),
             "batch_invariant": True,  # so that no rounding depends on what fails beside
         }
