@@ -71,7 +71,9 @@ def test_rms_norm(gemma, dtype, device, rng):
         assert out is None or result is out
         assert torch.equal(x, before)
         assert call(x, weight, eps, out=x) is x
-        assert torch.equal(x, result)
+        check_close(x, expected, dtype)
+        if device == "cpu":  # a GPU adds up rows in the order that suits the alignment of x and `out`
+            assert torch.equal(x, result)
 
 
 @pytest.mark.interpret

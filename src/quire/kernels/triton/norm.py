@@ -1,7 +1,9 @@
 """RMS and layer norms: a program computes one long row, or several short ones, and reads each element once.
 
 Rows of up to BLOCK elements stay in registers between the sum of squares and the output. Longer ones are read again,
-from the L2 cache.
+from the L2 cache. A layer norm has two reductions, one after the other, and more weights, so that too few of its
+programs run at once to keep the memory busy: each computes tile after tile of rows, and loads the next one ahead,
+where there are registers for it.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from triton import language as tl
 
 from quire.kernels.gpu.launch import SmallLauncher
 from quire.kernels.triton.fp8 import convert, mantissa_bits, storage
+from quire.kernels.triton.threshold import running_programs
 
 BLOCK = 16384  # the largest row that stays in registers: 16 elements of a thread
 LOOP = 8192  # elements of a longer row that are loaded at a time
 SHORT = 2048  # elements of a program's rows, where several fit
+AHEAD = 8192  # elements of a program's rows, if it loads the next ones ahead
 MAX_WARPS = 32 if torch.version.hip is None else 16  # 1024 threads
 
 
@@ -33,6 +37,7 @@ class NormConfig:
     weight_bias: float  # added to weights
     center: bool  # whether the mean is subtracted: layer norm
     mantissa: int  # mantissa bits of fp8 outputs, 0 for other dtypes
+    ahead: bool  # whether programs compute several tiles of rows, and load the next one ahead
 
     @property
     def num_warps(self) -> int:
@@ -45,7 +50,8 @@ def norm_config(dim: int, weight_bias: float = 0.0, center: bool = False, mantis
     """The constants for rows of `dim` elements."""
     block = triton.next_power_of_2(dim)
     block = block if block <= BLOCK else LOOP
-    return NormConfig(dim, block, max(SHORT // block, 1), weight_bias, center, mantissa)
+    ahead = center and block <= AHEAD and dim <= block
+    return NormConfig(dim, block, max((AHEAD if ahead else SHORT) // block, 1), weight_bias, center, mantissa, ahead)
 
 
 @triton.jit
@@ -76,33 +82,58 @@ def write(y, mean, rstd, w, b, residual, out, e, known, factor, c: tl.constexpr)
     tl.store(out + e, convert(y, factor, out.dtype.element_ty, c.mantissa), known)
 
 
+@triton.jit
+def write_whole(y, w, b, residual, out, e, known, eps, factor, c: tl.constexpr):
+    """Normalise and write rows y that are in registers."""
+    mean = 0.0
+    if c.center:
+        mean = tl.sum(y, 1, keep_dims=True) / c.dim
+    off = tl.where(known, y - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(off * off, 1, keep_dims=True) / c.dim + eps)
+    write(y, mean, rstd, w, b, residual, out, e, known, factor, c)
+
+
+@triton.jit
+def rows_at(x, row, heads, x_token, x_head):
+    """Where rows of x start: row i is head i % heads of token i // heads."""
+    return x + (row // heads).to(tl.int64) * x_token + (row % heads).to(tl.int64) * x_head
+
+
 @triton.jit(do_not_specialize=["rows", "eps", "factor"])
 def norm_rows(
     x, residual, weight, beta, scale, out, rows, eps, factor, heads, x_token, x_head, r_token, r_head, o_token, o_head,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Row i is head i % heads of token i // heads."""
+    """A tile of rows or, with c.ahead, each num_programs-th one."""
     row = tl.program_id(0) * c.block_rows + tl.arange(0, c.block_rows)[:, None]
     inside = row < rows
-    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    x += token * x_token + head * x_head
-    out += token * o_token + head * o_head
-    if residual is not None:
-        residual += token * r_token + head * r_head
     if scale is not None:
         factor /= tl.load(scale).to(tl.float32)
-    mean = 0.0
+    if residual is not None:
+        residual = rows_at(residual, row, heads, r_token, r_head)
     if c.block >= c.dim:
         e = tl.arange(0, c.block)[None, :]
-        known = inside & (e < c.dim)
-        y = load_sum(x, residual, e, known)
-        w, b = load_affine(weight, beta, e, c)  # loaded before the sums are known, not after
-        if c.center:
-            mean = tl.sum(y, 1, keep_dims=True) / c.dim
-        off = tl.where(known, y - mean, 0.0)
-        rstd = tl.rsqrt(tl.sum(off * off, 1, keep_dims=True) / c.dim + eps)
-        write(y, mean, rstd, w, b, residual, out, e, known, factor, c)
+        at = rows_at(x, row, heads, x_token, x_head)
+        if c.ahead:
+            y = tl.load(at + e, inside & (e < c.dim), 0.0)
+            w, b = load_affine(weight, beta, e, c)
+            step = tl.num_programs(0) * c.block_rows
+            for _ in range(tl.program_id(0) * c.block_rows, rows, step):
+                at = rows_at(x, row + step, heads, x_token, x_head)
+                following = tl.load(at + e, (row + step < rows) & (e < c.dim), 0.0)
+                to, known = rows_at(out, row, heads, o_token, o_head), (row < rows) & (e < c.dim)
+                write_whole(y.to(tl.float32), w, b, None, to, e, known, eps, factor, c)
+                row += step
+                y = following
+        else:
+            known = inside & (e < c.dim)
+            y = load_sum(at, residual, e, known)
+            w, b = load_affine(weight, beta, e, c)  # loaded before the sums are known, not after
+            to = rows_at(out, row, heads, o_token, o_head)
+            write_whole(y, w, b, residual, to, e, known, eps, factor, c)
     else:
+        x, out = rows_at(x, row, heads, x_token, x_head), rows_at(out, row, heads, o_token, o_head)
+        mean = 0.0
         total = tl.full((c.block_rows, c.block), 0.0, tl.float32)
         if c.center:
             for start in range(0, c.dim, c.block):
@@ -146,7 +177,10 @@ def norm(
     rows = len(x) * heads
     sizes = heads, *_strides(x), *_strides(x if residual is None else residual), *_strides(out)
     tensors = (x, residual, weight, beta, scale, storage(out))
-    _launch((triton.cdiv(rows, c.block_rows), 1), tensors, (rows, eps, factor), sizes, c)
+    tiles = triton.cdiv(rows, c.block_rows)
+    if c.ahead:
+        tiles = min(tiles, running_programs(x.device))
+    _launch((tiles, 1), tensors, (rows, eps, factor), sizes, c)
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
