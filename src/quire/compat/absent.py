@@ -51,6 +51,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         ),
         (".fp4_quantization", _FP4),
         (".gemm", _GEMM, "gemm_fp8_nt_groupwise"),
+        (".jit", "gen_jit_spec"),  # builds a program's own CUDA sources
+        (".jit.core", "gen_jit_spec"),
         (".mla", _MLA),
         (
             ".msa_ops",
