@@ -102,7 +102,7 @@ def _engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine.add_argument("--page-size", type=int, default=16)
     engine.add_argument("--num-pages", type=int, help="pages in the cache")
     engine.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
-    engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step computes (2048)")
+    engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step computes (8192 on a GPU, else 2048)")
     engine.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help=_DRAFTS)
     engine.add_argument("--batch-invariant", action="store_true", help=_INVARIANT)
     return engine

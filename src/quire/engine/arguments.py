@@ -27,6 +27,15 @@ def usable_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device = {str(device)!r} can't be used: {error}") from None
 
 
+def default_batched_tokens(device: torch.device, max_num_seqs: int, batch_invariant: bool) -> int:
+    """The tokens of the largest step. Large steps compute prompts faster, and make decoding requests wait longer; those
+    of a batch-invariant engine all cost as much as the largest.
+    """
+    if batch_invariant:
+        return max(max_num_seqs, 256) if device.type == "cuda" else 64
+    return 8192 if device.type == "cuda" else 2048
+
+
 def invariant_backend(backend: str, device: torch.device) -> str:
     """The kernel family of batch-invariant attention; ValueError for one whose bits depend on how a prompt is cut into
     chunks, since that depends on the other requests.

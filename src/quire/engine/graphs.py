@@ -126,6 +126,8 @@ def decode_sizes(most: int) -> list[int]:
 
 
 def mixed_sizes(most: int) -> list[int]:
-    """The numbers of tokens that mixed steps are padded to: powers of two, and the middles between them, from 32."""
-    sizes = [n for k in range(5, most.bit_length() + 1) for n in (1 << k, 3 << (k - 1))]
+    """The numbers of tokens that mixed steps are padded to: from 32 on, powers of two and the middles between them, and
+    from 256 on eight sizes between powers of two, since there the time of a step grows with its tokens.
+    """
+    sizes = [n for k in range(5, most.bit_length()) for n in range(1 << k, 2 << k, 1 << (k - (1 if k < 8 else 3)))]
     return [n for n in sizes if n < most] + ([most] if most >= 32 else [])

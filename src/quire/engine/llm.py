@@ -16,7 +16,15 @@ from typing import Any, Literal
 import torch
 
 from quire.definition.spec import as_dtype
-from quire.engine.arguments import Prompt, as_list, check_sizes, invariant_backend, one_each, usable_device
+from quire.engine.arguments import (
+    Prompt,
+    as_list,
+    check_sizes,
+    default_batched_tokens,
+    invariant_backend,
+    one_each,
+    usable_device,
+)
 from quire.engine.engine import Engine
 from quire.engine.inputs import Shape
 from quire.engine.memory import free_pages, profiled_pages
@@ -111,7 +119,8 @@ class LLM:
             gpu_memory_utilization leaves, on the CPU in a quarter of the free memory.
         max_num_seqs: the largest number of requests that run at once.
         max_batched_tokens: the largest number of tokens of a step; longer prompts are computed in chunks. By default
-            2,048; with batch_invariant, 64 on the CPU, and on a GPU max_num_seqs, but at least 256.
+            2,048 on the CPU and 8,192 on a GPU; with batch_invariant, 64 on the CPU, and on a GPU max_num_seqs, but at
+            least 256.
         backend: "auto" or a kernel family.
         compile: whether torch.compile compiles the model's decoder layers; "auto": on a GPU. A model that it cannot
             compile runs as Transformers has it, and a RuntimeWarning says why.
@@ -179,8 +188,7 @@ class LLM:
         chosen = None if dtype == "auto" else as_dtype(dtype)
         on = usable_device(device)
         if max_batched_tokens is None:
-            invariant = max(max_num_seqs, 256) if on.type == "cuda" else 64
-            max_batched_tokens = invariant if batch_invariant else 2048
+            max_batched_tokens = default_batched_tokens(on, max_num_seqs, batch_invariant)
         if batch_invariant:
             backend = invariant_backend(backend, on)
         self.model = Model(
