@@ -11,12 +11,10 @@ import torch
 pytest.importorskip("transformers")
 
 from torch._dynamo.utils import counters
-from torch._inductor.lowering import lowerings
 from transformers.models.llama import modeling_llama
 
 from helpers.checkpoints import save
 from quire.engine import LLM, SamplingParams, model
-from quire.engine.projections import compile_apart
 from quire.engine.regions import Regions
 
 
@@ -118,22 +116,3 @@ def test_inductor_on_a_gpu_gives_the_tokens_of_eager_layers(tmp_path, rng, name)
     compiled, tokens = complete(tmp_path, asked, **options)
     assert compiled
     assert sum(a == b for a, b in zip(tokens, expected, strict=True)) >= len(tokens) - 1  # ties of rounding
-
-
-def test_products_of_a_single_token_are_compiled_apart_from_what_is_around_them(rng):
-    torch.manual_seed(rng.randrange(1 << 31))
-    block = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Linear(8, 4), torch.nn.LayerNorm(4))
-    inputs = [torch.randn(1, tokens, 8) for tokens in (1, 5)]
-    expected = [block(x) for x in inputs]
-    compile_apart([block])
-    assert torch.ops.quire.realize.default in lowerings  # without it, Inductor would copy instead
-    graphs = []
-
-    def record(graph, _):
-        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
-        return graph
-
-    compiled = torch.compile(block, backend=record, fullgraph=True, dynamic=True)
-    for x, y in zip(inputs, expected, strict=True):
-        torch.testing.assert_close(compiled(x), y)
-    assert [sum("realize" in name for name in names) for names in graphs] == [2, 0]

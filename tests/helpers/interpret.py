@@ -26,6 +26,7 @@ COUNTS = {
     "face/test_sampling.py": 12,
     "face/test_sampling_draws.py": 5,
     "kernels/test_families.py": 21,
+    "kernels/test_gemv.py": 3,
     "kernels/test_kernels.py": 24,
     "steps/test_steps.py": 12,
     "wrappers/test_compile.py": 1,

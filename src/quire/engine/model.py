@@ -255,7 +255,7 @@ class Model:
         for index, module in enumerate(self._attentions):
             module.quire_index = torch.tensor(index, device="cpu")
         layers = decoder_layers(self.network, self._attentions)
-        projections.compile_apart(layers)
+        projections.replace_linears(layers)
         self._regions = Regions(layers)
         self._regions.enable(True)
 

@@ -1,52 +1,17 @@
 """Linear layers: those that share their input, as q_proj, k_proj and v_proj do, are computed by one matrix product, and
-products of a single token are compiled apart from what comes before and after them.
+products of a single token by a kernel of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-
-@torch.library.custom_op("quire::realize", mutates_args=())
-def realize(x: Tensor) -> Tensor:
-    """A copy of x. For Inductor it is x itself, written to memory rather than computed anew by each of its readers."""
-    return x.clone()
-
-
-@realize.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@cache
-def lower_realize() -> None:
-    """Tell Inductor what `realize` is."""
-    from torch._inductor.lowering import register_lowering
-
-    def lowered(x: Any) -> Any:
-        x.realize()
-        return x
-
-    register_lowering(torch.ops.quire.realize, type_promotion_kind=None)(lowered)
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`.
-
-    Inductor computes the product of a single token as a sum, in one kernel with the norm or activation before it, which
-    every tile of the output computes again. Norm and activation thus get a kernel of their own, and the product reads
-    their result.
-    """
-    if torch.compiler.is_compiling() and x.numel() == x.shape[-1]:
-        return realize(F.linear(realize(x), weight, bias))
-    return F.linear(x, weight, bias)
+from quire.steps import product
 
 
 class Linear(nn.Linear):
@@ -151,9 +116,8 @@ def merge(groups: Iterable[list[nn.Linear]]) -> list[Merged]:
     return [Merged(group) for group in groups]
 
 
-def compile_apart(layers: Iterable[nn.Module]) -> None:
+def replace_linears(layers: Iterable[nn.Module]) -> None:
     """Compute the linear layers in `layers` that are not merged by `product`, which merged ones do anyway."""
-    lower_realize()
     for layer in layers:
         for module in layer.modules():
             if type(module) is nn.Linear:

@@ -69,17 +69,18 @@ class Regions:
 def compiling(tokens: int) -> Iterator[None]:
     """A context for calls with so many tokens, which may compile.
 
-    Numbers of modules, such as a norm's epsilon, are constants. With one token, matrices are read once by kernels of
-    their own: Inductor generates these, and finds the size of their tiles by measuring, only if
-    `coordinate_descent_tuning` is set. What takes little time, such as the norms of queries and of keys, is computed by
-    one kernel.
+    Numbers of modules, such as a norm's epsilon, are constants. What takes little time, such as the norms of queries
+    and of keys, is computed by one kernel. The kernels of a single token take as long as their launches, so each is
+    launched while the one before it runs (programmatic dependent launch). Such launches take the host longer, which
+    counts where steps of more tokens have no graph.
     """
     import torch._dynamo.config
-    import torch._inductor.config
+    import torch._inductor.config as inductor
 
-    of_modules = torch._dynamo.config.patch(specialize_float=True)
-    of_kernels = torch._inductor.config.patch(coordinate_descent_tuning=tokens == 1, combo_kernels=True)
-    with of_modules, of_kernels:
+    options = {"combo_kernels": True}
+    if hasattr(inductor.triton, "enable_pdl"):  # since torch 2.10
+        options["triton.enable_pdl"] = tokens == 1
+    with torch._dynamo.config.patch(specialize_float=True), inductor.patch(options):
         yield
 
 

@@ -1,4 +1,5 @@
-"""Code that the engine and serving backends share: tables of a step, writes to the cache, plans, buffers of graphs.
+"""Code that the engine and serving backends share: tables of a step, writes to the cache, plans, buffers of graphs,
+products of single tokens.
 
 A scheduler knows each request's length, its number of new tokens and its pages. `StepTables` turns that into the
 tensors that operations read, `store` writes the keys and values of the new tokens, and `plan` plans a wrapper. Scale,
@@ -8,6 +9,7 @@ window, soft cap and sinks are arguments of each run, so all layers with equal `
 from quire.steps.graphs import GraphBuffers
 from quire.steps.masks import pack_mask, prefix_window_mask
 from quire.steps.plans import Heads, Layer, plan, workspace
+from quire.steps.products import product
 from quire.steps.storage import fp8_dtype, quantize, store
 from quire.steps.tables import StepTables, upload
 
@@ -20,6 +22,7 @@ __all__ = [
     "pack_mask",
     "plan",
     "prefix_window_mask",
+    "product",
     "quantize",
     "store",
     "upload",

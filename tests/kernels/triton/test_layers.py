@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -47,6 +50,21 @@ def test_norms(target):
             loads = [line for line in usage.asm["ptx"].splitlines() if "ld.global" in line]
             assert len(loads) == 6, "two of each of input, residual and weight"
             assert all(".v4." in line for line in loads), "16 bytes each"
+
+
+@targets
+def test_products_of_one_row(target):
+    from quire.kernels.triton.gemv import gemv_config, multiply_rows
+
+    for size in (1000, 1024, 4096, 14336):
+        c = replace(gemv_config(size, torch.device("cpu")), launch_pdl=target in ("sm_90", "sm_100", "sm_120"))
+        given = {"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "out": "*bf16", "c": c}
+        usage = check(multiply_rows, target, given, c.num_warps)
+        if target == "sm_90":
+            loads = [line for line in usage.asm["ptx"].splitlines() if "ld.global" in line or "griddep" in line]
+            first = loads[: loads.index(next(line for line in loads if "griddep" in line))]
+            assert first, "the first loads do not wait for the launch before"
+            assert all(".v4." in line for line in first), "16 bytes each"
 
 
 @targets

@@ -50,7 +50,8 @@ def test_appending_compiles_for_every_architecture(target):
     tables = dict.fromkeys(("requests", "positions", "indptr", "indices"), "*i32")
     for dtype in ("*bf16", "*u8"):
         rows = dict.fromkeys(("k_cache", "v_cache", "key", "value"), dtype)
-        for kernel, given in ((append_tokens, tables), (write_tokens, {"slots": "*i64"})):
+        overlapping = target in ("sm_90", "sm_100", "sm_120")  # launches of the one that models' steps call
+        for kernel, given in ((append_tokens, tables), (write_tokens, {"slots": "*i64", "pdl": overlapping})):
             usage = compile_kernel(kernel, target, {**rows, **given, "block": 1024})
             assert usage.shared <= usage.limit
             assert usage.spills == 0, usage.spills

@@ -5,6 +5,7 @@ longer than a small kernel runs. And what a family must know of tensors before a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ def _empty_kernel():
 NUM_ALIGNED = 6  # leading tensors of a launch whose alignment a kernel is compiled for
 DIRECT = torch.version.cuda is not None and triton.__version__.startswith("3.6.")  # versions whose launcher is known
 INTERPRETED = isinstance(_empty_kernel, InterpretedFunction)  # TRITON_INTERPRET=1: kernels run on the CPU, slowly
+
+
+@lru_cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may be launched while the one before them runs (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def direct(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -187,7 +194,8 @@ class SmallLauncher:
     """Launches of the kernel of a small operation, by address once it is compiled for aligned addresses, as `Launcher`.
 
     Of the kernel's arguments, tensors come first, then numbers that it is not compiled for, numbers that it is compiled
-    for, and its constants, an object with an attribute num_warps.
+    for, and its constants, an object with an attribute num_warps and, if the kernel waits for the one before it by
+    `gdc_wait`, launch_pdl.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -218,7 +226,8 @@ class SmallLauncher:
             stream = torch._C._cuda_getCurrentRawStream(device)
             run(*grid, 1, stream, *handle, *addresses, *numbers, *sizes, constants)
             return None
-        compiled = self._kernel[grid](*tensors, *numbers, *sizes, constants, num_warps=constants.num_warps)
+        options = {"launch_pdl": True} if getattr(constants, "launch_pdl", False) else {}
+        compiled = self._kernel[grid](*tensors, *numbers, *sizes, constants, num_warps=constants.num_warps, **options)
         if DIRECT and compiled is not None and not low_bits & 15:
             self._compiled[key] = direct(compiled)
         return None

@@ -5,18 +5,28 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.definition.pages import PageTable
+from quire.kernels.gpu.launch import has_dependent_launch
 
 
 @triton.jit
-def _copy(cache, new, page, slot, i, c_page, c_token, c_head, n_token, n_head, heads, dim, block: tl.constexpr):
-    """Copy one token's heads, [heads, dim], to its slot."""
-    for start in range(0, heads * dim, block):
+def copy_token(
+    k_cache, v_cache, key, value, i, page, slot, known,
+    kc_page, kc_token, kc_head, vc_page, vc_token, vc_head, k_token, k_head, v_token, v_head,
+    heads, dim_k, dim_v, block: tl.constexpr,
+):  # fmt: skip
+    """Copy the key and value of token i, [heads, dim] each, to its slot, if it is known. No load waits for another."""
+    k_cache += page * kc_page + slot * kc_token
+    v_cache += page * vc_page + slot * vc_token
+    for start in range(0, heads * tl.maximum(dim_k, dim_v), block):
         e = start + tl.arange(0, block)
-        h, d = e // dim, e % dim
-        x = tl.load(new + i * n_token + h * n_head + d, e < heads * dim)
-        tl.store(cache + page * c_page + slot * c_token + h * c_head + d, x, e < heads * dim)
+        k_inside, v_inside = e < heads * dim_k, e < heads * dim_v
+        k = tl.load(key + i * k_token + e // dim_k * k_head + e % dim_k, k_inside)
+        v = tl.load(value + i * v_token + e // dim_v * v_head + e % dim_v, v_inside)
+        tl.store(k_cache + e // dim_k * kc_head + e % dim_k, k, k_inside & known)
+        tl.store(v_cache + e // dim_v * vc_head + e % dim_v, v, v_inside & known)
 
 
 @triton.jit(do_not_specialize=["batch", "entries", "num_pages"])
@@ -32,24 +42,30 @@ def append_tokens(
     entry = position // page_size  # compared before it is added, as the sum could overflow int32
     known = known & (start >= 0) & (entry < end - start) & (entry < entries - start)
     page = tl.load(indices + start + entry, known, -1).to(tl.int64)
-    if (page >= 0) & (page < num_pages):
-        slot = position % page_size
-        _copy(k_cache, key, page, slot, i, kc_page, kc_token, kc_head, k_token, k_head, heads, dim_k, block)
-        _copy(v_cache, value, page, slot, i, vc_page, vc_token, vc_head, v_token, v_head, heads, dim_v, block)
+    copy_token(
+        k_cache, v_cache, key, value, i, page, position % page_size, (page >= 0) & (page < num_pages),
+        kc_page, kc_token, kc_head, vc_page, vc_token, vc_head, k_token, k_head, v_token, v_head,
+        heads, dim_k, dim_v, block,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pages"])
 def write_tokens(
     k_cache, v_cache, key, value, slots, num_pages,
     kc_page, kc_token, kc_head, vc_page, vc_token, vc_head, k_token, k_head, v_token, v_head,
-    heads, dim_k, dim_v, page_size, block: tl.constexpr,
+    heads, dim_k, dim_v, page_size, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
+    if pdl:  # the launch overlaps the one before
+        gdc_wait()
+        gdc_launch_dependents()
     i = tl.program_id(0).to(tl.int64)
     place = tl.load(slots + i).to(tl.int64)
-    page, slot = place // page_size, place % page_size
-    if (place >= 0) & (page < num_pages):
-        _copy(k_cache, key, page, slot, i, kc_page, kc_token, kc_head, k_token, k_head, heads, dim_k, block)
-        _copy(v_cache, value, page, slot, i, vc_page, vc_token, vc_head, v_token, v_head, heads, dim_v, block)
+    page = place // page_size
+    copy_token(
+        k_cache, v_cache, key, value, i, page, place % page_size, (place >= 0) & (page < num_pages),
+        kc_page, kc_token, kc_head, vc_page, vc_token, vc_head, k_token, k_head, v_token, v_head,
+        heads, dim_k, dim_v, block,
+    )  # fmt: skip
 
 
 def _strides_and_sizes(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
@@ -63,7 +79,9 @@ def write(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, slots: T
     if not len(key):
         return
     sizes = _strides_and_sizes(k_cache, v_cache, key, value)
-    write_tokens[(len(key),)](k_cache, v_cache, key, value, slots.contiguous(), len(k_cache), *sizes)
+    pdl = has_dependent_launch(key.device)
+    options = {"launch_pdl": True} if pdl else {}
+    write_tokens[(len(key),)](k_cache, v_cache, key, value, slots.contiguous(), len(k_cache), *sizes, pdl, **options)
 
 
 def append(
