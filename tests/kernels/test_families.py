@@ -54,6 +54,8 @@ Q_LENS, KV_LENS = [3, 1, 4], [40, 7, 33]
 def batch_of(spec: AttentionSpec) -> tuple[Batch, Items | None]:
     """A batch of a layer: keys of a latent layer are still in one piece, as the oracle reads them."""
     batch = random_batch(spec, Q_LENS, KV_LENS, 16)
+    if spec.sinks:
+        batch.sinks.add_(2)  # or all of them may be too small to matter beside 40 keys
     if not spec.items:
         return batch, None
     positions = torch.arange(1, 41).repeat(3) % 7
