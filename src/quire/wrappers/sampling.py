@@ -38,13 +38,27 @@ def parameter(
         integers = value.dtype in INTS
         kind = integers if whole else value.is_floating_point() or (integers and name != "temperature")
         check(kind, f"{name}.dtype", value.dtype, "torch.int32 or torch.int64" if whole else "a floating-point type")
-        check_tensor(value, name, (rows,), value.dtype, device)
+        _check_per_row(value, name, rows)
+        check_tensor(value, name, (None,), value.dtype, device)
         return (value if whole or not integers else value.float()).contiguous(), 1
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     check(number, name, value, f"{'an integer' if whole else 'a number'}, or a tensor with one for each row")
     check(low is None or value >= low, name, value, lambda: f"at least {low}")  # type: ignore[operator]
     check(value == value, name, value, "a number")
     return None, min(value, 1 << 30) if whole else float(value)  # type: ignore[arg-type, type-var, return-value]
+
+
+def _check_per_row(value: Tensor, name: str, rows: int) -> None:
+    """Refuse a tensor that has not one value per row. Programs, and FlashInfer's tests, know these errors by their text,
+    so it has the same key phrases.
+    """
+    if value.ndim > 1:
+        raise ValueError(f"{name}: Expected a 1D tensor or scalar, a number; got a {value.ndim}D tensor")
+    if value.ndim == 0:
+        wanted = "a 1D tensor of shape (batch_size,) or scalar, a number"
+        raise ValueError(f"{name}: Expected {wanted}; got a 0-dimensional tensor")
+    if len(value) != rows:
+        raise ValueError(f"Sampling parameter tensor batch size mismatch, {name} has {len(value)} values for {rows} rows")
 
 
 def random_state(
