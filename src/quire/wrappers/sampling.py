@@ -49,8 +49,8 @@ def parameter(
 
 
 def _check_per_row(value: Tensor, name: str, rows: int) -> None:
-    """Refuse a tensor that has not one value per row. Programs, and FlashInfer's tests, know these errors by their text,
-    so it has the same key phrases.
+    """Refuse a tensor that has not one value per row. Programs, and FlashInfer's tests, know such errors by their text,
+    so these have the same key phrases.
     """
     if value.ndim > 1:
         raise ValueError(f"{name}: Expected a 1D tensor or scalar, a number; got a {value.ndim}D tensor")
@@ -58,7 +58,8 @@ def _check_per_row(value: Tensor, name: str, rows: int) -> None:
         wanted = "a 1D tensor of shape (batch_size,) or scalar, a number"
         raise ValueError(f"{name}: Expected {wanted}; got a 0-dimensional tensor")
     if len(value) != rows:
-        raise ValueError(f"Sampling parameter tensor batch size mismatch, {name} has {len(value)} values for {rows} rows")
+        got = f"{name} has {len(value)} values for {rows} rows"
+        raise ValueError(f"Sampling parameter tensor batch size mismatch, {got}")
 
 
 def random_state(
