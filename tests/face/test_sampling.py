@@ -171,6 +171,29 @@ def test_no_rows(device):
     assert [y.shape for y in sampling.chain_speculative_sampling(*drafts)] == [(0, 3), (0,), (0,)]
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_first_of_the_likeliest_tokens(dtype, device, rng):
+    """Rows in any number of parts, with ties within a part and across parts, and rows that have no likeliest token."""
+    for vocab in (*VOCABS, 4096, 4097, rng.randint(2, 9000)):
+        x = torch.randn(7, vocab)
+        x[1] = rng.choice((0.0, -3.5))
+        x[2, rng.randrange(vocab) :: max(vocab // 3, 1)] = 9.0
+        x[3] = -torch.inf
+        x[4, rng.randrange(vocab)] = torch.nan
+        x[5, rng.randrange(vocab)] = torch.inf
+        x[6], x[6, rng.randrange(vocab)] = -torch.inf, -2.0
+        for given in (strided(x, device, dtype), x.to(dtype).to(device)):
+            drawn = sampling.sample(given, 0.0)
+            wide = given.double().cpu().numpy()
+            assert drawn.tokens.dtype == torch.int32
+            assert drawn.valid.tolist() == [True, True, True, False, False, False, True]
+            assert drawn.tokens.tolist() == [int(wide[i].argmax()) if i in (0, 1, 2, 6) else 0 for i in range(7)]
+    nothing = sampling.sample(torch.zeros(0, 5, dtype=dtype, device=device), 0.0)
+    assert nothing.tokens.shape == nothing.valid.shape == (0,)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

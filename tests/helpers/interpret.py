@@ -23,7 +23,7 @@ COUNTS = {
     "face/test_quantization.py": 13,
     "face/test_rope.py": 14,
     "face/test_rope_quantize.py": 4,
-    "face/test_sampling.py": 12,
+    "face/test_sampling.py": 15,
     "face/test_sampling_draws.py": 5,
     "kernels/test_families.py": 21,
     "kernels/test_gemv.py": 3,

@@ -43,7 +43,7 @@ class Sampled:
 
     Args:
         requests: those that the rows of logits belong to.
-        tokens: int64 [len(requests)], on the device; -1 where a row of logits is not finite.
+        tokens: int32 [len(requests)], on the device; -1 where a row of logits is not finite.
         reports: their log-probabilities, None if no request wants them.
     """
 
@@ -143,7 +143,7 @@ class _Batch:
         )
 
     def count(self, tokens: Tensor) -> None:
-        """Count the sampled tokens, int64 [rows], so that the requests' next tokens can be sampled."""
+        """Count the sampled tokens, int32 [rows], so that the requests' next tokens can be sampled."""
         if self._penalised is not None:
             at = self._penalised
             self._lists.append(self._slots[at], self._lens[at], tokens[at])
@@ -164,6 +164,7 @@ class Sampler:
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.last = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._undefined = torch.full((), UNDEFINED, dtype=torch.int32, device=device)
         self._lists = TokenLists(device, rows)
         self._requests: Sequence[Request] = ()  # those of the last batch
         self._batch: _Batch | None = None  # None: they are all plain
@@ -193,17 +194,15 @@ class Sampler:
             self._requests = requests if ahead is None else ()  # of drafts, the host knows later how many count
         batch, reports = self._batch, None
         if batch is None:
-            best, tokens = logits.max(-1)
-            valid = best.isfinite()  # not so in a row with NaN, with +inf, or with -inf only
+            drawn = sampling.sample(logits, 0.0, seed=0, offset=0)
         else:
             matchers = [None if request.finish_reason else request.matcher for request in requests]
             drawn = batch.sample(masked(logits, matchers))
             if batch.logprobs is not None:
                 reports = sampling.token_logprobs(logits, drawn.tokens, min(batch.logprobs, logits.shape[1]))
-            tokens, valid = drawn.tokens.long(), drawn.valid
-            batch.count(tokens)
-        self.last[: len(requests)] = tokens
-        return Sampled(requests, torch.where(valid, tokens, UNDEFINED), reports)
+            batch.count(drawn.tokens)
+        self.last[: len(requests)] = drawn.tokens
+        return Sampled(requests, torch.where(drawn.valid, drawn.tokens, self._undefined), reports)
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:

@@ -123,6 +123,9 @@ def sample_rows(
     inf.
     """
     tensors, values = (temperature, top_k, top_p, min_p, seed, offset), (temperature_value, top_k_value, top_p_value)
+    if greedy and logits and temperature is None and temperature_value <= 0 and indices is None:
+        _choose(tokens, valid, x)
+        return
     if on_triton(x.device):
         from quire.kernels.triton.sampling import sample
 
@@ -153,6 +156,18 @@ def sample_rows(
     ok = good if indices is None else good[indices]
     tokens.copy_(torch.where(ok, picked, 0))
     valid.copy_(ok)
+
+
+def _choose(tokens: Tensor, valid: Tensor, x: Tensor) -> None:
+    """`sample_rows` of logits whose temperature is 0."""
+    if on_triton(x.device):
+        from quire.kernels.triton.greedy import choose
+
+        choose(tokens, valid, x)
+    elif len(x):
+        first = x.argmax(-1)
+        valid.copy_(x.gather(1, first[:, None])[:, 0].isfinite())
+        tokens.copy_(first * valid)
 
 
 def _invert(sums: Tensor, u: Tensor, indices: Tensor | None) -> Tensor:

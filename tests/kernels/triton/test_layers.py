@@ -68,6 +68,21 @@ def test_products_of_one_row(target):
 
 
 @targets
+def test_likeliest_tokens(target):
+    from quire.kernels.triton.greedy import first_largest_part, greedy_config, largest_of_parts
+
+    for vocab in (1000, 151_936):
+        c = greedy_config(vocab, torch.device("cpu"))
+        c = replace(c, launch_pdl=target in ("sm_90", "sm_100", "sm_120"))
+        parts = {"largest": "*fp32", "places": "*i32", "c": c}
+        usage = check(largest_of_parts, target, {"x": "*bf16", **parts}, c.num_warps)
+        check(first_largest_part, target, {"tokens": "*i32", "valid": "*i8", **parts}, c.num_warps)
+        if target == "sm_90":
+            loads = [line for line in usage.asm["ptx"].splitlines() if "ld.global" in line]
+            assert all(".v4." in line for line in loads), "16 bytes each"
+
+
+@targets
 def test_activations(target):
     from quire.kernels.triton.activation import activate_rows, activation_config
 

@@ -1,0 +1,85 @@
+"""The first of the largest elements of each row of logits, in two launches: of parts of rows, on all multiprocessors,
+and then of the parts' largest elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch
+
+PART = 4096  # elements
+
+
+@dataclass(frozen=True)
+class GreedyConfig:
+    """The constants that the kernels are compiled for."""
+
+    part: int  # elements of a part
+    parts: int  # of a row, padded to a power of two
+    num_warps: int
+    launch_pdl: bool  # whether a launch overlaps the one before
+
+
+@lru_cache(maxsize=1024)
+def greedy_config(vocab: int, device: torch.device) -> GreedyConfig:
+    """The constants for rows of `vocab` elements."""
+    parts = triton.next_power_of_2(triton.cdiv(vocab, PART))
+    return GreedyConfig(PART, parts, 4, has_dependent_launch(device))
+
+
+@triton.jit
+def wait(c: tl.constexpr):
+    """Wait for the launch before, which this one overlaps."""
+    if c.launch_pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def largest_of_parts(x, largest, places, x_row, vocab, c: tl.constexpr):
+    """The largest element of a part of a row, +inf if there is a NaN, and the index of the first one as large."""
+    wait(c)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * c.part + tl.arange(0, c.part)
+    values = tl.load(x + row * x_row + at, at < vocab, -float("inf")).to(tl.float32)
+    values = tl.where(values == values, values, float("inf"))
+    top = tl.max(values, 0)
+    tl.store(largest + row * c.parts + part, top)
+    tl.store(places + row * c.parts + part, tl.min(tl.where(values == top, at, vocab), 0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def first_largest_part(largest, places, tokens, valid, count, c: tl.constexpr):
+    """The token of a row, from its `count` parts; 0 if its largest element is not finite."""
+    wait(c)
+    row, part = tl.program_id(0), tl.arange(0, c.parts)
+    values = tl.load(largest + row * c.parts + part, part < count, -float("inf"))
+    place = tl.load(places + row * c.parts + part, part < count, 0)
+    top = tl.max(values, 0)
+    good = tl.abs(top) < float("inf")
+    first = tl.min(tl.where((values == top) & (part < count), place, 2147483647), 0)
+    tl.store(tokens + row, tl.where(good, first, 0).to(tokens.dtype.element_ty))
+    tl.store(valid + row, good.to(tl.int8))
+
+
+_launch_parts, _launch_rows = SmallLauncher(largest_of_parts), SmallLauncher(first_largest_part)
+
+
+def choose(tokens: Tensor, valid: Tensor, x: Tensor) -> None:
+    """`quire.kernels.sampling.sample_rows` of logits [rows, vocab] with a temperature of 0."""
+    rows, vocab = x.shape
+    if not rows:
+        return
+    c, count = greedy_config(vocab, x.device), triton.cdiv(vocab, PART)
+    largest = torch.empty(rows, c.parts, dtype=torch.float32, device=x.device)
+    places = torch.empty(rows, c.parts, dtype=torch.int32, device=x.device)
+    _launch_parts((rows, count), (x, largest, places), (), (x.stride(0), vocab), c)
+    _launch_rows((rows, 1), (largest, places, tokens, valid.view(torch.int8)), (count,), (), c)
