@@ -1,4 +1,4 @@
-"""torch.compile of a model's decoder layers: one compiled function for all layers of a class."""
+"""torch.compile of a model's decoder layers and last norm: one compiled function for all modules of a class."""
 
 from __future__ import annotations
 
@@ -25,14 +25,27 @@ def decoder_layers(network: nn.Module, attentions: Iterable[nn.Module]) -> list[
     return list(layers)
 
 
+def last_norms(network: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """The modules beside the decoder layers that are of a class of the modelling code that layers contain, too. Run
+    eagerly, they launch a kernel for each of their operations. Rotary embeddings, which are beside the layers as well,
+    would be as fast, but Inductor writes their result in an order in which each layer reads it slowly.
+    """
+    names = {module: name for name, module in network.named_modules()}
+    owner = network.get_submodule(".".join(names[layers[0]].split(".")[:-2]))
+    inside = {type(module) for layer in layers for module in layer.modules()}
+    return [
+        child for child in owner.children() if type(child) in inside and not type(child).__module__.startswith("torch.")
+    ]
+
+
 class Regions:
-    """Decoder layers of a network whose `forward` can be compiled.
+    """Decoder layers and norms of a network whose `forward` can be compiled.
 
     The number of tokens is dynamic in compiled code; a single token has code of its own. What torch compiles is kept on
     disk, where torch keeps it (TORCHINDUCTOR_CACHE_DIR).
 
     Args:
-        layers: the decoder layers. Those of one class share compiled code, where they differ in weights alone.
+        layers: the modules. Those of one class share compiled code, where they differ in weights alone.
         backend: of torch.compile.
 
     Attributes:
@@ -61,7 +74,7 @@ class Regions:
         self.enable(False)
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         kinds = ", ".join(sorted(kind.__name__ for kind in self._compiled))
-        message = f"{kinds} can't be compiled and runs eagerly, which is slower: {type(error).__name__}: {reason}"
+        message = f"{kinds} can't be compiled and run eagerly, which is slower: {type(error).__name__}: {reason}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
