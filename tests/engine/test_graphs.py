@@ -198,6 +198,7 @@ def test_a_model_that_cannot_be_captured_says_why_once_and_runs(folders):
             done = llm.generate(prompts, greedy)
     assert len([w for w in told if "CUDA graphs" in str(w.message)]) == 1
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+    assert 0 <= float(torch.rand((), device="cuda")) < 1, "torch still has random numbers"
 
 
 @pytest.mark.gpu

@@ -90,7 +90,7 @@ class _Replay:
     def replay(self) -> None:
         graphs = self.graphs
         graphs.replays += 1
-        graphs._logits[: self.shape.rows] = graphs._compute(self.inputs, self.shape)
+        graphs._logits[self.shape][:] = graphs._compute(self.inputs, self.shape)
 
 
 class HostGraphs(StepGraphs):
@@ -121,5 +121,6 @@ def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
         return runner.model.logits(ids, inputs.positions, inputs.sampled, runner)
 
     graphs = HostGraphs(compute, buffers, most, max_tokens)
-    graphs._logits = torch.full((most, runner.model.vocab_size), torch.nan)
+    memory = torch.full((most, runner.model.vocab_size), torch.nan)
+    graphs._logits = {shape: memory[: shape.rows] for shape in graphs.shapes}
     runner.step_graphs = graphs

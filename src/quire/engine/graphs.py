@@ -39,7 +39,7 @@ class StepGraphs:
         self._mixed = [n for n in mixed_sizes(max_tokens) if n > max_num_seqs]
         self._most_rows = self._decodes[-1]
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._logits: Tensor | None = None
+        self._logits: dict[Shape, Tensor] = {}
 
     @property
     def shapes(self) -> list[Shape]:
@@ -62,7 +62,7 @@ class StepGraphs:
         (`Chunk.rows`), which the next step overwrites. None if there is no graph for the step.
         """
         shape = self.shape(chunks)
-        if shape is None or self._logits is None:
+        if shape is None or shape not in self._graphs:
             return None
         if shape.longest > 1 and sum(c.rows for c in chunks) > shape.rows:
             return None
@@ -72,9 +72,8 @@ class StepGraphs:
             self._buffers.forget()
             raise
         self._graphs[shape].replay()
-        if isinstance(ordered, Decodes):
-            return ordered, self._logits[: len(ordered)]
-        return ordered, self._logits[: sum(c.rows for c in ordered)]
+        rows = len(ordered) if isinstance(ordered, Decodes) else sum(c.rows for c in ordered)
+        return ordered, self._logits[shape][:rows]
 
     def capture(self, progress: Callable[[list[Shape]], Iterable[Shape]] = iter) -> bool:
         """Capture all graphs, the largest first, so that the others find its memory in the pool.
@@ -89,11 +88,12 @@ class StepGraphs:
         try:
             with torch.cuda.device(self._buffers.device):
                 for shape in progress(self.shapes):
-                    self._graphs[shape] = self._capture(shape, pool)
+                    self._graphs[shape], self._logits[shape] = self._capture(shape, pool)
         except Exception as error:
             self._graphs.clear()
-            self._logits = None
+            self._logits.clear()
             torch.cuda.synchronize(self._buffers.device)
+            self._end_capture()
             message = (
                 f"steps run without CUDA graphs, since the model cannot be captured: {type(error).__name__}: {error}"
             )
@@ -102,21 +102,36 @@ class StepGraphs:
         return True
 
     @torch.inference_mode()
-    def _capture(self, shape: Shape, pool: Any) -> torch.cuda.CUDAGraph:
-        """Capture the step of a shape, after a run of padding that compiles its kernels."""
+    def _capture(self, shape: Shape, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Capture the step of a shape, after a run of padding that compiles its kernels; return the graph, and its
+        logits, whose memory the graphs that are captured later use, too.
+        """
         self._buffers.fill_padding(shape)
         inputs = self._buffers.views(shape)
         side = torch.cuda.Stream(self._buffers.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            logits = self._compute(inputs, shape)
+            self._compute(inputs, shape)
         torch.cuda.current_stream().wait_stream(side)
-        if self._logits is None:
-            self._logits = torch.empty(self._most_rows, logits.shape[1], dtype=logits.dtype, device=logits.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._logits[: shape.rows].copy_(self._compute(inputs, shape))
-        return graph
+            logits = self._compute(inputs, shape).contiguous()
+        return graph, torch.as_tensor(_Memory(logits), device=logits.device).view(logits.dtype).view(logits.shape)
+
+    def _end_capture(self) -> None:
+        """Capture a launch. A capture that fails leaves torch's random numbers in the state of a capture, in which no
+        others can be drawn; one that succeeds ends that state.
+        """
+        with torch.cuda.device(self._buffers.device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=self._buffers.device)
+
+
+class _Memory:
+    """The memory of a contiguous tensor on a GPU, for tensors that do not keep it from being used for others."""
+
+    def __init__(self, x: Tensor) -> None:
+        shape, place = (x.numel() * x.element_size(),), (x.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": place, "version": 3}
 
 
 def decode_sizes(most: int) -> list[int]:
