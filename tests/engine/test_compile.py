@@ -55,8 +55,8 @@ def test_tokens_are_those_of_eager_layers_and_layers_share_code(traced, tmp_path
     for _ in range(2):  # models of one class do not use up each other's recompilations
         assert complete(tmp_path, asked, compile=True) == (True, expected[1])
     assert expected[0] is False
-    # Of each model one for a single token, and one for more, of layers, which differ in index and window and share them,
-    # and of the last norm.
+    # Of each model one for a single token, and one for more: of layers, which differ in index and window and share
+    # them, and of the last norm.
     assert counters["stats"]["unique_graphs"] == 2 * 2 * 2
     assert not counters["graph_break"]
 
