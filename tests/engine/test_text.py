@@ -99,3 +99,28 @@ def test_stop_strings_across_tokens(tokenizer, rng):
         parts, made = stream(tokenizer, text, stops=[stop])
         assert made.stopped
         assert "".join(parts) == made.text == text[: text.find(stop)]
+
+
+def test_tokens_with_texts_of_their_own_change_nothing(tokenizer, rng):
+    """Any tokens after any prompt, halves of characters and special tokens among them: each part is the same when all
+    tokens are decoded together with those before them.
+    """
+    halves = [t for t in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([t], skip_special_tokens=True)]
+    for _ in range(200):
+        kinds = (range(len(tokenizer)), halves, tokenizer.all_special_ids, tokenizer("漢é🙂")["input_ids"])
+        tokens = [rng.choice(rng.choice(kinds)) for _ in range(40)]
+        prompt = tokens[: rng.randint(0, 12)]
+        stops = [tokenizer.decode(tokens[-12:-10])] if rng.random() < 0.5 else []
+        made, other = (TextStream(tokenizer, prompt, [s for s in stops if s]) for _ in range(2))
+        assert made._own_texts is not None
+        other._own_texts = None
+        for token in tokens[len(prompt) :]:
+            assert made.push(token) == other.push(token)
+            if rng.random() < 0.8:
+                assert made.take(last=made.stopped) == other.take(last=made.stopped)
+            if made.stopped:
+                break
+        made.finish()
+        other.finish()
+        assert made.take(last=True) == other.take(last=True)
+        assert made.text == other.text
