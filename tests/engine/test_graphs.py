@@ -89,7 +89,7 @@ def test_inputs_are_the_tables_of_the_step(rng):
             for request in done:
                 if rng.random() < 0.7 or len(request.tokens) + 1 >= request.limit:  # the host has read the token
                     request.pending = 0
-                    request.push(rng.randrange(VOCAB), max_len=longest)
+                    request.push(rng.randrange(VOCAB))
                     if request.finish_reason:
                         scheduler.remove(request)
                 else:

@@ -203,7 +203,7 @@ def test_sampling_again_gives_the_tokens_again(logits):
     first = [c.token for c in sample(rows, requests)]
     assert [c.token for c in sample(rows, requests)] == first
     for made, token in zip(requests, first, strict=True):
-        made.push(token, max_len=100)
+        made.push(token)
     assert [c.token for c in sample(rows, requests)] != first
 
 

@@ -31,7 +31,7 @@ def run_step(scheduler, slots, rng):
         assert seen == chunk.request.tokens[:end]
         chunk.request.computed = end
         if chunk.samples:
-            chunk.request.push(rng.randrange(5), max_len=1 << 20)
+            chunk.request.push(rng.randrange(5))
             if chunk.request.finish_reason:
                 scheduler.remove(chunk.request)
     return chunks
@@ -81,7 +81,7 @@ def test_decoding_goes_on_beside_a_long_prompt():
         for chunk in chunks:
             chunk.request.computed += chunk.count
             if chunk.samples:
-                chunk.request.push(2, max_len=100)
+                chunk.request.push(2)
     assert counts == [[3, 7], [1, 9], [1, 9], [1, 9], [1, 9], [1, 9], [1, 8], [1, 1]]
 
 
@@ -96,7 +96,7 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first():
         for chunk in scheduler.schedule():
             chunk.request.computed += chunk.count
             if chunk.samples:
-                chunk.request.push(9, max_len=100)
+                chunk.request.push(9)
                 if chunk.request.finish_reason:
                     order.append(chunk.request)
                     scheduler.remove(chunk.request)

@@ -213,7 +213,7 @@ class Engine:
                 continue
             count += 1
             try:
-                update = request.push(token, self.max_len)
+                update = request.push(token)
             except Exception as error:  # raised by the tokenizer or the grammar
                 self._end(request, "error", _describe(error))
                 continue
@@ -287,7 +287,7 @@ class Engine:
                 self.scheduler.stats.generated_tokens += 1
                 if choice.logprobs is not None and request.logprobs is not None:
                     request.logprobs.append(choice.logprobs)
-                request.add(choice.token, self.max_len)
+                request.add(choice.token)
                 added.append(choice.token)
                 if request.finish_reason is not None:
                     break
