@@ -178,10 +178,14 @@ class Scheduler:
         if last is None or self._steps_left <= 0 or last.requests != self.running:
             return None
         starts = last.starts + 1
-        for i in np.flatnonzero(starts % self.page_size == 0).tolist():  # the pages of these are full
-            request, start = last.requests[i], int(starts[i])
-            if not self._reserve(request, start + 1):
-                return None
+        full = np.flatnonzero(starts % self.page_size == 0)  # requests whose pages are full
+        short = len(full) - self.allocator.num_free
+        if short > 0 and self.tree.evict(short) < short:
+            return None
+        pages = self.allocator.allocate(len(full))
+        for i, start, page in zip(full.tolist(), starts[full].tolist(), pages, strict=True):
+            request = last.requests[i]
+            request.pages.append(page)
             self._share(request, start)
         self._steps_left -= 1
         return Decodes(last.requests, starts)
