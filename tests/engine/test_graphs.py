@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from helpers.checkpoints import CONFIGS, VOCAB, save
 from helpers.engines import pages_add_up, until_idle
 from quire.engine import LLM, SamplingParams
+from quire.engine.chunks import Decodes
 from quire.engine.graphs import StepGraphs, decode_sizes, mixed_sizes
 from quire.engine.inputs import InputBuffers, Shape
 from quire.engine.request import Request
@@ -60,6 +61,7 @@ def by_request(chunk):
 
 def test_inputs_are_the_tables_of_the_step(rng):
     """Random schedules, of which some steps are left out: each row's tables are those that are made from scratch."""
+    repeated = 0
     for _ in range(30):
         size, most, longest = rng.choice((1, 2, 4, 16)), rng.randint(1, 12), 60
         width, budget = -(-longest // size), rng.choice((12, 40))
@@ -67,19 +69,27 @@ def test_inputs_are_the_tables_of_the_step(rng):
         buffers = InputBuffers(Shape(most, 64), width, size, torch.device("cpu"))
         waiting = [make_request(rng, longest) for _ in range(25)]
         sampled: dict[int, Request] = {}  # the requests of the rows of the last step
+        requests, shape = None, None  # those of the last step, if it was one of decodes
         while waiting or scheduler.running or scheduler.waiting:
             if waiting and rng.random() < 0.6:
                 scheduler.add(waiting.pop())
             chunks = scheduler.schedule()
-            if chunks and rng.random() < 0.9:
+            again = requests is not None and isinstance(chunks, Decodes) and chunks.requests is requests
+            if chunks and (again or rng.random() < 0.9):  # a step like the last one has a graph, as that one had
                 decodes = all(c.count == 1 for c in chunks)
-                rows = rng.randint(len(chunks), most)
-                shape = Shape(rows, rows if decodes else 64)
+                if not again or rng.random() < 0.2:
+                    rows = rng.randint(len(chunks), most)
+                    shape = Shape(rows, rows if decodes else 64)
                 ordered = buffers.fill(chunks, shape)
                 assert sorted(ordered, key=by_request) == sorted(chunks, key=by_request)
+                buffers.views(shape).write_pages()  # as the step does
                 compare(buffers.views(shape), shape, ordered, size, width, sampled)
+                requests = chunks.requests if isinstance(chunks, Decodes) else None
+                if isinstance(ordered, Decodes):
+                    ordered.sampled = rng.random() < 0.9
+                    repeated += again
             else:
-                ordered = chunks
+                ordered, requests = chunks, None
             done = [c.request for c in ordered if c.samples]
             sampled = dict(enumerate(done))
             for chunk in chunks:
@@ -95,6 +105,7 @@ def test_inputs_are_the_tables_of_the_step(rng):
                 else:
                     request.pending = 0  # of which the next step knows the value from its row
                     request.tokens.append(rng.randrange(VOCAB))
+    assert repeated > 100
 
 
 def compare(inputs, shape, chunks, size, width, sampled):
@@ -113,7 +124,8 @@ def compare(inputs, shape, chunks, size, width, sampled):
         pages = chunk.request.pages
         assert inputs.kv_indices[inputs.kv_indptr[row] :][: len(pages)].tolist() == list(pages)
     given = [t for c in chunks for t in c.request.tokens[c.start : c.start + c.count]]
-    assert inputs.ids[:tokens].tolist() == given
+    pairs = zip(inputs.ids[:tokens].tolist(), inputs.source[:tokens].tolist(), strict=True)
+    assert [sampled[source].tokens[-1] if token < 0 else token for token, source in pairs] == given
     ends = np.cumsum(counts) - 1
     last = [int(end) for end, c in zip(ends, chunks, strict=True) if c.samples]
     assert inputs.sampled[: len(last)].tolist() == last

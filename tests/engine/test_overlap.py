@@ -17,6 +17,7 @@ from helpers.checkpoints import VOCAB, save
 from helpers.engines import captured_on_the_host, pages_add_up, same, until_idle
 from quire.engine import LLM, SamplingParams
 from quire.engine.engine import Engine
+from quire.engine.sampler import Sampler
 
 SIZES = {"page_size": 4, "num_pages": 16, "max_num_seqs": 12, "max_batched_tokens": 24}
 
@@ -237,6 +238,30 @@ def test_sampling_that_raises_for_all_goes_on_row_by_row(folder, rng, monkeypatc
             done = llm.generate(prompts, params)
             until_idle(llm)
             same(done, expected, llm, prompts, params)
+
+
+def test_steps_that_repeat_go_on_after_one_whose_sampling_raised(folder, rng, how, monkeypatch):
+    """The tokens of the step after it are those that the host has sampled, not those that the device had before."""
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(3)] for _ in range(5)]
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with LLM(folder, page_size=4) as llm:
+        expected = llm.generate(prompts, greedy)
+        set_up(llm, how)
+        launch, raised = Sampler._launch, []
+
+        def failing(self, logits, requests, ahead):
+            if len(requests) > 1 and rng.random() < 0.3:
+                raised.append(len(requests))
+                raise MemoryError("too many")
+            return launch(self, logits, requests, ahead)
+
+        monkeypatch.setattr(Sampler, "_launch", failing)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            done = llm.generate(prompts, greedy)
+            until_idle(llm)
+        assert raised
+        same(done, expected, llm, prompts, [greedy] * len(prompts))
 
 
 def test_steps_overlap_on_a_gpu_only_and_without_a_backend_of_ones_own(folder):

@@ -42,7 +42,10 @@ class Decodes(Sequence[Chunk]):
     Attributes:
         requests: the requests of the chunks.
         starts: int64 [len(requests)].
+        sampled: whether the step has been launched, and the tokens that it samples are on the device in this order.
     """
+
+    sampled = False
 
     def __init__(self, requests: list[Request], starts: np.ndarray) -> None:
         self.requests, self.starts = requests, starts

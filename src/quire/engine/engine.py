@@ -66,6 +66,8 @@ class Engine:
         self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
         self.grammars = Grammars(self.model)
         self._sampler = Sampler(self.model.device, self.scheduler.max_rows)
+        self._requests: Sequence[Request] = []  # those of the last launched step that samples; they have their rows
+        self._masked = False  # whether any of them has a grammar
         # Steps whose results have not been read, and their chunks that sample.
         self._launched: deque[tuple[Sampled, Sequence[Chunk]]] = deque()
         self.timeline = Timeline()
@@ -173,19 +175,27 @@ class Engine:
         if not sampling:
             return
         requests, ahead = _rows(sampling)
-        if any(request.matcher is not None for request in requests):
+        again = requests is self._requests
+        if not again:
+            self._requests, self._masked = requests, any(request.matcher is not None for request in requests)
+        if self._masked:
             self._read()  # masks depend on the last tokens; the device computes this step meanwhile
         try:
             sampled = self._sampler.launch(logits, requests, ahead)
         except Exception as error:
+            self._requests = []
             self._read()
             first = [i for i, n in enumerate(ahead or [0] * len(requests)) if n == 0]
             self._sample_each([requests[i] for i in first], logits[first], error)
             return
         alone = requests if ahead is None else [c.request for c in sampling]
-        for row, request in enumerate(alone):  # a row each, where a token can be pending while a step is scheduled
+        for request in alone:
             request.pending += 1
-            request.row = row
+        if not again:
+            for row, request in enumerate(alone):  # a row each, where a token can be pending while a step is scheduled
+                request.row = row
+        if isinstance(sampling, Decodes):
+            sampling.sampled = True
         self._launched.append((sampled, sampling))
 
     def _read(self, leave: int = 0) -> None:

@@ -34,7 +34,7 @@ class StepGraphs:
     def __init__(
         self, compute: Callable[[Inputs, Shape], Tensor], buffers: InputBuffers, max_num_seqs: int, max_tokens: int
     ) -> None:
-        self._compute, self._buffers = compute, buffers
+        self._forward, self._buffers = compute, buffers
         self._decodes = decode_sizes(max_num_seqs)
         self._mixed = [n for n in mixed_sizes(max_tokens) if n > max_num_seqs]
         self._most_rows = self._decodes[-1]
@@ -68,12 +68,16 @@ class StepGraphs:
             return None
         try:
             ordered = self._buffers.fill(chunks, shape)
+            self._graphs[shape].replay()
         except BaseException:
             self._buffers.forget()
             raise
-        self._graphs[shape].replay()
         rows = len(ordered) if isinstance(ordered, Decodes) else sum(c.rows for c in ordered)
         return ordered, self._logits[shape][:rows]
+
+    def _compute(self, inputs: Inputs, shape: Shape) -> Tensor:
+        inputs.write_pages()
+        return self._forward(inputs, shape)
 
     def capture(self, progress: Callable[[list[Shape]], Iterable[Shape]] = iter) -> bool:
         """Capture all graphs, the largest first, so that the others find its memory in the pool.
