@@ -132,8 +132,9 @@ class InputBuffers:
         last = page if row_of is row else (lengths - 1) // self.page_size
         self._write_pages(last)
         positions[: len(page)] = position
-        slots[: len(page)] = self._host_table[row_of, page] * self.page_size + offset
-        last_at[: len(row)], last_page[: len(row)] = row * self.width + last, self._host_table[row, last]
+        own = self._host_table[row, last]
+        slots[: len(page)] = (own if page is last else self._host_table[row_of, page]) * self.page_size + offset
+        last_at[: len(row)], last_page[: len(row)] = row * self.width + last, own
         last_page_len[: len(row)] = lengths - (self.width - 1) * self.page_size
         # Torch does not give pinned memory to others before the copies from it have ended.
         host = torch.empty(len(self._host), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
