@@ -165,8 +165,8 @@ def _choose(tokens: Tensor, valid: Tensor, x: Tensor) -> None:
 
         choose(tokens, valid, x)
     elif len(x):
-        first = x.argmax(-1)
-        valid.copy_(x.gather(1, first[:, None])[:, 0].isfinite())
+        top, first = x.max(-1)
+        torch.lt(top.abs(), torch.inf, out=valid)
         tokens.copy_(first * valid)
 
 
