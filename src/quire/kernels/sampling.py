@@ -167,7 +167,7 @@ def _choose(tokens: Tensor, valid: Tensor, x: Tensor) -> None:
     elif len(x):
         top, first = x.max(-1)
         torch.lt(top.abs(), torch.inf, out=valid)
-        tokens.copy_(first * valid)
+        torch.mul(first, valid, out=tokens)
 
 
 def _invert(sums: Tensor, u: Tensor, indices: Tensor | None) -> Tensor:
