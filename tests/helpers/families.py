@@ -85,7 +85,8 @@ def move(x, device):
 
 def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor, family: str = "cpu") -> None:
     exact, exact_lse = batch.exact()
-    assert relative_error(out, exact) < BOUNDS[family][batch.spec.q_dtype]
+    rounding = relative_error(exact.to(out.dtype), exact)  # few different values may all be rounded far
+    assert relative_error(out, exact) < max(BOUNDS[family][batch.spec.q_dtype], 1.01 * rounding)
     finite = exact_lse.isfinite()
     assert torch.equal(lse[~finite].double(), exact_lse[~finite])
     torch.testing.assert_close(lse[finite].double(), exact_lse[finite], rtol=1e-5, atol=1e-5)
