@@ -116,7 +116,7 @@ def test_a_failed_completion_is_answered_and_the_next_one_succeeds(llm, url, mon
     def broken(request, *given):
         if len(request.output) == 2:
             raise RuntimeError("broken")
-        add(request, *given)
+        return add(request, *given)
 
     monkeypatch.setattr(Request, "add", broken)
     done = httpx.post(f"{url}/v1/completions", json=LONG)

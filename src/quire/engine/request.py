@@ -111,7 +111,13 @@ class Request:
         return "" if self._stream is None else self._stream.text
 
     def push(self, token: int) -> Update:
-        """`add` a token, and return the update of it; in one call, since each step does so for all requests."""
+        """`add` a token, and return the update of it."""
+        if self.add(token) and self.logprobs is None:  # as most tokens; `update` would do the same
+            return Update(self, "" if self._stream is None else self._stream.take(), [token])
+        return self.update([token])
+
+    def add(self, token: int) -> bool:
+        """Add a sampled token; return whether the output goes on, and set finish_reason if it does not."""
         tokens, stream = self.tokens, self._stream
         tokens.append(token)
         ended = token in self._ends or (stream is not None and stream.push(token))
@@ -119,18 +125,9 @@ class Request:
             self.finish_reason = "stop"
         elif len(tokens) >= self.limit:
             self.finish_reason = "length"
-        elif self.logprobs is None:
-            return Update(self, "" if stream is None else stream.take(), [token])
-        return self.update([token])
-
-    def add(self, token: int) -> None:
-        """Add a sampled token, and set finish_reason if the output ends."""
-        self.tokens.append(token)
-        ended = token in self._ends or (self._stream is not None and self._stream.push(token))
-        if ended or (self.matcher is not None and self.matcher.push(token)):
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= self.limit:
-            self.finish_reason = "length"
+        else:
+            return True
+        return False
 
     def fail(self, reason: str, error: str | None = None) -> Update:
         """End without another token, with the reason "cancelled", or "error" and its description."""
