@@ -21,7 +21,7 @@ from numba.core.caching import IndexDataCacheFile  # noqa: E402
 from helpers.interpret import COUNTS, INTERPRETED, check_counts, is_chosen  # noqa: E402
 from helpers.paths import TESTS  # noqa: E402
 
-SEED = int(os.environ.get("QUIRE_TEST_SEED", random.randrange(1 << 31)))
+SEED = int(os.environ.setdefault("QUIRE_TEST_SEED", str(random.randrange(1 << 31))))  # also of processes of xdist
 
 
 def pytest_report_header() -> str:
