@@ -70,7 +70,7 @@ def test_drafts_are_what_followed_the_longest_match_last(rng):
 
 @pytest.mark.parametrize("how", ["eager", "inputs of graphs"])
 def test_tokens_are_those_without_drafts(folder, rng, how):
-    accepted = replays = 0
+    drafted = accepted = replays = 0
     for most in (1, 3, 7):
         prompts, params = random_requests(rng, 40)
         with LLM(folder, **SIZES) as llm:
@@ -89,12 +89,12 @@ def test_tokens_are_those_without_drafts(folder, rng, how):
             stats = llm.stats
             assert stats.preemptions > 0
             assert stats.generated_tokens == sum(len(c.token_ids) for c in done)
-            assert 0 < stats.accepted_tokens < stats.drafted_tokens
             assert pages_add_up(llm)
             same(done, expected, llm, prompts, params)
+            drafted += stats.drafted_tokens
             accepted += stats.accepted_tokens
             replays += llm._engine.runner.step_graphs.replays if how != "eager" else 1
-    assert accepted
+    assert 0 < accepted < drafted
     assert replays
 
 

@@ -59,7 +59,7 @@ def random_params(rng, **given):
 def requests_with_schemas(rng, count):
     """Prompts, parameters and schemas; every fourth request is free, and every fourth has an output of many tokens."""
     schemas = [(None, LONG, random_schema(rng), random_schema(rng))[i % 4] for i in range(count)]
-    free = {"max_tokens": rng.randint(1, 60)}
+    free = {"max_tokens": rng.randint(40, 60)}
     params = [random_params(rng, **(free if schema is None else {"json_schema": schema})) for schema in schemas]
     return [rng.choice(PROMPTS) for _ in schemas], params, schemas
 
