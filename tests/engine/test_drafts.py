@@ -70,9 +70,12 @@ def test_drafts_are_what_followed_the_longest_match_last(rng):
 
 @pytest.mark.parametrize("how", ["eager", "inputs of graphs"])
 def test_tokens_are_those_without_drafts(folder, rng, how):
-    drafted = accepted = replays = 0
+    accepted = replays = 0
     for most in (1, 3, 7):
-        prompts, params = random_requests(rng, 40)
+        prompts, params = random_requests(rng, 36)
+        for _ in range(4):  # the last ones leave room for drafts in their steps
+            prompts.append(repeating(rng, 20))
+            params.append(SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
         with LLM(folder, **SIZES) as llm:
             expected = llm.generate(prompts, params)
         with LLM(folder, **SIZES, speculative_tokens=most) as llm:
@@ -89,12 +92,12 @@ def test_tokens_are_those_without_drafts(folder, rng, how):
             stats = llm.stats
             assert stats.preemptions > 0
             assert stats.generated_tokens == sum(len(c.token_ids) for c in done)
+            assert 0 < stats.accepted_tokens < stats.drafted_tokens
             assert pages_add_up(llm)
             same(done, expected, llm, prompts, params)
-            drafted += stats.drafted_tokens
             accepted += stats.accepted_tokens
             replays += llm._engine.runner.step_graphs.replays if how != "eager" else 1
-    assert 0 < accepted < drafted
+    assert accepted
     assert replays
 
 

@@ -17,7 +17,7 @@ from quire.kernels.call import Call
 
 FAMILIES = ["cpu", pytest.param("triton", marks=() if INTERPRETED else pytest.mark.gpu)]
 BOUNDS = {
-    "cpu": {torch.float32: 1e-6, torch.bfloat16: 2.8e-3, torch.float16: 3.5e-4},
+    "cpu": {torch.float32: 1e-6},  # for all dtypes, beside the rounding of the output
     # Triton's interpreter rounds to bf16 by cutting off.
     "triton": {torch.float32: 2e-6, torch.bfloat16: 5e-3 if INTERPRETED else 3e-3, torch.float16: 5e-4},
     "hopper": {torch.bfloat16: 3e-3, torch.float16: 5e-4},
@@ -85,8 +85,11 @@ def move(x, device):
 
 def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor, family: str = "cpu") -> None:
     exact, exact_lse = batch.exact()
-    rounding = relative_error(exact.to(out.dtype), exact)  # few different values may all be rounded far
-    assert relative_error(out, exact) < max(BOUNDS[family][batch.spec.q_dtype], 1.01 * rounding)
+    if family == "cpu":  # which computes in float32 and rounds once
+        bound = BOUNDS["cpu"][torch.float32] + 1.01 * relative_error(exact.to(out.dtype), exact)
+    else:
+        bound = BOUNDS[family][batch.spec.q_dtype]
+    assert relative_error(out, exact) < bound
     finite = exact_lse.isfinite()
     assert torch.equal(lse[~finite].double(), exact_lse[~finite])
     torch.testing.assert_close(lse[finite].double(), exact_lse[finite], rtol=1e-5, atol=1e-5)
