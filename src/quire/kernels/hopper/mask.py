@@ -75,11 +75,12 @@ def tile_keys(past, row, last_row, start, end, mask, c: gl.constexpr):
 
 
 @gluon.jit
-def needed_keys(request, j, mask, c: gl.constexpr):
-    """Which of keys j are loaded, because a row of the request may see them."""
-    needed = j < request.kv_len
+def needed_keys(request, j, mask, c: gl.constexpr, start=0):
+    """Which of keys start + j are loaded, because a row of the request may see them."""
+    end = request.kv_len - start  # subtracted once, so that j may be constant
+    needed = j < end
     if c.window:
-        needed = needed & (j >= request.kv_len - request.q_len - mask.window)
+        needed = needed & (j >= end - request.q_len - mask.window)
     return needed
 
 

@@ -78,14 +78,14 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length, negative = flags
     dim = spec.head_dim_qk
     block_n = block_size(spec)
-    cap, alibi = spec.logits_soft_cap > 0, spec.pos_encoding == "ALIBI"
+    cap, alibi, fp8 = spec.logits_soft_cap > 0, spec.pos_encoding == "ALIBI", spec.kv_dtype in FLOATS8
     return Config(
         heads=spec.num_kv_heads,
         group=spec.group_size,
         dim=spec.head_dim_vo,
         dim_qk=dim,
         part=dim & -dim,  # the largest power of two in it
-        fp8=spec.kv_dtype in FLOATS8,
+        fp8=fp8,
         fp8_q=spec.q_dtype in FLOATS8,
         page_size=page_size,
         box=box,
@@ -95,8 +95,8 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         least_q_len=decode_tokens(spec) + 1 if spec.batch_invariant else 0,
         tile_rows=_TILE_ROWS,
         stages=4 if dim == 64 else 2,
-        registers=240 if box else 208,
-        load_registers=24 if box else 88,
+        registers=240 if box else 208 if fp8 else 224,
+        load_registers=24 if box else 88 if fp8 else 56,
         load_warps=1 if box else 4,
         right=keys_to_the_right(spec),
         window=spec.window_left >= 0,

@@ -159,9 +159,27 @@ def _load_boxes(k, v, pipeline, tables, job, n, c: gl.constexpr):
 
 
 @gluon.jit
-def _pages_of(tables, request, block, flat: gl.constexpr, c: gl.constexpr):
+def _pages_of(tables, request, block, layout: gl.constexpr, c: gl.constexpr):
     """Page ids of the keys of a block, which may lie before the request's first one."""
-    return page_of(tables, request, gl.maximum(block * c.block_n + gl.arange(0, c.block_n, flat), 0), c)
+    return page_of(tables, request, gl.maximum(block * c.block_n + gl.arange(0, c.block_n, layout), 0), c)
+
+
+@gluon.constexpr_function
+def _page_layout(rows, width, elements, warps):
+    """A layout of numbers for each of the rows of `row_layout`: each thread has one number, of a row that its own warp
+    copies, and the others' reach it by shuffles.
+    """
+    threads = width // elements  # for a row
+    step = 32 // threads * warps  # rows that all threads copy at once
+    steps = [[step << i] for i in range((rows // step).bit_length() - 1)]
+    lanes, bits = [[1 << i] for i in range((32 // threads).bit_length() - 1)], threads.bit_length() - 1
+    return gl.DistributedLinearLayout(
+        steps[bits:],
+        [*steps[:bits], *[[0]] * (bits - len(steps)), *lanes],
+        [[32 // threads << i] for i in range(warps.bit_length() - 1)],
+        [],
+        [rows],
+    )
 
 
 @gluon.constexpr_function
@@ -173,13 +191,19 @@ def row_layout(width, elements, warps):
 
 @gluon.jit
 def _row_addresses(cache, request, h, block, page, mask, layout: gl.constexpr, c: gl.constexpr):
-    """Where the rows of a block's keys or values begin in memory, and which of them are needed: [keys, 1]."""
-    flat: gl.constexpr = gl.SliceLayout(1, layout)
-    j = block * c.block_n + gl.arange(0, c.block_n, flat)
-    at = gl.convert_layout(page, flat) * cache.page + (h.to(gl.int64) if c.int64_offsets else h) * cache.head
+    """Where the rows of a block's keys or values begin in memory, and which of them are needed: [keys, 1]. page: with a
+    `_page_layout`, in which offsets are computed before all threads of a row get them.
+    """
+    start = block * c.block_n
+    at = page * cache.page + (h.to(gl.int64) if c.int64_offsets else h) * cache.head
     if c.page_size > 1:
-        at += j % c.page_size * cache.token
-    return cache.x + gl.multiple_of(at, 16 if c.fp8 else 8)[:, None], needed_keys(request, j, mask, c)[:, None]
+        at += (start + gl.arange(0, c.block_n, page.type.layout)) % c.page_size * cache.token
+    flat: gl.constexpr = gl.SliceLayout(1, layout)
+    at = gl.multiple_of(gl.convert_layout(at, flat), 16 if c.fp8 else 8)
+    # A thread's first row is taken from the bounds, so that its rows are constants.
+    j, first = gl.arange(0, c.block_n, flat), gl.constexpr(layout.threads_per_warp[0] * layout.warps_per_cta[0] - 1)
+    needed = needed_keys(request, j & ~first, mask, c, start + (j & first))
+    return cache.x + at[:, None], needed[:, None]
 
 
 @gluon.jit
@@ -204,7 +228,7 @@ def _fetch_rows(cache, tables, request, h, block, wanted, width: gl.constexpr, d
     """
     words: gl.constexpr = width // 4
     layout: gl.constexpr = row_layout(words, 4, c.load_warps)
-    page = _pages_of(tables, request, block, gl.SliceLayout(1, layout), c)
+    page = _pages_of(tables, request, block, _page_layout(c.block_n, words, 4, c.load_warps), c)
     at, needed = _row_addresses(cache, request, h, block, page, tables.mask, layout, c)
     at = at.to(gl.pointer_type(gl.int32), bitcast=True) + gl.arange(0, words, gl.SliceLayout(0, layout))[None, :]
     needed = needed & wanted
@@ -265,13 +289,13 @@ def _load_widened(k, v, pipeline, tables, job, n, c: gl.constexpr):
 def _load_widened_values(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """`_load_boxes` of fp8 keys, which stay as they are for fp8 queries, and of values, which are widened."""
     stored: gl.constexpr = v.x.dtype.element_ty
-    flat: gl.constexpr = gl.SliceLayout(1, row_layout(c.part, 16, c.load_warps))
+    layout: gl.constexpr = _page_layout(c.block_n, c.part, 16, c.load_warps)
     h, blocks = job.h, job_blocks(job, c)
     values = _fetch_rows(v, tables, job, h, job.last, True, c.dim, c.dim, c)
     for i in range(blocks + 1):
         block = _block(job, i, c)
         if i < blocks:
-            pages = _pages_of(tables, job, block, flat, c)
+            pages = _pages_of(tables, job, block, layout, c)
             _copy_rows(k, pipeline.k, n + i, job, h, block, pages, tables.mask, c.dim_qk, c)
         if i > 0:
             _widen_rows(values, stored, pipeline.v, n + i - 1, c)
@@ -281,12 +305,12 @@ def _load_widened_values(k, v, pipeline, tables, job, n, c: gl.constexpr):
 @gluon.jit
 def _load_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """`_load_boxes` with copies of 16 bytes."""
-    flat: gl.constexpr = gl.SliceLayout(1, row_layout(c.part, 8, c.load_warps))
+    layout: gl.constexpr = _page_layout(c.block_n, c.part, 8, c.load_warps)
     mask, h, blocks = tables.mask, job.h, job_blocks(job, c)
-    pages = _pages_of(tables, job, job.last, flat, c)
+    pages = _pages_of(tables, job, job.last, layout, c)
     v_pages = pages * 0  # not pages: the compiler takes variables of a loop that begin equal for one
     for i in range(blocks):
-        next_pages = _pages_of(tables, job, _block(job, i + 1, c), flat, c)  # a block ahead
+        next_pages = _pages_of(tables, job, _block(job, i + 1, c), layout, c)  # a block ahead
         _copy_rows(k, pipeline.k, n + i, job, h, _block(job, i, c), pages, mask, c.dim_qk, c)
         if i > 0:
             _copy_rows(v, pipeline.v, n + i - 1, job, h, _block(job, i - 1, c), v_pages, mask, c.dim, c)
