@@ -35,7 +35,10 @@ def pretended(monkeypatch):
     monkeypatch.setattr(gpu, "_MIN_BYTES", 0)
     monkeypatch.setattr(gpu, "ceilings", lambda: {"read_gb_s": 1e3, "matmul_tflop_s": 1e3})
     monkeypatch.setattr(gpu, "host_seconds", lambda call: cpu.medians([call], 1)[0])
-    monkeypatch.setattr(gpu, "graph_seconds", lambda runs, rounds: sum(cpu.medians(runs, rounds)) / len(runs))
+    monkeypatch.setattr(gpu, "captured", list)
+    monkeypatch.setattr(
+        gpu, "seconds_in_turns", lambda graphs, rounds: [sum(cpu.medians(g, rounds)) / len(g) for g in graphs]
+    )
     monkeypatch.setattr(peers, "flashinfer", lambda: quire)
     monkeypatch.setattr(flash_attention, "module", lambda: flash_attn)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -85,12 +85,16 @@ def _read(x, sums, n, block: tl.constexpr):
     tl.store(sums + tl.program_id(0), tl.sum(total))
 
 
-def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
-    """Seconds per call of `runs`, which are captured in one graph, repeated to 16 calls or 8 ms.
+class Replay(NamedTuple):
+    """A graph of calls, how many they are, and what was captured: a graph does not keep the memory that it uses."""
 
-    The result is the least of three medians over `rounds` replays each: after heavy work a GPU is slower for about a
-    second, by a tenth or more.
-    """
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    runs: Sequence[Callable[[], Any]]
+
+
+def captured(runs: Sequence[Callable[[], Any]]) -> Replay:
+    """A graph of all runs, repeated to 16 calls or 8 ms."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # tensors that the runs read may still be being written
     with torch.cuda.stream(stream):
@@ -103,11 +107,25 @@ def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
         for run in [*runs] * repeats:
             run()
     graph.replay()
+    return Replay(graph, len(runs) * repeats, runs)
+
+
+def seconds_in_turns(replays: Sequence[Replay], rounds: int) -> list[float]:
+    """Seconds per call of each graph. Graphs are replayed in turns, since the clocks of a GPU follow the power that it
+    has drawn. The results are the least of three medians over `rounds` replays each: after heavy work a GPU is slower
+    for about a second, by a tenth or more.
+    """
     medians = []
     for _ in range(3):
         time.sleep(_PAUSE)
-        medians.append(median(_seconds(graph.replay) for _ in range(rounds)))
-    return min(medians) / (len(runs) * repeats)
+        times = [[_seconds(replay.graph.replay) / replay.calls for replay in replays] for _ in range(rounds)]
+        medians.append([median(column) for column in zip(*times, strict=True)])
+    return [min(column) for column in zip(*medians, strict=True)]
+
+
+def graph_seconds(runs: Sequence[Callable[[], Any]], rounds: int) -> float:
+    """Seconds per call of runs that are captured in one graph and timed alone."""
+    return seconds_in_turns([captured(runs)], rounds)[0]
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -172,35 +190,56 @@ def _torch(
     return [partial(run, *kv) for kv in (caches if cell.ragged else [batch.rows()[:2]] * 2)]
 
 
-def _timed(
-    caches: Sequence[tuple[Tensor, Tensor]], sample: Sample, rounds: int, plan: Plan, run: Run
-) -> dict[str, float]:
-    """Microseconds of a run on the device, and of plan and run on the host, and the error on a sample."""
-    plan()
-    error = sample.error(run(*caches[0]))
-    host = {
-        "plan_host_us": host_seconds(plan) * 1e6,
-        "run_host_us": host_seconds(partial(run, *caches[0])) * 1e6,
-    }
-    return {"us": graph_seconds([partial(run, *kv) for kv in caches], rounds) * 1e6, **host, "error": error}
+class Turns:
+    """What is timed in turns: Quire and its peers over the same caches.
+
+    Args:
+        caches: keys and values, together larger than the L2 cache.
+        sample: of the exact output.
+    """
+
+    def __init__(self, caches: Sequence[tuple[Tensor, Tensor]], sample: Sample) -> None:
+        self._caches, self._sample = caches, sample
+        self._waiting: list[tuple[dict[str, Any], str, Replay]] = []  # rows, and where in them times go
+
+    def add(self, plan: Plan, run: Run) -> dict[str, Any]:
+        """A row: the error on the sample, and microseconds of plan and run on the host; "us", those of a run on the
+        device, comes with `finish`.
+        """
+        plan()
+        row: dict[str, Any] = {
+            "error": self._sample.error(run(*self._caches[0])),
+            "plan_host_us": host_seconds(plan) * 1e6,
+            "run_host_us": host_seconds(partial(run, *self._caches[0])) * 1e6,
+        }
+        self.add_to(row, "us", [partial(run, *kv) for kv in self._caches])
+        return row
+
+    def add_to(self, row: dict[str, Any], name: str, runs: Sequence[Callable[[], Any]]) -> None:
+        """`finish` sets this name of a row to the microseconds of a run."""
+        self._waiting.append((row, name, captured(runs)))
+
+    def finish(self, rounds: int) -> None:
+        """Time all that was added."""
+        times = seconds_in_turns([replay for _row, _name, replay in self._waiting], rounds)
+        for (row, name, _replay), seconds in zip(self._waiting, times, strict=True):
+            row[name] = seconds * 1e6
 
 
-def _quire(cell: Cell, batch: Batch, backend: str, timed: Callable[[Plan, Run], dict[str, float]]) -> dict[str, Any]:
-    """Times, error and rate of Quire, and the kernel family that computed; {"failed": reason} if `backend` declines.
+def _quire(cell: Cell, batch: Batch, backend: str, turns: Turns) -> dict[str, Any]:
+    """Host times and error of Quire, and the kernel family that computed; {"failed": reason} if `backend` declines.
 
     "auto" declines nothing that can be computed: its errors are raised.
     """
     wrapper, plan, run = wrapped(cell, batch, backend=backend)
     try:
-        row: dict[str, Any] = timed(plan, run)
+        row = turns.add(plan, run)
     except ValueError as error:
         if backend == "auto":
             raise
         return {"failed": str(error)}
     row["family"] = wrapper.backend
-    if cell.operation == "decode":
-        return row | {"gb_s": cell.kv_bytes(batch) / row["us"] / 1e3}
-    return row | {"tflop_s": cell.flops(batch) / row["us"] / 1e6}
+    return row
 
 
 def measure(
@@ -212,14 +251,20 @@ def measure(
     k, v = batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
     copies = max(2, -(-max(_MIN_BYTES, _L2_TIMES * device.L2_cache_size) // cell.kv_bytes(batch)))
     caches = [(k, v), *((k.clone(), v if cell.latent else v.clone()) for _ in range(copies - 1))]
-    timed = partial(_timed, caches, Sample.of(batch), rounds)
-    row = {"cell": name, **_quire(cell, batch, backend, timed)}
+    turns = Turns(caches, Sample.of(batch))
+    row = _quire(cell, batch, backend, turns)
     for peer, (_, kernels) in beside.items():
-        if found := peers.measure(kernels(cell, batch), timed):
+        if found := peers.measure(kernels(cell, batch), turns.add):
             row[peer] = found
-    runs = _torch(cell, batch, caches, device.total_memory // 5) if baseline else None
-    row["sdpa_us"] = graph_seconds(runs, rounds) * 1e6 if runs else None
-    return row
+    row["sdpa_us"] = None
+    if baseline and (runs := _torch(cell, batch, caches, device.total_memory // 5)):
+        turns.add_to(row, "sdpa_us", runs)
+    turns.finish(rounds)
+    if "us" in row and cell.operation == "decode":
+        row["gb_s"] = cell.kv_bytes(batch) / row["us"] / 1e3
+    elif "us" in row:
+        row["tflop_s"] = cell.flops(batch) / row["us"] / 1e6
+    return {"cell": name, **row}
 
 
 def bench(

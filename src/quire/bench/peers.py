@@ -146,10 +146,10 @@ def kernels(cell: Cell, capability: tuple[int, int]) -> dict[str, dict[str, Any]
 
 
 def measure(prepare: Mapping[str, Prepare], time: Callable[[Plan, Run], dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """Times and error of each of a peer's kernels, or {"failed": reason} if it cannot compute the cell.
+    """What `time` returns for each of a peer's kernels, or {"failed": reason} if it cannot compute the cell.
 
     Args:
-        time: called with functions that plan and run; returns times and an "error".
+        time: called with functions that plan and run; returns a row with an "error".
     """
     found: dict[str, dict[str, Any]] = {}
     for name, make in prepare.items():
