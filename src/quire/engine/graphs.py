@@ -18,8 +18,8 @@ from torch import Tensor
 from quire.engine.chunks import Chunk, Decodes
 from quire.engine.inputs import InputBuffers, Inputs, Shape
 
-# The largest steps that have graphs. Larger ones take the GPU longer than their launches take the host.
-MAX_ROWS, MAX_TOKENS = 512, 2048
+# The largest steps that have graphs: their launches would take the host as long as they take the GPU, for small models.
+MAX_ROWS, MAX_TOKENS = 512, 8192
 
 
 class StepGraphs:
