@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--length", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--last", action="store_true", help="updates of ends alone, as in `generate` without on_update")
     parser.add_argument("--text", action="store_true", help="decode the tokens of the shipped model's tokenizer")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -82,7 +83,9 @@ def main() -> None:
     updates: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for i in range(args.requests):
         prompt = [5 + (i + j) % 800 for j in range(args.length)]
-        engine.add(engine.request(prompt, SamplingParams(max_tokens=None), updates.put))
+        request = engine.request(prompt, SamplingParams(max_tokens=None), updates.put)
+        request.silent = args.last
+        engine.add(request)
     while engine.scheduler.waiting or any(r.pending == 0 for r in engine.scheduler.running):
         engine.step()
     times: dict[str, list[float]] = {"schedule": [], "launch": [], "read": [], "step": []}

@@ -17,8 +17,9 @@ pytest.importorskip("transformers")
 
 from helpers.checkpoints import VOCAB, save
 from helpers.engines import pages_add_up, until_idle
-from quire.engine import LLM, SamplingParams, shipped_model
+from quire.engine import LLM, SamplingParams, request, shipped_model
 
+Update = request.Update
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = ["import os\n", "def add(a, b):\n    return", "class Stack:\n    def push(self, item):\n", "for i in range("]
 
@@ -126,6 +127,22 @@ def test_updates_make_the_completion(llm):
         assert "".join(p.text for p in parts[i]) == completion.text
         assert [t for p in parts[i] for t in p.token_ids] == completion.token_ids
         assert [p.finish_reason for p in parts[i]] == [None] * (len(parts[i]) - 1) + [completion.finish_reason]
+
+
+def test_without_on_update_most_updates_are_left_out(llm, monkeypatch):
+    made = []
+
+    def update(*args):
+        made.append(Update(*args))
+        return made[-1]
+
+    seen = llm.generate(PROMPTS, GREEDY, on_update=lambda i, part: None)
+    monkeypatch.setattr(request, "Update", update)
+    done = llm.generate(PROMPTS, GREEDY)
+    assert [(c.text, c.token_ids) for c in done] == [(c.text, c.token_ids) for c in seen]
+    assert sum(u.finish_reason is not None for u in made) == len(PROMPTS)
+    assert len(made) <= 2 * len(PROMPTS)  # the first tokens, which the steps of the prompts sample, and the last ones
+    assert all(len(c.token_ids) > 4 for c in done)
 
 
 def test_prompts_that_begin_alike_share_pages(folder):

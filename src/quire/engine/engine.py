@@ -229,7 +229,8 @@ class Engine:
                 continue
             if request.finish_reason is not None:
                 self.scheduler.remove(request)
-            request.sink(update)
+            if update is not None:
+                request.sink(update)
         self.scheduler.stats.generated_tokens += count
 
     def _verify(self, chunk: Chunk, choices: Sequence[Choice]) -> Sequence[Choice]:

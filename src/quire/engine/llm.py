@@ -321,6 +321,8 @@ class LLM:
         """
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         requests = self._requests(prompts, params, lambda i: updates.put)
+        for request in requests:
+            request.silent = on_update is None
         index = {id(request): i for i, request in enumerate(requests)}
         self._submit(requests)
         try:

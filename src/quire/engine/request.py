@@ -53,6 +53,7 @@ class Request:
         seed: makes the random numbers of the request: `params.seed` or a random one.
         matcher: follows the output through the request's grammar; None: there is no grammar.
         plain: whether the likeliest token is taken as it is, without a grammar, penalties or reports.
+        silent: whether the sink needs no update but the last one, so that most others are left out.
         lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
             tokens by more than the model: one with penalties or a grammar.
         reused: tokens of the prompt that were in the cache when the request was first admitted.
@@ -77,7 +78,7 @@ class Request:
         self.node: Node | None = None
         self.reused = 0
         self.admitted = False
-        self.cancelled = False
+        self.silent = False
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
@@ -110,10 +111,11 @@ class Request:
     def text(self) -> str:
         return "" if self._stream is None else self._stream.text
 
-    def push(self, token: int) -> Update:
-        """`add` a token, and return the update of it."""
+    def push(self, token: int) -> Update | None:
+        """`add` a token, and return the update of it; None if it is left out."""
         if self.add(token) and self.logprobs is None:  # as most tokens; `update` would do the same
-            return Update(self, "" if self._stream is None else self._stream.take(), [token])
+            text = "" if self._stream is None else self._stream.take()
+            return None if self.silent else Update(self, text, [token])
         return self.update([token])
 
     def add(self, token: int) -> bool:
