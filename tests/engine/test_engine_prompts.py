@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
@@ -26,6 +29,7 @@ BAD_PROMPTS = {
     "a dict": ({1: 2}, "prompt 1 must be a string or a sequence of token ids"),
     "a set": ({1, 2}, "prompt 1 must be a string or a sequence of token ids"),
     "truths": ([True, False], "prompt 1 must be a string or a sequence of token ids"),
+    "a truth among tokens": ([1, True, 2], "prompt 1 must be a string or a sequence of token ids"),
     "half a character": ("x = '\ud83d'", "prompt 1 is not text: .* at 5 is half a character"),
     "not tokens": ([1.5, 2], "prompt 1 must be a string or a sequence of token ids"),
     "no sequence": (None, "prompt 1 must be a string or a sequence of token ids"),
@@ -43,6 +47,15 @@ def test_bad_prompts_are_named_before_anything_starts(llm, case):
     assert llm.stats == before
     with pytest.raises(ValueError, match=message.replace("prompt 1", "prompt")):
         llm.check(prompt)
+
+
+def test_tokens_of_any_integer_type(llm):
+    tokens = [5, 6, 7]
+    for prompt in (tokens, (5, 6, 7), array("i", tokens), np.array(tokens), [5, np.int32(6), 7]):
+        encoded = llm.encode(prompt)
+        assert encoded == tokens
+        assert encoded is not tokens
+        assert {type(t) for t in encoded} == {int}
 
 
 @pytest.mark.parametrize("prompts", [b"x = 1", bytearray(b"x"), {"x = 1": 1}, {"x = 1"}, None, 5, memoryview(b"x")])

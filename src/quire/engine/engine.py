@@ -90,8 +90,8 @@ class Engine:
         tokens = self.tokens(prompt, name)
         if not tokens:
             raise ValueError(f"{name} is empty: there must be at least one token")
-        bad = next((t for t in tokens if not 0 <= t < self.model.vocab_size), None)
-        if bad is not None:
+        if min(tokens) < 0 or max(tokens) >= self.model.vocab_size:
+            bad = next(t for t in tokens if not 0 <= t < self.model.vocab_size)
             raise ValueError(f"{name} has token {bad}: tokens are 0 to {self.model.vocab_size - 1}")
         if len(tokens) >= self.model.context:
             raise ValueError(
@@ -121,6 +121,8 @@ class Engine:
         try:
             if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)):
                 raise TypeError
+            if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # as most are, and long
+                return list(prompt)
             return [_token(t) for t in prompt]
         except TypeError:
             raise ValueError(f"{name} must be a string or a sequence of token ids") from None
