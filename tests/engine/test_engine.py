@@ -129,7 +129,7 @@ def test_updates_make_the_completion(llm):
         assert [p.finish_reason for p in parts[i]] == [None] * (len(parts[i]) - 1) + [completion.finish_reason]
 
 
-def test_without_on_update_most_updates_are_left_out(llm, monkeypatch):
+def test_without_on_update_only_ends_are_reported(llm, monkeypatch):
     made = []
 
     def update(*args):
@@ -140,9 +140,7 @@ def test_without_on_update_most_updates_are_left_out(llm, monkeypatch):
     monkeypatch.setattr(request, "Update", update)
     done = llm.generate(PROMPTS, GREEDY)
     assert [(c.text, c.token_ids) for c in done] == [(c.text, c.token_ids) for c in seen]
-    assert sum(u.finish_reason is not None for u in made) == len(PROMPTS)
-    assert len(made) <= 2 * len(PROMPTS)  # the first tokens, which the steps of the prompts sample, and the last ones
-    assert all(len(c.token_ids) > 4 for c in done)
+    assert [u.finish_reason for u in made] == [c.finish_reason for c in done] == ["length"] * len(PROMPTS)
 
 
 def test_prompts_that_begin_alike_share_pages(folder):

@@ -204,8 +204,8 @@ class Engine:
         """Wait for launched steps except the last `leave` ones, and report their tokens."""
         while len(self._launched) > leave:
             sampled, chunks = self._launched.popleft()
-            if isinstance(chunks, Decodes) and not sampled.reported:
-                self._push_each(chunks.requests, sampled.tokens())
+            if not sampled.reported and len(sampled.requests) == len(chunks):  # without drafts
+                self._push_each(sampled.requests, sampled.tokens())
                 continue
             for chunk, choices in zip(chunks, _by_chunk(chunks, sampled.read()), strict=True):
                 request = chunk.request

@@ -53,7 +53,8 @@ class Request:
         seed: makes the random numbers of the request: `params.seed` or a random one.
         matcher: follows the output through the request's grammar; None: there is no grammar.
         plain: whether the likeliest token is taken as it is, without a grammar, penalties or reports.
-        silent: whether the sink needs no update but the last one, so that most others are left out.
+        silent: whether the sink needs no update but the last one: others are left out, but for those with
+            log-probabilities or drafts.
         lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
             tokens by more than the model: one with penalties or a grammar.
         reused: tokens of the prompt that were in the cache when the request was first admitted.
