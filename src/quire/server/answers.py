@@ -20,6 +20,7 @@ from quire.server.service import Generation
 
 _T = TypeVar("_T")
 _DONE = "data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _LEAST = -9999.0  # in place of a log-probability of -inf, which JSON does not have
 
 
@@ -97,23 +98,19 @@ async def _collect(generation: Generation) -> list[Whole]:
 
 
 async def _events(generation: Generation, form: Form, usage: bool) -> AsyncIterator[str]:
-    head = {**form.head, "object": form.chunk_object}
-    none = {"usage": None} if usage else {}
+    head = _encode({**form.head, "object": form.chunk_object}).removesuffix("}")
+    none = ',"usage":null' if usage else ""
     begun = set()
     try:
         async for i, part in generation:
             if part.text or part.logprobs or part.finish_reason is not None or i not in begun:
                 begun.add(i)
-                yield _event({**head, "choices": [form.chunk(i, part)], **none})
+                yield f'data: {head},"choices":[{_encode(form.chunk(i, part))}]{none}}}\n\n'
         if usage:
-            yield _event({**head, "choices": [], "usage": generation.usage()})
+            yield f'data: {head},"choices":[],"usage":{_encode(generation.usage())}}}\n\n'
     except ApiError as error:
-        yield _event(error.body())
+        yield f"data: {_encode(error.body())}\n\n"
     yield _DONE
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:

@@ -132,7 +132,8 @@ class Generation:
         self._open = set(range(self.count))
         self._last = [self._arrival] * self.count
         self._tokens = [0] * self.count
-        self._parts: asyncio.Queue[tuple[int, Completion]] = asyncio.Queue()
+        self._parts: list[tuple[int, Completion]] = []  # those that have not been read
+        self._arrived = asyncio.Event()  # whether there are any
         put = partial(service.relay.put, asyncio.get_running_loop(), self._add)
         repeated = [prompt for prompt in prompts for _ in params]
         try:
@@ -144,9 +145,9 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[tuple[int, Completion]]:
         left = self.count
         while left:
-            late = [await self._parts.get()]
-            while not self._parts.empty():
-                late.append(self._parts.get_nowait())
+            await self._arrived.wait()
+            self._arrived.clear()
+            late, self._parts = self._parts, []
             for index, part in _merged(late):
                 yield index, _checked(part)
                 left -= part.finish_reason is not None
@@ -185,7 +186,8 @@ class Generation:
             metrics.whole.observe(now - self._arrival)
             metrics.prompt.observe(len(part.prompt_token_ids))
             metrics.output.observe(self._tokens[index])
-        self._parts.put_nowait((index, part))
+        self._parts.append((index, part))
+        self._arrived.set()
 
 
 class _Relay:
