@@ -166,8 +166,8 @@ def _pages_of(tables, request, block, layout: gl.constexpr, c: gl.constexpr):
 
 @gluon.constexpr_function
 def _page_layout(rows, width, elements, warps):
-    """A layout of numbers for each of the rows of `row_layout`: each thread has one number, of a row that its own warp
-    copies, and the others' reach it by shuffles.
+    """A layout of a number for each of the rows of `row_layout`: a thread has that of one row that its warp copies, and
+    gets those of its other rows from threads of the same warp.
     """
     threads = width // elements  # for a row
     step = 32 // threads * warps  # rows that all threads copy at once
