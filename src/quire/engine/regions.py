@@ -85,12 +85,13 @@ def compiling(tokens: int) -> Iterator[None]:
     Numbers of modules, such as a norm's epsilon, are constants. What takes little time, such as the norms of queries
     and of keys, is computed by one kernel. The kernels of a single token take as long as their launches, so each is
     launched while the one before it runs (programmatic dependent launch). Such launches take the host longer, which
-    counts where steps of more tokens have no graph.
+    counts where steps of more tokens have no graph. No kernel writes to its inputs: those that did would be tuned with
+    copies of them, whose launches take the host longer than most kernels run, so that all configurations looked alike.
     """
     import torch._dynamo.config
     import torch._inductor.config as inductor
 
-    options = {"combo_kernels": True}
+    options = {"combo_kernels": True, "inplace_buffers": False}
     if hasattr(inductor.triton, "enable_pdl"):  # since torch 2.10
         options["triton.enable_pdl"] = tokens == 1
     with torch._dynamo.config.patch(specialize_float=True), inductor.patch(options):
