@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+import time
 import warnings
 
 import pytest
@@ -17,7 +19,7 @@ from helpers.checkpoints import VOCAB, save
 from helpers.engines import captured_on_the_host, pages_add_up, same, until_idle
 from quire.engine import LLM, SamplingParams
 from quire.engine.engine import Engine
-from quire.engine.sampler import Sampler
+from quire.engine.sampler import Sampled, Sampler
 
 SIZES = {"page_size": 4, "num_pages": 16, "max_num_seqs": 12, "max_batched_tokens": 24}
 
@@ -154,6 +156,38 @@ def test_a_request_that_ends_is_in_one_more_step_and_no_other(folder, how):
         assert len(llm.generate([[1, 2, 3]], stop)[0].token_ids) == length
         until_idle(llm)
         assert llm.stats.steps - before == length + (length < 9)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.0])
+def test_a_request_is_in_the_next_step_if_the_device_leaves_time(folder, monkeypatch, seconds):
+    """It comes 10 ms after the results of a step have been read. If the device takes 100 ms for a step, the next one is
+    launched after that; otherwise the engine waits for nothing.
+    """
+    monkeypatch.setattr(Sampled, "wait", lambda sampled: time.sleep(seconds))
+    ended = threading.Semaphore(0)
+    with LLM(folder, page_size=4) as llm:
+        set_up(llm, "eager")
+        counts, steps = [], []
+
+        def arrived(_i, part):
+            steps.append(llm.stats.steps)
+            ended.release()
+
+        def decoded(_i, part):
+            counts.append(len(part.token_ids))
+            if sum(counts) == 5:
+                steps.append(llm.stats.steps)
+                arrive = lambda: llm.start([[4, 5, 6]], SamplingParams(max_tokens=1), arrived)  # noqa: E731
+                threading.Timer(0.01, arrive).start()
+            if part.finish_reason:
+                ended.release()
+
+        llm.start([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), decoded)
+        assert all(ended.acquire(timeout=20) for _ in range(2))
+        until_idle(llm)
+        assert llm._engine.launch_at <= time.perf_counter()
+    # When the arrival's token was read, its step and the one after it had been launched.
+    assert steps[1] - steps[0] == 2 or seconds == 0.0
 
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 3, 4, 5, 8])

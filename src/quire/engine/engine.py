@@ -5,10 +5,14 @@ the launch, so the device never waits for the host. What is not known when a ste
 before samples for each request. Such a token is pending: the scheduler counts it, and its value is taken from the
 device's memory. Some ends follow from the token itself (an end token, a stop string, logits that are not finite). The
 request is in one more step by the time that the host learns of them, and the token of that step is dropped.
+
+A request that arrives waits for all steps that have been launched. So where the host has much time to spare, it
+launches the next step late, at half of that time (`Engine.launch_at`), and takes in what arrives until then.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -30,6 +34,9 @@ from quire.engine.scoring import score
 from quire.engine.timeline import Timeline
 
 
+_LEAST_SPARE = 4e-3  # seconds; half of it is enough to wake up and launch a step
+
+
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -49,6 +56,10 @@ class Engine:
         depth: 1 to read the results of a step after the next one has been launched, 0 to read them at once; None: as
             the runner wants it, and 0 with drafts, which follow from the results.
         speculative_tokens: the most drafts of a request in a step, see `quire.engine.drafts`.
+
+    Attributes:
+        launch_at: when `step` should be called, if the engine is busy, by time.perf_counter(). Later, the device might
+            wait for it; earlier, requests that arrive in between wait for one more step.
     """
 
     def __init__(
@@ -71,6 +82,9 @@ class Engine:
         # Steps whose results have not been read, and their chunks that sample.
         self._launched: deque[tuple[Sampled, Sequence[Chunk]]] = deque()
         self.timeline = Timeline()
+        self.launch_at = 0.0
+        self._pause = 0.0  # seconds from the end of the last `step` to launch_at
+        self._spare = 0.0  # seconds of the last step of single tokens in which the host had nothing to do
         runner.last_tokens = self._sampler.last
         runner.warm_up()
 
@@ -156,6 +170,8 @@ class Engine:
                 request.sink(request.fail("error", _describe(error)))
         finally:
             self.timeline.read(len(self._launched))
+            self._pause = self._spare / 2 if self._launched and self._spare > _LEAST_SPARE else 0.0
+            self.launch_at = time.perf_counter() + self._pause
 
     def _launch(self, chunks: Sequence[Chunk]) -> None:
         """Start to compute a step and to sample its tokens."""
@@ -204,6 +220,10 @@ class Engine:
         """Wait for launched steps except the last `leave` ones, and report their tokens."""
         while len(self._launched) > leave:
             sampled, chunks = self._launched.popleft()
+            start = time.perf_counter()
+            sampled.wait()
+            if isinstance(chunks, Decodes):
+                self._spare = self._pause + time.perf_counter() - start
             if not sampled.reported and len(sampled.requests) == len(chunks):  # without drafts
                 self._push_each(sampled.requests, sampled.tokens())
                 continue

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import queue
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -103,7 +104,8 @@ def _work(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
 def _serve(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
     while True:
         try:
-            command = inbox.get(block=not engine.busy)
+            wait = max(0.0, engine.launch_at - time.perf_counter()) if engine.busy else None
+            command = inbox.get(timeout=wait)
         except queue.Empty:
             engine.step()
             continue

@@ -60,16 +60,19 @@ class Sampled:
         else:
             self._host = tensors
 
-    def tokens(self) -> list[int]:
-        """The token of each request, or UNDEFINED; waits until the device has sampled them."""
+    def wait(self) -> None:
+        """Wait until the device has sampled the tokens."""
         if self._event is not None:
             self._event.synchronize()
+
+    def tokens(self) -> list[int]:
+        """The token of each request, or UNDEFINED, once they are sampled."""
+        self.wait()
         return self._host[0].tolist()
 
     def read(self) -> list[Choice]:
-        """The choice of each request; waits until the device has sampled them."""
-        if self._event is not None:
-            self._event.synchronize()
+        """The choice of each request, once all are sampled."""
+        self.wait()
         tokens, *reports = (x.tolist() for x in self._host)
         choices = [Choice(token) for token in tokens]
         if reports:
