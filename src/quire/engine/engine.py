@@ -33,7 +33,6 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.scoring import score
 from quire.engine.timeline import Timeline
 
-
 _LEAST_SPARE = 4e-3  # seconds; half of it is enough to wake up and launch a step
 
 
