@@ -161,13 +161,13 @@ def test_a_request_that_ends_is_in_one_more_step_and_no_other(folder, how):
 @pytest.mark.parametrize("seconds", [0.1, 0.0])
 def test_a_request_is_in_the_next_step_if_the_device_leaves_time(folder, monkeypatch, seconds):
     """It comes 10 ms after the results of a step have been read. If the device takes 100 ms for a step, the next one is
-    launched after that; otherwise the engine waits for nothing.
+    launched after that; otherwise the engine waits for nothing. Nor does it wait for the next request.
     """
     monkeypatch.setattr(Sampled, "wait", lambda sampled: time.sleep(seconds))
     ended = threading.Semaphore(0)
     with LLM(folder, page_size=4) as llm:
         set_up(llm, "eager")
-        counts, steps = [], []
+        counts, steps, pauses = [], [], []
 
         def arrived(_i, part):
             steps.append(llm.stats.steps)
@@ -175,6 +175,7 @@ def test_a_request_is_in_the_next_step_if_the_device_leaves_time(folder, monkeyp
 
         def decoded(_i, part):
             counts.append(len(part.token_ids))
+            pauses.append(llm._engine._pause)
             if sum(counts) == 5:
                 steps.append(llm.stats.steps)
                 arrive = lambda: llm.start([[4, 5, 6]], SamplingParams(max_tokens=1), arrived)  # noqa: E731
@@ -185,9 +186,16 @@ def test_a_request_is_in_the_next_step_if_the_device_leaves_time(folder, monkeyp
         llm.start([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), decoded)
         assert all(ended.acquire(timeout=20) for _ in range(2))
         until_idle(llm)
-        assert llm._engine.launch_at <= time.perf_counter()
-    # When the arrival's token was read, its step and the one after it had been launched.
-    assert steps[1] - steps[0] == 2 or seconds == 0.0
+        busy = max(pauses)
+        llm.start([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), decoded)
+        assert ended.acquire(timeout=20)
+        assert pauses[-2] == 0.0  # before its first token
+    if seconds == 0.0:
+        assert busy == 0.0
+    else:
+        assert seconds / 2 <= busy < 2 * seconds
+        # When the arrival's token was read, its step and the one after it had been launched.
+        assert steps[1] - steps[0] == 2
 
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 3, 4, 5, 8])

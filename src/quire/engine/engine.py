@@ -169,7 +169,9 @@ class Engine:
                 request.sink(request.fail("error", _describe(error)))
         finally:
             self.timeline.read(len(self._launched))
-            self._pause = self._spare / 2 if self._launched and self._spare > _LEAST_SPARE else 0.0
+            if not self._launched:
+                self._spare = 0.0  # of other requests than those that come next, whose first token must not wait for it
+            self._pause = self._spare / 2 if self._spare > _LEAST_SPARE else 0.0
             self.launch_at = time.perf_counter() + self._pause
 
     def _launch(self, chunks: Sequence[Chunk]) -> None:
