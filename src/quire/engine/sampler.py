@@ -64,6 +64,7 @@ class Sampled:
         """Wait until the device has sampled the tokens."""
         if self._event is not None:
             self._event.synchronize()
+            self._event = None
 
     def tokens(self) -> list[int]:
         """The token of each request, or UNDEFINED, once they are sampled."""
