@@ -58,6 +58,11 @@ def pretended(monkeypatch):
             ["fa2", "fa3"],
             ["kvcache", "kvcache", "varlen"],
         ),
+        (
+            ["prefill mla3 p4 2x5@40", "prefill mla2 p16 1x9@30", "prefill mla4 1x3@20+2x1@9"],
+            ["fa2", "fa3"],
+            ["kvcache", "kvcache", "kvcache"],
+        ),
         (["decode mla3 p4 2x40", "decode mla3 3 mixed 100", "decode mla2 p1 fp8 2x9"], ["fa2", "fa3"], []),
     ],
 )

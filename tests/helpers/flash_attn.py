@@ -41,11 +41,15 @@ def flash_attn_with_kvcache(
     page_table: Tensor,
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
+    qv: Tensor | None = None,
+    softmax_scale: float | None = None,
     causal: bool = False,
     scheduler_metadata: Tensor,
 ) -> Tensor:
     assert max_seqlen_q == int(cu_seqlens_q.diff().max())
     assert scheduler_metadata.tolist() == cache_seqlens.tolist()
+    if qv is not None:  # latent keys: k_cache has their second part, v_cache the first
+        return _latent(q, qv, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, softmax_scale, causal)
     pages = PageTable.from_block_tables(page_table, cache_seqlens, k_cache.shape[1])
     wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0))
     wrapper.plan(
@@ -62,6 +66,15 @@ def flash_attn_with_kvcache(
         kv_data_type=k_cache.dtype,
     )
     return wrapper.run(q, (k_cache, v_cache))
+
+
+def _latent(q_pe, q_nope, k_pe, ckv, page_table, lengths, qo_indptr, sm_scale, causal):
+    pages = PageTable.from_block_tables(page_table, lengths, ckv.shape[1])
+    wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    heads, dim, pe_dim = q_nope.shape[1], q_nope.shape[2], q_pe.shape[2]
+    layer = (heads, dim, pe_dim, ckv.shape[1], causal, sm_scale, q_pe.dtype, ckv.dtype)
+    wrapper.plan(qo_indptr, pages.indptr, pages.indices, lengths, *layer)
+    return wrapper.run(q_nope, q_pe, ckv.squeeze(2), k_pe.squeeze(2))
 
 
 def get_scheduler_metadata(
@@ -84,6 +97,6 @@ def get_scheduler_metadata(
     assert batch_size == len(cache_seqlens) == len(cu_seqlens_q) - 1
     assert int(cache_seqlens.max()) <= max_seqlen_k < int(cache_seqlens.max()) + page_size
     assert num_heads_q % num_heads_kv == 0
-    assert headdim == headdim_v
+    assert (headdim, headdim_v) == (64, 512) or headdim == headdim_v
     assert max_seqlen_q == int(cu_seqlens_q.diff().max())
     return cache_seqlens.clone()

@@ -39,8 +39,8 @@ def version_of(found: ModuleType) -> str:
 
 
 def kernels(found: ModuleType, cell: Cell, batch: Batch) -> dict[str, Callable[[], tuple[Plan, Run]]]:
-    """Its functions that compute a cell, by name; none for decode and for MLA, which are not timed."""
-    if cell.operation == "decode" or cell.latent:
+    """Its functions that compute a cell, by name; none for decode, which is not timed."""
+    if cell.operation == "decode":
         return {}
     if cell.ragged:
         return {"varlen": lambda: _varlen(found, cell, batch)}
@@ -62,10 +62,14 @@ def _with_kvcache(found: ModuleType, cell: Cell, batch: Batch) -> tuple[Plan, Ru
     """Functions that plan and run a cell over pages.
 
     A plan is the scheduler's metadata, which vLLM, too, computes once per step, of prefills as of decodes, and which
-    saves each layer a launch.
+    saves each layer a launch. Latent queries and keys have two parts: `qv` are the queries of the part that is values,
+    too.
     """
     spec, pages, lengths = batch.spec, block_table(batch.kv), batch.kv.lengths()
-    longest = max(cell.q_lens)
+    longest, head_dim, q, options = max(cell.q_lens), spec.head_dim_qk, batch.q, {}
+    if cell.latent:
+        head_dim, q = spec.head_dim_qk - spec.head_dim_vo, batch.q[..., spec.head_dim_vo :]
+        options = {"qv": batch.q[..., : spec.head_dim_vo], "softmax_scale": spec.sm_scale}
     metadata: list[Tensor] = []
 
     def plan() -> None:
@@ -76,7 +80,7 @@ def _with_kvcache(found: ModuleType, cell: Cell, batch: Batch) -> tuple[Plan, Ru
                 pages.shape[1] * cell.page_size,
                 spec.num_qo_heads,
                 spec.num_kv_heads,
-                spec.head_dim_qk,
+                head_dim,
                 lengths,
                 qkv_dtype=spec.kv_dtype,
                 headdim_v=spec.head_dim_vo,
@@ -88,8 +92,8 @@ def _with_kvcache(found: ModuleType, cell: Cell, batch: Batch) -> tuple[Plan, Ru
 
     def run(k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = found.flash_attn_with_kvcache(
-            batch.q,
-            k,
+            q,
+            k[..., -head_dim:],
             v,
             cache_seqlens=lengths,
             page_table=pages,
@@ -97,6 +101,7 @@ def _with_kvcache(found: ModuleType, cell: Cell, batch: Batch) -> tuple[Plan, Ru
             max_seqlen_q=longest,
             causal=True,
             scheduler_metadata=metadata[0],
+            **options,
         )
         return out
 
