@@ -89,16 +89,19 @@ def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16)
     )
 
 
-def compile_latent(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16, far: bool = True) -> Usage:
-    """Compile the MLA kernel of the Hopper family for sm_90."""
-    c = mla_host.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, far, True))
+def compile_latent(
+    spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16, far: bool = True, many_rows: bool = False
+) -> Usage:
+    """Compile an MLA kernel of the Hopper family for sm_90: decode's or, if many_rows, prefill's."""
+    c = mla_host.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, far, True), many_rows)
     number = _NAMES[spec.q_dtype]
     pointers = dict.fromkeys(("q", "q_pe", "k", "v", "k_pe", "out"), number) | {"partials": "fp32", "lse": "fp32"}
     pointers |= dict.fromkeys(("arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices"), "i32")
     given = {name: f"*{dtype}" for name, dtype in pointers.items()}
     given |= {"sinks": "*fp32" if c.sinks else None, "q_scale": None, "k_scale": None, "v_scale": None}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32"}
-    return compile_kernel(mla_host.decode_latent, "sm_90", given, num_warps=4, maxnreg=mla_host.REGISTERS)
+    kernel = mla_host.prefill_latent if many_rows else mla_host.decode_latent
+    return compile_kernel(kernel, "sm_90", given, num_warps=4, maxnreg=mla_host.REGISTERS)
 
 
 def compile_prefill(spec: AttentionSpec, page_size: int = 16) -> tuple[prefill_host.Config, Usage]:

@@ -90,6 +90,28 @@ def test_one_request_of_several_tiles(dim, rng):
 
 
 @gpu
+@pytest.mark.parametrize("causal", [True, False])
+def test_many_rows(causal, rng):
+    """Requests of so many query rows that programs take tiles one by one, and few long ones, whose keys are split."""
+    zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
+    for heads in (rng.choice((3, 16, 40)), 128):
+        layer = {"causal": causal, "dim": rng.choice((512, 256, 128)), "padding": 3, "sinks": rng.choice((True, False))}
+        dtype, page_size = rng.choice(DTYPES), rng.choice((1, 4, 16, 64))
+        for count in (1, 2, 9):
+            kv_lens = [rng.choice((0, 3, 200, rng.randint(1, 3000))) for _ in range(count)]
+            q_lens = [rng.choice((0, 1, rng.randint(1, 200))) for _ in kv_lens]
+            q_lens[0], kv_lens[0] = 4800 * count // heads, 20_000 if count == 1 else 700
+            batch = latent_batch(heads, dtype, q_lens, kv_lens, page_size, **layer)
+            assert hopper.mla_host.has_many_rows(batch.spec, len(batch.q), count)
+            out, lse = run(batch, int_workspace=zeros)
+            check(batch, out, lse, "hopper")
+            assert (out[sum(q_lens) :] == 0).all()
+            assert (lse[sum(q_lens) :] == -torch.inf).all()
+            assert not zeros.any()
+            assert all(torch.equal(a, b) for a, b in zip((out, lse), run(batch, int_workspace=zeros), strict=True))
+
+
+@gpu
 def test_tables_that_change_after_their_check_never_lead_outside():
     batch = latent_batch(16, torch.bfloat16, [1, 1], [640, 64], 16)
     batch.kv.indices[1], batch.kv.indices[2] = 1 << 30, -(1 << 30)
@@ -124,7 +146,8 @@ def test_kernels_compile(dim):
 
     spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=dim + 64, head_dim_vo=dim, latent=True)
     near = (spec.but(num_qo_heads=16), 1, 16, False)
-    for given in [near] if dim != 512 else [near, (spec, 1), (spec.but(sinks=True), 4)]:
+    others = [(spec, 1), (spec.but(sinks=True), 4)] if dim == 512 else []
+    for given in [near, (*near, True), *others]:
         usage = compile_latent(*given)
         assert usage.shared <= usage.limit
         assert usage.spills <= 32, usage.spills
@@ -142,10 +165,18 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
     assert calls.refuses(call) is None
     calls.launch(call, torch.empty(2, 128, 512), None, 132)
     given = Recorded.last
+    assert "partial_rows" in given
     assert (given["programs"], given["c"].programs_per_span, given["c"].page_size) == (132, 2, 16)
     assert (given["entries"], given["pages"], given["batch"], given["tokens"]) == (44, len(k), 2, 2)
     assert (given["k_page"], given["k_token"], given["k_pe_token"]) == (16 * 576, 576, 576)
     assert (given["q"].data_ptr(), given["q_pe"].data_ptr()) == (q.data_ptr(), q_pe.data_ptr())
+    batch = latent_batch(128, torch.bfloat16, [5, 60], [640, 64], 16)
+    q, q_pe = batch.q.split((512, 64), -1)
+    call = Call(q, k, k, batch.qo, batch.kv, spec, q_pe=q_pe, k_pe=k_pe)
+    calls.launch(call, torch.empty(65, 128, 512), None, 132)
+    given = Recorded.last
+    assert (given["programs"], given["slots"], given["c"].tile_rows, given["tokens"]) == (132, 264, 64, 65)
+    assert given["partials"].numel() == 264 * 128 * 258
     call.k_pe = shifted(k_pe.contiguous())
     assert "aligned to 16 bytes" in calls.refuses(call)
     calls._launcher.cache_clear()
@@ -161,7 +192,10 @@ def test_what_it_declines():
 
 
 def test_how_tiles_are_spread():
+    """Few query rows by neighbouring programs, many one tile at a time."""
     spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
     programs = [hopper.mla_host.programs_per_span(spec, n) for n in (0, 1, 2, 3, 6, 7)]
     assert programs == [2, 2, 4, 6, 12, 7]
     assert hopper.mla_host.programs_per_span(spec.but(num_qo_heads=16), 1) == 1
+    many = [hopper.mla_host.has_many_rows(spec, tokens, 2) for tokens in (2, 8, 63, 64, 4096)]
+    assert many == [False, False, False, True, True]

@@ -242,7 +242,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
 def scheduled(patch, c, q_lens, kv_lens, window, programs, slots):
     """All jobs of a batch in the order in which programs take them, by the kernel's own code."""
     from quire.kernels.hopper import mask, schedule
-    from quire.kernels.hopper.prefill import tile_scheduler as scheduler
+    from quire.kernels.hopper import tile_scheduler as scheduler
 
     gl = HostGluon()
     gl.num_programs = lambda axis: torch.tensor(programs)

@@ -90,7 +90,7 @@ def _merge_slots(partials, row, row_end, owner, first, last, step, c: gl.constex
 
 
 @gluon.jit
-def combine(partials, output, request, tile, program, owner, last, c: gl.constexpr):
+def combine_span(partials, output, request, tile, program, owner, last, c: gl.constexpr):
     """Count this program's partial state of a tile of programs owner to last as arrived, and merge what is complete:
     in two levels, since one program that merges all would take longer than the programs take to attend.
     """

@@ -12,13 +12,15 @@ from quire.definition.spec import LOG2E, AttentionSpec
 from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, split_scales
 from quire.kernels.hopper.mask import keys_to_the_right
-from quire.kernels.hopper.mla.kernel import REGISTERS, Config, decode_latent
+from quire.kernels.hopper.mla.kernel import REGISTERS, Config, decode_latent, prefill_latent
 from quire.kernels.hopper.schedule import scan_size
 
 _BLOCK_M = 64  # query rows of a program's tile
 _MAX_PROGRAMS_PER_SPAN = 12  # a divisor of the number of multiprocessors, 132
+_MANY_TILES = 64  # per request
 _STAGES = {512: 2, 256: 4, 128: 7}  # by head_dim_vo: stages and queries fill 227 KiB of shared memory
 _COUNTERS = 6  # of arrivals, per program
+_SLOTS = 2  # for partial states of prefill, per program; their memory is that of decode's
 
 
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
@@ -39,6 +41,11 @@ def programs_per_span(spec: AttentionSpec, max_q_len: int) -> int:
     return -(-tiles // -(-tiles // _MAX_PROGRAMS_PER_SPAN))
 
 
+def has_many_rows(spec: AttentionSpec, tokens: int, batch: int) -> bool:
+    """Whether `prefill_latent` computes a batch of so many query tokens: if requests have many tiles, on average."""
+    return tokens * spec.num_qo_heads >= batch * _MANY_TILES * _BLOCK_M
+
+
 def _partial_rows(spec: AttentionSpec, max_q_len: int) -> int:
     return min(max_q_len * spec.num_qo_heads or _BLOCK_M, _BLOCK_M)
 
@@ -49,13 +56,18 @@ def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -
 
 
 @lru_cache(maxsize=1024)
-def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
-    """What the kernel is compiled for. flags: q_scale, k_scale, v_scale, lse, int64_offsets and by_length of Config."""
+def config(
+    spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...], many_rows: bool = False
+) -> Config:
+    """What `prefill_latent`, if many_rows, or else `decode_latent` is compiled for. flags: q_scale, k_scale, v_scale,
+    lse, int64_offsets and by_length of Config.
+    """
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length = flags
-    programs = programs_per_span(spec, max_q_len)
+    programs = 1 if many_rows else programs_per_span(spec, max_q_len)
     return Config(
         group=spec.num_qo_heads,
         dim=spec.head_dim_vo // 2,
+        dim_qk=spec.head_dim_qk,
         page_size=page_size,
         programs_per_span=programs,
         tile_rows=_BLOCK_M * programs,
@@ -63,7 +75,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         scan=scan_size(batch),
         merge_rows=8,
         fan_in=8,
-        right=keys_to_the_right(spec, max_q_len),
+        right=keys_to_the_right(spec, 0 if many_rows else max_q_len),
         sinks=spec.sinks,
         int64_offsets=int64_offsets,
         by_length=by_length,
@@ -75,8 +87,9 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
 
 
 @lru_cache(maxsize=1024)
-def _launcher(c: Config) -> Launcher:
-    return Launcher(decode_latent, c, num_warps=4, maxnreg=REGISTERS, launch_pdl=True)
+def _launcher(c: Config, many_rows: bool) -> Launcher:
+    kernel = prefill_latent if many_rows else decode_latent
+    return Launcher(kernel, c, num_warps=4, maxnreg=REGISTERS, launch_pdl=True)
 
 
 def refuses(call: Call) -> str | None:
@@ -102,17 +115,25 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
     wide = max(extent_in_elements(k), extent_in_elements(k_pe)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, wide, by_length)
-    c = config(spec, page_size, batch, call.max_q_len, flags)
-    programs, rows = processors // c.programs_per_span * c.programs_per_span, _partial_rows(spec, call.max_q_len)
-    partials = call.float_workspace_for(2 * programs * rows * (spec.head_dim_vo + 4))
-    arrivals = call.int_workspace_for(_COUNTERS * programs)
-    replay = _launcher(c)(
+    many_rows = has_many_rows(spec, tokens, batch)
+    c = config(spec, page_size, batch, 0 if many_rows else call.max_q_len, flags, many_rows)
+    if many_rows:
+        programs, room = processors, _SLOTS * processors  # slots
+        partials = call.float_workspace_for(room * 2 * _BLOCK_M * (c.dim + 2))
+        counters = 1 + 2 * room
+    else:
+        programs, room = processors // c.programs_per_span * c.programs_per_span, _partial_rows(spec, call.max_q_len)
+        partials = call.float_workspace_for(2 * programs * room * (spec.head_dim_vo + 4))
+        counters = _COUNTERS * programs
+    arrivals = call.int_workspace_for(counters, counters)
+    replay = _launcher(c, many_rows)(
         programs,
         (q, q_pe, k, call.v, k_pe, out, lse, call.sinks),
         (partials, arrivals, call.qo.indptr, kv.indptr, lengths, indices, q_scale, k_scale, v_scale),
-        (rows, batch, tokens, entries, k.shape[0], spec.sm_scale * LOG2E * q_gain * k_gain, v_gain),
+        (room, batch, tokens, entries, k.shape[0], spec.sm_scale * LOG2E * q_gain * k_gain, v_gain),
         (*q.stride()[:2], *q_pe.stride()[:2], *k.stride()[:2], *k_pe.stride()[:2], *out.stride()[:2]),
     )
     # A launch that is repeated must read the caller's own tensors.
-    own = q is call.q and q_scale is k_scale is v_scale is None and partials is call.float_workspace
+    own = partials is call.float_workspace and arrivals is call.int_workspace
+    own = own and q is call.q and q_scale is k_scale is v_scale is None
     return replay if own else None

@@ -1,11 +1,13 @@
-"""The MLA decode kernel: its compile-time configuration, its entry point and the consumers.
+"""The MLA kernels: their compile-time configuration, their entry points and the consumers.
 
 One warp group loads blocks of 64 keys, both parts of them, and queries (`load.py`); two warp groups attend with 64
 query rows (`tile.py`). Each of the two computes S and P of every second block, while the other one multiplies, and
 accumulates PV of all blocks, but half of the columns: acc of whole rows would not fit the registers of one warp group.
 
-Several 64-row tiles of a request that read the same keys are given to neighbouring programs, c.programs_per_span of
-them, which compute the same span at the same time: all but the first one to load a key find it in the L2 cache.
+`decode_latent` is for few query rows per request. Several 64-row tiles of a request that read the same keys are given
+to neighbouring programs, c.programs_per_span of them, which compute the same span at the same time: all but the first
+one to load a key find it in the L2 cache. `prefill_latent` is for many rows. Its tiles have different numbers of keys
+in causal order, and programs take them one at a time, as those of `prefill/` do.
 """
 
 from __future__ import annotations
@@ -14,16 +16,29 @@ from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.hopper.combine import Partials, combine
 from quire.kernels.hopper.epilogue import Output, clear_padding, store_rows
 from quire.kernels.hopper.mask import Mask
-from quire.kernels.hopper.mla.combine import combine, partials_of, store_partial
-from quire.kernels.hopper.mla.load import Cache, allocate_pipeline, load
-from quire.kernels.hopper.mla.tile import Queries, finish_pv, qk, rows_of, softmax_block, start_pv, tile_of
+from quire.kernels.hopper.mla.combine import combine_span, partials_of, store_partial
+from quire.kernels.hopper.mla.load import Cache, allocate_pipeline, load_span, load_units
+from quire.kernels.hopper.mla.tile import Queries, Tile, attend, tile_of
 from quire.kernels.hopper.schedule import Tables, find_span, quotient, request_at, segment_at
-from quire.kernels.hopper.softmax import empty_state
+from quire.kernels.hopper.tile_scheduler import (
+    FIRST,
+    LAST,
+    Q_START,
+    ROW,
+    ROWS,
+    SPLITS,
+    H,
+    allocate_mailbox,
+    job_field,
+    job_request,
+    release_job,
+    wait_for_job,
+)
 
 REGISTERS = 168  # per thread at the start; the producer gives some to the consumers
 CONSUMER_REGISTERS = gl.constexpr(216)  # per thread
@@ -37,6 +52,7 @@ class Config:
 
     group: int
     dim: int  # half of the first part of a head: the columns of a consumer's acc
+    dim_qk: int  # elements of queries and keys
     page_size: int
     programs_per_span: int  # programs that read the same keys, for block_m query rows each
     tile_rows: int  # query rows of all of these
@@ -66,47 +82,21 @@ class Config:
     whole_tiles: bool = False
     least_q_len: int = 0
     most_q_len: int = 0
+    consumers: int = 2
+    load_warps: int = 4
+    split: bool = True
 
 
 @gluon.jit
-def consume(tables, queries, pipeline, partials, output, span, consumer: gl.constexpr, c: gl.constexpr):
-    """Attend to the pipeline's blocks as consumer 0 or 1, tile by tile."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
-    flat: gl.constexpr = gl.SliceLayout(1, L)
+def consume_span(tables, queries, pipeline, partials, output, span, consumer: gl.constexpr, c: gl.constexpr):
+    """Attend to the blocks of a span as consumer 0 or 1, tile by tile."""
     unit, request = span.start, span.request
     n = span.start * 0
     tiles = n
     while unit < span.end:
         segment = segment_at(request, unit, span.end, c)
         tile = tile_of(request, segment, tables.mask, c)
-        rows = rows_of(queries, request, tile, flat, tables.mask, c)
-        m, l = empty_state(c.block_m, flat)
-        acc = gl.full([c.block_m, c.dim], 0.0, gl.float32, O)
-        blocks = (gl.maximum(tile.kv_end - tile.kv_start, 0) + c.block_n - 1) // c.block_n
-        if blocks > 0:
-            mbarrier.wait(pipeline.q_full, tiles & 1)
-        for i in range(0, blocks - 1, 2):
-            s = qk(pipeline, n + i + consumer, L, c)
-            mbarrier.arrive(pipeline.q_empty, count=1, pred=i + consumer + 2 >= blocks)
-            if consumer == 0:
-                softmax_block(s, m, l, rows, pipeline, i, n + i, tables.mask, c)
-            acc, m, l = start_pv(acc, pipeline, n + i, consumer, flat, c)
-            if consumer == 1:
-                softmax_block(s, m, l, rows, pipeline, i + 1, n + i + 1, tables.mask, c)
-            acc = finish_pv(acc, pipeline, n + i, consumer, c)
-            acc, m, l = start_pv(acc, pipeline, n + i + 1, consumer, flat, c)
-            acc = finish_pv(acc, pipeline, n + i + 1, consumer, c)
-        n += blocks
-        if blocks % 2 == 1:
-            if consumer == 0:
-                s = qk(pipeline, n - 1, L, c)
-                softmax_block(s, m, l, rows, pipeline, blocks - 1, n - 1, tables.mask, c)
-            mbarrier.arrive(pipeline.q_empty, count=1, pred=(blocks == 1) | (consumer == 0))
-            acc, m, l = start_pv(acc, pipeline, n - 1, consumer, flat, c)
-            acc = finish_pv(acc, pipeline, n - 1, consumer, c)
-        if blocks > 0:
-            tiles += 1
+        acc, m, l, n, tiles = attend(queries, pipeline, request, tile, n, tiles, tables.mask, consumer, c)
         if tile.count > 0:
             if segment.end - segment.start == request.units:
                 store_rows(acc, m, l, output, request.q_start, 0, tile.row, tile.row + tile.count, c)
@@ -115,16 +105,39 @@ def consume(tables, queries, pipeline, partials, output, span, consumer: gl.cons
                 store_partial(acc, m, l, partials, slot, 0, tile.count, c)
                 tile_start = unit - segment.start
                 owner, last = quotient(tile_start, span.size), quotient(tile_start + request.units - 1, span.size)
-                combine(partials, output, request, tile, span.program, owner, last, c)
+                combine_span(partials, output, request, tile, span.program, owner, last, c)
         unit += segment.end - segment.start
         request = request_at(tables, request, unit, span.end, c)
+    clear_padding(tables, output, c)
+
+
+@gluon.jit
+def consume_units(tables, queries, pipeline, mailbox, partials, output, consumer: gl.constexpr, c: gl.constexpr):
+    """Attend to the blocks of work units as consumer 0 or 1."""
+    i, n = gl.program_id(0) * 0, gl.program_id(0) * 0
+    tiles = gl.program_id(0) * 0
+    wait_for_job(mailbox, i)
+    while job_field(mailbox, i, H) >= 0:
+        request, row = job_request(mailbox, i), job_field(mailbox, i, ROW)
+        start, end = job_field(mailbox, i, FIRST) * c.block_n, (job_field(mailbox, i, LAST) + 1) * c.block_n
+        tile = Tile(row, gl.minimum(job_field(mailbox, i, ROWS) - row, c.block_m), start, end)
+        acc, m, l, n, tiles = attend(queries, pipeline, request, tile, n, tiles, tables.mask, consumer, c)
+        complete = True
+        if job_field(mailbox, i, SPLITS) > 1:
+            complete, acc, m, l = combine(acc, m, l, partials, mailbox, i, consumer, c)
+        if complete:
+            row, rows = job_field(mailbox, i, ROW), job_field(mailbox, i, ROWS)
+            store_rows(acc, m, l, output, job_field(mailbox, i, Q_START), 0, row, gl.minimum(rows, row + c.block_m), c)
+        release_job(mailbox, i)
+        i += 1
+        wait_for_job(mailbox, i)
     clear_padding(tables, output, c)
 
 
 _POINTERS = (
     "lse", "sinks", "arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices", "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
-_NUMBERS = ("partial_rows", "batch", "tokens", "entries", "pages")
+_NUMBERS = ("partial_rows", "slots", "batch", "tokens", "entries", "pages")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
@@ -158,9 +171,41 @@ def decode_latent(
     span = find_span(tables, gl.program_id(0) // c.programs_per_span, programs, programs, c)
     gl.warp_specialize(
         [
-            (load, (tables, cache, queries, pipeline, span, c)),
-            (consume, (tables, queries, pipeline, partials_0, left, span, 0, c)),
-            (consume, (tables, queries, pipeline, partials_1, right, span, 1, c)),
+            (load_span, (tables, cache, queries, pipeline, span, c)),
+            (consume_span, (tables, queries, pipeline, partials_0, left, span, 0, c)),
+            (consume_span, (tables, queries, pipeline, partials_1, right, span, 1, c)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+    )
+
+
+@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
+def prefill_latent(
+    q, q_pe, k, v, k_pe, out, lse, sinks,
+    partials, arrivals, qo_indptr, kv_indptr, last_page_len, indices, q_scale, k_scale, v_scale,
+    slots, batch, tokens, entries, pages, scale, v_gain,
+    q_token, q_head, q_pe_token, q_pe_head, k_page, k_token, k_pe_page, k_pe_token, o_token, o_head,
+    c: gl.constexpr,
+):  # fmt: skip
+    """`decode_latent` for requests of many query rows. partials: float32 [slots, 128, dim], and after it [slots, 128,
+    2]; arrivals: int32 [1 + 2 * slots], 0 before and after.
+    """
+    mask = Mask(None, None, None, None, None, None, None)
+    tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
+    cache = Cache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
+    queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)
+    pipeline, mailbox = allocate_pipeline(k.dtype.element_ty, c), allocate_mailbox(c)
+    states = Partials(partials, partials + slots.to(gl.int64) * (128 * c.dim), arrivals + 1)
+    left = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain)
+    right = Output(out + c.dim, lse, o_token, o_head, sinks, v_scale, v_gain)
+    gdc_launch_dependents()
+    gdc_wait()
+    gl.warp_specialize(
+        [
+            (load_units, (tables, cache, queries, pipeline, mailbox, arrivals, slots, c)),
+            (consume_units, (tables, queries, pipeline, mailbox, states, left, 0, c)),
+            (consume_units, (tables, queries, pipeline, mailbox, states, right, 1, c)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

@@ -11,8 +11,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from quire.kernels.hopper.mask import needed_keys
-from quire.kernels.hopper.mla.tile import tile_of
+from quire.kernels.hopper.mla.tile import Tile, tile_of
 from quire.kernels.hopper.schedule import page_of, request_at, segment_at
+from quire.kernels.hopper.tile_scheduler import find_unit, first_walk, next_unit, plan_units, post_job
 
 
 class Cache(NamedTuple):
@@ -106,14 +107,43 @@ def _copy_queries(queries, pipeline, request, tile, layout: gl.constexpr, c: gl.
 
 
 @gluon.jit
-def load(tables, cache, queries, pipeline, span, c: gl.constexpr):
-    """Fill the pipeline with the blocks of a span, and copy each tile's queries after the tile's first block."""
+def load_tile(tables, cache, queries, pipeline, request, tile, n, tiles, c: gl.constexpr):
+    """Fill the pipeline with the blocks of a tile from its n-th block on, and copy the tile's queries after its first
+    block. tiles: how many tiles with blocks came before. Returns n and tiles after it.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     one_page: gl.constexpr = c.page_size % c.block_n == 0
     r = gl.arange(0, c.block_n, gl.SliceLayout(1, layout))
     first = r
     if one_page:  # all keys of a block lie in one page, that of the first key
-        first = span.start * 0
+        first = n * 0
+    page = page_of(tables, request, tile.kv_start + first, c)
+    for t0 in range(tile.kv_start, tile.kv_end, c.block_n):
+        j, within = t0 + r, (t0 + first) % c.page_size
+        row, row_pe = page * cache.page + within * cache.token, page * cache.pe_page + within * cache.pe_token
+        if one_page:
+            row, row_pe = row + r * cache.token, row_pe + r * cache.pe_token
+        page = page_of(tables, request, t0 + c.block_n + first, c)  # prefetched for the next block
+        stage, phase, needed = n % c.stages, (n // c.stages & 1) ^ 1, needed_keys(request, j, tables.mask, c)
+        mbarrier.wait(pipeline.empty.index(2 * stage), phase)
+        _copy_rows(pipeline.k_left.index(stage), cache.k, row, needed, layout)
+        async_copy.mbarrier_arrive(pipeline.full.index(2 * stage), increment_count=False)
+        mbarrier.wait(pipeline.empty.index(2 * stage + 1), phase)
+        _copy_rows(pipeline.k_right.index(stage), cache.k + c.dim, row, needed, layout)
+        _copy_rows(pipeline.k_pe.index(stage), cache.pe, row_pe, needed, layout)
+        async_copy.mbarrier_arrive(pipeline.full.index(2 * stage + 1), increment_count=False)
+        n += 1
+        if t0 == tile.kv_start:
+            mbarrier.wait(pipeline.q_empty, (tiles & 1) ^ 1)
+            _copy_queries(queries, pipeline, request, tile, layout, c)
+            async_copy.mbarrier_arrive(pipeline.q_full, increment_count=False)
+            tiles += 1
+    return n, tiles
+
+
+@gluon.jit
+def load_span(tables, cache, queries, pipeline, span, c: gl.constexpr):
+    """Fill the pipeline with the blocks of a span."""
     unit, request = span.start, span.request
     n = span.start * 0
     tiles = n
@@ -121,25 +151,30 @@ def load(tables, cache, queries, pipeline, span, c: gl.constexpr):
         segment = segment_at(request, unit, span.end, c)
         unit += segment.end - segment.start
         tile = tile_of(request, segment, tables.mask, c)
-        page = page_of(tables, request, tile.kv_start + first, c)
-        for t0 in range(tile.kv_start, tile.kv_end, c.block_n):
-            j, within = t0 + r, (t0 + first) % c.page_size
-            row, row_pe = page * cache.page + within * cache.token, page * cache.pe_page + within * cache.pe_token
-            if one_page:
-                row, row_pe = row + r * cache.token, row_pe + r * cache.pe_token
-            page = page_of(tables, request, t0 + c.block_n + first, c)  # prefetched for the next block
-            stage, phase, needed = n % c.stages, (n // c.stages & 1) ^ 1, needed_keys(request, j, tables.mask, c)
-            mbarrier.wait(pipeline.empty.index(2 * stage), phase)
-            _copy_rows(pipeline.k_left.index(stage), cache.k, row, needed, layout)
-            async_copy.mbarrier_arrive(pipeline.full.index(2 * stage), increment_count=False)
-            mbarrier.wait(pipeline.empty.index(2 * stage + 1), phase)
-            _copy_rows(pipeline.k_right.index(stage), cache.k + c.dim, row, needed, layout)
-            _copy_rows(pipeline.k_pe.index(stage), cache.pe, row_pe, needed, layout)
-            async_copy.mbarrier_arrive(pipeline.full.index(2 * stage + 1), increment_count=False)
-            n += 1
-            if t0 == tile.kv_start:
-                mbarrier.wait(pipeline.q_empty, (tiles & 1) ^ 1)
-                _copy_queries(queries, pipeline, request, tile, layout, c)
-                async_copy.mbarrier_arrive(pipeline.q_full, increment_count=False)
-                tiles += 1
+        n, tiles = load_tile(tables, cache, queries, pipeline, request, tile, n, tiles, c)
         request = request_at(tables, request, unit, span.end, c)
+
+
+@gluon.jit
+def load_units(tables, cache, queries, pipeline, mailbox, counter, slots, c: gl.constexpr):
+    """Take work units from the counter, tell them to the consumers, and load their blocks, until there are none."""
+    split = plan_units(tables, slots, c)
+    walk = first_walk(split, c)
+    unit = gl.program_id(0)
+    i, n = unit * 0, unit * 0
+    tiles = unit * 0
+    while unit < split.total:
+        walk, job = find_unit(walk, unit, tables, split, c)
+        if job.first <= job.last:
+            post_job(mailbox, i, job, c)
+            i += 1
+            tile = Tile(
+                job.row,
+                gl.minimum(job.rows - job.row, c.block_m),
+                job.first * c.block_n,
+                (job.last + 1) * c.block_n,
+            )
+            n, tiles = load_tile(tables, cache, queries, pipeline, job, tile, n, tiles, c)
+        unit = next_unit(counter, split)
+    walk, job = find_unit(walk, unit, tables, split, c)
+    post_job(mailbox, i, job, c)

@@ -1,4 +1,4 @@
-"""A consumer's work on one block of keys: S = QK and the softmax in every second block, PV in all of them.
+"""A consumer's work on a tile: S = QK and the softmax in every second block of keys, PV in all of them.
 
 There are two consumers. Consumer 0 computes S and P of even blocks of a tile and the left half of acc's columns;
 consumer 1 computes S and P of odd blocks and the right half. P passes from one to the other through shared memory.
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quire.kernels.hopper.mask import RowMask, row_mask, tile_keys, unmasked_end, visible
-from quire.kernels.hopper.softmax import exponent_base
+from quire.kernels.hopper.softmax import empty_state, exponent_base
 
 
 class Tile(NamedTuple):
@@ -71,7 +71,7 @@ def tile_of(request, segment, mask, c: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(queries, request, tile, flat: gl.constexpr, mask, c: gl.constexpr):
+def _rows_of(queries, request, tile, flat: gl.constexpr, mask, c: gl.constexpr):
     """The Rows of a tile."""
     r = gl.arange(0, c.block_m, flat)
     sees, end = row_mask(request, tile.row + r, mask, c), unmasked_end(request, tile.row, c)
@@ -84,7 +84,7 @@ def rows_of(queries, request, tile, flat: gl.constexpr, mask, c: gl.constexpr):
 
 
 @gluon.jit
-def qk(pipeline, n, L: gl.constexpr, c: gl.constexpr):
+def _qk(pipeline, n, L: gl.constexpr, c: gl.constexpr):
     """S of the program's n-th block, [block_m, block_n]."""
     stage, phase = n % c.stages, n // c.stages & 1
     # A zero that the compiler does not know to be one: otherwise it would keep the address of each column of queries
@@ -131,7 +131,7 @@ def _load_per_row(at, layout: gl.constexpr):
 
 
 @gluon.jit
-def softmax_block(s, m, l, rows, pipeline, i, n, mask, c: gl.constexpr):
+def _softmax_block(s, m, l, rows, pipeline, i, n, mask, c: gl.constexpr):
     """Mask S of the tile's i-th block, which is the program's n-th, and store its P, and alpha, m and l after it."""
     L: gl.constexpr = s.type.layout
     stage, t0 = n % c.stages, rows.kv_start + i * c.block_n
@@ -153,7 +153,7 @@ def softmax_block(s, m, l, rows, pipeline, i, n, mask, c: gl.constexpr):
 
 
 @gluon.jit
-def start_pv(acc, pipeline, n, consumer: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
+def _start_pv(acc, pipeline, n, consumer: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
     """Start to add PV of the program's n-th block to this consumer's half of acc. Returns acc, m and l after it."""
     values = pipeline.k_left if consumer == 0 else pipeline.k_right
     stage, phase = n % c.stages, n // c.stages & 1
@@ -167,7 +167,7 @@ def start_pv(acc, pipeline, n, consumer: gl.constexpr, flat: gl.constexpr, c: gl
 
 
 @gluon.jit
-def finish_pv(acc, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
+def _finish_pv(acc, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
     """Wait for PV of the n-th block, and release its memory: k_left by consumer 0 alone, the rest by both."""
     acc = warpgroup_mma_wait(0, [acc])
     gl.thread_barrier()
@@ -175,3 +175,41 @@ def finish_pv(acc, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
         mbarrier.arrive(pipeline.empty.index(2 * (n % c.stages)), count=1)
     mbarrier.arrive(pipeline.empty.index(2 * (n % c.stages) + 1), count=1)
     return acc
+
+
+@gluon.jit
+def attend(queries, pipeline, request, tile, n, tiles, mask, consumer: gl.constexpr, c: gl.constexpr):
+    """The state of a tile's rows, of which this consumer has half of acc's columns. The tile's blocks are the program's
+    n-th and those after it; tiles: how many tiles with blocks came before. Returns acc, m, l, and n and tiles after it.
+    """
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
+    flat: gl.constexpr = gl.SliceLayout(1, L)
+    rows = _rows_of(queries, request, tile, flat, mask, c)
+    m, l = empty_state(c.block_m, flat)
+    acc = gl.full([c.block_m, c.dim], 0.0, gl.float32, O)
+    blocks = (gl.maximum(tile.kv_end - tile.kv_start, 0) + c.block_n - 1) // c.block_n
+    if blocks > 0:
+        mbarrier.wait(pipeline.q_full, tiles & 1)
+    for i in range(0, blocks - 1, 2):
+        s = _qk(pipeline, n + i + consumer, L, c)
+        mbarrier.arrive(pipeline.q_empty, count=1, pred=i + consumer + 2 >= blocks)
+        if consumer == 0:
+            _softmax_block(s, m, l, rows, pipeline, i, n + i, mask, c)
+        acc, m, l = _start_pv(acc, pipeline, n + i, consumer, flat, c)
+        if consumer == 1:
+            _softmax_block(s, m, l, rows, pipeline, i + 1, n + i + 1, mask, c)
+        acc = _finish_pv(acc, pipeline, n + i, consumer, c)
+        acc, m, l = _start_pv(acc, pipeline, n + i + 1, consumer, flat, c)
+        acc = _finish_pv(acc, pipeline, n + i + 1, consumer, c)
+    n += blocks
+    if blocks % 2 == 1:
+        if consumer == 0:
+            s = _qk(pipeline, n - 1, L, c)
+            _softmax_block(s, m, l, rows, pipeline, blocks - 1, n - 1, mask, c)
+        mbarrier.arrive(pipeline.q_empty, count=1, pred=(blocks == 1) | (consumer == 0))
+        acc, m, l = _start_pv(acc, pipeline, n - 1, consumer, flat, c)
+        acc = _finish_pv(acc, pipeline, n - 1, consumer, c)
+    if blocks > 0:
+        tiles += 1
+    return acc, m, l, n, tiles

@@ -13,13 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.hopper.combine import Partials
 from quire.kernels.hopper.epilogue import Output, clear_padding
 from quire.kernels.hopper.mask import Mask
-from quire.kernels.hopper.prefill.combine import Partials
 from quire.kernels.hopper.prefill.load import allocate_pipeline, cache_of, load
 from quire.kernels.hopper.prefill.tile import Queries, consume
-from quire.kernels.hopper.prefill.tile_scheduler import allocate_mailbox
 from quire.kernels.hopper.schedule import Tables
+from quire.kernels.hopper.tile_scheduler import allocate_mailbox
 
 
 @dataclass(frozen=True, slots=True)

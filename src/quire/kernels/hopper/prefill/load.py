@@ -11,15 +11,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from quire.kernels.hopper.mask import needed_keys
-from quire.kernels.hopper.prefill.tile_scheduler import (
+from quire.kernels.hopper.schedule import page_of, select
+from quire.kernels.hopper.tile_scheduler import (
     find_unit,
     first_walk,
     job_blocks,
+    next_unit,
     plan_units,
     post_job,
     visible_block,
 )
-from quire.kernels.hopper.schedule import page_of, select
 
 
 class Cache(NamedTuple):
@@ -339,9 +340,6 @@ def load(tables, k, v, pipeline, mailbox, counter, slots, c: gl.constexpr):
             else:
                 _load_rows(k, v, pipeline, tables, job, n, c)
             n += job_blocks(job, c)
-        taken = gl.atomic_add(counter, 1, sem="relaxed")
-        if taken == split.total - 1:
-            gl.store(counter, 0)  # nobody asks any more
-        unit = taken + gl.num_programs(0)
+        unit = next_unit(counter, split)
     walk, job = find_unit(walk, unit, tables, split, c)
     post_job(mailbox, i, job, c)

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.hopper.combine import combine
 from quire.kernels.hopper.epilogue import store_rows
 from quire.kernels.hopper.mask import (
     RowMask,
@@ -27,9 +28,9 @@ from quire.kernels.hopper.mask import (
     unmasked_keys,
     visible_in_block,
 )
-from quire.kernels.hopper.prefill.combine import combine
 from quire.kernels.hopper.prefill.load import row_layout
-from quire.kernels.hopper.prefill.tile_scheduler import (
+from quire.kernels.hopper.softmax import LOG2E, exponent_base
+from quire.kernels.hopper.tile_scheduler import (
     FIRST,
     HIDDEN,
     HIDDEN_END,
@@ -45,7 +46,6 @@ from quire.kernels.hopper.prefill.tile_scheduler import (
     visible_block,
     wait_for_job,
 )
-from quire.kernels.hopper.softmax import LOG2E, exponent_base
 
 
 class Queries(NamedTuple):

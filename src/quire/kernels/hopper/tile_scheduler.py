@@ -264,6 +264,15 @@ def plan_units(tables, slots, c: gl.constexpr):
 
 
 @gluon.jit
+def next_unit(counter, split):
+    """Take the next work unit from the counter, which is 0 again once all programs have found that no unit is left."""
+    taken = gl.atomic_add(counter, 1, sem="relaxed")
+    if taken == split.total - 1:
+        gl.store(counter, 0)  # nobody asks any more
+    return taken + gl.num_programs(0)
+
+
+@gluon.jit
 def first_walk(split, c: gl.constexpr):
     """The Walk before any unit."""
     none, zero = _lanes(c) * 0, split.total * 0

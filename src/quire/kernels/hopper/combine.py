@@ -1,7 +1,8 @@
 """Split-KV: partial states of tiles whose keys are cut into several work units, and how they are combined.
 
-Each consumer stores the state of its rows in the slot of the unit. The last one to arrive, of those that have the same
-rows, merges the states of all units in the order of their keys, so that the result does not depend on who was last.
+Each consumer stores the state that it has in the slot of the unit: of 64 query rows or, in MLA, of one half of their
+columns. The last one to arrive, of those that have the same part of a tile, merges the states of all units in the order
+of their keys, so that the result does not depend on who was last.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.prefill.tile_scheduler import INDEX, SLOT, SPLITS, job_field
 from quire.kernels.hopper.softmax import empty_state, merge, merge_acc
+from quire.kernels.hopper.tile_scheduler import INDEX, SLOT, SPLITS, job_field
 
 
 class Partials(NamedTuple):
-    """Slots for partial states. acc: float32 [slots, c.tile_rows, head_dim]; ml: float32 [slots, c.tile_rows, 2], pairs
-    (m, l); arrivals: int32 [slots, c.consumers], zeros before and after a launch, of which those of a tile's first slot
-    count how many of its partial states are stored.
+    """Slots for partial states of 64 rows for each consumer. acc: float32 [slots, c.consumers * 64, c.dim]; ml: float32
+    [slots, c.consumers * 64, 2], pairs (m, l); arrivals: int32 [slots, c.consumers], zeros before and after a launch,
+    of which those of a tile's first slot count how many of its partial states are stored.
     """
 
     acc: tl.tensor
@@ -29,17 +30,17 @@ class Partials(NamedTuple):
 
 @gluon.jit
 def _addresses(partials, slot, W: gl.constexpr, layout: gl.constexpr, c: gl.constexpr):
-    """Where the rows of consumer W are in a slot: of acc, and of m."""
+    """Where the state of consumer W is in a slot: acc, and m."""
     flat: gl.constexpr = gl.SliceLayout(1, layout)
-    r = slot.to(gl.int64) * c.tile_rows + W * 64 + gl.arange(0, 64, flat)
+    r = slot.to(gl.int64) * (c.consumers * 64) + W * 64 + gl.arange(0, 64, flat)
     d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
     return partials.acc + (r[:, None] * c.dim + d[None, :]), partials.ml + r * 2
 
 
 @gluon.jit
 def combine(acc, m, l, partials, mailbox, i, W: gl.constexpr, c: gl.constexpr):
-    """Store the state of consumer W's rows in the i-th job and, if all other units of its tile have stored theirs,
-    merge them. Returns whether that was done, and the state.
+    """Store consumer W's state of the i-th job and, if it has been stored for all other units of the tile, merge them.
+    Returns whether that was done, and the state.
     """
     layout: gl.constexpr = acc.type.layout
     flat: gl.constexpr = m.type.layout
