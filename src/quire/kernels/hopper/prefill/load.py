@@ -47,8 +47,8 @@ def cache_of(x, page, token, head, c: gl.constexpr):
 
 
 class Stages(NamedTuple):
-    """Stages of blocks in shared memory, each with two mbarriers: the producer arrives at `full`, each consumer at
-    `empty`.
+    """Stages of blocks in shared memory, each with two mbarriers: the producer arrives at `full`, each thread of the
+    consumers at `empty`.
     """
 
     data: gl.shared_memory_descriptor
@@ -83,7 +83,7 @@ def _allocate_stages(
 ):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, width], dtype)
     data = gl.allocate_shared_memory(dtype, [c.stages * parts, c.block_n, width], layout)
-    return Stages(data, _barriers(c.stages, arrivals), _barriers(c.stages, c.consumers))
+    return Stages(data, _barriers(c.stages, arrivals), _barriers(c.stages, 128 * c.consumers))
 
 
 @gluon.jit

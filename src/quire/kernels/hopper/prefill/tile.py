@@ -201,6 +201,14 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
 
 
 @gluon.jit
+def _release(bar):
+    """Arrive at the mbarrier of an empty stage with each thread, since an arrival by one thread would be preceded by a
+    barrier of all warps. It waits for the thread's own asynchronous copies.
+    """
+    async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
 def _step(
     acc, p, m, l, queries, pipeline, n, rows, block, mask, W: gl.constexpr, masked: gl.constexpr, c: gl.constexpr
 ):
@@ -210,11 +218,11 @@ def _step(
     s = _start_qk(queries, pipeline, n, W, c)
     acc = _start_pv(acc, p, pipeline, n - 1, c)
     s = warpgroup_mma_wait(1, [s])
-    mbarrier.arrive(pipeline.k.empty.index(n % c.stages), count=1)
+    _release(pipeline.k.empty.index(n % c.stages))
     p, m, l, alpha = _softmax(s, m, l, rows, block, queries, mask, pipeline.v.data.dtype, masked, c)
     l = _hold(l)
     acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(pipeline.v.empty.index((n - 1) % c.stages), count=1)
+    _release(pipeline.v.empty.index((n - 1) % c.stages))
     return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None], p, m, l
 
 
@@ -264,9 +272,9 @@ def _pass(pipeline, mailbox, i, n, c: gl.constexpr):
     for j in range(n, end):
         stage, phase = j % c.stages, j // c.stages & 1
         mbarrier.wait(pipeline.k.full.index(stage), phase)
-        mbarrier.arrive(pipeline.k.empty.index(stage), count=1)
+        mbarrier.arrive(pipeline.k.empty.index(stage), count=128)
         mbarrier.wait(pipeline.v.full.index(stage), phase)
-        mbarrier.arrive(pipeline.v.empty.index(stage), count=1)
+        mbarrier.arrive(pipeline.v.empty.index(stage), count=128)
     return end
 
 
@@ -289,7 +297,7 @@ def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.const
     l = gl.sum(gl.full([64, c.block_n], 0.0, gl.float32, L).reshape([64, c.block_n // 8, 8]), 1)
     acc = gl.full([64, c.dim], 0.0, gl.float32, O)
     s = warpgroup_mma_wait(0, [s])
-    mbarrier.arrive(pipeline.k.empty.index(n % c.stages), count=1)
+    _release(pipeline.k.empty.index(n % c.stages))
     if c.box > 0:
         _clear_values(pipeline, n, last, request, mask, c)
     p, m, l, _alpha = _softmax(s, m, l, rows, last, queries, mask, pipeline.v.data.dtype, True, c)
@@ -332,7 +340,7 @@ def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr,
             if not c.transform:
                 m = m * queries.scale
             acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(pipeline.v.empty.index(n % c.stages), count=1)
+            mbarrier.arrive(pipeline.v.empty.index(n % c.stages), count=128)  # does not wait for copies of queries
             n += 1
             complete = True
             if c.split:  # noqa: SIM102, "and" would generate code for partial states
