@@ -235,7 +235,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
         assert "aligned to 16 bytes" in host.refuses(call)
     far = torch.empty(2, 1 << 17, 128, dtype=torch.bfloat16, device="meta")[:, :2]
     call = Call(far, batch.k, batch.v, batch.qo, batch.kv, spec)
-    assert "strides of queries must be below 16777216" in host.refuses(call)
+    assert "strides of queries must be below 8388608" in host.refuses(call)
     host._launcher.cache_clear()
 
 
@@ -273,10 +273,11 @@ def test_work_units_cover_all_tiles(split, monkeypatch, rng):
     cut = 0
     for _ in range(60):
         group, heads, window = rng.choice((1, 4, 7)), rng.choice((1, 3, 8)), rng.choice((-1, -1, 70, 5000))
+        tile_rows, size = rng.choice(((128, 128), (192, 64), (64, 64)))  # rows, and keys of a block
         c = SimpleNamespace(
-            group=group, heads=heads, tile_rows=128, block_n=128, unit_size=128, load_warps=1, dim=128, dim_qk=128,
-            window=window >= 0, right=rng.choice((0, 0, -1)), page_size=0, split=split, most_q_len=0, items=False,
-            least_q_len=0 if split else 64 // group + 1,
+            group=group, heads=heads, tile_rows=tile_rows, block_n=size, unit_size=size, load_warps=1, dim=128,
+            dim_qk=128, window=window >= 0, right=rng.choice((0, 0, -1)), page_size=0, split=split, most_q_len=0,
+            least_q_len=0 if split else 64 // group + 1, items=False,
         )  # fmt: skip
         count = rng.choice((1, 2, 5, 40, 70))
         kv_lens = [rng.choice((0, 1, 300, rng.randint(1, 3000), 20_000 if count < 9 else 7)) for _ in range(count)]
@@ -292,22 +293,22 @@ def test_work_units_cover_all_tiles(split, monkeypatch, rng):
             for b, n in enumerate(q_lens)
             if split or n * group > 64
             for h in range(heads)
-            for row in range(0, n * group, 128)
+            for row in range(0, n * group, tile_rows)
         }
         assert tiles.keys() == expected
         for (b, _h, row), units in tiles.items():
-            past, last_row = kv_lens[b] - q_lens[b], min(row + 128, q_lens[b] * group) - 1
+            past, last_row = kv_lens[b] - q_lens[b], min(row + tile_rows, q_lens[b] * group) - 1
             end = kv_lens[b] if c.right < 0 else min(kv_lens[b], past + last_row // group + 1)
             start = max(past + row // group - window, 0) if window >= 0 else 0
-            last = max((end - 1) // 128, 0)
+            last = max((end - 1) // size, 0)
             blocks = sorted(x for job in units for x in range(job.first, job.last + 1))
-            assert blocks == list(range(min(start // 128, last), last + 1))
+            assert blocks == list(range(min(start // size, last), last + 1))
             assert sorted(job.index for job in units) == list(range(units[0].splits))
             assert len({(job.slot, job.splits) for job in units}) == 1
         used = [job.slot + job.index for job in jobs if job.splits > 1]
         assert len(used) == len(set(used))
         assert not used or max(used) < slots
-        levels = [max(-(-kv_lens[job.b] // 128), 1).bit_length() for job in jobs]
+        levels = [max(-(-kv_lens[job.b] // size), 1).bit_length() for job in jobs]
         assert window >= 0 or levels == sorted(levels, reverse=True)
         cut += bool(used)
     assert cut > 3 if split else cut == 0
@@ -333,7 +334,7 @@ def test_kernels_compile(name):
     order = "".join(re.findall(r"(MUFU\.EX2|FFMA|HGMMA|DEPBAR\.LE gsb0, 0x[01]|STL|LDL)", text))
     assert "setmaxnreg" in usage.asm["ptx"]
     loops = re.findall(r"HGMMADEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", order)
-    assert len(loops) >= 4  # blocks with and without a mask, of two consumers
+    assert len(loops) >= 2 * c.consumers  # blocks with and without a mask
     if name != "all":
         block_n = host.block_size(spec)
         assert all(x.count("MUFU.EX2") >= block_n // 2 for x in loops)

@@ -16,8 +16,7 @@ from quire.kernels.hopper.prefill.kernel import Config, prefill
 from quire.kernels.hopper.schedule import decode_tokens
 
 _MIN_BOX = 8  # keys: the rows of one swizzled block of shared memory
-_TILE_ROWS = 128
-_MAX_Q_STRIDE = (1 << 31) // _TILE_ROWS  # offsets within a tile have 32 bits
+_MAX_Q_STRIDE = (1 << 31) // 256  # offsets within a tile, which has fewer rows than 256, have 32 bits
 _SLOTS, _MOST_SLOTS = 2, 8  # for partial states, per program
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of queries and keys, and of values
 
@@ -77,8 +76,9 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
     """
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length, negative = flags
     dim = spec.head_dim_qk
-    block_n = block_size(spec)
+    block_n, consumers = block_size(spec), _consumers(spec)
     cap, alibi, fp8 = spec.logits_soft_cap > 0, spec.pos_encoding == "ALIBI", spec.kv_dtype in FLOATS8
+    load_registers = 24 if box else 88 if fp8 else 56
     return Config(
         heads=spec.num_kv_heads,
         group=spec.group_size,
@@ -93,11 +93,14 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         unit_size=block_n,
         split=not spec.batch_invariant,
         least_q_len=decode_tokens(spec) + 1 if spec.batch_invariant else 0,
-        tile_rows=_TILE_ROWS,
-        stages=4 if dim == 64 else 2,
-        registers=240 if box else 208 if fp8 else 224,
-        load_registers=24 if box else 88 if fp8 else 56,
+        consumers=consumers,
+        tile_rows=64 * consumers,
+        stages=8 if dim == 64 else 2,
+        registers=_registers(consumers, load_registers),
+        load_registers=load_registers,
         load_warps=1 if box else 4,
+        packed=box == 0 or dim == 256,
+        lazy=dim == 256,
         right=keys_to_the_right(spec),
         window=spec.window_left >= 0,
         mask=spec.custom_mask,
@@ -117,14 +120,32 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
 
 def block_size(spec: AttentionSpec) -> int:
     """Keys in a block."""
-    return 64 if spec.head_dim_qk == 256 else 128
+    return 64 if spec.head_dim_qk in (64, 256) else 128
+
+
+def _consumers(spec: AttentionSpec) -> int:
+    """Consumers of a program: for three there are enough registers with heads of 64."""
+    return 3 if spec.head_dim_qk == 64 else 2
+
+
+def _tile_rows(spec: AttentionSpec) -> int:
+    return 64 * _consumers(spec)
+
+
+def _registers(consumers: int, load_registers: int) -> int:
+    """Registers per thread of a consumer. All warp groups start with as many, a multiple of 8 that fits a
+    multiprocessor's 65,536; then the producer gives up some of its own.
+    """
+    groups = consumers + 1
+    start = (1 << 16) // (128 * groups) // 8 * 8
+    return (start * groups - load_registers) // consumers // 8 * 8
 
 
 def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
     """Bytes for partial states. The kernel uses as many slots as there are, up to _MOST_SLOTS per program. It cuts no
     tiles of batch-invariant layers.
     """
-    return 0 if spec.batch_invariant else _SLOTS * processors * _TILE_ROWS * (spec.head_dim_vo + 2) * 4
+    return 0 if spec.batch_invariant else _SLOTS * processors * _tile_rows(spec) * (spec.head_dim_vo + 2) * 4
 
 
 @lru_cache(maxsize=1024)
@@ -153,8 +174,9 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     slots, partials = 0, None
     if c.split:
         partials = call.float_workspace_for(float_workspace_size(spec, processors, call.max_q_len) // 4)
-        slots = min(partials.numel() // (_TILE_ROWS * (spec.head_dim_vo + 2)), _MOST_SLOTS * processors)
-    counter = call.int_workspace_for(1 + 2 * slots, 1 + 2 * slots)
+        slots = min(partials.numel() // (c.tile_rows * (spec.head_dim_vo + 2)), _MOST_SLOTS * processors)
+    words = 1 + c.consumers * slots
+    counter = call.int_workspace_for(words, words)
     bits, bits_indptr, bits_size = (None, None, 0) if mask is None else (mask.bits, mask.indptr, mask.bits.shape[0])
     prefix_lens, positions, items_len = (
         (None, None, 0) if items is None else (items.prefix_lens, items.positions, items.length)

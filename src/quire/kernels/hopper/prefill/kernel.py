@@ -1,8 +1,8 @@
 """The prefill kernel: its compile-time configuration and its entry point.
 
 A program is a producer (`load.py`), which loads keys and values into the stages of a pipeline in shared memory, and two
-consumers (`tile.py`), each of which computes 64 query rows of a tile. Programs are persistent, one on a multiprocessor:
-the producer finds work (`tile_scheduler.py`), and is ahead of the consumers across the ends of tiles.
+or three consumers (`tile.py`), each of which computes 64 query rows of a tile. Programs are persistent, one on a
+multiprocessor: the producer finds work (`tile_scheduler.py`), and is ahead of the consumers across the ends of tiles.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ class Config:
     box: int  # keys that TMA loads at once; 0: keys are copied one by one
     block_n: int  # keys in a block
     stages: int  # blocks in the pipeline
+    consumers: int  # each of which has 64 query rows of a tile
+    tile_rows: int  # query rows of a tile
     registers: int  # per thread of a consumer
     load_registers: int  # per thread of the producer
     load_warps: int  # of the producer
+    packed: bool  # P is kept as pairs of 16-bit elements, where there are few registers
+    lazy: bool  # states are rescaled only where maxima grow by more than LARGEST_GROWTH
     right: int  # keys to the right of its position that a row sees; -1: all
     window: bool
     mask: bool  # custom masks
@@ -58,15 +62,13 @@ class Config:
     split: bool  # tiles may be cut into several work units; no if batch-invariant
     least_q_len: int  # query tokens of the requests that this launch computes; 0: any number
     most_q_len: int = 0
-    tile_rows: int = 128  # query rows of a tile
-    consumers: int = 2
     packed_heads: int = 1
 
 
 @gluon.jit
 def _consume_last(tables, queries, pipeline, mailbox, partials, output, mask, c: gl.constexpr):
-    """The second consumer, which also clears the padding of the output."""
-    consume(queries, pipeline, mailbox, partials, output, mask, 1, c)
+    """The last consumer, which also clears the padding of the output."""
+    consume(queries, pipeline, mailbox, partials, output, mask, c.consumers - 1, c)
     clear_padding(tables, output, c)
 
 
@@ -89,9 +91,9 @@ def prefill(
     """Attention of a batch of requests over pages or ragged rows, with any numbers of query tokens.
 
     q, k, v, out: as in `quire.kernels.registry.Call` (q_pe and k_pe are None); k and v are descriptors of boxes if
-    c.box > 0. lse: float32 [tokens, heads]. partials: None unless c.split, float32 [slots, 128, dim] and after it
-    [slots, 128, 2]; counter: int32 [1 + 2 * slots], 0 before and after. Strides are in elements; those of q, k and v
-    are multiples of 16 bytes. slopes, scale and cap are in base 2.
+    c.box > 0. lse: float32 [tokens, heads]. partials: None unless c.split, float32 [slots, tile_rows, dim] and after it
+    [slots, tile_rows, 2]; counter: int32 [1 + consumers * slots], 0 before and after. Strides are in elements; those of
+    q, k and v are multiples of 16 bytes. slopes, scale and cap are in base 2.
     """
     mask = Mask(window, mask_bits, mask_indptr, mask_size, prefix_lens, item_positions, items_len)
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
@@ -109,12 +111,24 @@ def prefill(
     queries = Queries(q, q_token, q_head, q_shared, scale, cap, q_scale, k_scale, slopes)
     gdc_launch_dependents()
     gdc_wait()
-    gl.warp_specialize(
-        [
-            (consume, (queries, pipeline, mailbox, states, output, mask, 0, c)),
-            (_consume_last, (tables, queries, pipeline, mailbox, states, output, mask, c)),
-            (load, (tables, k, v, pipeline, mailbox, counter, slots, c)),
-        ],
-        [4, c.load_warps],
-        [c.registers, c.load_registers],
-    )
+    if c.consumers == 2:
+        gl.warp_specialize(
+            [
+                (consume, (queries, pipeline, mailbox, states, output, mask, 0, c)),
+                (_consume_last, (tables, queries, pipeline, mailbox, states, output, mask, c)),
+                (load, (tables, k, v, pipeline, mailbox, counter, slots, c)),
+            ],
+            [4, c.load_warps],
+            [c.registers, c.load_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (queries, pipeline, mailbox, states, output, mask, 0, c)),
+                (consume, (queries, pipeline, mailbox, states, output, mask, 1, c)),
+                (_consume_last, (tables, queries, pipeline, mailbox, states, output, mask, c)),
+                (load, (tables, k, v, pipeline, mailbox, counter, slots, c)),
+            ],
+            [4, 4, c.load_warps],
+            [c.registers, c.registers, c.load_registers],
+        )

@@ -1,4 +1,4 @@
-"""A consumer: one warp group, which computes half of the query rows of each tile.
+"""A consumer: one warp group, which computes 64 of the query rows of each tile.
 
 The products QK of a block and PV of the block before it run while the softmax of the former is computed: see `_step`.
 """
@@ -46,6 +46,8 @@ from quire.kernels.hopper.tile_scheduler import (
     visible_block,
     wait_for_job,
 )
+
+LARGEST_GROWTH = gl.constexpr(8.0)  # of maxima in base 2, below which a state is not rescaled with c.lazy
 
 
 class Queries(NamedTuple):
@@ -158,7 +160,7 @@ def _start_pv(acc, p, pipeline, n, c: gl.constexpr):
     mbarrier.wait(pipeline.v.full.index(stage), n // c.stages & 1)
     if c.box == 0:
         fence_async_shared()
-    p = _unpack(p, pipeline.v.data.dtype) if c.box == 0 else p.to(pipeline.v.data.dtype)
+    p = _unpack(p, pipeline.v.data.dtype) if c.packed else p.to(pipeline.v.data.dtype)
     p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
     return warpgroup_mma(p, pipeline.v.data.index(stage), acc, is_async=True)
 
@@ -177,7 +179,8 @@ def _transform(s, rows, j, queries, c: gl.constexpr):
 @gluon.jit
 def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: gl.constexpr, c: gl.constexpr):
     """Take a block's logits into the state of the rows. Returns its probabilities, m, l and the factor of acc. m is the
-    largest logit before it is scaled by queries.scale; l: [64, 8], sums of every eighth probability.
+    largest logit before it is scaled by queries.scale, or with c.lazy a smaller one, by LARGEST_GROWTH at most after it
+    is scaled; l: [64, 8], sums of every eighth probability.
     """
     scale = 1.0 if c.transform else queries.scale
     if c.transform:
@@ -187,6 +190,8 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
         L: gl.constexpr = s.type.layout
         s = gl.where(visible_in_block(rows.mask, block * c.block_n, L, mask, c), s, -float("inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
+    if c.lazy:
+        m_new = gl.where((m_new - m) * scale > LARGEST_GROWTH, m_new, m)
     base = exponent_base(m_new) * scale if masked else m_new * scale
     if c.split:
         p = gl.exp2(s * scale - base[:, None])
@@ -195,9 +200,42 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
     alpha = gl.exp2(m * scale - base)
     sums = gl.sum(p.reshape([64, c.block_n // 8, 8]), 1)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None] + sums
-    if c.box == 0:  # consumers have fewer registers then
+    if c.packed:
         p = _pack(p, dtype)
     return p, m_new, l, alpha
+
+
+@gluon.constexpr_function
+def _rescaling(count):
+    """PTX that multiplies `count` accumulators of a thread, of two rows, by the factors of their rows, and skips that
+    where the factors of all rows of the warp are 1.
+    """
+    copies = "".join(f"mov.b32 ${i}, ${count + i}; " for i in range(count))
+    products = "".join(f"mul.f32 ${i}, ${count + i}, ${2 * count + i % 4 // 2 * 2}; " for i in range(count))
+    factors = f"${2 * count}", f"${2 * count + 2}"  # accumulators alternate in pairs between the two rows
+    changed = "setp.neu.f32 p, {}, 0f3F800000; setp.neu.or.f32 p, {}, 0f3F800000, p;".format(*factors)
+    return (
+        f"{{ .reg .pred p; {copies} {changed} vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni ONES; "
+        f"{products} ONES: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescaling_constraints(count):
+    return ",".join(["=f"] * count + ["f"] * 2 * count)
+
+
+@gluon.jit
+def _rescale(acc, alpha, c: gl.constexpr):
+    """Multiply the rows of acc by alpha."""
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
+    if not c.lazy:
+        return acc * alpha
+    else:  # which is not left out: the compiler goes on after a return
+        ptx: gl.constexpr = _rescaling(64)
+        constraints: gl.constexpr = _rescaling_constraints(64)
+        alpha += gl.zeros_like(acc)
+        return gl.inline_asm_elementwise(ptx, constraints, [acc, alpha], gl.float32, is_pure=True, pack=64)
 
 
 @gluon.jit
@@ -223,14 +261,14 @@ def _step(
     l = _hold(l)
     acc = warpgroup_mma_wait(0, [acc])
     _release(pipeline.v.empty.index((n - 1) % c.stages))
-    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None], p, m, l
+    return _rescale(acc, alpha, c), p, m, l
 
 
 @gluon.jit
 def _clear_values(pipeline, n, block, request, mask, c: gl.constexpr):
     """Zero the values of keys that the request does not have, or that none of its rows sees, in the n-th block, which
-    TMA has loaded: what is stored there may be NaN, which a probability of 0 does not hide. Both consumers do it, each
-    before it uses the block, and write the same, so that neither waits for the other.
+    TMA has loaded: what is stored there may be NaN, which a probability of 0 does not hide. All consumers do it, each
+    before it uses the block, and write the same, so that none waits for another.
     """
     if partly_needed(request, block * c.block_n, (block + 1) * c.block_n, mask, c):
         stage = n % c.stages
