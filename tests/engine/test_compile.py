@@ -61,6 +61,25 @@ def test_tokens_are_those_of_eager_layers_and_layers_share_code(traced, tmp_path
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])
+def test_layers_compute_the_norm_of_the_next_one(traced, tmp_path, monkeypatch, name):
+    """Only the first norm of a step is computed by itself. OLMo 2 has none at the start of its layers."""
+    calls, run = [], Regions._run_norm
+
+    def counted(regions, norm, x):
+        calls.append(regions._normed is None or x is not regions._output)
+        return run(regions, norm, x)
+
+    monkeypatch.setattr(Regions, "_run_norm", counted)
+    save(name, tmp_path)
+    with LLM(tmp_path, page_size=4, num_pages=64, compile=True) as llm:
+        regions, layers = llm.model._regions, len(llm.model._regions.layers)
+        calls.clear()
+        llm.generate([5, 6, 7], SamplingParams(max_tokens=1))
+        assert regions._normed is regions._output is None
+    assert calls == ([True] if name == "olmo2" else [True] + [False] * layers)
+
+
 def test_a_cpu_runs_eagerly_unless_asked(tmp_path):
     save("llama", tmp_path)
     with pytest.raises(ValueError, match="compile = 'yes': it must be True, False or 'auto'"):

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from quire.engine import projections
 from quire.engine.attend import NAME, Padded, Record, Step, attention, running
 from quire.engine.generation import read_generation_config
-from quire.engine.regions import Regions, compile_errors, compiling, decoder_layers, last_norms
+from quire.engine.regions import Regions, compile_errors, compiling, decoder_layers, last_norms, recorded_norms
 from quire.steps import Layer
 
 _READERS = 8  # threads that copy weights to a device
@@ -256,7 +256,10 @@ class Model:
             module.quire_index = torch.tensor(index, device="cpu")
         layers = decoder_layers(self.network, self._attentions)
         projections.replace_linears(layers)
-        self._regions = Regions(layers + last_norms(self.network, layers))
+        norms = last_norms(self.network, layers)
+        with recorded_norms(layers, norms) as handed:
+            self._record([0])
+        self._regions = Regions(layers, norms, handed)
         self._regions.enable(True)
 
     @contextmanager

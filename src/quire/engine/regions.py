@@ -1,15 +1,21 @@
-"""torch.compile of a model's decoder layers and last norm: one compiled function for all modules of a class."""
+"""torch.compile of a model's decoder layers and last norm: one compiled function for all modules of a class.
+
+A layer ends with a sum, and the next one begins with the norm of that. Layers are compiled one by one, so these would
+be two kernels. A layer therefore computes in one kernel the sum and the norm with which the next module begins.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def decoder_layers(network: nn.Module, attentions: Iterable[nn.Module]) -> list[nn.Module]:
@@ -38,6 +44,56 @@ def last_norms(network: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     ]
 
 
+@dataclass(frozen=True)
+class Norms:
+    """Which norms take the input and the output of a layer as they are, by layers; those that no other module calls."""
+
+    first: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    following: dict[nn.Module, nn.Module] = field(default_factory=dict)
+
+
+@contextmanager
+def recorded_norms(layers: list[nn.Module], norms: list[nn.Module]) -> Iterator[Norms]:
+    """Record the norms of layers' inputs and outputs while the context lasts.
+
+    Args:
+        norms: modules beside the layers; norms within layers are modules of the same classes.
+
+    Yields:
+        what is complete after the context.
+    """
+    kinds = {type(norm) for norm in norms}
+    within = [child for layer in layers for child in layer.children() if type(child) in kinds]
+    inputs: list[tuple[nn.Module, tuple[Any, ...]]] = []  # the tensors are kept, so that none has the id of another
+    outputs: list[tuple[nn.Module, Any]] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda module, args: inputs.append((module, args)))
+        for module in (*layers, *within, *norms)
+    ]
+    hooks += [layer.register_forward_hook(lambda layer, _, output: outputs.append((layer, output))) for layer in layers]
+    found = Norms()
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+    calls = [module for module, _ in inputs]
+
+    def norm_of(x: Any) -> nn.Module | None:
+        takers = [m for m, args in inputs if type(m) in kinds and len(args) == 1 and args[0] is x]
+        alone = isinstance(x, Tensor) and len(takers) == 1 and calls.count(takers[0]) == 1
+        return takers[0] if alone else None
+
+    for layer, args in inputs:
+        norm = norm_of(args[0]) if layer in layers and args else None
+        if norm is not None:
+            found.first[layer] = norm
+    for layer, output in outputs if found.first else []:  # a last norm alone would make the last layer unlike others
+        norm = norm_of(output)
+        if norm is not None:
+            found.following[layer] = norm
+
+
 class Regions:
     """Decoder layers and norms of a network whose `forward` can be compiled.
 
@@ -46,28 +102,63 @@ class Regions:
 
     Args:
         layers: the modules. Those of one class share compiled code, where they differ in weights alone.
+        norms: modules beside the layers, which are compiled, too.
+        handed: norms that are computed where their input is.
         backend: of torch.compile.
 
     Attributes:
         on: whether the layers run compiled.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], backend: str = "inductor") -> None:
-        self.layers = list(layers)
-        self.on = False
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        norms: Iterable[nn.Module] = (),
+        handed: Norms | None = None,
+        backend: str = "inductor",
+    ) -> None:
+        handed = handed or Norms()
+        self.layers, self.on = list(layers), False
+        self._first, self._norms = handed.first, [*norms, *handed.first.values()]
+        for layer in self.layers:
+            norms_of = {"quire_first": handed.first.get(layer), "quire_following": handed.following.get(layer)}
+            layer.__dict__.update(norms_of)
+        for norm in self._norms:
+            norm.__dict__.update(quire_normed=None)
+        # The output of the last layer that ran, and its norm, until a module takes it.
+        self._output: Tensor | None = None
+        self._normed: Tensor | None = None
+        forwards = {type(layer): _handing_over(type(layer).forward) for layer in self.layers}
+        forwards |= {type(norm): type(norm).forward for norm in self._norms}
         self._compiled = {
-            kind: torch.compile(_own(kind.forward), fullgraph=True, dynamic=True, backend=backend)
-            for kind in {type(layer) for layer in self.layers}
+            kind: torch.compile(_own(forward), fullgraph=True, dynamic=True, backend=backend)
+            for kind, forward in forwards.items()
         }
 
     def enable(self, on: bool) -> None:
         """Run the layers compiled, or as Transformers has them."""
-        self.on = on
-        for layer in self.layers:
-            if on:
-                layer.forward = MethodType(self._compiled[type(layer)], layer)
-            else:
-                layer.__dict__.pop("forward", None)
+        self.on, self._output, self._normed = on, None, None
+        for module in (*self.layers, *self._norms):
+            module.__dict__.pop("forward", None)
+        if on:
+            for layer in self.layers:
+                layer.forward = partial(self._run_layer, layer)
+            for norm in self._norms:
+                norm.forward = partial(self._run_norm, norm)
+            for norm in self._first.values():
+                norm.forward = MethodType(_given, norm)
+
+    def _run_layer(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        normed = self._run_norm(self._first[layer], args[0]) if layer in self._first else None
+        output, self._normed = self._compiled[type(layer)](layer, normed, *args, **kwargs)
+        self._output = None if self._normed is None else output
+        return output
+
+    def _run_norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """The norm of a tensor, which has been computed if that is the output of the last layer."""
+        normed = self._normed if x is self._output else None
+        self._output = self._normed = None
+        return self._compiled[type(norm)](norm, x) if normed is None else normed
 
     def give_up(self, error: Exception) -> None:
         """Run the layers as Transformers has them from now on, and warn of the reason."""
@@ -103,6 +194,29 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def _handing_over(forward: Any) -> Any:
+    """A layer's `forward` that takes the norm of its input, and returns that of its output after the output; None where
+    there is none.
+    """
+
+    def run(layer: Any, normed: Tensor | None, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
+        first, following = layer.quire_first, layer.quire_following
+        if first is not None:
+            first.quire_normed = normed
+        output = forward(layer, *args, **kwargs)
+        if first is not None:
+            first.quire_normed = None
+        return output, None if following is None else type(following).forward(following, output)
+
+    return run
+
+
+def _given(norm: Any, x: Tensor) -> Tensor:
+    """The `forward` of a norm that has been computed: see `_handing_over`."""
+    normed: Tensor = norm.quire_normed
+    return normed
 
 
 def _own(function: Any) -> Any:
