@@ -46,7 +46,7 @@ def last_norms(network: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Norms:
-    """Which norms take the input and the output of a layer as they are, by layers; those that no other module calls."""
+    """By layers, the norm of a layer's input and that of its output, each computed once in a forward pass."""
 
     first: dict[nn.Module, nn.Module] = field(default_factory=dict)
     following: dict[nn.Module, nn.Module] = field(default_factory=dict)
@@ -54,13 +54,13 @@ class Norms:
 
 @contextmanager
 def recorded_norms(layers: list[nn.Module], norms: list[nn.Module]) -> Iterator[Norms]:
-    """Record the norms of layers' inputs and outputs while the context lasts.
+    """Record the norms of layers' inputs and outputs in a forward pass within the context.
 
     Args:
         norms: modules beside the layers; norms within layers are modules of the same classes.
 
     Yields:
-        what is complete after the context.
+        the norms, once the context has ended.
     """
     kinds = {type(norm) for norm in norms}
     within = [child for layer in layers for child in layer.children() if type(child) in kinds]
@@ -103,7 +103,7 @@ class Regions:
     Args:
         layers: the modules. Those of one class share compiled code, where they differ in weights alone.
         norms: modules beside the layers, which are compiled, too.
-        handed: norms that are computed where their input is.
+        handed: norms that a layer computes for the module after it; None: no layer does.
         backend: of torch.compile.
 
     Attributes:
@@ -125,7 +125,7 @@ class Regions:
             layer.__dict__.update(norms_of)
         for norm in self._norms:
             norm.__dict__.update(quire_normed=None)
-        # The output of the last layer that ran, and its norm, until a module takes it.
+        # The output of the last layer that ran, and its norm, until the next module takes it.
         self._output: Tensor | None = None
         self._normed: Tensor | None = None
         forwards = {type(layer): _handing_over(type(layer).forward) for layer in self.layers}

@@ -240,8 +240,8 @@ def _rescale(acc, alpha, c: gl.constexpr):
 
 @gluon.jit
 def _release(bar):
-    """Arrive at the mbarrier of an empty stage with each thread, since an arrival by one thread would be preceded by a
-    barrier of all warps. It waits for the thread's own asynchronous copies.
+    """Release a stage whose products this warp has waited for. Each thread arrives for itself: Triton puts a barrier of
+    all warps before the usual arrival, which one thread makes. An arrival waits for the thread's asynchronous copies.
     """
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
