@@ -54,7 +54,8 @@ class Norms:
 
 @contextmanager
 def recorded_norms(layers: list[nn.Module], norms: list[nn.Module]) -> Iterator[Norms]:
-    """Record the norms of layers' inputs and outputs in a forward pass within the context.
+    """Record the norms of layers' inputs and outputs in a forward pass within the context. There are none, unless all
+    layers begin with a norm, and one follows the last layer.
 
     Args:
         norms: modules beside the layers; norms within layers are modules of the same classes.
@@ -84,14 +85,12 @@ def recorded_norms(layers: list[nn.Module], norms: list[nn.Module]) -> Iterator[
         alone = isinstance(x, Tensor) and len(takers) == 1 and calls.count(takers[0]) == 1
         return takers[0] if alone else None
 
-    for layer, args in inputs:
-        norm = norm_of(args[0]) if layer in layers and args else None
-        if norm is not None:
-            found.first[layer] = norm
-    for layer, output in outputs if found.first else []:  # a last norm alone would make the last layer unlike others
-        norm = norm_of(output)
-        if norm is not None:
-            found.following[layer] = norm
+    starts = [(module, args[0]) for module, args in inputs if module in layers and args]
+    first = {layer: norm for layer, x in starts if (norm := norm_of(x)) is not None}
+    following = {layer: norm for layer, output in outputs if (norm := norm_of(output)) is not None}
+    if len(first) == len(following) == len(layers):  # layers are alike then, and share compiled code
+        found.first.update(first)
+        found.following.update(following)
 
 
 class Regions:
