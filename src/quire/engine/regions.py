@@ -118,17 +118,16 @@ class Regions:
     ) -> None:
         handed = handed or Norms()
         self.layers, self.on = list(layers), False
-        self._first, self._norms = handed.first, [*norms, *handed.first.values()]
+        self._first, self._norms = handed.first, list(norms)
         for layer in self.layers:
-            norms_of = {"quire_first": handed.first.get(layer), "quire_following": handed.following.get(layer)}
-            layer.__dict__.update(norms_of)
-        for norm in self._norms:
+            layer.__dict__.update(quire_first=handed.first.get(layer), quire_following=handed.following.get(layer))
+        for norm in self._first.values():
             norm.__dict__.update(quire_normed=None)
         # The output of the last layer that ran, and its norm, until the next module takes it.
         self._output: Tensor | None = None
         self._normed: Tensor | None = None
         forwards = {type(layer): _handing_over(type(layer).forward) for layer in self.layers}
-        forwards |= {type(norm): type(norm).forward for norm in self._norms}
+        forwards |= {type(norm): type(norm).forward for norm in (*self._norms, *self._first.values())}
         self._compiled = {
             kind: torch.compile(_own(forward), fullgraph=True, dynamic=True, backend=backend)
             for kind, forward in forwards.items()
@@ -137,7 +136,7 @@ class Regions:
     def enable(self, on: bool) -> None:
         """Run the layers compiled, or as Transformers has them."""
         self.on, self._output, self._normed = on, None, None
-        for module in (*self.layers, *self._norms):
+        for module in (*self.layers, *self._norms, *self._first.values()):
             module.__dict__.pop("forward", None)
         if on:
             for layer in self.layers:
