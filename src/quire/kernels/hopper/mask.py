@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
 from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -148,18 +149,12 @@ def _item_starts(b, position, prefix_len, mask):
     return gl.where(at >= 0, position + 1 - in_item, 0)
 
 
-@gluon.constexpr_function
-def _power_of_two(n):
-    """The least power of two that is n or more."""
-    return 1 << (n - 1).bit_length()
-
-
 @gluon.jit
 def hidden_blocks(b, past, row, last_row, first, last, mask, c: gl.constexpr):
     """How many key blocks, and which is the first after them, are hidden from all rows of a tile, `row` to last_row,
     between the prefix and the rows' items. Of blocks first to last, the first and the last one are never among them.
     """
-    tokens: gl.constexpr = _power_of_two(c.tile_rows)
+    tokens: gl.constexpr = triton.next_power_of_2(c.tile_rows)
     i = row // c.group + gl.arange(0, tokens, gl.BlockedLayout([1], [32], [c.load_warps], [0]))
     prefix_len = gl.load(mask.prefix_lens + b).to(gl.int32)
     starts = _item_starts(b, past + i, prefix_len, mask)

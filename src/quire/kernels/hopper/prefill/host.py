@@ -16,7 +16,6 @@ from quire.kernels.hopper.prefill.kernel import Config, prefill
 from quire.kernels.hopper.schedule import decode_tokens
 
 _MIN_BOX = 8  # keys: the rows of one swizzled block of shared memory
-_MAX_Q_STRIDE = (1 << 31) // 256  # offsets within a tile, which has fewer rows than 256, have 32 bits
 _SLOTS, _MOST_SLOTS = 2, 8  # for partial states, per program
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of queries and keys, and of values
 
@@ -42,8 +41,9 @@ def refuses(call: Call) -> str | None:
     """Why the kernel, which copies 16 aligned bytes at a time, does not compute a call; None if it does."""
     if not all(is_aligned(x, x.ndim - 1, 16 // x.element_size()) for x in (call.q, call.k, call.v)):
         return "queries, keys and values must be aligned to 16 bytes, and their strides"
-    if max(call.q.stride()) >= _MAX_Q_STRIDE:
-        return f"strides of queries must be below {_MAX_Q_STRIDE} elements"
+    longest = (1 << 31) // _tile_rows(call.spec)  # offsets within a tile have 32 bits
+    if max(call.q.stride()) >= longest:
+        return f"strides of queries must be below {longest} elements"
     return None
 
 
