@@ -43,7 +43,7 @@ def programs_per_span(spec: AttentionSpec, max_q_len: int) -> int:
 
 def has_many_rows(spec: AttentionSpec, tokens: int, batch: int) -> bool:
     """Whether `prefill_latent` computes a batch of so many query tokens: if requests have many tiles, on average."""
-    return tokens * spec.num_qo_heads >= batch * _MANY_TILES * _BLOCK_M
+    return tokens * spec.num_qo_heads >= max(batch, 1) * _MANY_TILES * _BLOCK_M
 
 
 def _partial_rows(spec: AttentionSpec, max_q_len: int) -> int:
@@ -116,9 +116,9 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     wide = max(extent_in_elements(k), extent_in_elements(k_pe)) >= 1 << 31
     flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, wide, by_length)
     many_rows = has_many_rows(spec, tokens, batch)
-    c = config(spec, page_size, batch, 0 if many_rows else call.max_q_len, flags, many_rows)
+    c = config(spec, page_size, batch, call.max_q_len, flags, many_rows)
     if many_rows:
-        programs, room = processors, _SLOTS * processors  # slots
+        programs, room = processors, _SLOTS * processors
         partials = call.float_workspace_for(room * 2 * _BLOCK_M * (c.dim + 2))
         counters = 1 + 2 * room
     else:

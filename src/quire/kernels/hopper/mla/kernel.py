@@ -23,7 +23,7 @@ from quire.kernels.hopper.epilogue import Output, clear_padding, store_rows
 from quire.kernels.hopper.mask import Mask
 from quire.kernels.hopper.mla.combine import combine_span, partials_of, store_partial
 from quire.kernels.hopper.mla.load import Cache, allocate_pipeline, load_span, load_units
-from quire.kernels.hopper.mla.tile import Queries, Tile, attend, tile_of
+from quire.kernels.hopper.mla.tile import Queries, attend, tile_of, tile_of_unit
 from quire.kernels.hopper.schedule import Tables, find_span, quotient, request_at, segment_at
 from quire.kernels.hopper.tile_scheduler import (
     FIRST,
@@ -119,8 +119,8 @@ def consume_units(tables, queries, pipeline, mailbox, partials, output, consumer
     wait_for_job(mailbox, i)
     while job_field(mailbox, i, H) >= 0:
         request, row = job_request(mailbox, i), job_field(mailbox, i, ROW)
-        start, end = job_field(mailbox, i, FIRST) * c.block_n, (job_field(mailbox, i, LAST) + 1) * c.block_n
-        tile = Tile(row, gl.minimum(job_field(mailbox, i, ROWS) - row, c.block_m), start, end)
+        first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
+        tile = tile_of_unit(row, job_field(mailbox, i, ROWS), first, last, c)
         acc, m, l, n, tiles = attend(queries, pipeline, request, tile, n, tiles, tables.mask, consumer, c)
         complete = True
         if job_field(mailbox, i, SPLITS) > 1:

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from quire.kernels.hopper.mask import needed_keys
-from quire.kernels.hopper.mla.tile import Tile, tile_of
+from quire.kernels.hopper.mla.tile import tile_of, tile_of_unit
 from quire.kernels.hopper.schedule import page_of, request_at, segment_at
 from quire.kernels.hopper.tile_scheduler import find_unit, first_walk, next_unit, plan_units, post_job
 
@@ -168,12 +168,7 @@ def load_units(tables, cache, queries, pipeline, mailbox, counter, slots, c: gl.
         if job.first <= job.last:
             post_job(mailbox, i, job, c)
             i += 1
-            tile = Tile(
-                job.row,
-                gl.minimum(job.rows - job.row, c.block_m),
-                job.first * c.block_n,
-                (job.last + 1) * c.block_n,
-            )
+            tile = tile_of_unit(job.row, job.rows, job.first, job.last, c)
             n, tiles = load_tile(tables, cache, queries, pipeline, job, tile, n, tiles, c)
         unit = next_unit(counter, split)
     walk, job = find_unit(walk, unit, tables, split, c)

@@ -23,8 +23,8 @@ from quire.kernels.hopper.softmax import empty_state, exponent_base
 
 
 class Tile(NamedTuple):
-    """This program's part of a segment: `count` rows of a request from `row` on, none if count <= 0, and keys kv_start
-    to kv_end.
+    """What a program computes of a segment or of a work unit: `count` rows of a request from `row` on, none if
+    count <= 0, and keys kv_start to kv_end.
     """
 
     row: tl.tensor
@@ -68,6 +68,12 @@ def tile_of(request, segment, mask, c: gl.constexpr):
     start, last_row = segment.start * c.block_n, row + gl.maximum(count, 1) - 1
     start, end = tile_keys(request.kv_len - request.q_len, row, last_row, start, segment.kv_end, mask, c)
     return Tile(row, count, start, gl.where(count > 0, end, start))
+
+
+@gluon.jit
+def tile_of_unit(row, rows, first, last, c: gl.constexpr):
+    """The Tile of a work unit: rows from `row` on, of a request that has `rows`, and key blocks `first` to `last`."""
+    return Tile(row, gl.minimum(rows - row, c.block_m), first * c.block_n, (last + 1) * c.block_n)
 
 
 @gluon.jit
