@@ -26,9 +26,12 @@ def folder(tmp_path_factory):
 
 
 def random_requests(rng, count):
-    """Requests of which half want log-probabilities of their prompts, and many begin alike."""
+    """Requests of which half want log-probabilities of their prompts, and many begin alike. The first two decode side
+    by side until they would have more tokens than the cache, so that one of them is preempted.
+    """
     prefix = [rng.randrange(VOCAB) for _ in range(30)]
-    prompts, params = [], []
+    prompts = [[rng.randrange(VOCAB)] for _ in range(2)]
+    params = [SamplingParams(1.0, max_tokens=60, seed=rng.randrange(1000), ignore_eos=True) for _ in prompts]
     for _ in range(count):
         prompt = prefix[: rng.choice((0, 8, 30))] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
         asked = {"prompt_logprobs": rng.choice((None, None, 0, 1, 5)), "logprobs": rng.choice((None, 2))}
