@@ -40,7 +40,10 @@ class HostGluon:
     """What schedulers use of Gluon, on torch tensors and scalars."""
 
     int32, int64, float32, where = torch.int32, torch.int64, torch.float32, staticmethod(torch.where)
-    constexpr = BlockedLayout = staticmethod(lambda *x: x)
+    uint32 = torch.int64  # which torch can shift
+    constexpr = BlockedLayout = SliceLayout = staticmethod(lambda *x: x)
+    convert_layout, static_range = staticmethod(lambda x, layout: x), range
+    full = staticmethod(lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype))
     full_like, ceil = staticmethod(torch.full_like), staticmethod(torch.ceil)
     maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
     minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
@@ -49,7 +52,7 @@ class HostGluon:
     max = staticmethod(lambda x, axis: x.max())
     min = staticmethod(lambda x, axis: x.min())
     associative_scan = staticmethod(lambda x, axis, function: x.cumsum(0))
-    reduce = staticmethod(lambda x, axis, function: torch.tensor(functools.reduce(int.__or__, x.tolist())))
+    reduce = staticmethod(lambda x, axis, function: functools.reduce(torch.bitwise_or, x.unbind(axis)))
     load = staticmethod(lambda at, mask=True, other=0: torch.where(torch.as_tensor(mask), at.read(), other))
 
 
@@ -64,6 +67,29 @@ class Pointer:
 
     def read(self) -> torch.Tensor:
         return self.values[torch.as_tensor(self.at).clamp(0, len(self.values) - 1)]
+
+
+def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let functions of `mask.py` run on the host."""
+    from quire.kernels.hopper import mask
+
+    monkeypatch.setattr(mask, "gl", HostGluon())
+    for name, x in vars(mask).copy().items():
+        if hasattr(x, "fn"):
+            monkeypatch.setattr(mask, name, x.fn)
+
+
+def listed(request, row: int, last_row: int, first: int, last: int, given, c) -> tuple[set[int], set[int]]:
+    """Of a request's key blocks from the first to the last, by `visible_blocks`: those of which some row may see a key,
+    and those of which all rows see all keys.
+    """
+    from quire.kernels.hopper import mask
+
+    found: tuple[set[int], set[int]] = set(), set()
+    for base in range(last - 31, first - 32, -32):
+        for blocks, word in zip(found, mask.visible_blocks(request, row, last_row, first, base, given, c), strict=True):
+            blocks |= {base + i for i in range(32) if int(word) >> i & 1 and base + i >= first}
+    return found
 
 
 def ragged_tables(q_lens: list[int], kv_lens: list[int], window: int) -> SimpleNamespace:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.families import compute
-from helpers.hopper import HostGluon, Pointer, gpu
+from helpers.hopper import Pointer, gpu, listed, on_host
 from quire.bench.batches import random_batch, relative_error
 from quire.definition import AttentionSpec, oracle
 from quire.definition.items import Items
@@ -50,29 +50,29 @@ def test_items(change, kv_dtype, rng):
         assert relative_error(out, exact) < 3e-3
 
 
-def test_hidden_blocks_are_those_that_no_row_sees(monkeypatch, rng):
+def test_blocks_that_no_row_sees_are_left_out(monkeypatch, rng):
     """The blocks that a tile leaves out are hidden from all of its rows, and are all hidden ones behind its prefix."""
     left_out = 0
-    monkeypatch.setattr(mask, "gl", HostGluon())
-    monkeypatch.setattr(mask, "_item_starts", mask._item_starts.fn)
+    on_host(monkeypatch)
     for _ in range(40):
         group, n = rng.choice((1, 4, 7)), rng.choice((100, rng.randint(1, 3000), 5000))
-        q_len = rng.choice((n, rng.randint(1, n)))
-        items = items_of(rng, [n], torch.int32)
-        c = SimpleNamespace(group=group, tile_rows=128, block_n=128, load_warps=1)
+        request = SimpleNamespace(b=torch.tensor(0), q_len=rng.choice((n, rng.randint(1, n))), kv_len=n)
+        q_len, items = request.q_len, items_of(rng, [n], torch.int32)
+        c = SimpleNamespace(
+            group=group, tile_rows=128, block_n=128, load_warps=1, right=0, window=False, items=True, mask=False
+        )  # fmt: skip
         given = mask.Mask(None, None, None, None, Pointer(items.prefix_lens), Pointer(items.positions), items.length)
         seen = items.mask(0, q_len, n) & torch.ones(q_len, n).tril(n - q_len).bool()
         for row in range(0, q_len * group, 128):
             last_row = min(row + 128, q_len * group) - 1
-            i0, i1 = row // group, last_row // group
-            last = (n - q_len + i1) // 128
-            found = mask.hidden_blocks.fn(torch.tensor(0), n - q_len, row, last_row, 0, last, given, c)
-            count, end = map(int, found)
-            hidden = range(end - count, end)
-            assert all(not seen[i0 : i1 + 1, b * 128 : (b + 1) * 128].any() for b in hidden)
-            if n - q_len + i0 >= int(items.prefix_lens[0]):  # no row of the tile is in the prefix
-                middle = range(max(-(-int(items.prefix_lens[0]) // 128), 1), last)
-                empty = [b for b in middle if not seen[i0 : i1 + 1, b * 128 : (b + 1) * 128].any()]
-                assert set(empty) == set(hidden)
-            left_out += count
+            rows = seen[row // group : last_row // group + 1]
+            last = (n - q_len + last_row // group) // 128
+            some, every = listed(request, row, last_row, 0, last, given, c)
+            assert all(rows[:, b * 128 : (b + 1) * 128].all() for b in every)
+            empty = {b for b in range(last + 1) if not rows[:, b * 128 : (b + 1) * 128].any()}
+            assert not empty & some
+            if n - q_len + row // group >= int(items.prefix_lens[0]):  # no row of the tile is in the prefix
+                assert some == set(range(last + 1)) - empty
+                assert every == set(range(int(items.prefix_lens[0]) // 128))
+            left_out += len(empty)
     assert left_out > 200

@@ -32,6 +32,7 @@ EXPECTED = (  # lines of source
 )
 PROGRAM = """
 import sys, torch
+import quire
 from quire.bench.calls import prepared
 from quire.bench.cells import Cell
 for name in sys.argv[1:]:
@@ -43,14 +44,20 @@ for name in sys.argv[1:]:
         k, v = batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
         assert run(k, v).isfinite().all()
         print("ran")
+q = torch.randn(300, 8, 128, dtype=torch.bfloat16, device="cuda")
+k, v = torch.randn(2, 700, 2, 128, dtype=torch.bfloat16, device="cuda")
+mask = torch.rand(300, 700, device="cuda") < 0.5
+mask[:, 128:400], mask[:, 512:640] = False, True  # blocks that are left out, and one that needs no mask
+assert quire.single_prefill_with_kv_cache(q, k, v, custom_mask=mask, backend="hopper").isfinite().all()
+print("ran")
 """
 
 
 def sanitized(*options: str, cells: list[str], **env: str) -> str:
-    """What compute-sanitizer says of these cells, batch-invariant and not."""
+    """What compute-sanitizer says of these cells, batch-invariant and not, and of a custom mask."""
     command = [TOOL, *options, sys.executable, "-c", PROGRAM, *cells]
     text = subprocess.run(command, capture_output=True, text=True, env=os.environ | env).stdout
-    runs = sum(1 if "mla" in cell else 2 for cell in cells)
+    runs = 1 + sum(1 if "mla" in cell else 2 for cell in cells)
     assert len(re.findall("^ran$", text, re.MULTILINE)) == runs, text
     return text
 

@@ -1,7 +1,7 @@
 """Which keys a query row sees. No other file of this family knows causal order, windows, custom masks and items.
 
 Row r of a request, which has c.group rows per query token, stands at position kv_len - q_len + r // c.group among the
-keys. `first_key`, `tile_keys`, `hidden_blocks` and `needed_keys` bound what is loaded and computed for whole requests
+keys. `first_key`, `tile_keys`, `visible_blocks` and `needed_keys` bound what is loaded and computed for whole requests
 and tiles; `visible` decides for each row and key.
 """
 
@@ -102,14 +102,12 @@ def unmasked_end(request, row, c: gl.constexpr):
 
 @gluon.jit
 def unmasked_keys(request, row, last_row, mask, c: gl.constexpr):
-    """The start and the end of the keys that all of rows `row` to last_row see."""
+    """The start and the end of the keys that all of rows `row` to last_row see, but for custom masks."""
     start, end = request.kv_len * 0, unmasked_end(request, row, c)
     if c.window:
         start = position_of(request, last_row, c) - mask.window
     if c.items:
         end = gl.minimum(end, gl.load(mask.prefix_lens + request.b).to(gl.int32))
-    if c.mask:
-        end = start
     return start, end
 
 
@@ -130,8 +128,7 @@ def row_mask(request, r, mask, c: gl.constexpr):
     if c.right >= 0:
         end = gl.minimum(position + (c.right + 1), end)
     if c.mask:
-        start = gl.maximum(gl.load(mask.indptr + request.b), 0).to(gl.int64)
-        bit = start * 8 + (r // c.group).to(gl.int64) * request.kv_len
+        bit = _first_bits(request, r // c.group, mask)
         end = gl.where(position < request.kv_len, end, 0)  # rows after the request's last one have no bits
     prefix_len, item_start = position, position
     if c.items:
@@ -150,18 +147,68 @@ def _item_starts(b, position, prefix_len, mask):
 
 
 @gluon.jit
-def hidden_blocks(b, past, row, last_row, first, last, mask, c: gl.constexpr):
-    """How many key blocks, and which is the first after them, are hidden from all rows of a tile, `row` to last_row,
-    between the prefix and the rows' items. Of blocks first to last, the first and the last one are never among them.
+def _first_bits(request, i, mask):
+    """The index of the first bit of each of query tokens i of a request in the custom masks."""
+    return gl.maximum(gl.load(mask.indptr + request.b), 0).to(gl.int64) * 8 + i.to(gl.int64) * request.kv_len
+
+
+@gluon.jit
+def bitwise_or(a, b):
+    return a | b
+
+
+@gluon.jit
+def visible_blocks(request, row, last_row, first, base, mask, c: gl.constexpr):
+    """Of the 32 key blocks from `base` on, bit by bit: those of which some of rows `row` to last_row of a request may
+    see a key, none of which is before block `first`; and those of which all of these rows see all keys.
     """
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [c.load_warps], [0]))
+    block = base + lanes
+    start, end = unmasked_keys(request, row, last_row, mask, c)
+    some, every = block >= first, (block * c.block_n >= start) & ((block + 1) * c.block_n <= end)
+    if c.items:
+        prefix_len, item_start = _visible_items(request, row, last_row, mask, c)
+        some = some & ((block * c.block_n < prefix_len) | ((block + 1) * c.block_n > item_start))
+    if c.mask:
+        ones, zeros = _bits_of_blocks(request, row, last_row, base, mask, c)
+        some, every = some & (ones != 0), every & (zeros == 0)
+    bit = gl.full_like(lanes, 1) << lanes
+    return gl.reduce(gl.where(some, bit, 0), 0, bitwise_or), gl.reduce(gl.where(every, bit, 0), 0, bitwise_or)
+
+
+@gluon.jit
+def _visible_items(request, row, last_row, mask, c: gl.constexpr):
+    """The end of the prefix, and the first key beyond it that one of rows `row` to last_row sees."""
     tokens: gl.constexpr = triton.next_power_of_2(c.tile_rows)
     i = row // c.group + gl.arange(0, tokens, gl.BlockedLayout([1], [32], [c.load_warps], [0]))
-    prefix_len = gl.load(mask.prefix_lens + b).to(gl.int32)
-    starts = _item_starts(b, past + i, prefix_len, mask)
-    start = gl.min(gl.where(i <= last_row // c.group, starts, past + last_row // c.group), 0)
-    hidden_end = gl.minimum(gl.maximum(start // c.block_n, first), last)
-    start = gl.maximum((prefix_len + c.block_n - 1) // c.block_n, first + 1)
-    return gl.maximum(hidden_end - start, 0), hidden_end
+    position = request.kv_len - request.q_len + gl.minimum(i, last_row // c.group)
+    prefix_len = gl.load(mask.prefix_lens + request.b).to(gl.int32)
+    return prefix_len, gl.min(_item_starts(request.b, position, prefix_len, mask), 0)
+
+
+@gluon.jit
+def _bits_of_blocks(request, row, last_row, base, mask, c: gl.constexpr):
+    """For each of the 32 key blocks from `base` on, whether the custom mask has a 1 in one of rows `row` to last_row,
+    and whether it has a 0: numbers that are then not 0. Bits behind a request's last key count like others.
+    """
+    step: gl.constexpr = 4 * c.load_warps  # query tokens
+    layout: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [c.load_warps, 1], [1, 0])
+    token = gl.arange(0, step, gl.SliceLayout(1, layout))
+    block = base + gl.arange(0, 32, gl.SliceLayout(0, layout))
+    bits, words = _words_of(mask)
+    ones = gl.full([step, 32], 0, gl.uint32, layout)
+    zeros = ones
+    for i in range(row // c.group, last_row // c.group + 1, step):
+        bit = _first_bits(request, gl.minimum(i + token, last_row // c.group), mask)
+        at = (bit >> 5)[:, None] + (block * (c.block_n // 32))[None, :]
+        low = _load_word(bits, at, words)
+        for j in gl.static_range(c.block_n // 32):
+            high = _load_word(bits, at + (j + 1), words)
+            word = _shift_word(low, high, (bit & 31).to(gl.uint32)[:, None])
+            ones, zeros, low = ones | word, zeros | (word ^ 0xFFFFFFFF), high
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [c.load_warps], [0])
+    ones = gl.convert_layout(gl.reduce(ones, 0, bitwise_or), flat)
+    return ones, gl.convert_layout(gl.reduce(zeros, 0, bitwise_or), flat)
 
 
 @gluon.jit
@@ -204,11 +251,11 @@ def visible_in_block(rows, start, layout: gl.constexpr, mask, c: gl.constexpr):
         # Words of 32 bits, aligned as those of memory, are shifted to words of 32 keys.
         bit = rows.bit + start
         shift, at = (bit & 31).to(gl.uint32), bit >> 5
-        bits, words = mask.bits.to(gl.pointer_type(gl.uint32), bitcast=True), (mask.size.to(gl.int64) + 3) // 4
+        bits, words = _words_of(mask)
         low, picked = _load_word(bits, at, words), seen.to(gl.uint32) * 0
         for i in gl.static_range(c.block_n // 32):
             high = _load_word(bits, at + (i + 1), words)
-            word = (low >> shift) | ((high << 1) << (31 - shift))
+            word = _shift_word(low, high, shift)
             picked = gl.where(j // 32 == i, word[:, None] >> offset.to(gl.uint32), picked)
             low = high
         seen = seen & (((picked >> (j % 32).to(gl.uint32)) & 1) != 0)
@@ -216,5 +263,17 @@ def visible_in_block(rows, start, layout: gl.constexpr, mask, c: gl.constexpr):
 
 
 @gluon.jit
+def _words_of(mask):
+    """The custom masks as aligned words of 32 bits, and how many these are."""
+    return mask.bits.to(gl.pointer_type(gl.uint32), bitcast=True), (mask.size.to(gl.int64) + 3) // 4
+
+
+@gluon.jit
 def _load_word(bits, at, words):
     return gl.load(bits + at, (at >= 0) & (at < words), 0)
+
+
+@gluon.jit
+def _shift_word(low, high, shift):
+    """The 32 bits from bit `shift` of a word on, of that and the next one."""
+    return (low >> shift) | ((high << 1) << (31 - shift))

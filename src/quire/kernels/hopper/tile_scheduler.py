@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quire.kernels.hopper.mask import hidden_blocks, tile_keys
+from quire.kernels.hopper.mask import bitwise_or, tile_keys
 from quire.kernels.hopper.schedule import add, leading_zeros, load_request, quotient, select
 
 LANES = gl.constexpr(32)  # requests that are looked at together, one for each thread of a warp
@@ -29,9 +29,7 @@ UNSPLIT = gl.constexpr(1 << 20)  # blocks: more than any request has
 UNIT_COST, SPLIT_COST = gl.constexpr(2.0), gl.constexpr(6.0)  # of a work unit, in times of a block: see plan_units
 END = gl.constexpr(-1)  # the KV head of a job that says that there are no more
 # Fields of a Job.
-B, H, ROW, ROWS, Q_START, Q_LEN, KV_START, KV_LEN, FIRST, LAST, SLOT, SPLITS, INDEX, HIDDEN, HIDDEN_END = map(
-    gl.constexpr, range(15)
-)
+B, H, ROW, ROWS, Q_START, Q_LEN, KV_START, KV_LEN, FIRST, LAST, SLOT, SPLITS, INDEX = map(gl.constexpr, range(13))
 
 
 class Job(NamedTuple):
@@ -40,8 +38,7 @@ class Job(NamedTuple):
     rows: how many query rows the request has; q_start, q_len: its first query token, and their number; kv_start,
     kv_len: its first entry in the page table or its first row of keys, and the number of keys. slot, splits: the slot
     of the tile's first partial state, and how many it has, 1 if the unit is the whole tile; index: which of them is
-    this unit's. hidden, hidden_end: with c.items, how many of the unit's blocks are left out, since no row of the tile
-    sees them, and which is the first after these.
+    this unit's.
     """
 
     b: tl.tensor
@@ -57,8 +54,6 @@ class Job(NamedTuple):
     slot: tl.tensor
     splits: tl.tensor
     index: tl.tensor
-    hidden: tl.tensor
-    hidden_end: tl.tensor
 
 
 class Mailbox(NamedTuple):
@@ -88,7 +83,7 @@ def post_job(mailbox, i, job, c: gl.constexpr):
     threads: gl.constexpr = 32 * c.load_warps  # each of which stores a word
     field = gl.arange(0, threads, gl.BlockedLayout([1], [32], [c.load_warps], [0]))
     x = field * 0
-    for f in gl.static_range(HIDDEN_END + 1 if c.items else INDEX + 1):
+    for f in gl.static_range(INDEX + 1):
         x = gl.where(field == f, job[f], x)
     mbarrier.wait(mailbox.empty.index(i % 2), (i // 2 & 1) ^ 1)
     jobs = mailbox.jobs._reinterpret(gl.int32, [2, threads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -111,23 +106,6 @@ def job_field(mailbox, i, field: gl.constexpr):
     """A field of the i-th job. Consumers read fields where they use them, since they have no registers to keep them."""
     at = i % 2 * (mailbox.jobs.shape[0] // 2) + field
     return gl.max(mailbox.jobs.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def job_blocks(job, c: gl.constexpr):
-    """How many key blocks of a job are loaded and computed."""
-    blocks = job.last - job.first + 1
-    if c.items:
-        blocks -= job.hidden
-    return blocks
-
-
-@gluon.jit
-def visible_block(block, hidden, hidden_end, c: gl.constexpr):
-    """Which of a job's key blocks comes where `block` would, counted down from the last one, if none was hidden."""
-    if c.items:
-        block -= gl.where(block >= hidden_end, 0, hidden)
-    return block
 
 
 class JobRequest(NamedTuple):
@@ -171,11 +149,6 @@ class Walk(NamedTuple):
     slots: tl.tensor
     slot_ends: tl.tensor
     slot_end: tl.tensor
-
-
-@gluon.jit
-def _or(a, b):
-    return a | b
 
 
 @gluon.jit
@@ -249,7 +222,7 @@ def plan_units(tables, slots, c: gl.constexpr):
         mean_blocks += mine.to(gl.float32) * _mean_blocks(request, c)
         longest = gl.maximum(longest, request.units)
         levels = levels | gl.where(mine > 0, gl.full_like(lanes, 1) << _level(request.units), 0)
-    total, levels, longest = gl.sum(tiles, 0), gl.reduce(levels, 0, _or), gl.maximum(gl.max(longest, 0), 1)
+    total, levels, longest = gl.sum(tiles, 0), gl.reduce(levels, 0, bitwise_or), gl.maximum(gl.max(longest, 0), 1)
     size = gl.maximum(longest, UNSPLIT)  # not UNSPLIT: the compiler of Triton 3.6 fails over a constant
     if c.split:
         size = _unit_size(total, longest, gl.sum(all_blocks, 0), gl.sum(mean_blocks, 0), slots, c)
@@ -327,13 +300,10 @@ def find_unit(walk, unit, tables, split, c: gl.constexpr):
     slot += (h * tiles + tile) * splits + low
     first = gl.maximum(first, origin + index * split.size)
     last = gl.where(splits > 1, gl.minimum(last, origin + index * split.size + (split.size - 1)), last)
-    hidden, hidden_end = first, first
-    if c.items:
-        hidden, hidden_end = hidden_blocks(b, past, row, last_row, first, last, tables.mask, c)
     over = unit >= split.total
     first, last = gl.where(over, 0, first), gl.where(over, 0, last)
     job = Job(
         b, gl.where(over, END, h), row, request.q_len * c.group, request.q_start, request.q_len, request.kv_start,
-        request.kv_len, first, last, slot, high - low + 1, index - low, hidden, hidden_end,
+        request.kv_len, first, last, slot, high - low + 1, index - low,
     )  # fmt: skip
     return walk, job

@@ -47,11 +47,18 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def _box_of(x: Tensor, page_size: int, block_n: int) -> int:
+def _is_listed(spec: AttentionSpec) -> bool:
+    """Whether the producer says which key blocks there are: see `blocks.py`."""
+    return spec.custom_mask or spec.items
+
+
+def _box_of(spec: AttentionSpec, x: Tensor, page_size: int) -> int:
     """How many keys TMA loads of a tensor at once, or 0: boxes are rows of one page in a matrix whose rows have the
-    stride of tokens, if there is such a matrix.
+    stride of tokens, if there is such a matrix. Listed blocks are copied: the four warps of a producer that looks at
+    masks as well would wait for each other at each box.
     """
-    if x.element_size() == 1:
+    block_n = block_size(spec)
+    if x.element_size() == 1 or _is_listed(spec):
         return 0
     if page_size == 0:
         return block_n if len(x) else 0
@@ -105,6 +112,7 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         window=spec.window_left >= 0,
         mask=spec.custom_mask,
         items=spec.items,
+        listed=_is_listed(spec),
         cap=cap,
         alibi=alibi,
         transform=cap or alibi or q_scale or k_scale or negative,
@@ -166,8 +174,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
     scale, cap = spec.sm_scale * LOG2E * q_gain * k_gain, spec.logits_soft_cap * LOG2E
-    block_n = block_size(spec)
-    box = min(_box_of(k, page_size, block_n), _box_of(v, page_size, block_n))
+    box = min(_box_of(spec, k, page_size), _box_of(spec, v, page_size))
     wide = max(extent_in_elements(k), extent_in_elements(v)) >= 1 << 31
     scales = (q_scale is not None, k_scale is not None, v_scale is not None)
     c = config(spec, page_size, box, (*scales, lse is not None, wide, by_length, scale <= 0))

@@ -16,7 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.hopper.combine import Partials
 from quire.kernels.hopper.epilogue import Output, clear_padding
 from quire.kernels.hopper.mask import Mask
-from quire.kernels.hopper.prefill.load import allocate_pipeline, cache_of, load
+from quire.kernels.hopper.prefill.blocks import allocate_notes
+from quire.kernels.hopper.prefill.load import KVPipeline, allocate_stages, cache_of, load
 from quire.kernels.hopper.prefill.tile import Queries, consume
 from quire.kernels.hopper.schedule import Tables
 from quire.kernels.hopper.tile_scheduler import allocate_mailbox
@@ -48,6 +49,7 @@ class Config:
     window: bool
     mask: bool  # custom masks
     items: bool
+    listed: bool  # custom masks or items, which hide blocks of keys: see `blocks.py`
     cap: bool  # of logits
     alibi: bool
     transform: bool  # logits are scaled before the softmax
@@ -104,7 +106,11 @@ def prefill(
     states = Partials(partials, ml, counter + 1)
     output = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain)
     dtype: gl.constexpr = q.dtype.element_ty
-    pipeline = allocate_pipeline(dtype, c)
+    k_stages, v_stages = allocate_stages(dtype, c)
+    notes = None
+    if c.listed:
+        notes = allocate_notes(c)
+    pipeline = KVPipeline(k_stages, v_stages, notes)
     mailbox = allocate_mailbox(c)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, c.part], dtype)
     q_shared = gl.allocate_shared_memory(dtype, [c.consumers * (c.dim_qk // c.part), 64, c.part], q_layout)

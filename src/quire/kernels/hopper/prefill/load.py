@@ -11,16 +11,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from quire.kernels.hopper.mask import needed_keys
+from quire.kernels.hopper.prefill.blocks import Notes, allocate_barriers, first_block, next_block, write_note
 from quire.kernels.hopper.schedule import page_of, select
-from quire.kernels.hopper.tile_scheduler import (
-    find_unit,
-    first_walk,
-    job_blocks,
-    next_unit,
-    plan_units,
-    post_job,
-    visible_block,
-)
+from quire.kernels.hopper.tile_scheduler import find_unit, first_walk, next_unit, plan_units, post_job
 
 
 class Cache(NamedTuple):
@@ -56,25 +49,14 @@ class Stages(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-@gluon.jit
-def _block(job, i, c: gl.constexpr):
-    """The i-th of a job's key blocks, from the last to the first."""
-    return visible_block(job.last - i, job.hidden, job.hidden_end, c)
-
-
 class KVPipeline(NamedTuple):
-    """k: stages of blocks of keys, [c.block_n, c.part] for each part of them; v: of values, [c.block_n, c.dim]."""
+    """k: stages of blocks of keys, [c.block_n, c.part] for each part of them; v: of values, [c.block_n, c.dim]; notes:
+    None unless c.listed.
+    """
 
     k: Stages
     v: Stages
-
-
-@gluon.jit
-def _barriers(stages: gl.constexpr, count: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(stages):
-        mbarrier.init(bars.index(s), count=count)
-    return bars
+    notes: Notes | None
 
 
 @gluon.jit
@@ -83,17 +65,17 @@ def _allocate_stages(
 ):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, width], dtype)
     data = gl.allocate_shared_memory(dtype, [c.stages * parts, c.block_n, width], layout)
-    return Stages(data, _barriers(c.stages, arrivals), _barriers(c.stages, 128 * c.consumers))
+    return Stages(data, allocate_barriers(c.stages, arrivals), allocate_barriers(c.stages, 128 * c.consumers))
 
 
 @gluon.jit
-def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
-    """A pipeline all of whose stages are empty."""
+def allocate_stages(dtype: gl.constexpr, c: gl.constexpr):
+    """Empty stages of keys and of values."""
     threads: gl.constexpr = 32 * c.load_warps  # each of which arrives where its copies do
     arrivals: gl.constexpr = 1 if c.box > 0 or c.fp8 else threads
     k = _allocate_stages(dtype, c.part, c.dim_qk // c.part, threads if c.fp8_q else arrivals, c)
     # fp8 is widened to float16 in a fourth of the instructions that bfloat16 takes. Keys must be as queries are.
-    return KVPipeline(k, _allocate_stages(gl.float16 if c.fp8 else dtype, c.dim, 1, arrivals, c))
+    return k, _allocate_stages(gl.float16 if c.fp8 else dtype, c.dim, 1, arrivals, c)
 
 
 @gluon.jit
@@ -138,23 +120,21 @@ def _copy_boxes(cache, stages, n, request, h, block, ids, dim: gl.constexpr, c: 
 def _load_boxes(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """Load blocks of keys and values by TMA, from the last to the first: values are used a block later than keys."""
     boxes: gl.constexpr = c.block_n // c.box
-    h, last, blocks = job.h, job.last, job_blocks(job, c)
+    h, last, blocks = job.h, job.last, job.last - job.first + 1
     ids = last
     if c.page_size > 0:
         ids = _page_ids(tables, job, last, c)
     v_ids, next_ids = ids * 0, ids * 0 + 1  # not ids: the compiler takes variables of a loop that begin equal for one
     for i in range(blocks):
-        block = _block(job, i, c)
-        if c.page_size > 0 and c.items:
-            ids = _page_ids(tables, job, block, c)
-        elif c.page_size > 0:
+        block = last - i
+        if c.page_size > 0:
             at_end = (block + 1) * boxes % 32 == 0  # of what one vector of ids has
             ids = gl.where(at_end & (i > 0), next_ids, ids)
             if at_end | (i == 0):
                 next_ids = _page_ids(tables, job, block // (32 // boxes) * (32 // boxes) - 1, c)
         _copy_boxes(k, pipeline.k, n + i, job, h, block, ids, c.dim_qk, c)
         if i > 0:
-            _copy_boxes(v, pipeline.v, n + i - 1, job, h, _block(job, i - 1, c), v_ids, c.dim, c)
+            _copy_boxes(v, pipeline.v, n + i - 1, job, h, block + 1, v_ids, c.dim, c)
         v_ids = ids
     _copy_boxes(v, pipeline.v, n + blocks - 1, job, h, job.first, v_ids, c.dim, c)
 
@@ -275,13 +255,13 @@ def _widen_rows(x, stored: gl.constexpr, stages, n, c: gl.constexpr):
 def _load_widened(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """`_load_boxes` of fp8 keys and values, which are widened while those that are stored next are being loaded."""
     stored: gl.constexpr = k.x.dtype.element_ty
-    h, blocks = job.h, job_blocks(job, c)
-    keys = _fetch_rows(k, tables, job, h, job.last, True, c.part, c.dim_qk, c)
+    h, last, blocks = job.h, job.last, job.last - job.first + 1
+    keys = _fetch_rows(k, tables, job, h, last, True, c.part, c.dim_qk, c)
     for i in range(blocks + 1):
-        values = _fetch_rows(v, tables, job, h, _block(job, i - 1, c), i > 0, c.dim, c.dim, c)
+        values = _fetch_rows(v, tables, job, h, last - i + 1, i > 0, c.dim, c.dim, c)
         if i < blocks:
             _widen_rows(keys, stored, pipeline.k, n + i, c)
-        keys = _fetch_rows(k, tables, job, h, _block(job, i + 1, c), i + 1 < blocks, c.part, c.dim_qk, c)
+        keys = _fetch_rows(k, tables, job, h, last - i - 1, i + 1 < blocks, c.part, c.dim_qk, c)
         if i > 0:
             _widen_rows(values, stored, pipeline.v, n + i - 1, c)
 
@@ -291,10 +271,10 @@ def _load_widened_values(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """`_load_boxes` of fp8 keys, which stay as they are for fp8 queries, and of values, which are widened."""
     stored: gl.constexpr = v.x.dtype.element_ty
     layout: gl.constexpr = _page_layout(c.block_n, c.part, 16, c.load_warps)
-    h, blocks = job.h, job_blocks(job, c)
-    values = _fetch_rows(v, tables, job, h, job.last, True, c.dim, c.dim, c)
+    h, last, blocks = job.h, job.last, job.last - job.first + 1
+    values = _fetch_rows(v, tables, job, h, last, True, c.dim, c.dim, c)
     for i in range(blocks + 1):
-        block = _block(job, i, c)
+        block = last - i
         if i < blocks:
             pages = _pages_of(tables, job, block, layout, c)
             _copy_rows(k, pipeline.k, n + i, job, h, block, pages, tables.mask, c.dim_qk, c)
@@ -307,16 +287,59 @@ def _load_widened_values(k, v, pipeline, tables, job, n, c: gl.constexpr):
 def _load_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
     """`_load_boxes` with copies of 16 bytes."""
     layout: gl.constexpr = _page_layout(c.block_n, c.part, 8, c.load_warps)
-    mask, h, blocks = tables.mask, job.h, job_blocks(job, c)
-    pages = _pages_of(tables, job, job.last, layout, c)
+    mask, h, last, blocks = tables.mask, job.h, job.last, job.last - job.first + 1
+    pages = _pages_of(tables, job, last, layout, c)
     v_pages = pages * 0  # not pages: the compiler takes variables of a loop that begin equal for one
     for i in range(blocks):
-        next_pages = _pages_of(tables, job, _block(job, i + 1, c), layout, c)  # a block ahead
-        _copy_rows(k, pipeline.k, n + i, job, h, _block(job, i, c), pages, mask, c.dim_qk, c)
+        next_pages = _pages_of(tables, job, last - i - 1, layout, c)  # a block ahead
+        _copy_rows(k, pipeline.k, n + i, job, h, last - i, pages, mask, c.dim_qk, c)
         if i > 0:
-            _copy_rows(v, pipeline.v, n + i - 1, job, h, _block(job, i - 1, c), v_pages, mask, c.dim, c)
+            _copy_rows(v, pipeline.v, n + i - 1, job, h, last - i + 1, v_pages, mask, c.dim, c)
         v_pages, pages = pages, next_pages
     _copy_rows(v, pipeline.v, n + blocks - 1, job, h, job.first, v_pages, mask, c.dim, c)
+
+
+@gluon.jit
+def _fetch(cache, stages, tables, job, block, wanted, dim: gl.constexpr, c: gl.constexpr):
+    """Start to load what passes through registers for a block of keys or values, if it is wanted: elements that are
+    widened, otherwise page ids.
+    """
+    width: gl.constexpr = stages.data.shape[2]
+    if c.fp8 and cache.x.dtype.element_ty != stages.data.dtype:
+        return _fetch_rows(cache, tables, job, job.h, block, wanted, width, dim, c)
+    else:  # which is not left out: the compiler goes on after a return
+        layout: gl.constexpr = _page_layout(c.block_n, width, 16 if c.fp8_q else 8, c.load_warps)
+        return (_pages_of(tables, job, block, layout, c),)
+
+
+@gluon.jit
+def _load_fetched(x, cache, stages, n, tables, job, block, dim: gl.constexpr, c: gl.constexpr):
+    """Load a block of keys or values, of which `_fetch` has returned x, into the n-th stage."""
+    if c.fp8 and cache.x.dtype.element_ty != stages.data.dtype:
+        _widen_rows(x, cache.x.dtype.element_ty, stages, n, c)
+    else:
+        _copy_rows(cache, stages, n, job, job.h, block, x[0], tables.mask, dim, c)
+
+
+@gluon.jit
+def _load_listed(k, v, pipeline, tables, job, n, c: gl.constexpr):
+    """Load the blocks of a job that are not hidden, with a note for each, into the n-th stage and those after it, as
+    `_load_widened` does. Returns n after them.
+    """
+    cursor, values = first_block(job, tables.mask, c), job.first - 1  # values: the block whose values come next
+    keys = _fetch(k, pipeline.k, tables, job, cursor.block, True, c.dim_qk, c)
+    while (cursor.block >= job.first) | (values >= job.first):
+        block, following = cursor.block, next_block(cursor, job, tables.mask, c)
+        fetched = _fetch(v, pipeline.v, tables, job, values, values >= job.first, c.dim, c)
+        if block >= job.first:
+            write_note(pipeline, n, cursor, following.block >= job.first, c)
+            _load_fetched(keys, k, pipeline.k, n, tables, job, block, c.dim_qk, c)
+        keys = _fetch(k, pipeline.k, tables, job, following.block, following.block >= job.first, c.dim_qk, c)
+        if values >= job.first:
+            _load_fetched(fetched, v, pipeline.v, n - 1, tables, job, values, c.dim, c)
+        values, cursor = block, following
+        n += 1
+    return n - 1
 
 
 @gluon.jit
@@ -331,15 +354,18 @@ def load(tables, k, v, pipeline, mailbox, counter, slots, c: gl.constexpr):
         if job.first <= job.last:
             post_job(mailbox, i, job, c)
             i += 1
-            if c.box > 0:
-                _load_boxes(k, v, pipeline, tables, job, n, c)
-            elif c.fp8_q:
-                _load_widened_values(k, v, pipeline, tables, job, n, c)
-            elif c.fp8:
-                _load_widened(k, v, pipeline, tables, job, n, c)
+            if c.listed:
+                n = _load_listed(k, v, pipeline, tables, job, n, c)
             else:
-                _load_rows(k, v, pipeline, tables, job, n, c)
-            n += job_blocks(job, c)
+                if c.box > 0:
+                    _load_boxes(k, v, pipeline, tables, job, n, c)
+                elif c.fp8_q:
+                    _load_widened_values(k, v, pipeline, tables, job, n, c)
+                elif c.fp8:
+                    _load_widened(k, v, pipeline, tables, job, n, c)
+                else:
+                    _load_rows(k, v, pipeline, tables, job, n, c)
+                n += job.last - job.first + 1
         unit = next_unit(counter, split)
     walk, job = find_unit(walk, unit, tables, split, c)
     post_job(mailbox, i, job, c)

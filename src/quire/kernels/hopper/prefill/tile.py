@@ -28,12 +28,11 @@ from quire.kernels.hopper.mask import (
     unmasked_keys,
     visible_in_block,
 )
+from quire.kernels.hopper.prefill.blocks import FLAGS, MASKED, MORE, read_note
 from quire.kernels.hopper.prefill.load import row_layout
 from quire.kernels.hopper.softmax import LOG2E, exponent_base
 from quire.kernels.hopper.tile_scheduler import (
     FIRST,
-    HIDDEN,
-    HIDDEN_END,
     LAST,
     Q_START,
     ROW,
@@ -43,7 +42,6 @@ from quire.kernels.hopper.tile_scheduler import (
     job_field,
     job_request,
     release_job,
-    visible_block,
     wait_for_job,
 )
 
@@ -304,16 +302,55 @@ def _rows_of(queries, request, h, row, mask, flat: gl.constexpr, c: gl.constexpr
 @gluon.jit
 def _pass(pipeline, mailbox, i, n, c: gl.constexpr):
     """Release the blocks of the i-th job, of which this consumer has no rows. Returns n after them."""
-    end = n + job_field(mailbox, i, LAST) - job_field(mailbox, i, FIRST) + 1
-    if c.items:
-        end -= job_field(mailbox, i, HIDDEN)
-    for j in range(n, end):
-        stage, phase = j % c.stages, j // c.stages & 1
+    left = job_field(mailbox, i, LAST) - job_field(mailbox, i, FIRST) + 1
+    while left > 0:
+        left -= 1
+        if c.listed:
+            left = read_note(pipeline, n, c) & MORE
+        stage, phase = n % c.stages, n // c.stages & 1
         mbarrier.wait(pipeline.k.full.index(stage), phase)
         mbarrier.arrive(pipeline.k.empty.index(stage), count=128)
         mbarrier.wait(pipeline.v.full.index(stage), phase)
         mbarrier.arrive(pipeline.v.empty.index(stage), count=128)
-    return end
+        n += 1
+    return n
+
+
+@gluon.jit
+def _attend_all(state, queries, pipeline, n, request, rows, row, first, last, mask, W: gl.constexpr, c: gl.constexpr):
+    """Add to the state of a consumer's rows, over the n-th block of the pipeline, which is block `last`, those down to
+    block `first`. Returns the state, and which of the pipeline the first one is.
+    """
+    acc, p, m, l = state
+    start, end = unmasked_keys(request, row, gl.minimum(row + 64, request.q_len * c.group) - 1, mask, c)
+    high = gl.minimum(gl.maximum(gl.maximum(end, 0) // c.block_n, first), last)
+    low = gl.minimum(gl.maximum(gl.maximum(start + (c.block_n - 1), 0) // c.block_n, first), high)
+    n += last  # block j is the pipeline's (n - j)-th
+    for j in range(last - 1, high - 1, -1):
+        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, True, c)
+    for j in range(high - 1, low - 1, -1):
+        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, False, c)
+    if c.window:
+        for j in range(low - 1, first - 1, -1):
+            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, True, c)
+    return (acc, p, m, l), n - first
+
+
+@gluon.jit
+def _attend_listed(state, queries, pipeline, n, rows, note, mask, W: gl.constexpr, c: gl.constexpr):
+    """`_attend_all` for the blocks of which there are notes, after the n-th, which has this one. Returns the last note,
+    too.
+    """
+    acc, p, m, l = state
+    while (note & MORE) != 0:
+        n += 1
+        note = read_note(pipeline, n, c)
+        block = note // FLAGS
+        if (note & MASKED) != 0:
+            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n, rows, block, mask, W, True, c)
+        else:
+            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n, rows, block, mask, W, False, c)
+    return (acc, p, m, l), n, note
 
 
 @gluon.jit
@@ -327,32 +364,24 @@ def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.const
     s = _start_qk(queries, pipeline, n, W, c)
     request, row = job_request(mailbox, i), job_field(mailbox, i, ROW) + W * 64
     first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
+    note = last * FLAGS
+    if c.listed:
+        note = read_note(pipeline, n, c)
     rows = _rows_of(queries, request, job_field(mailbox, i, H), row, mask, flat, c)
-    start, end = unmasked_keys(request, row, gl.minimum(row + 64, request.q_len * c.group) - 1, mask, c)
-    high = gl.minimum(gl.maximum(gl.maximum(end, 0) // c.block_n, first), last)
-    low = gl.minimum(gl.maximum(gl.maximum(start + (c.block_n - 1), 0) // c.block_n, first), high)
     m = gl.full([64], -float("inf"), gl.float32, flat)
     l = gl.sum(gl.full([64, c.block_n], 0.0, gl.float32, L).reshape([64, c.block_n // 8, 8]), 1)
     acc = gl.full([64, c.dim], 0.0, gl.float32, O)
     s = warpgroup_mma_wait(0, [s])
     _release(pipeline.k.empty.index(n % c.stages))
     if c.box > 0:
-        _clear_values(pipeline, n, last, request, mask, c)
-    p, m, l, _alpha = _softmax(s, m, l, rows, last, queries, mask, pipeline.v.data.dtype, True, c)
-    n += last  # block j is the pipeline's (n - j)-th, or, with c.items, the one that comes in the place of block j
-    hidden, hidden_end = last * 0, last * 0
-    if c.items:
-        hidden, hidden_end = job_field(mailbox, i, HIDDEN), job_field(mailbox, i, HIDDEN_END)
-    for j in range(last - 1, high + hidden - 1, -1):
-        block = visible_block(j, hidden, hidden_end, c)
-        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, block, mask, W, True, c)
-    n -= hidden
-    for j in range(high - 1, low - 1, -1):
-        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, False, c)
-    if c.window:
-        for j in range(low - 1, first - 1, -1):
-            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, True, c)
-    n -= first
+        _clear_values(pipeline, n, note // FLAGS, request, mask, c)
+    p, m, l, _alpha = _softmax(s, m, l, rows, note // FLAGS, queries, mask, pipeline.v.data.dtype, True, c)
+    if c.listed:
+        state, n, note = _attend_listed((acc, p, m, l), queries, pipeline, n, rows, note, mask, W, c)
+        first = note // FLAGS
+    else:
+        state, n = _attend_all((acc, p, m, l), queries, pipeline, n, request, rows, row, first, last, mask, W, c)
+    acc, p, m, l = state
     if c.box > 0 and c.window:
         _clear_values(pipeline, n, first, job_request(mailbox, i), mask, c)
     return acc, p, m, l, n

@@ -1,0 +1,103 @@
+"""Which key blocks of a job are loaded and computed, from the last to the first.
+
+Without custom masks and items (c.listed is False) they are all blocks of the job, and consumers know without being told
+where these need a mask. Custom masks hide blocks anywhere, and only their bits say which: the producer looks at those
+of 32 blocks together, leaves out blocks that no row of the tile sees, and writes a note for each one that it loads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton import language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from quire.kernels.hopper.mask import visible_blocks
+from quire.kernels.hopper.schedule import leading_zeros
+
+MORE, MASKED, FLAGS = gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)  # bits of a note, and where its block begins
+
+
+class Cursor(NamedTuple):
+    """A block of a job, which is before the job's first one after the last that is loaded. masked: 1 if some row of the
+    tile may not see all of its keys. base, seen, whole: of 32 blocks from `base` on, bit by bit, those that are yet to
+    come, and those that need no mask.
+    """
+
+    block: tl.tensor
+    masked: tl.tensor
+    base: tl.tensor
+    seen: tl.tensor
+    whole: tl.tensor
+
+
+@gluon.jit
+def first_block(job, mask, c: gl.constexpr):
+    """The Cursor at the block of a job that is loaded first. There is one even if no row sees a key."""
+    none = job.last * 0
+    cursor = next_block(Cursor(job.last, none, job.last + 1, none, none), job, mask, c)
+    empty = cursor.block < job.first
+    block, masked = gl.where(empty, job.last, cursor.block), gl.where(empty, 1, cursor.masked)
+    return Cursor(block, masked, cursor.base, cursor.seen, cursor.whole)
+
+
+@gluon.jit
+def next_block(cursor, job, mask, c: gl.constexpr):
+    """The Cursor at the block that is loaded after another."""
+    base, seen, whole = cursor.base, cursor.seen, cursor.whole
+    last_row = gl.minimum(job.row + c.tile_rows, job.rows) - 1
+    while (seen == 0) & (base > job.first):
+        base -= 32
+        seen, whole = visible_blocks(job, job.row, last_row, job.first, base, mask, c)
+    i = 31 - gl.minimum(leading_zeros(seen), 31)
+    bit = (seen * 0 + 1) << i
+    block = gl.where(seen == 0, job.first - 1, base + i)
+    return Cursor(block, gl.where((whole & bit) == 0, 1, 0), base, seen & ~bit, whole)
+
+
+class Notes(NamedTuple):
+    """A note in shared memory for each stage of keys: its block, times FLAGS, with MASKED if it needs a mask, and MORE
+    if the job has another one after it. The producer arrives at `full`. Consumers release a note with the stage.
+    """
+
+    words: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def allocate_barriers(stages: gl.constexpr, count: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(stages):
+        mbarrier.init(bars.index(s), count=count)
+    return bars
+
+
+@gluon.jit
+def allocate_notes(c: gl.constexpr):
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [c.stages * 32 * c.load_warps, 1], layout)
+    return Notes(words, allocate_barriers(c.stages, 1))
+
+
+@gluon.jit
+def write_note(pipeline, n, cursor, more, c: gl.constexpr):
+    """Write the note of the pipeline's n-th block, once its stage is empty."""
+    threads: gl.constexpr = 32 * c.load_warps  # each of which stores a word
+    stage = n % c.stages
+    note = cursor.block * FLAGS + cursor.masked * MASKED + more.to(gl.int32) * MORE
+    x = gl.full([threads], 0, gl.int32, gl.BlockedLayout([1], [32], [c.load_warps], [0])) + note
+    mbarrier.wait(pipeline.k.empty.index(stage), (n // c.stages & 1) ^ 1)
+    words = pipeline.notes.words._reinterpret(gl.int32, [c.stages, threads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words.index(stage).store(x)
+    mbarrier.arrive(pipeline.notes.full.index(stage), count=1)
+
+
+@gluon.jit
+def read_note(pipeline, n, c: gl.constexpr):
+    """Wait for the note of the pipeline's n-th block."""
+    stage = n % c.stages
+    mbarrier.wait(pipeline.notes.full.index(stage), n // c.stages & 1)
+    word = pipeline.notes.words.index(stage * 32 * c.load_warps)
+    return gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
