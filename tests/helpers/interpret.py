@@ -28,7 +28,7 @@ COUNTS = {
     "kernels/test_families.py": 21,
     "kernels/test_gemv.py": 3,
     "kernels/test_kernels.py": 24,
-    "steps/test_steps.py": 12,
+    "steps/test_steps.py": 14,
     "wrappers/test_compile.py": 1,
     "wrappers/test_int64_tables.py": 2,
     "wrappers/test_shared_prefix.py": 4,

@@ -11,7 +11,7 @@ import torch
 from quire.bench.batches import relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
 from quire.kernels.append import write
-from quire.steps import GraphBuffers, Heads, StepTables, fp8_dtype, plan, quantize, store, workspace
+from quire.steps import GraphBuffers, Heads, StepTables, fp8_dtype, greedy_rows, plan, quantize, store, workspace
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -203,3 +203,22 @@ def test_names_of_fp8():
     assert fp8_dtype("fp8_e5m2") == torch.float8_e5m2
     with pytest.raises(ValueError, match="'fp8_e3m4' is not known: fp8, fp8_e4m3, fp8_e5m2 are"):
         fp8_dtype("fp8_e3m4")
+
+
+@pytest.mark.interpret(dtype=[torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [9, 9000])
+def test_likeliest_tokens(device, dtype, vocab):
+    """The first of equal ones, and what is not finite, in rows that do not lie one after another."""
+    whole = torch.randn(8, vocab + 3, device=device).to(dtype)
+    logits = whole[:, :vocab]
+    logits[0, [3, vocab - 1]] = 9.0
+    logits[1, 5], logits[2, 5], logits[3], logits[4, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    tokens = torch.full((9,), 77, device=device)
+    marked = torch.full((9,), 77, dtype=torch.int32, device=device)
+    greedy_rows(tokens[:8], marked[:8], logits)
+    chosen = logits[4:].float().argmax(-1).tolist()
+    assert tokens.tolist() == [3, 0, 0, 0, *chosen, 77]
+    assert marked.tolist() == [3, -1, -1, -1, *chosen, 77]
+    greedy_rows(tokens[:0], marked[:0], logits[:0])
+    torch.library.opcheck(torch.ops.quire.greedy_rows.default, (tokens[:8].clone(), marked[:8].clone(), logits))

@@ -163,11 +163,26 @@ def _choose(tokens: Tensor, valid: Tensor, x: Tensor) -> None:
     if on_triton(x.device):
         from quire.kernels.triton.greedy import choose
 
-        choose(tokens, valid, x)
+        choose(tokens, valid, None, x)
     elif len(x):
         top, first = x.max(-1)
         torch.lt(top.abs(), torch.inf, out=valid)
         torch.mul(first, valid, out=tokens)
+
+
+@operation("greedy_rows", "tokens", "marked")
+def greedy_rows(tokens: Tensor, marked: Tensor, logits: Tensor) -> None:
+    """Write the first of the largest logits of each row [rows, vocab], whose last stride is 1, to tokens and marked,
+    int64 and int32 [rows]. Where logits are NaN or +inf, or all -inf, tokens becomes 0 and marked -1.
+    """
+    if on_triton(logits.device):
+        from quire.kernels.triton.greedy import choose
+
+        choose(tokens, None, marked, logits)
+    elif len(logits):
+        valid = torch.empty(len(logits), dtype=torch.bool)
+        _choose(tokens, valid, logits)
+        marked.copy_(torch.where(valid, tokens, -1))
 
 
 def _invert(sums: Tensor, u: Tensor, indices: Tensor | None) -> Tensor:

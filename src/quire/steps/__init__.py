@@ -1,11 +1,13 @@
 """Code that the engine and serving backends share: tables of a step, writes to the cache, plans, buffers of graphs,
-products of single tokens.
+products of single
+tokens, and the likeliest tokens of logits.
 
 A scheduler knows each request's length, its number of new tokens and its pages. `StepTables` turns that into the
 tensors that operations read, `store` writes the keys and values of the new tokens, and `plan` plans a wrapper. Scale,
 window, soft cap and sinks are arguments of each run, so all layers with equal `Heads` share one plan.
 """
 
+from quire.kernels.sampling import greedy_rows
 from quire.steps.graphs import GraphBuffers
 from quire.steps.masks import pack_mask, prefix_window_mask
 from quire.steps.plans import Heads, Layer, plan, workspace
@@ -19,6 +21,7 @@ __all__ = [
     "Layer",
     "StepTables",
     "fp8_dtype",
+    "greedy_rows",
     "pack_mask",
     "plan",
     "prefix_window_mask",

@@ -76,7 +76,8 @@ def test_likeliest_tokens(target):
         c = replace(c, launch_pdl=target in ("sm_90", "sm_100", "sm_120"))
         parts = {"largest": "*fp32", "places": "*i32", "c": c}
         usage = check(largest_of_parts, target, {"x": "*bf16", **parts}, c.num_warps)
-        check(first_largest_part, target, {"tokens": "*i32", "valid": "*i8", **parts}, c.num_warps)
+        check(first_largest_part, target, {"tokens": "*i32", "valid": "*i8", "marked": None, **parts}, c.num_warps)
+        check(first_largest_part, target, {"tokens": "*i64", "valid": None, "marked": "*i32", **parts}, c.num_warps)
         if target == "sm_90":
             loads = [line for line in usage.asm["ptx"].splitlines() if "ld.global" in line]
             assert all(".v4." in line for line in loads), "16 bytes each"

@@ -57,8 +57,10 @@ def largest_of_parts(x, largest, places, x_row, vocab, c: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def first_largest_part(largest, places, tokens, valid, count, c: tl.constexpr):
-    """The token of a row, from its `count` parts; 0 if its largest element is not finite."""
+def first_largest_part(largest, places, tokens, valid, marked, count, c: tl.constexpr):
+    """The token of a row, from its `count` parts. If its largest element is not finite, tokens has 0, valid has 0, and
+    marked, which may be None as valid may, has -1 in place of the token.
+    """
     wait(c)
     row, part = tl.program_id(0), tl.arange(0, c.parts)
     values = tl.load(largest + row * c.parts + part, part < count, -float("inf"))
@@ -67,19 +69,23 @@ def first_largest_part(largest, places, tokens, valid, count, c: tl.constexpr):
     good = tl.abs(top) < float("inf")
     first = tl.min(tl.where((values == top) & (part < count), place, 2147483647), 0)
     tl.store(tokens + row, tl.where(good, first, 0).to(tokens.dtype.element_ty))
-    tl.store(valid + row, good.to(tl.int8))
+    if valid is not None:
+        tl.store(valid + row, good.to(tl.int8))
+    if marked is not None:
+        tl.store(marked + row, tl.where(good, first, -1))
 
 
 _launch_parts, _launch_rows = SmallLauncher(largest_of_parts), SmallLauncher(first_largest_part)
 
 
-def choose(tokens: Tensor, valid: Tensor, x: Tensor) -> None:
-    """`quire.kernels.sampling.sample_rows` of logits [rows, vocab] with a temperature of 0."""
+def choose(tokens: Tensor, valid: Tensor | None, marked: Tensor | None, x: Tensor) -> None:
+    """`quire.kernels.sampling.sample_rows` of logits [rows, vocab] with a temperature of 0, and `greedy_rows`."""
     rows, vocab = x.shape
     if not rows:
         return
     c, count = greedy_config(vocab, x.device), triton.cdiv(vocab, PART)
     largest = torch.empty(rows, c.parts, dtype=torch.float32, device=x.device)
     places = torch.empty(rows, c.parts, dtype=torch.int32, device=x.device)
+    flags = None if valid is None else valid.view(torch.int8)
     _launch_parts((rows, count), (x, largest, places), (), (x.stride(0), vocab), c)
-    _launch_rows((rows, 1), (largest, places, tokens, valid.view(torch.int8)), (count,), (), c)
+    _launch_rows((rows, 1), (largest, places, tokens, flags, marked), (count,), (), c)
