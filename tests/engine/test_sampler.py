@@ -234,7 +234,7 @@ def test_tokens_stay_on_the_device_while_requests_come_and_go(rng):
     going, uploads = [], []
     kept = Sampler(torch.device("cpu"), 8)
     write = kept._lists._write
-    kept._lists._write = lambda requests, last: (uploads.append(len(requests)), write(requests, last))
+    kept._lists._write = lambda requests: (uploads.append(len(requests)), write(requests))
     late, steps = None, 120
     for _ in range(steps):
         if rng.random() < 0.2:

@@ -103,7 +103,7 @@ class _Batch:
         requests: one for each row of logits.
         ahead: how many drafts come before the token of each row; None: none.
         lists: has the tokens of requests with penalties.
-        last: the tokens of the last step, see `TokenLists.hold`.
+        device: where the logits are.
 
     Attributes:
         index: int64 [rows], the index in its output of the token that each row samples next.
@@ -111,16 +111,16 @@ class _Batch:
     """
 
     def __init__(
-        self, requests: Sequence[Request], ahead: Sequence[int] | None, lists: TokenLists, last: Tensor
+        self, requests: Sequence[Request], ahead: Sequence[int] | None, lists: TokenLists, device: torch.device
     ) -> None:
-        params, device = [r.params for r in requests], last.device
+        params = [r.params for r in requests]
         asked = [p.logprobs for p in params if p.logprobs is not None]
         self.logprobs = max(asked) if asked else None
         penalised = [i for i, p in enumerate(params) if p.penalised]
         lens = [len(r.tokens) + r.pending for r in requests]
         slots = [-1] * len(requests)
         if penalised:
-            for i, slot in zip(penalised, lists.hold([requests[i] for i in penalised], last), strict=True):
+            for i, slot in zip(penalised, lists.hold([requests[i] for i in penalised]), strict=True):
                 slots[i] = slot
         prompts, top_k = [r.prompt_len for r in requests], [p.top_k for p in params]
         seeds = np.array([r.seed % (1 << 64) for r in requests], dtype=np.uint64).view(np.int64)
@@ -194,7 +194,7 @@ class Sampler:
     def _launch(self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None) -> Sampled:
         if requests != self._requests or ahead is not None:
             plain = all(request.plain for request in requests)
-            self._batch = None if plain else _Batch(requests, ahead, self._lists, self.last)
+            self._batch = None if plain else _Batch(requests, ahead, self._lists, self.last.device)
             self._requests = requests if ahead is None else ()  # of drafts, the host knows later how many count
         batch, reports = self._batch, None
         if batch is None:

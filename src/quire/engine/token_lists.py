@@ -39,11 +39,9 @@ class TokenLists:
         """Write the tokens of all requests in the next batch, because the table is undefined."""
         self._slots, self._lens = {}, {}
 
-    def hold(self, requests: Sequence[Request], last: Tensor) -> list[int]:
-        """Bring the rows of a batch's requests up to date, and give up those of other requests.
-
-        Args:
-            last: int64, the tokens of the last step, with the pending ones of requests at their `row`.
+    def hold(self, requests: Sequence[Request]) -> list[int]:
+        """Bring the rows of a batch's requests up to date, and give up those of other requests. A request whose last
+        token is pending must have been in the last batch, which has appended that token.
 
         Returns:
             the row of each request.
@@ -58,7 +56,7 @@ class TokenLists:
         self._lens = lens
         self._widen(max(lens.values()))
         if new:
-            self._write(new, last)
+            self._write(new)
         return [self._slots[r] for r in requests]
 
     def append(self, slots: Tensor, ends: Tensor, tokens: Tensor) -> None:
@@ -70,17 +68,14 @@ class TokenLists:
         self._widen(longest)
         self.tokens.view(-1).scatter_(0, slots * self.tokens.shape[1] + ends, tokens.int())
 
-    def _write(self, requests: Sequence[Request], last: Tensor) -> None:
+    def _write(self, requests: Sequence[Request]) -> None:
         """Write all tokens of requests."""
+        assert not any(r.pending for r in requests), "the host does not know a pending token"
         width = self.tokens.shape[1]
         at = [np.arange(len(r.tokens)) + self._slots[r] * width for r in requests]
         known = np.fromiter(chain.from_iterable(r.tokens for r in requests), dtype=np.int64)
         index, values = upload(np.stack([np.concatenate(at), known]), self._device)
         self.tokens.view(-1).scatter_(0, index, values.int())
-        pending = [(self._slots[r] * width + len(r.tokens), r.row) for r in requests if r.pending]
-        if pending:
-            index, rows = upload(np.array(pending).T.copy(), self._device)
-            self.tokens.view(-1).scatter_(0, index, last[rows].int())
 
     def _widen(self, longest: int) -> None:
         """Make room for `longest` tokens of each request."""
