@@ -18,38 +18,47 @@ from typing import Any
 import torch
 
 from quire.engine import SamplingParams, shipped_model
-from quire.engine.chunks import Decodes
+from quire.engine.chunks import Computed, Decodes
 from quire.engine.engine import Engine
 from quire.engine.graphs import StepGraphs
 from quire.engine.inputs import InputBuffers, Inputs, Shape
+from quire.engine.sampler import Sampler
 
 
 class DummyRunner:
     """A runner with the inputs of graphs, whose logits are random, but always the same."""
 
     overlaps = True
-    last_tokens: torch.Tensor
+    sampler: Sampler
 
     def __init__(self, model: Any, num_pages: int, page_size: int, most: int) -> None:
         self.model, self.num_pages, self.page_size = model, num_pages, page_size
         self.buffers = InputBuffers(Shape(most, most), -(-model.context // page_size), page_size, model.device)
-        self.graphs = StepGraphs(self._compute, self.buffers, most, 0)
+        self.graphs = StepGraphs(self._compute, self._sample_greedy, self.buffers, most, 0)
         self.logits = torch.rand(most, 2 if model.tokenizer is None else 400)
+        if model.tokenizer is not None:  # text of whole characters, as models write it
+            texts = [model.tokenizer.decode([t], skip_special_tokens=True) for t in range(400)]
+            self.logits[:, [t for t, text in enumerate(texts) if not text.isalnum()]] = -1.0
 
     @staticmethod
     def _compute(inputs: Inputs, shape: Shape) -> torch.Tensor:
         return torch.empty(0)
 
-    def warm_up(self) -> None:
+    @staticmethod
+    def _sample_greedy(logits: torch.Tensor) -> None:
         """Nothing."""
 
-    def forward(self, chunks: Any) -> Any:
+    def warm_up(self) -> None:
+        """Sample the tokens of plain requests, which are always the same; a graph would do it in each step."""
+        self.sampler.sample_greedy(self.logits)
+
+    def forward(self, chunks: Any) -> Computed:
         """Fill the inputs, as for a graph; a prompt is not computed."""
         shape = self.graphs.shape(chunks)
         if shape is not None:
             chunks = self.buffers.fill(chunks, shape)
         rows = len(chunks) if isinstance(chunks, Decodes) else sum(c.rows for c in chunks)
-        return chunks, self.logits[:rows]
+        return Computed(chunks, self.logits[:rows], greedy_done=True)
 
 
 def main() -> None:
@@ -77,9 +86,6 @@ def main() -> None:
     )  # fmt: skip
     pages = args.requests * -(-context // 16)
     engine = Engine(DummyRunner(model, pages, 16, args.requests), args.requests, 8192)  # type: ignore[arg-type]
-    if tokenizer is not None:  # text of whole characters, as models write it
-        bad = [t for t in range(400) if not tokenizer.decode([t], skip_special_tokens=True).isalnum()]
-        engine.runner.logits[:, bad] = -1.0  # type: ignore[attr-defined]
     updates: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for i in range(args.requests):
         prompt = [5 + (i + j) % 800 for j in range(args.length)]

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from helpers.checkpoints import CONFIGS, VOCAB, save
-from helpers.engines import pages_add_up, until_idle
+from helpers.engines import pages_add_up, same, until_idle
 from quire.engine import LLM, SamplingParams
 from quire.engine.chunks import Decodes
 from quire.engine.graphs import StepGraphs, decode_sizes, mixed_sizes
@@ -35,7 +35,7 @@ def test_sizes_rise_to_the_largest(most):
 
 def test_a_step_gets_the_smallest_shape_that_fits(rng):
     buffers = InputBuffers(Shape(40, 200), 5, 4, torch.device("cpu"))
-    graphs = StepGraphs(lambda inputs, shape: torch.empty(0), buffers, 40, 200)
+    graphs = StepGraphs(lambda inputs, shape: torch.empty(0), lambda logits: None, buffers, 40, 200)
 
     class One:
         def __init__(self, count):
@@ -164,6 +164,35 @@ def test_tokens_with_graphs_are_those_without(folders, rng, name):
         found.append([c.token_ids for c in llm.generate(prompts, params)])
     assert found[0] == found[1]
     assert sum(a != b for a, b in zip(found[0], found[2], strict=True)) <= 2  # rounding may choose another token
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["plain", "mixed"])
+def test_steps_that_sample_within_their_graphs(folders, rng, kind):
+    """Plain requests, and plain ones with others among them, that end at different times and are preempted: the tokens
+    are those without graphs, and sampling is launched for steps with prompts, and for requests that are not plain.
+    """
+    others = [{"temperature": 0.8, "seed": 1}, {"frequency_penalty": 0.5}, {"logprobs": 1}]
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(48)]
+    params = []
+    for _ in prompts:
+        given = {"temperature": 0, **(rng.choice(others) if kind == "mixed" and rng.random() < 0.15 else {})}
+        stop = rng.sample(range(VOCAB), rng.choice((0, 4)))
+        params.append(SamplingParams(max_tokens=rng.randint(1, 60), stop_token_ids=stop, ignore_eos=True, **given))
+    sizes = {"device": "cuda", "dtype": "float32", "page_size": 8, "max_num_seqs": 16, "max_batched_tokens": 64}
+    with LLM(folders["llama"], cuda_graphs=False, num_pages=40, **sizes) as llm:
+        expected = llm.generate(prompts, params)
+    with LLM(folders["llama"], num_pages=40, **sizes) as llm:
+        sampler, launched = llm._engine._sampler, []
+        original = sampler.sample_greedy
+        sampler.sample_greedy = lambda logits: (launched.append(len(logits)), original(logits))
+        done = llm.generate(prompts, params)
+        until_idle(llm)
+        assert llm.stats.preemptions > 0
+        decodes = [step for step in llm.timeline.steps() if step.decode_tokens == step.requests]
+        assert len(launched) <= llm.stats.steps - len(decodes) < llm.stats.steps
+        same(done, expected, llm, prompts, params)
+        assert pages_add_up(llm)
 
 
 @pytest.mark.gpu

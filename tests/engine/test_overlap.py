@@ -9,6 +9,7 @@ import math
 import threading
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,59 @@ def test_tokens_do_not_depend_on_when_they_are_read(folder, rng, how):
             assert pages_add_up(llm)
             replays += llm._engine.runner.step_graphs.replays if how != "eager" else 1
     assert replays
+
+
+def test_plain_requests_alone_and_among_others(folder, rng, how):
+    """A step of decodes has sampled as if all its requests were plain. The next one takes these tokens if they are, and
+    those that replaced them if not, whatever ends, is preempted or arrives in between.
+    """
+    prompts, params = random_requests(rng, 40)
+    greedy = SamplingParams(temperature=0, ignore_eos=True)
+    for i in range(40):
+        if rng.random() < 0.85:
+            stop = rng.sample(range(VOCAB), rng.choice((0, 10)))
+            params[i] = replace(greedy, max_tokens=rng.randint(1, 20), stop_token_ids=stop)
+    with LLM(folder, **SIZES) as llm:
+        expected = llm.generate(prompts, params)
+    with LLM(folder, **SIZES) as llm:
+        set_up(llm, how)
+        done = llm.generate(prompts, params)
+        until_idle(llm)
+        assert llm.stats.preemptions > 0
+        same(done, expected, llm, prompts, params)
+        assert pages_add_up(llm)
+
+
+def test_a_plain_decode_beside_a_prompt_that_is_scored_token_by_token(folder, how):
+    """The prompt has the first row of logits, that of the first request, which has ended. No token is sampled there."""
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    params = [replace(greedy, max_tokens=2), greedy, replace(greedy, prompt_logprobs=0)]
+    given = [[1], [2], [*range(3, 13)]], params
+    with LLM(folder, page_size=4, max_num_seqs=3, max_batched_tokens=2) as llm:
+        expected = llm.generate(*given)
+        llm._engine.scheduler.tree.clear()
+        set_up(llm, how)
+        done = llm.generate(*given)
+        until_idle(llm)
+        same(done, expected, llm, *given)
+
+
+def test_steps_of_plain_decodes_sample_within_their_graphs(folder, how):
+    """Sampling is launched after the step of the prompts only. A request that is not plain has no part in that."""
+    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    other = replace(greedy, temperature=1.0, seed=1)
+    with LLM(folder, page_size=4) as llm:
+        set_up(llm, how)
+        sampler, launched = llm._engine._sampler, []
+        original = sampler.sample_greedy
+        sampler.sample_greedy = lambda logits: (launched.append(len(logits)), original(logits))
+        llm.generate([[1, 2, 3], [4, 5]], greedy)
+        until_idle(llm)
+        assert launched == [2] * (1 if how == "inputs of graphs" else 9)
+        launched.clear()
+        llm.generate([[1, 2, 3], [4, 5]], [greedy, other])
+        until_idle(llm)
+        assert launched == []
 
 
 def test_text_and_stop_strings_do_not_depend_on_when_they_are_read(rng, how):
@@ -291,11 +345,11 @@ def test_steps_that_repeat_go_on_after_one_whose_sampling_raised(folder, rng, ho
         set_up(llm, how)
         launch, raised = Sampler._launch, []
 
-        def failing(self, logits, requests, ahead):
+        def failing(self, logits, requests, *rest):
             if len(requests) > 1 and rng.random() < 0.3:
                 raised.append(len(requests))
                 raise MemoryError("too many")
-            return launch(self, logits, requests, ahead)
+            return launch(self, logits, requests, *rest)
 
         monkeypatch.setattr(Sampler, "_launch", failing)
         with warnings.catch_warnings():

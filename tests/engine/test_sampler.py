@@ -259,3 +259,30 @@ def test_tokens_stay_on_the_device_while_requests_come_and_go(rng):
         assert [(c.token, c.logprobs) for c in sampled.read()] == [(c.token, c.logprobs) for c in expected]
         late = sampled
     assert 0 < sum(uploads) < steps  # not all tokens of all requests in each step
+
+
+def test_greedy_tokens_of_a_forward_pass_are_those_of_plain_batches(rng):
+    """Whether `sample_greedy` comes before or in a launch, plain and other batches have the tokens that a new sampler
+    draws, also when they are read after the next batch, and as the tokens of the next step.
+    """
+    kinds = [{"temperature": 0}] * 6 + [{"seed": 3}, {"temperature": 0, "frequency_penalty": 0.5}, {"logprobs": 1}]
+    kept, going, late = Sampler(torch.device("cpu"), 8), [], None
+    plain = 0
+    for _ in range(200):
+        if not going or rng.random() < 0.3:
+            going = [request(prompt=[rng.randrange(VOCAB)], **rng.choice(kinds)) for _ in range(rng.randint(1, 6))]
+        padded = torch.randn(8, VOCAB)
+        padded[rng.randrange(8), 7] = rng.choice((0.0, torch.nan, torch.inf))
+        logits, done = padded[: len(going)], rng.random() < 0.8
+        expected = [choice.token for choice in sample(logits, going)]
+        if done:
+            kept.sample_greedy(padded)
+        sampled = kept.launch(logits, going, greedy_done=done)
+        assert kept.last[: len(going)].tolist() == [token or 0 for token in expected]
+        if late is not None:
+            assert [choice.token for choice in late[0].read()] == late[1]
+        late = sampled, expected
+        plain += done and all(r.plain for r in going)
+        for r, token in zip(going, expected, strict=True):
+            r.tokens.append(token or 0)
+    assert 10 < plain < 190

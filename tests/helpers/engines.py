@@ -114,13 +114,13 @@ def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
     wrappers = runner.new_wrappers()
 
     def compute(inputs: Inputs, shape: Shape) -> torch.Tensor:
-        ids = torch.where(inputs.ids < 0, runner.last_tokens[inputs.source], inputs.ids)
+        ids = torch.where(inputs.ids < 0, runner.sampler.last[inputs.source], inputs.ids)
         lengths = inputs.last_page_len + (width - 1) * runner.page_size
         pages = PageTable.from_lengths(inputs.kv_indptr, inputs.kv_indices, lengths, runner.page_size)
         runner.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.longest)
         return runner.model.logits(ids, inputs.positions, inputs.sampled, runner)
 
-    graphs = HostGraphs(compute, buffers, most, max_tokens)
+    graphs = HostGraphs(compute, runner.sampler.sample_greedy, buffers, most, max_tokens)
     memory = torch.full((most, runner.model.vocab_size), torch.nan)
     graphs._logits = {shape: memory[: shape.rows] for shape in graphs.shapes}
     runner.step_graphs = graphs

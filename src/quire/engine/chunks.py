@@ -1,12 +1,13 @@
-"""What a step computes: chunks of requests."""
+"""What a step computes: chunks of requests, and the logits of their last tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from quire.engine.request import Request
 
@@ -72,3 +73,17 @@ class Decodes(Sequence[Chunk]):
             pairs = zip(self.requests, self.starts.tolist(), strict=True)
             self._chunks = [Chunk(request, start, 1, True) for request, start in pairs]
         return self._chunks
+
+
+class Computed(NamedTuple):
+    """What the forward pass of a step, which may not have ended, has computed.
+
+    Attributes:
+        chunks: in the order of their rows.
+        logits: [rows, vocab_size], of the last tokens of the chunks (`Chunk.rows`); the next step may overwrite them.
+        greedy_done: whether the forward pass ends with `Sampler.sample_greedy`, of these logits and perhaps more rows.
+    """
+
+    chunks: Sequence[Chunk]
+    logits: Tensor
+    greedy_done: bool = False

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine.chunks import Chunk, Decodes
+from quire.engine.chunks import Chunk, Computed, Decodes
 from quire.engine.grammar import Grammars
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
@@ -84,7 +84,7 @@ class Engine:
         self.launch_at = 0.0
         self._pause = 0.0  # seconds from the end of the last `step` to launch_at
         self._spare = 0.0  # seconds of the last step of single tokens in which the host had nothing to do
-        runner.last_tokens = self._sampler.last
+        runner.sampler = self._sampler
         runner.warm_up()
 
     def request(
@@ -177,12 +177,13 @@ class Engine:
     def _launch(self, chunks: Sequence[Chunk]) -> None:
         """Start to compute a step and to sample its tokens."""
         try:
-            ordered, logits = self.runner.forward(chunks)
+            computed = self.runner.forward(chunks)
         except Exception as error:
             self._read()
             chunks = [c for c in chunks if c.request.finish_reason is None]
-            ordered, logits = self._run_each(chunks, error)
+            computed = self._run_each(chunks, error)
         self.scheduler.stats.steps += 1
+        ordered, logits, greedy_done = computed
         sampling = ordered
         if isinstance(ordered, Decodes):
             for request in ordered.requests:
@@ -191,6 +192,7 @@ class Engine:
             for chunk in ordered:  # drafts have not been verified
                 chunk.request.computed = chunk.start + chunk.count - len(chunk.drafts)
             sampling, logits = [c for c in ordered if c.samples], score(ordered, logits)
+            greedy_done = greedy_done and logits is computed.logits  # otherwise their rows are others
         if not sampling:
             return
         requests, ahead = _rows(sampling)
@@ -200,7 +202,7 @@ class Engine:
         if self._masked:
             self._read()  # masks depend on the last tokens; the device computes this step meanwhile
         try:
-            sampled = self._sampler.launch(logits, requests, ahead)
+            sampled = self._sampler.launch(logits, requests, ahead, greedy_done)
         except Exception as error:
             self._requests = []
             self._read()
@@ -280,11 +282,9 @@ class Engine:
         if not count:
             _warn(len(requests), error)
 
-    def _run_each(self, chunks: Sequence[Chunk], error: Exception) -> tuple[list[Chunk], Tensor]:
-        """Compute each chunk of a step that raised alone, and end the requests of chunks that raise again.
-
-        Returns:
-            the computed chunks and their logits.
+    def _run_each(self, chunks: Sequence[Chunk], error: Exception) -> Computed:
+        """Compute each chunk of a step that raised alone, and end the requests of chunks that raise again; return what
+        was computed of the others.
         """
         # The prefix tree has the pages of the step already, whose contents are undefined now.
         self.scheduler.tree.clear()
@@ -307,7 +307,7 @@ class Engine:
             self.scheduler.compute_again(request)
         if len(done) == len(chunks):
             _warn(len(chunks), error)
-        return done, torch.cat(logits) if logits else torch.empty(0)
+        return Computed(done, torch.cat(logits) if logits else torch.empty(0))
 
     def _push(self, request: Request, choices: Sequence[Choice]) -> None:
         """Add the sampled tokens to a request until it ends, and send its update; end the request with the error of a

@@ -3,6 +3,10 @@
 There are graphs for steps of decodes, with one token per request, and for small steps that mix decodes and prompts. A
 step is padded to the next larger shape. All graphs share one memory pool, since one runs at a time, and one plan's
 tables, since a plan of tables on the device is recorded with the kernels that read it.
+
+A graph of decodes also samples as if all requests were plain, so that the GPU does not wait for launches where they
+are. For other batches, `Sampler.launch` replaces these tokens. Graphs of mixed steps don't sample: most of their rows
+of logits can be padding, and reading it may take longer than the launches.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine.chunks import Chunk, Decodes
+from quire.engine.chunks import Chunk, Computed, Decodes
 from quire.engine.inputs import InputBuffers, Inputs, Shape
 
 # The largest steps that have graphs: their launches would take the host as long as they take the GPU, for small models.
@@ -26,15 +30,22 @@ class StepGraphs:
     """Captured steps.
 
     Args:
-        compute: computes the logits of a step, [shape.rows, vocab_size], from its inputs; it is what is captured.
+        compute: computes the logits of a step, [shape.rows, vocab_size], from its inputs.
+        sample_greedy: samples a token for each row of the logits of decodes (`Sampler.sample_greedy`). Both are
+            captured.
         buffers: the inputs.
         max_num_seqs, max_tokens: the most rows, and the most tokens of a mixed step that has a graph.
     """
 
     def __init__(
-        self, compute: Callable[[Inputs, Shape], Tensor], buffers: InputBuffers, max_num_seqs: int, max_tokens: int
+        self,
+        compute: Callable[[Inputs, Shape], Tensor],
+        sample_greedy: Callable[[Tensor], None],
+        buffers: InputBuffers,
+        max_num_seqs: int,
+        max_tokens: int,
     ) -> None:
-        self._forward, self._buffers = compute, buffers
+        self._forward, self._sample_greedy, self._buffers = compute, sample_greedy, buffers
         self._decodes = decode_sizes(max_num_seqs)
         self._mixed = [n for n in mixed_sizes(max_tokens) if n > max_num_seqs]
         self._most_rows = self._decodes[-1]
@@ -57,10 +68,8 @@ class StepGraphs:
             return None
         return Shape(self._most_rows, self._mixed[bisect_left(self._mixed, tokens)])
 
-    def run(self, chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Tensor] | None:
-        """Replay the graph of a step: the chunks in the order of their rows, and the logits of their last tokens
-        (`Chunk.rows`), which the next step overwrites. None if there is no graph for the step.
-        """
+    def run(self, chunks: Sequence[Chunk]) -> Computed | None:
+        """Replay the graph of a step; None if there is no graph for it."""
         shape = self.shape(chunks)
         if shape is None or shape not in self._graphs:
             return None
@@ -73,11 +82,14 @@ class StepGraphs:
             self._buffers.forget()
             raise
         rows = len(ordered) if isinstance(ordered, Decodes) else sum(c.rows for c in ordered)
-        return ordered, self._logits[shape][:rows]
+        return Computed(ordered, self._logits[shape][:rows], greedy_done=shape.longest == 1)
 
     def _compute(self, inputs: Inputs, shape: Shape) -> Tensor:
         inputs.write_pages()
-        return self._forward(inputs, shape)
+        logits = self._forward(inputs, shape).contiguous()
+        if shape.longest == 1:
+            self._sample_greedy(logits)
+        return logits
 
     def capture(self, progress: Callable[[list[Shape]], Iterable[Shape]] = iter) -> bool:
         """Capture all graphs, the largest first, so that the others find its memory in the pool.
@@ -119,7 +131,7 @@ class StepGraphs:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            logits = self._compute(inputs, shape).contiguous()
+            logits = self._compute(inputs, shape)
         return graph, torch.as_tensor(_Memory(logits), device=logits.device).view(logits.dtype).view(logits.shape)
 
     def _end_capture(self) -> None:

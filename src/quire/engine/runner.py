@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.definition.pages import PageTable
-from quire.engine.chunks import Chunk
+from quire.engine.chunks import Chunk, Computed
 from quire.engine.graphs import MAX_ROWS, MAX_TOKENS, StepGraphs
 from quire.engine.inputs import InputBuffers, Inputs, Shape
 from quire.engine.model import Model
@@ -42,11 +42,12 @@ class Runner:
     Attributes:
         caches: each layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim].
         scales: of each layer's keys and values.
-        last_tokens: int64, the tokens that the last launched step has sampled, for requests whose last one is pending.
+        sampler: has the tokens that the last launched step has sampled, for requests whose last one is pending; set by
+            the engine.
         step_graphs: CUDA graphs of steps, if there are any; see `StepGraphs`.
     """
 
-    last_tokens: Tensor
+    sampler: Sampler
     step_graphs: StepGraphs | None = None
 
     def __init__(
@@ -186,13 +187,13 @@ class Runner:
         requests = [Request([0], params, None, frozenset(), lambda update: None) for _ in range(num_seqs)]
         Sampler(self.model.device, num_seqs).launch(logits, requests).read()
 
-    def forward(self, chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Tensor]:
-        """Compute the chunks; return them, and the logits of their last tokens (`Chunk.rows`), in the same order."""
+    def forward(self, chunks: Sequence[Chunk]) -> Computed:
+        """Compute the chunks, by a graph if there is one for them."""
         if self.step_graphs is not None:
-            result = self.step_graphs.run(chunks)
-            if result is not None:
-                return result
-        return chunks, self.run(chunks)
+            computed = self.step_graphs.run(chunks)
+            if computed is not None:
+                return computed
+        return Computed(chunks, self.run(chunks))
 
     def capture(self, max_rows: int, max_batched_tokens: int, progress: Any = iter) -> None:
         """Capture CUDA graphs of steps with up to so many requests and drafts, and tokens (`StepGraphs`), if the runner
@@ -206,7 +207,7 @@ class Runner:
         wrappers = self.new_wrappers()  # whose plans no step without a graph replaces
 
         def compute(inputs: Inputs, shape: Shape) -> Tensor:
-            ids = torch.where(inputs.ids < 0, self.last_tokens[inputs.source], inputs.ids)
+            ids = torch.where(inputs.ids < 0, self.sampler.last[inputs.source], inputs.ids)
             pages = PageTable(inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len, page_size)
             self.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.longest)
             logits = self.model.logits(ids, inputs.positions, inputs.sampled, self)
@@ -214,7 +215,7 @@ class Runner:
                 wrapper.forget_cuda_graph()  # the tables that the graph reads are those of `buffers`, which stay
             return logits
 
-        graphs = StepGraphs(compute, buffers, rows, tokens)
+        graphs = StepGraphs(compute, self.sampler.sample_greedy, buffers, rows, tokens)
         if graphs.capture(progress):
             self.step_graphs = graphs
 
@@ -250,7 +251,7 @@ class Runner:
     def _pending_inputs(self, chunks: Sequence[Chunk], rows: list[int]) -> tuple[Tensor, Tensor]:
         """`inputs` of a step with tokens that the host does not know, and without drafts."""
         tokens: list[int] = []
-        places: list[tuple[int, int]] = []  # of pending tokens in this step, and in `last_tokens`
+        places: list[tuple[int, int]] = []  # of pending tokens in this step, and in `Sampler.last`
         for chunk in chunks:
             known = chunk.request.tokens[chunk.start : chunk.start + chunk.count]
             tokens += known
@@ -260,7 +261,7 @@ class Runner:
         device, (to, source) = self.model.device, zip(*places, strict=True)
         packed = upload(np.array([*tokens, *rows, *to, *source], dtype=np.int64), device)
         ids, last, at, pending = packed.split([len(tokens), len(rows), len(to), len(source)])
-        return ids.index_copy(0, at, self.last_tokens[pending]), last
+        return ids.index_copy(0, at, self.sampler.last[pending]), last
 
     def begin(self, chunks: Sequence[Chunk], tables: StepTables) -> None:
         """Plan a step, for which `attend` is then called once per layer."""

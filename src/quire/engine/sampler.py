@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from quire import sampling
+from quire.definition.tensors import check_tensor
 from quire.engine.grammar import masked
 from quire.engine.request import Request
 from quire.engine.token_lists import TokenLists
-from quire.steps import upload
+from quire.steps import greedy_rows, upload
 
 UNDEFINED = -1  # in place of a token, where a row of logits is not finite
 NOT_FINITE = "the model's logits are not finite"
@@ -43,7 +44,8 @@ class Sampled:
 
     Args:
         requests: those that the rows of logits belong to.
-        tokens: int32 [len(requests)], on the device; -1 where a row of logits is not finite.
+        tokens: int32 [len(requests)], on the device; UNDEFINED where a row of logits is not finite. The next batch may
+            overwrite them.
         reports: their log-probabilities, None if no request wants them.
     """
 
@@ -58,7 +60,7 @@ class Sampled:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tokens.device))
         else:
-            self._host = tensors
+            self._host = [x.clone() for x in tensors]
 
     def wait(self) -> None:
         """Wait until the device has sampled the tokens."""
@@ -163,18 +165,30 @@ class Sampler:
         rows: the most requests of a batch.
 
     Attributes:
-        last: int64 [rows] on the device, the tokens of the last batch: the pending token of a request is at its `row`.
+        last: int64 [rows] on the device, the tokens of the last batch, 0 where they are undefined: the pending token of
+            a request is at its `row`.
     """
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.last = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._marked = torch.zeros(rows, dtype=torch.int32, device=device)  # `last` of plain batches, with UNDEFINED
         self._undefined = torch.full((), UNDEFINED, dtype=torch.int32, device=device)
         self._lists = TokenLists(device, rows)
         self._requests: Sequence[Request] = ()  # those of the last batch
         self._batch: _Batch | None = None  # None: they are all plain
 
+    def sample_greedy(self, logits: Tensor) -> None:
+        """Sample a token for each row of logits, [rows, vocab_size], as if all requests were plain. It may be captured
+        in a CUDA graph; a `launch` that follows reads or replaces the tokens.
+        """
+        check_tensor(logits, "logits", (None, None), None, self.last.device)
+        rows = len(logits)
+        greedy_rows(self.last[:rows], self._marked[:rows], logits)
+
     @torch.inference_mode()
-    def launch(self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None = None) -> Sampled:
+    def launch(
+        self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None = None, greedy_done: bool = False
+    ) -> Sampled:
         """Start to sample a token for each row of logits, [len(requests), vocab_size].
 
         Each call samples the next token of its requests, so no token may be sampled elsewhere unless a call raises.
@@ -183,28 +197,32 @@ class Sampler:
             requests: the request of each row.
             ahead: how many drafts come before the token of each row, for requests with several rows; None: none, and
                 each request has one row.
+            greedy_done: whether the device calls `sample_greedy` of these logits, and perhaps more rows, before.
         """
         try:
-            return self._launch(logits, requests, ahead)
+            return self._launch(logits, requests, ahead, greedy_done)
         except BaseException:
             self._requests = ()
             self._lists.forget()
             raise
 
-    def _launch(self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None) -> Sampled:
+    def _launch(
+        self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None, greedy_done: bool
+    ) -> Sampled:
         if requests != self._requests or ahead is not None:
             plain = all(request.plain for request in requests)
             self._batch = None if plain else _Batch(requests, ahead, self._lists, self.last.device)
             self._requests = requests if ahead is None else ()  # of drafts, the host knows later how many count
         batch, reports = self._batch, None
         if batch is None:
-            drawn = sampling.sample(logits, 0.0, seed=0, offset=0)
-        else:
-            matchers = [None if request.finish_reason else request.matcher for request in requests]
-            drawn = batch.sample(masked(logits, matchers))
-            if batch.logprobs is not None:
-                reports = sampling.token_logprobs(logits, drawn.tokens, min(batch.logprobs, logits.shape[1]))
-            batch.count(drawn.tokens)
+            if not greedy_done:
+                self.sample_greedy(logits)
+            return Sampled(requests, self._marked[: len(requests)], None)
+        matchers = [None if request.finish_reason else request.matcher for request in requests]
+        drawn = batch.sample(masked(logits, matchers))
+        if batch.logprobs is not None:
+            reports = sampling.token_logprobs(logits, drawn.tokens, min(batch.logprobs, logits.shape[1]))
+        batch.count(drawn.tokens)
         self.last[: len(requests)] = drawn.tokens
         return Sampled(requests, torch.where(drawn.valid, drawn.tokens, self._undefined), reports)
 
