@@ -195,15 +195,15 @@ def _bits_of_blocks(request, row, last_row, base, mask, c: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [c.load_warps, 1], [1, 0])
     token = gl.arange(0, step, gl.SliceLayout(1, layout))
     block = base + gl.arange(0, 32, gl.SliceLayout(0, layout))
-    bits, words = _words_of(mask)
+    words = _words_of(mask)
     ones = gl.full([step, 32], 0, gl.uint32, layout)
     zeros = ones
     for i in range(row // c.group, last_row // c.group + 1, step):
-        bit = _first_bits(request, gl.minimum(i + token, last_row // c.group), mask)
+        bit = _first_bits(request, gl.minimum(i + token, last_row // c.group), mask) + words.first
         at = (bit >> 5)[:, None] + (block * (c.block_n // 32))[None, :]
-        low = _load_word(bits, at, words)
+        low = _load_word(words, at)
         for j in gl.static_range(c.block_n // 32):
-            high = _load_word(bits, at + (j + 1), words)
+            high = _load_word(words, at + (j + 1))
             word = _shift_word(low, high, (bit & 31).to(gl.uint32)[:, None])
             ones, zeros, low = ones | word, zeros | (word ^ 0xFFFFFFFF), high
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [c.load_warps], [0])
@@ -249,12 +249,12 @@ def visible_in_block(rows, start, layout: gl.constexpr, mask, c: gl.constexpr):
         seen = seen & ((j < rows.prefix_len - first) | (j >= rows.item_start[:, None] - first))
     if c.mask:
         # Words of 32 bits, aligned as those of memory, are shifted to words of 32 keys.
-        bit = rows.bit + start
+        words = _words_of(mask)
+        bit = rows.bit + (start + words.first)
         shift, at = (bit & 31).to(gl.uint32), bit >> 5
-        bits, words = _words_of(mask)
-        low, picked = _load_word(bits, at, words), seen.to(gl.uint32) * 0
+        low, picked = _load_word(words, at), seen.to(gl.uint32) * 0
         for i in gl.static_range(c.block_n // 32):
-            high = _load_word(bits, at + (i + 1), words)
+            high = _load_word(words, at + (i + 1))
             word = _shift_word(low, high, shift)
             picked = gl.where(j // 32 == i, word[:, None] >> offset.to(gl.uint32), picked)
             low = high
@@ -262,15 +262,26 @@ def visible_in_block(rows, start, layout: gl.constexpr, mask, c: gl.constexpr):
     return seen
 
 
+class Words(NamedTuple):
+    """Custom masks as `count` words of 32 bits at aligned addresses from `at` on. first: which bit is the masks' first.
+    Up to three bytes before and behind the masks are read, of words that have bytes of theirs.
+    """
+
+    at: tl.tensor
+    count: tl.tensor
+    first: tl.tensor
+
+
 @gluon.jit
 def _words_of(mask):
-    """The custom masks as aligned words of 32 bits, and how many these are."""
-    return mask.bits.to(gl.pointer_type(gl.uint32), bitcast=True), (mask.size.to(gl.int64) + 3) // 4
+    before = (mask.bits.to(gl.int64) & 3).to(gl.int32)  # bytes of the first word that are not the masks'
+    at = (mask.bits - before).to(gl.pointer_type(gl.uint32), bitcast=True)
+    return Words(at, (mask.size.to(gl.int64) + before + 3) // 4, before * 8)
 
 
 @gluon.jit
-def _load_word(bits, at, words):
-    return gl.load(bits + at, (at >= 0) & (at < words), 0)
+def _load_word(words, i):
+    return gl.load(words.at + i, (i >= 0) & (i < words.count), 0)
 
 
 @gluon.jit
