@@ -84,7 +84,7 @@ class LaunchReplay:
         """Launch with these addresses in place of the first tensors; False, without a launch, if one is not aligned."""
         if (q | k | v | out | (q_pe or 0) | (k_pe or 0)) & 15:
             return False
-        kv = (k, v) if self._descriptors is None else self._descriptors(k, v)
+        kv = (k, v) if self._descriptors is None else self._descriptors[k, v]
         self._run(*self._grid, stream, *self._handle, q, q_pe, *kv, k_pe, out, lse, sinks, *self._rest)
         return True
 

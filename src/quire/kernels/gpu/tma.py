@@ -33,9 +33,10 @@ class Matrix(NamedTuple):
         return TensorDescriptor(x, [self.rows, self.columns], [self.stride, 1], block, layout)
 
 
-class Descriptors:
-    """Descriptors of k and v for launches of a compiled kernel by address. Triton encodes them anew for each launch,
-    which takes longer than the launch; here they are kept by address.
+class Descriptors(dict[tuple[int, int], tuple[Any, ...]]):
+    """The arguments for k and v of launches of a compiled kernel by address: descriptors, each with the shape and the
+    strides after it, by the addresses of k and v. Triton encodes them anew for each launch, which takes longer than the
+    launch; here they are encoded when they are first looked up.
 
     Attributes:
         launch: the function to which Triton 3.6's launch function passes descriptors after it has encoded them.
@@ -50,20 +51,17 @@ class Descriptors:
              TMA_DTYPE_DEVICE_TO_HOST[of["elem_type"]])
             for x, of in zip(matrices, compiled.metadata.tensordesc_meta, strict=True)
         ]  # fmt: skip
-        self._arguments: dict[tuple[int, int], tuple[Any, ...]] = {}
 
-    def __call__(self, k: int, v: int) -> tuple[Any, ...]:
-        """The arguments for k and v at these addresses: descriptors, each with the shape and the strides after it."""
-        found = self._arguments.get((k, v))
-        if found is None:
-            if len(self._arguments) >= _MOST_KEPT:
-                self._arguments.clear()
-            fill, found = triton.runtime.driver.active.utils.fill_tma_descriptor, ()
-            for address, (shape, strides, block, swizzle, size, dtype) in zip((k, v), self._kinds, strict=True):
-                descriptor = fill(address, swizzle, size, dtype, block, shape, strides, 0)
-                found = (*found, descriptor, *shape, *strides)
-            self._arguments[k, v] = found
-        return found
+    def __missing__(self, addresses: tuple[int, int]) -> tuple[Any, ...]:
+        if len(self) >= _MOST_KEPT:
+            self.clear()
+        fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+        arguments: tuple[Any, ...] = ()
+        for address, (shape, strides, block, swizzle, size, dtype) in zip(addresses, self._kinds, strict=True):
+            descriptor = fill(address, swizzle, size, dtype, block, shape, strides, 0)
+            arguments = (*arguments, descriptor, *shape, *strides)
+        self[addresses] = arguments
+        return arguments
 
 
 @lru_cache(maxsize=1024)
