@@ -247,9 +247,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
                 args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
-        options = (
-            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req,
-        )  # fmt: skip
+        options = None
+        if not (q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is q_len_per_req is None):
+            options = q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req
         key, done = self._replays.lookup(self._current, q, paged_kv_cache, out, lse, sinks, return_lse, options)
         if done is not None:
             return done

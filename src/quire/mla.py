@@ -36,10 +36,6 @@ __all__ = [
     "supported_mla_layer_dimensions",
 ]
 
-_FOREIGN = [  # arguments of `run` for kernels of other machines
-    *("profiler_buffer", "kv_len", "page_table", "o_scale"),
-    *("skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"),
-]
 # Arguments of `plan` that have no default.
 _NEEDED = (
     *("num_heads", "head_dim_ckv", "head_dim_kpe", "page_size"),
@@ -235,19 +231,19 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         if kv_cache is not None or ckv_cache is None or kpe_cache is None:
             names = ("kv_cache", "ckv_cache", "kpe_cache")
             ckv_cache, kpe_cache = split_parts(kv_cache, (ckv_cache, kpe_cache), names, spec.head_dim_vo)
-        pe = (q_pe, kpe_cache) if spec.latent else (None, None)
-        foreign = (profiler_buffer, kv_len, page_table, o_scale)
-        foreign += (skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale)  # type: ignore[assignment]
-        key = None
+        if not (profiler_buffer is kv_len is page_table is o_scale is None):
+            refuse(profiler_buffer=profiler_buffer, kv_len=kv_len, page_table=page_table, o_scale=o_scale)
+        if not (skip_softmax_threshold_scale_factor is bmm1_scale is bmm2_scale is None):
+            refuse(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+            refuse(bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale)
+        key = options = None
         if ckv_scale_arr is None:
-            cache = (ckv_cache, ckv_cache)
-            own = (return_lse_base_on_e, ckv_scale, kpe_scale, *foreign)
-            key, done = self._replays.lookup(
-                self._current, q_nope, cache, out, lse, sinks, return_lse, own, pe[0], pe[1]
-            )
+            if return_lse_base_on_e is not False or not (ckv_scale is kpe_scale is None):
+                options = return_lse_base_on_e, ckv_scale, kpe_scale
+            cache, pe = (ckv_cache, ckv_cache), (q_pe, kpe_cache) if spec.latent else (None, None)
+            key, done = self._replays.lookup(self._current, q_nope, cache, out, lse, sinks, return_lse, options, *pe)
             if done is not None:
                 return done
-        refuse(**dict(zip(_FOREIGN, foreign, strict=True)))
         self._check_promises(return_lse or lse is not None, return_lse_base_on_e, sinks)
         self._check_inputs(spec, q_nope, q_pe, ckv_cache, kpe_cache)
         self._check_scales(spec, ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale)

@@ -159,8 +159,8 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(LatentWrapper):
             RuntimeError: nothing was planned.
             ValueError: a tensor that does not fit the plan.
         """
-        plan, options = self.require_plan(), (q_scale, k_scale, v_scale)
-        cache = paged_ckv_cache, paged_ckv_cache
+        plan, cache = self.require_plan(), (paged_ckv_cache, paged_ckv_cache)
+        options = None if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
         key, done = self._replays.lookup(
             plan, q_nope, cache, out, lse, None, return_lse, options, q_pe, paged_kpe_cache
         )

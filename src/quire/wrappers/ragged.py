@@ -161,9 +161,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
                 args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
-        options = (
-            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale,
-        )  # fmt: skip
+        options = None
+        plain = q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is o_scale is None
+        if not (plain and lse_base == "log2" and lse_layout == "NH"):
+            options = q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale
         key, done = self._replays.lookup(self._current, q, (k, v), out, lse, sinks, return_lse, options)
         if done is not None:
             return done

@@ -63,7 +63,7 @@ class ReplayCache:
         lse: Tensor | None,
         sinks: Tensor | None,
         return_lse: bool,
-        options: tuple[Any, ...],
+        options: tuple[Any, ...] | None,
         q_pe: Tensor | None = None,
         k_pe: Tensor | None = None,
     ) -> tuple[Key | None, Result | None]:
@@ -71,7 +71,7 @@ class ReplayCache:
 
         Args:
             cache: k and v as the caller gave them, one tensor or a pair.
-            options: all other arguments of the run.
+            options: all other arguments of the run; None if the caller gave none, as is usual.
             q_pe, k_pe: the rotary parts of a latent layer's queries and keys.
 
         Returns:
@@ -96,7 +96,7 @@ class ReplayCache:
                 q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
                 None if v is k else (v.shape, v.stride(), v.dtype, v.device), None if out is None else _kind(out),
                 None if lse is None else _kind(lse), None if sinks is None else _kind(sinks), return_lse,
-                options, tuple(map(type, options)),
+                options and (options, tuple(map(type, options))),
                 None if q_pe is None else _kind(q_pe), None if k_pe is None else _kind(k_pe),
             )  # fmt: skip
             found = None if plan is None else self.current.get(key) or self._moved(key, plan)
