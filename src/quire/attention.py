@@ -17,7 +17,7 @@ from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import AttentionSpec, check
 from quire.definition.tensors import check_cache, check_optional
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.wrappers.arguments import DType, LayerArgs, Scale, refuse
+from quire.wrappers.arguments import DType, Scale, layer_args, refuse
 from quire.wrappers.composite import CompositeWrapper
 
 __all__ = [
@@ -78,10 +78,10 @@ class BatchAttention(CompositeWrapper):
         """
         if use_profiler is not False:
             refuse(use_profiler=use_profiler)
-        layer = LayerArgs._make((
+        layer = layer_args(
             num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, 0, q_data_type, kv_data_type, None,
             bool(causal), -1, logits_soft_cap, sm_scale, "NONE", None, None, (), self._wrapper.invariant, False, -1,
-        ))  # fmt: skip
+        )  # fmt: skip
         self._wrapper._plan_lengths(layer, qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         self._logits_soft_cap = logits_soft_cap or 0.0
 

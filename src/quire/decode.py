@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.definition.pages import table
 from quire.definition.spec import FLOATS8, as_dtype, check
 from quire.definition.tensors import as_nhd, as_slopes, check_layout, check_tensors
-from quire.wrappers.arguments import DType, LayerArgs, RunArgs, Scale, by_position, refuse
+from quire.wrappers.arguments import DType, RunArgs, Scale, by_position, layer_args, refuse
 from quire.wrappers.base import AttentionWrapper
 from quire.wrappers.buffers import check_buffers, fitting, fixed_batch
 from quire.wrappers.mla_decode import BatchDecodeMlaWithPagedKVCacheWrapper
@@ -166,13 +166,13 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             if q_data_type is None or (q_data_type == "float16" and as_dtype(data_type, "data_type") not in FLOATS8):
                 q_data_type = data_type
         # By position, in the order of LayerArgs, since 20 keywords would take a microsecond.
-        layer = LayerArgs._make((
+        layer = layer_args(
             num_qo_heads, num_kv_heads, head_dim, head_dim_vo, page_size, q_len_per_req,
             q_data_type or "float16", kv_data_type, o_data_type,
             True if is_causal is None else is_causal, window_left, logits_soft_cap, sm_scale,
             pos_encoding_mode, rope_scale, rope_theta, () if alibi_slopes is None else as_slopes(alibi_slopes),
             self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, -1,
-        ))  # fmt: skip
+        )  # fmt: skip
         if window_right != 0:
             refuse(window_right=window_right)
         rows = None if self._current is None else self._current.qo.indptr  # which equal layers have in common

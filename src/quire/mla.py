@@ -20,7 +20,7 @@ from quire.definition.mla_dimensions import (
 )
 from quire.definition.spec import check
 from quire.kernels.latent import dequantize
-from quire.wrappers.arguments import DType, LayerArgs, RunArgs, refuse
+from quire.wrappers.arguments import DType, RunArgs, layer_args, refuse
 from quire.wrappers.mla import LatentWrapper, MLAPlanMetadata, split_parts
 from quire.wrappers.plan import longest_request
 
@@ -148,11 +148,11 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         check(head_dim_ckv in (128, 256, 512), "head_dim_ckv", head_dim_ckv, "128, 256 or 512")
         check(head_dim_kpe in (0, 64), "head_dim_kpe", head_dim_kpe, "64, or 0 for none")
         # By position, in the order of LayerArgs, since keywords would take a microsecond.
-        layer = LayerArgs._make((
+        layer = layer_args(
             num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, 0,  # type: ignore[operator]
             q_data_type, kv_data_type, output_dtype, causal, -1, None, sm_scale,
             "NONE", None, None, (), self.invariant, head_dim_kpe != 0, -1,
-        ))  # fmt: skip
+        )  # fmt: skip
         flat = metadata is cum_seq_lens_q is block_tables is seq_lens is None
         options = flat, lse_mode, use_sinks, output_scale, scale_mode, use_profiler, skip_softmax
         like_the_last = flat and options == self._options

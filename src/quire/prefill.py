@@ -18,7 +18,7 @@ from quire.definition.tensors import as_nhd, as_scale, as_slopes, check_layout, 
 from quire.kernels.attention import attend_one
 from quire.kernels.ops import env_flag
 from quire.kernels.registry import canonical
-from quire.wrappers.arguments import DType, LayerArgs, RunArgs, Scale, by_position, refuse
+from quire.wrappers.arguments import DType, RunArgs, Scale, by_position, layer_args, refuse
 from quire.wrappers.buffers import check_buffers
 from quire.wrappers.plan import longest_request
 from quire.wrappers.prefill import PrefillWrapper
@@ -157,12 +157,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         if self._capture.captured:
             self._capture.begin_plan(type(self).__name__)
         # By position, in the order of LayerArgs, since 20 keywords would take a microsecond.
-        layer = LayerArgs._make((
+        layer = layer_args(
             num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, 0, q_data_type, kv_data_type, o_data_type,
             bool(causal), window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
             () if alibi_slopes is None else as_slopes(alibi_slopes),
             self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, window_right,
-        ))  # fmt: skip
+        )  # fmt: skip
         given = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
         if plain and self._plan_again(layer, max_token_per_sequence, *given, non_blocking=non_blocking):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ DType = str | torch.dtype
 
 class LayerArgs(NamedTuple):
     """The arguments of `plan` except for its tables, as FlashInfer names them: what the layer's spec is made of, and
-    what a later plan is compared with. None means the default of `AttentionSpec`.
+    what a later plan is compared with (see `layer_args`). None means the default of `AttentionSpec`.
 
     Attributes:
         page_size: tokens in a page, 0 for ragged rows.
@@ -73,6 +74,21 @@ class LayerArgs(NamedTuple):
             latent=self.latent,
             batch_invariant=self.batch_invariant,
         )
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _layer_args(*fields: Any) -> LayerArgs:
+    return LayerArgs._make(fields)
+
+
+def layer_args(*fields: Any) -> LayerArgs:
+    """The `LayerArgs` of these fields, in its order: one object for equal fields of equal types, so that one comparison
+    finds whether a plan is of the last plan's layer. Where 8 was planned, 8.0 is another argument, which is checked.
+    """
+    try:
+        return _layer_args(*fields)
+    except TypeError:  # a value without a hash, which the checks refuse
+        return LayerArgs._make(fields)
 
 
 class RunArgs(NamedTuple):

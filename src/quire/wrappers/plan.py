@@ -31,7 +31,6 @@ class Plan(NamedTuple):
         mask, items: custom masks, or the items of prompts, of the requests.
         max_q_len: the most query tokens that a request has, 0 if it is not known.
         layer: the arguments that `spec` was made of; None if a later plan must not be compared with them.
-        layer_types: the types of `layer`'s values: where 8 was planned, 8.0 is another argument, which is checked.
         backend: "auto", or the name of the kernel family that computes.
         float_workspace: float32, for partial states of tiles; None if the kernels need none.
         int_workspace: int32, zeros before and after each run.
@@ -45,7 +44,6 @@ class Plan(NamedTuple):
     items: Items | None
     max_q_len: int
     layer: LayerArgs | None
-    layer_types: tuple[type, ...]
     backend: str
     float_workspace: Tensor | None
     int_workspace: Tensor | None
@@ -135,8 +133,7 @@ def make_plan(
     if spec.batch_invariant:
         ints = family.int_workspace_size(spec, device, max_q_len, kv.batch_size, kv_tokens)
     float_workspace, int_workspace = workspace.take(floats, ints)
-    types = () if layer is None else tuple(map(type, layer))
-    return Plan(spec, qo, kv, mask, items, max_q_len, layer, types, backend, float_workspace, int_workspace, ints)
+    return Plan(spec, qo, kv, mask, items, max_q_len, layer, backend, float_workspace, int_workspace, ints)
 
 
 @lru_cache(maxsize=4096)

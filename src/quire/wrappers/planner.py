@@ -186,7 +186,7 @@ class Planner:
             ValueError: a table on the host whose values are wrong.
         """
         plan = self._current
-        if plan is None or layer != plan.layer or tuple(map(type, layer)) != plan.layer_types:
+        if plan is None or layer is not plan.layer:
             return False
         kv, qo = plan.kv.like(*tables, non_blocking=non_blocking), plan.qo
         if kv is None:

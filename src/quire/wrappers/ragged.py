@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.definition.pages import table
 from quire.definition.spec import FLOATS8, as_dtype
 from quire.definition.tensors import as_nhd, as_scale, as_slopes
-from quire.wrappers.arguments import DType, LayerArgs, RunArgs, Scale, by_position, refuse
+from quire.wrappers.arguments import DType, RunArgs, Scale, by_position, layer_args, refuse
 from quire.wrappers.buffers import check_buffers, fixed_batch
 from quire.wrappers.plan import longest_request
 from quire.wrappers.prefill import PrefillWrapper
@@ -106,12 +106,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         if o_data_type is None and as_dtype(q_data_type, "q_data_type") in FLOATS8:
             o_data_type = torch.bfloat16
         # By position, in the order of LayerArgs, since 20 keywords would take a microsecond.
-        layer = LayerArgs._make((
+        layer = layer_args(
             num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, 0, 0, q_data_type, kv_data_type, o_data_type,
             bool(causal), window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
             () if alibi_slopes is None else as_slopes(alibi_slopes),
             self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, window_right,
-        ))  # fmt: skip
+        )  # fmt: skip
         plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
         if plain and self._plan_again(layer, max_token_per_sequence, qo_indptr, kv_indptr, non_blocking=non_blocking):
             return
