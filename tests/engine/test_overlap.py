@@ -45,12 +45,13 @@ def random_params(rng, **more):
 
 
 def random_requests(rng, count):
-    """Prompts of which many begin alike, and parameters."""
+    """Prompts of which many begin alike, the first two for three pages, and parameters."""
     starts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(4)]
     prompts = [
         rng.choice(starts)[: rng.randint(1, 30)] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
         for _ in range(count)
     ]
+    prompts[:2] = [[rng.randrange(VOCAB) for _ in range(13)]] * 2
     return prompts, [random_params(rng) for _ in prompts]
 
 
