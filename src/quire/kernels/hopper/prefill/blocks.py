@@ -1,8 +1,8 @@
 """Which key blocks of a job are loaded and computed, from the last to the first.
 
-Without custom masks and items (c.listed is False) they are all blocks of the job, and consumers know without being told
-where these need a mask. Custom masks hide blocks anywhere, and only their bits say which: the producer looks at those
-of 32 blocks together, leaves out blocks that no row of the tile sees, and writes a note for each one that it loads.
+Without custom masks and items (c.listed is False) they are all blocks of the job, and consumers find from its bounds
+which of them need a mask. Custom masks and items hide blocks anywhere, which only their data tell: the producer looks
+at 32 blocks together, leaves out those of which no row of the tile sees a key, and writes a note for each other one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MORE, MASKED, FLAGS = gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)  # bits 
 
 
 class Cursor(NamedTuple):
-    """A block of a job, which is before the job's first one after the last that is loaded. masked: 1 if some row of the
-    tile may not see all of its keys. base, seen, whole: of 32 blocks from `base` on, bit by bit, those that are yet to
-    come, and those that need no mask.
+    """The position of the producer in a job. block: the next block to be loaded, or a number below the job's first one
+    if there is none left; masked: 1 if some row of the tile may not see all keys of that block, else 0. Of the 32
+    blocks from `base` on, the bits of `seen` tell which are loaded after it, and those of `whole` which need no mask.
     """
 
     block: tl.tensor
