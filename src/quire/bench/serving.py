@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def _loaded(setup: Setup, longest: int) -> Iterator[tuple[Any, Row]]:
             continue
         try:
             seconds = time.perf_counter() - start
-            yield engine, {"engine": kind.title, "version": version(kind.package), "load_s": seconds}
+            yield engine, {"engine": kind.title, "version": import_module(kind.package).__version__, "load_s": seconds}
         finally:
             engine.close()
 
