@@ -102,7 +102,7 @@ def unmasked_end(request, row, c: gl.constexpr):
 
 @gluon.jit
 def unmasked_keys(request, row, last_row, mask, c: gl.constexpr):
-    """The start and the end of the keys that all of rows `row` to last_row see, but for custom masks."""
+    """The start and the end of the keys that all of rows `row` to last_row see, in layers without custom masks."""
     start, end = request.kv_len * 0, unmasked_end(request, row, c)
     if c.window:
         start = position_of(request, last_row, c) - mask.window

@@ -67,21 +67,6 @@ class Notes(NamedTuple):
 
 
 @gluon.jit
-def allocate_barriers(stages: gl.constexpr, count: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(stages):
-        mbarrier.init(bars.index(s), count=count)
-    return bars
-
-
-@gluon.jit
-def allocate_notes(c: gl.constexpr):
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = gl.allocate_shared_memory(gl.int32, [c.stages * 32 * c.load_warps, 1], layout)
-    return Notes(words, allocate_barriers(c.stages, 1))
-
-
-@gluon.jit
 def write_note(pipeline, n, cursor, more, c: gl.constexpr):
     """Write the note of the pipeline's n-th block, once its stage is empty."""
     threads: gl.constexpr = 32 * c.load_warps  # each of which stores a word

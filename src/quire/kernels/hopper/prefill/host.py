@@ -47,18 +47,13 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def _is_listed(spec: AttentionSpec) -> bool:
-    """Whether the producer says which key blocks there are: see `blocks.py`."""
-    return spec.custom_mask or spec.items
-
-
 def _box_of(spec: AttentionSpec, x: Tensor, page_size: int) -> int:
     """How many keys TMA loads of a tensor at once, or 0: boxes are rows of one page in a matrix whose rows have the
-    stride of tokens, if there is such a matrix. Listed blocks are copied: the four warps of a producer that looks at
-    masks as well would wait for each other at each box.
+    stride of tokens, if there is such a matrix. With custom masks and items, a producer of four warps finds which
+    blocks are loaded, and copies them: its warps would wait for each other at each box.
     """
     block_n = block_size(spec)
-    if x.element_size() == 1 or _is_listed(spec):
+    if x.element_size() == 1 or spec.custom_mask or spec.items:
         return 0
     if page_size == 0:
         return block_n if len(x) else 0
@@ -112,7 +107,6 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         window=spec.window_left >= 0,
         mask=spec.custom_mask,
         items=spec.items,
-        listed=_is_listed(spec),
         cap=cap,
         alibi=alibi,
         transform=cap or alibi or q_scale or k_scale or negative,

@@ -16,8 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.hopper.combine import Partials
 from quire.kernels.hopper.epilogue import Output, clear_padding
 from quire.kernels.hopper.mask import Mask
-from quire.kernels.hopper.prefill.blocks import allocate_notes
-from quire.kernels.hopper.prefill.load import KVPipeline, allocate_stages, cache_of, load
+from quire.kernels.hopper.prefill.load import KVPipeline, allocate_notes, allocate_stages, cache_of, load
 from quire.kernels.hopper.prefill.tile import Queries, consume
 from quire.kernels.hopper.schedule import Tables
 from quire.kernels.hopper.tile_scheduler import allocate_mailbox
@@ -49,7 +48,6 @@ class Config:
     window: bool
     mask: bool  # custom masks
     items: bool
-    listed: bool  # custom masks or items, which hide blocks of keys: see `blocks.py`
     cap: bool  # of logits
     alibi: bool
     transform: bool  # logits are scaled before the softmax
@@ -65,6 +63,11 @@ class Config:
     least_q_len: int  # query tokens of the requests that this launch computes; 0: any number
     most_q_len: int = 0
     packed_heads: int = 1
+
+    @property
+    def listed(self) -> bool:
+        """Whether custom masks or items hide blocks of keys: see `blocks.py`."""
+        return self.mask or self.items
 
 
 @gluon.jit

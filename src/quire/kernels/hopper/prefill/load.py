@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from quire.kernels.hopper.mask import needed_keys
-from quire.kernels.hopper.prefill.blocks import Notes, allocate_barriers, first_block, next_block, write_note
+from quire.kernels.hopper.prefill.blocks import Notes, first_block, next_block, write_note
 from quire.kernels.hopper.schedule import page_of, select
 from quire.kernels.hopper.tile_scheduler import find_unit, first_walk, next_unit, plan_units, post_job
 
@@ -60,12 +60,20 @@ class KVPipeline(NamedTuple):
 
 
 @gluon.jit
+def _barriers(stages: gl.constexpr, count: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(stages):
+        mbarrier.init(bars.index(s), count=count)
+    return bars
+
+
+@gluon.jit
 def _allocate_stages(
     dtype: gl.constexpr, width: gl.constexpr, parts: gl.constexpr, arrivals: gl.constexpr, c: gl.constexpr
 ):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, width], dtype)
     data = gl.allocate_shared_memory(dtype, [c.stages * parts, c.block_n, width], layout)
-    return Stages(data, allocate_barriers(c.stages, arrivals), allocate_barriers(c.stages, 128 * c.consumers))
+    return Stages(data, _barriers(c.stages, arrivals), _barriers(c.stages, 128 * c.consumers))
 
 
 @gluon.jit
@@ -76,6 +84,14 @@ def allocate_stages(dtype: gl.constexpr, c: gl.constexpr):
     k = _allocate_stages(dtype, c.part, c.dim_qk // c.part, threads if c.fp8_q else arrivals, c)
     # fp8 is widened to float16 in a fourth of the instructions that bfloat16 takes. Keys must be as queries are.
     return k, _allocate_stages(gl.float16 if c.fp8 else dtype, c.dim, 1, arrivals, c)
+
+
+@gluon.jit
+def allocate_notes(c: gl.constexpr):
+    """Notes of empty stages."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [c.stages * 32 * c.load_warps, 1], layout)
+    return Notes(words, _barriers(c.stages, 1))
 
 
 @gluon.jit
