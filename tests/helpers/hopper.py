@@ -69,14 +69,15 @@ class Pointer:
         return self.values[torch.as_tensor(self.at).clamp(0, len(self.values) - 1)]
 
 
-def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let functions of `mask.py` run on the host."""
-    from quire.kernels.hopper import mask
-
-    monkeypatch.setattr(mask, "gl", HostGluon())
-    for name, x in vars(mask).copy().items():
-        if hasattr(x, "fn"):
-            monkeypatch.setattr(mask, name, x.fn)
+def on_host(monkeypatch: pytest.MonkeyPatch, *modules) -> HostGluon:
+    """Let the functions of modules run on the host, with the Gluon that is returned."""
+    gl = HostGluon()
+    for module in modules:
+        monkeypatch.setattr(module, "gl", gl)
+        for name, x in vars(module).copy().items():
+            if hasattr(x, "fn"):
+                monkeypatch.setattr(module, name, x.fn)
+    return gl
 
 
 def listed(request, row: int, last_row: int, first: int, last: int, given, c) -> tuple[set[int], set[int]]:

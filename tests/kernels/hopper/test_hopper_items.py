@@ -53,7 +53,7 @@ def test_items(change, kv_dtype, rng):
 def test_blocks_that_no_row_sees_are_left_out(monkeypatch, rng):
     """A tile has all blocks of which a row sees a key and, if no row is in the prefix, no others."""
     left_out = 0
-    on_host(monkeypatch)
+    on_host(monkeypatch, mask)
     for _ in range(40):
         group, n = rng.choice((1, 4, 7)), rng.choice((100, rng.randint(1, 3000), 5000))
         request = SimpleNamespace(b=torch.tensor(0), q_len=rng.choice((n, rng.randint(1, n))), kv_len=n)

@@ -82,7 +82,7 @@ def test_a_mask_at_any_address(rng):
 
 def test_blocks_are_found_by_the_bits_of_a_mask(monkeypatch, rng):
     """Blocks that no row of a tile sees are left out, and those of which all rows see all keys need no mask."""
-    on_host(monkeypatch)
+    on_host(monkeypatch, mask)
     monkeypatch.setattr(mask, "_words_of", lambda given: mask.Words(Pointer(given.bits), len(given.bits), 0))
     shift = mask._shift_word
     monkeypatch.setattr(mask, "_shift_word", lambda low, high, n: shift(low, high, n) & 0xFFFFFFFF)

@@ -10,7 +10,7 @@ import torch
 
 import quire
 from helpers.families import check, compute, spoil
-from helpers.hopper import HostGluon, Recorded, gpu, ragged_tables, shifted
+from helpers.hopper import Recorded, gpu, on_host, ragged_tables, shifted
 from quire.bench.batches import random_batch, relative_error
 from quire.definition import AttentionSpec, RaggedLayout
 from quire.kernels import registry
@@ -244,13 +244,8 @@ def scheduled(patch, c, q_lens, kv_lens, window, programs, slots):
     from quire.kernels.hopper import mask, schedule
     from quire.kernels.hopper import tile_scheduler as scheduler
 
-    gl = HostGluon()
+    gl = on_host(patch, schedule, scheduler, mask)
     gl.num_programs = lambda axis: torch.tensor(programs)
-    for module in (schedule, scheduler, mask):
-        patch.setattr(module, "gl", gl)
-        for name, x in vars(module).copy().items():
-            if hasattr(x, "fn"):
-                patch.setattr(module, name, x.fn)
     for name in ("LANES", "L2_BYTES", "UNSPLIT", "UNIT_COST", "SPLIT_COST", "END"):
         patch.setattr(scheduler, name, getattr(scheduler, name).value)
     patch.setattr(scheduler, "_level", lambda x: x.clamp(min=1).double().log2().floor().long())
@@ -277,7 +272,7 @@ def test_work_units_cover_all_tiles(split, monkeypatch, rng):
         c = SimpleNamespace(
             group=group, heads=heads, tile_rows=tile_rows, block_n=size, unit_size=size, load_warps=1, dim=128,
             dim_qk=128, window=window >= 0, right=rng.choice((0, 0, -1)), page_size=0, split=split, most_q_len=0,
-            least_q_len=0 if split else 64 // group + 1, items=False,
+            least_q_len=0 if split else 64 // group + 1,
         )  # fmt: skip
         count = rng.choice((1, 2, 5, 40, 70))
         kv_lens = [rng.choice((0, 1, 300, rng.randint(1, 3000), 20_000 if count < 9 else 7)) for _ in range(count)]
