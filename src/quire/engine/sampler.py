@@ -197,7 +197,8 @@ class Sampler:
             requests: the request of each row.
             ahead: how many drafts come before the token of each row, for requests with several rows; None: none, and
                 each request has one row.
-            greedy_done: whether the device calls `sample_greedy` of these logits, and perhaps more rows, before.
+            greedy_done: whether `sample_greedy` of these logits, and perhaps of more rows, has been launched before, by
+                itself or in a graph.
         """
         try:
             return self._launch(logits, requests, ahead, greedy_done)
