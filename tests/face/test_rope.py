@@ -9,13 +9,12 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import quire
-from helpers.interpret import INTERPRETED
 from helpers.rotary import turned
-from quire.bench.batches import relative_error
+from helpers.rounding import check_rounded
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Triton's interpreter truncates what it stores as bfloat16 instead of rounding it.
-PRECISION = {torch.float32: 3e-7, torch.float16: 4e-4, torch.bfloat16: 6e-3 if INTERPRETED else 3e-3}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+PRECISION = 3e-7  # of float32
 LLAMA31 = {"rope_scale": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "context": 8192}
 
 
@@ -54,8 +53,7 @@ def check_turned(call, inplace, q, k, angles, interleave):
         assert torch.equal(q, before[0])
         assert torch.equal(k, before[1])
     for result, exact, x in zip(results, expected, before, strict=True):
-        assert result.dtype == x.dtype
-        assert relative_error(result.cpu(), exact) < PRECISION[x.dtype]
+        check_rounded(result, exact, x.dtype, PRECISION)
         rest = slice(2 * angles.shape[1], None)
         assert torch.equal(result[..., rest], x[..., rest]), "what is not rotated stays as it is"
 
@@ -66,7 +64,7 @@ def check_turned(call, inplace, q, k, angles, interleave):
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("llama31", [False, True])
 @pytest.mark.parametrize("form", ["indptr", "pos_ids"])
-@pytest.mark.parametrize("dtype", list(PRECISION), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_computed_angles(dtype, form, llama31, interleave, inplace, device, rng):
     head_dim = rng.choice((16, 64, 80, 96))
     rotary_dim = rng.choice((2, head_dim // 2 - head_dim // 2 % 2, head_dim, None))
@@ -95,7 +93,7 @@ def test_computed_angles(dtype, form, llama31, interleave, inplace, device, rng)
 @pytest.mark.parametrize("is_neox", [False, True])
 @pytest.mark.parametrize("rows", [False, True], ids=["heads", "rows"])
 def test_cached_angles(rows, is_neox, inplace, device, rng):
-    head_dim, dtype = rng.choice((24, 64, 80)), rng.choice(list(PRECISION))
+    head_dim, dtype = rng.choice((24, 64, 80)), rng.choice(DTYPES)
     rotary_dim = rng.choice((2, head_dim - 8, head_dim))
     angles = torch.rand(50, rotary_dim // 2, dtype=torch.float64) * 7
     cache = torch.cat([angles.cos(), angles.sin()], 1).float().to(device)
@@ -133,7 +131,7 @@ def test_far_positions_rotate_as_exactly_as_near_ones(device):
     torch.testing.assert_close((a * b).sum(-1), (q * k).sum(-1), rtol=1e-5, atol=1e-5)
     near, _ = quire.apply_rope_pos_ids(q, k, positions.clamp(0, 99), rope_theta=1e4, rope_scale=1 / (2 * math.pi))
     angles = positions.cpu().clamp(0, 99)[:, None] * frequencies(64) * (2 * math.pi)
-    assert relative_error(near.cpu(), turned(q, angles, False)) < 3e-7
+    check_rounded(near, turned(q, angles, False), torch.float32, PRECISION)
 
 
 @pytest.mark.parametrize("device", DEVICES)

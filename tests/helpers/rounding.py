@@ -1,0 +1,29 @@
+"""How far a result may be from its definition in float64 when all arithmetic is in float32 and it is rounded once."""
+
+from __future__ import annotations
+
+import torch
+
+from helpers.interpret import INTERPRETED
+
+
+def rounding_bound(expected, dtype):
+    """The largest error of each element of `expected`, float64, in its rounding to `dtype`: half the distance between
+    two numbers of that dtype, also of those near 0.
+    """
+    limits = torch.finfo(dtype)
+    # Triton's interpreter truncates what it stores as bfloat16 instead of rounding it.
+    steps = 1 if INTERPRETED and dtype == torch.bfloat16 else 0.5
+    return 1.001 * steps * limits.eps * (expected.abs() + limits.smallest_normal)
+
+
+def check_rounded(result, expected, dtype, precision, terms=None):
+    """Check that `result` is of `dtype`, and is `expected` up to float32 arithmetic and one rounding.
+
+    Errors are compared by their norms over all elements. `terms`, if given, are what was multiplied or added up and may
+    cancel: `precision` is relative to them, and else to `expected`.
+    """
+    assert result.dtype == dtype
+    assert result.shape == expected.shape
+    arithmetic = precision * (expected if terms is None else terms).norm()
+    assert (result.cpu() - expected).norm() <= arithmetic + rounding_bound(expected, dtype).norm()
