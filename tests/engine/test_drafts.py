@@ -68,7 +68,7 @@ def test_drafts_are_what_followed_the_longest_match_last(rng):
             assert lookup.draft(known, most) == expected
 
 
-@pytest.mark.parametrize("how", ["eager", "inputs of graphs"])
+@pytest.mark.parametrize("how", [pytest.param("eager", marks=pytest.mark.slow), "inputs of graphs"])
 def test_tokens_are_those_without_drafts(folder, rng, how):
     accepted = replays = 0
     for most in (1, 3, 7):

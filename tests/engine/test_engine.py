@@ -216,6 +216,7 @@ def test_callers_in_many_threads_share_steps(llm):
     assert [results[i] for i in range(12)] == expected * 3
 
 
+@pytest.mark.slow
 def test_no_page_is_lost_in_1000_requests(folder, rng):
     with LLM(folder, page_size=4, num_pages=24, max_num_seqs=12, max_batched_tokens=24) as llm:
         starts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(6)]

@@ -43,6 +43,7 @@ def test_its_report_beats_xz():
     assert report["held_out_bits_per_byte"] < 0.75 * report["xz_9_bits_per_byte"]
 
 
+@pytest.mark.slow
 def test_held_out_text_takes_fewer_bits_than_xz_needs(trainer, corpus):
     """Held out by the same rule, whatever Python's version here; a few files, to be quick."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
-targets = pytest.mark.parametrize("target", TARGETS)
+from helpers.architectures import main_architectures
+
 MANTISSA = {"*fp8e4nv": 3, "*fp8e5": 2}
 
 
@@ -28,7 +28,7 @@ def check(kernel, target, given, num_warps):
     return usage
 
 
-@targets
+@main_architectures
 def test_norms(target):
     from quire.kernels.triton.norm import norm_config, norm_rows
 
@@ -52,7 +52,7 @@ def test_norms(target):
             assert all(".v4." in line for line in loads), "16 bytes each"
 
 
-@targets
+@main_architectures
 def test_products_of_one_row(target):
     from quire.kernels.triton.gemv import gemv_config, multiply_rows
 
@@ -67,7 +67,7 @@ def test_products_of_one_row(target):
             assert all(".v4." in line for line in first), "16 bytes each"
 
 
-@targets
+@main_architectures
 def test_likeliest_tokens(target):
     from quire.kernels.triton.greedy import first_largest_part, greedy_config, largest_of_parts
 
@@ -83,7 +83,7 @@ def test_likeliest_tokens(target):
             assert all(".v4." in line for line in loads), "16 bytes each"
 
 
-@targets
+@main_architectures
 def test_activations(target):
     from quire.kernels.triton.activation import activate_rows, activation_config
 
@@ -94,7 +94,7 @@ def test_activations(target):
             check(activate_rows, target, given, c.num_warps)
 
 
-@targets
+@main_architectures
 def test_heads_normalised_rotated_and_appended(target):
     from quire.kernels.triton.qk_norm_rope import norm_rotate_append, qk_config
 

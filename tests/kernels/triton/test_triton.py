@@ -7,17 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from helpers.architectures import every_architecture, main_architectures
 from quire.definition import AttentionSpec
 
-TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
-SLOW = ["sm_89", "sm_100", "sm_120"]  # for kernels that take seconds to compile
-targets = pytest.mark.parametrize("target", TARGETS)
-main_targets = pytest.mark.parametrize(
-    "target", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in TARGETS]
-)
 
-
-@main_targets
+@main_architectures
 def test_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_attend
 
@@ -28,7 +22,7 @@ def test_kernels_compile_for_every_architecture(target):
         assert usage.spills <= 128, usage.spills
 
 
-@main_targets
+@main_architectures
 def test_latent_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_attend
 
@@ -42,7 +36,7 @@ def test_latent_kernels_compile_for_every_architecture(target):
         assert usage.spills <= 512, usage.spills  # between the loops over keys, which have all registers
 
 
-@targets
+@every_architecture
 def test_appending_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.append import append_tokens, write_tokens
@@ -57,7 +51,7 @@ def test_appending_compiles_for_every_architecture(target):
             assert usage.spills == 0, usage.spills
 
 
-@targets
+@main_architectures
 def test_merging_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.merge import merge_rows
@@ -72,7 +66,7 @@ def test_merging_compiles_for_every_architecture(target):
             assert usage.spills == 0, usage.spills
 
 
-@targets
+@main_architectures
 def test_rotary_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.rope import rope_config, rotate_heads
@@ -97,7 +91,7 @@ def test_rotary_kernels_compile_for_every_architecture(target):
         assert usage.spills == 0, usage.spills
 
 
-@targets
+@every_architecture
 def test_packing_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.pack import BLOCK, pack_bytes
@@ -107,7 +101,7 @@ def test_packing_compiles_for_every_architecture(target):
         assert compile_kernel(pack_bytes, target, each).spills == 0
 
 
-@targets
+@main_architectures
 def test_sampling_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton import logprobs, sampling, speculative, threshold
