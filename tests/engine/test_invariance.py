@@ -50,7 +50,7 @@ def outcomes(llm, prompts, params, alone):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"gpt-oss"}))
 def test_bits_do_not_depend_on_what_runs_beside(folders, rng, name, dtype):
     prompts, params = random_requests(rng, 18)
