@@ -20,10 +20,12 @@ def rounding_bound(expected, dtype):
 def check_rounded(result, expected, dtype, precision, terms=None):
     """Check that `result` is of `dtype`, and is `expected` up to float32 arithmetic and one rounding.
 
-    Errors are compared by their norms over all elements. `terms`, if given, are what was multiplied or added up and may
-    cancel: `precision` is relative to them, and else to `expected`.
+    `terms`, if given, are what was multiplied or added up and may cancel: `precision`, of float32 arithmetic, is
+    relative to them, and else to `expected`. The sum of squared errors bounds arithmetic, and each element rounding.
     """
     assert result.dtype == dtype
     assert result.shape == expected.shape
-    arithmetic = precision * (expected if terms is None else terms).norm()
-    assert (result.cpu() - expected).norm() <= arithmetic + rounding_bound(expected, dtype).norm()
+    terms, rounding = expected if terms is None else terms, rounding_bound(expected, dtype)
+    error = (result.cpu() - expected).abs()
+    assert error.norm() <= precision * terms.norm() + rounding.norm()
+    assert bool((error <= precision * terms.abs().max() + rounding).all())
