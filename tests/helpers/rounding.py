@@ -21,7 +21,8 @@ def check_rounded(result, expected, dtype, precision, terms=None):
     """Check that `result` is of `dtype`, and is `expected` up to float32 arithmetic and one rounding.
 
     `terms`, if given, are what was multiplied or added up and may cancel: `precision`, of float32 arithmetic, is
-    relative to them, and else to `expected`. The sum of squared errors bounds arithmetic, and each element rounding.
+    relative to them, and else to `expected`. Errors are compared by their norms, so that arithmetic is as exact as
+    `precision` says, and element by element, so that each one is rounded and not truncated.
     """
     assert result.dtype == dtype
     assert result.shape == expected.shape
@@ -29,3 +30,14 @@ def check_rounded(result, expected, dtype, precision, terms=None):
     error = (result.cpu() - expected).abs()
     assert error.norm() <= precision * terms.norm() + rounding.norm()
     assert bool((error <= precision * terms.abs().max() + rounding).all())
+
+
+def check_fp8(result, expected, scale, arithmetic=0.0):
+    """Check that each element of `result`, of an fp8 dtype, is that of `expected` / `scale`, rounded once; or the
+    largest finite number of that dtype, where the quotient is beyond it. `arithmetic`: the largest error of each
+    element of `expected` before it is divided, besides an error of 2**-10 after it.
+    """
+    largest = torch.finfo(result.dtype).max
+    quotient = (expected / scale).clamp(-largest, largest)
+    bound = rounding_bound(quotient, result.dtype) + arithmetic / scale + 2.0**-10
+    assert bool(((result.cpu().double() - quotient).abs() <= bound).all())
