@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from helpers.engines import captured_on_the_host, pages_add_up, until_idle
 from quire.engine import LLM, SamplingParams
 
 ROOM = {"page_size": 4, "num_pages": 600, "max_num_seqs": 8, "max_batched_tokens": 24}
-CROWD = {**ROOM, "num_pages": 24}  # so few pages that requests are preempted
+CROWD = {**ROOM, "num_pages": 20}  # so few pages that requests are preempted
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def folders(tmp_path_factory):
 
 
 def random_requests(rng, count):
-    """Requests that sample and report, of which many begin alike."""
+    """Requests that sample and report, of which many begin alike, the first two for three pages."""
     prefix = [rng.randrange(VOCAB) for _ in range(24)]
     prompts, params = [], []
     for _ in range(count):
@@ -31,6 +33,8 @@ def random_requests(rng, count):
         options = {"temperature": rng.choice((0, 1.0)), "max_tokens": rng.randint(1, 20), "seed": rng.randrange(1000)}
         asked = {"logprobs": 2, "prompt_logprobs": rng.choice((None, 1))}
         params.append(SamplingParams(**options, **asked))
+    prompts[:2] = [[rng.randrange(VOCAB) for _ in range(13)]] * 2
+    params[1] = replace(params[1], prompt_logprobs=None)  # else its prompt would be computed again
     return prompts, params
 
 
@@ -53,7 +57,7 @@ def outcomes(llm, prompts, params, alone):
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"gpt-oss"}))
 def test_bits_do_not_depend_on_what_runs_beside(folders, rng, name, dtype):
-    prompts, params = random_requests(rng, 18)
+    prompts, params = random_requests(rng, 24)
     with LLM(folders[name], **ROOM, dtype=dtype, batch_invariant=True) as llm:
         expected = outcomes(llm, prompts, params, alone=True)
     with LLM(folders[name], **CROWD, dtype=dtype, batch_invariant=True) as llm:
