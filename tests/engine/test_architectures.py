@@ -73,15 +73,17 @@ def llama(folder, **changes):
     return folder
 
 
-def test_tokens_that_mix_outside_attention_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_that_mix_outside_attention_are_refused(tmp_path, monkeypatch, dtype):
     """A sum with the token before, standing for a convolution over tokens, is found when the model is loaded."""
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x) + x.roll(1, 1))
     with pytest.raises(ValueError, match="not those of Transformers: requests of a step change each other"):
-        LLM(llama(tmp_path), num_pages=64)
+        LLM(llama(tmp_path, initializer_range=0.2), dtype=dtype, num_pages=64)
 
 
-def test_attention_that_is_more_than_the_interface_tells_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_that_is_more_than_the_interface_tells_is_refused(tmp_path, monkeypatch, dtype):
     eager = modeling_llama.eager_attention_forward
 
     def twice_as_sharp(*args, scaling, **kwargs):
@@ -90,7 +92,7 @@ def test_attention_that_is_more_than_the_interface_tells_is_refused(tmp_path, mo
     llama(tmp_path, initializer_range=0.2)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", twice_as_sharp)
     with pytest.raises(ValueError, match="its attention is not what it asks the attention function for"):
-        LLM(tmp_path, num_pages=64)
+        LLM(tmp_path, dtype=dtype, num_pages=64)
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 1), (1, 2), (1, 5), (4, 1), (4, 3), (64, 2)])

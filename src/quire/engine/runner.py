@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -100,11 +100,12 @@ class Runner:
             ValueError: no kernel family, or not the requested one, supports a layer; or the logits of a request depend
                 on chunks or on other requests, in their bits if they must not.
         """
-        reason = self._difference(5)
-        if reason and self.kv_dtype != torch.float32:
-            # 16-bit rounding may route tokens to other experts, rarely too many; a wrong model is wrong for any tokens.
-            reason = self._difference(3)
-        if reason:
+        # Rounding to 16 bits routes a token to other experts where two are nearly as good, and all tokens after it see
+        # that: up to 1.5% of random models differ for given tokens. A wrong model is wrong for any tokens.
+        attempts = 1 if self.kv_dtype == torch.float32 else 5
+        reasons = list(takewhile(bool, map(self._difference, range(attempts))))
+        if len(reasons) == attempts:
+            reason = reasons[0]
             if self.kv_dtype.itemsize == 1:
                 reason += ", or its keys and values do not fit an fp8 cache with these scales (`quire calibrate`)"
             raise ValueError(f"{self.model.folder} can't be run: its logits are not those of Transformers: {reason}")
@@ -114,13 +115,13 @@ class Runner:
             what = f"its logits depend on the other requests of a step, of {size} and with {threads}"
             raise ValueError(f"{self.model.folder} can't be run with batch_invariant: {what}")
 
-    def _difference(self, stride: int) -> str:
-        """Why logits differ from Transformers' for tokens that depend on `stride`; "" if they do not."""
+    def _difference(self, seed: int) -> str:
+        """Why logits differ from Transformers' for tokens that all depend on `seed`; "" if they do not."""
         model, batch = self.model, min(2, self.num_pages)
         pages = self.num_pages // batch  # per request
         n = min(7, model.context, pages * self.page_size)
         first = model.vocab_size // 3  # special tokens have the lowest or the highest ids
-        rows = [[first + (6 + stride) * i * i + stride * b for i in range(n)] for b in range(batch)]
+        rows = [[first + (11 - 2 * seed) * i * i + 5 * seed + 3 * b for i in range(n)] for b in range(batch)]
         tokens = [[token % model.vocab_size for token in row] for row in rows]
         self.run([self._probe_chunk(tokens[0], 0, 0, 1)])  # raises if no kernel family supports a layer
         own = model.own_logits(torch.tensor(tokens, device=model.device))
