@@ -66,7 +66,7 @@ def test_latencies_count_from_the_intended_arrival(server):
     """The client's event loop stands still for half a second, in which requests should have been sent."""
     requests = [Request([i], 2) for i in range(4)]
     records, late = loaded(server, requests, [0.0, 0.2, 0.25, 0.9], before=lambda: time.sleep(0.5))
-    assert records[0].lag < 0.05
+    assert records[0].lag < 0.2
     assert records[1].lag > 0.25
     assert all(record.times[0] >= record.lag for record in records)
     assert records[1].times[0] > 0.25

@@ -247,7 +247,7 @@ def test_a_request_is_in_the_next_step_if_the_device_leaves_time(folder, monkeyp
     if seconds == 0.0:
         assert busy == 0.0
     else:
-        assert seconds / 2 <= busy < 2 * seconds
+        assert seconds / 2 <= busy < 5 * seconds
         # When the arrival's token was read, its step and the one after it had been launched.
         assert steps[1] - steps[0] == 2
 

@@ -45,11 +45,14 @@ def p_value(tokens: Tensor, expected: Tensor) -> float:
     groups = int(group.max()) + 1
     mean = torch.zeros(groups).double().index_add(0, group, mean)
     seen = torch.zeros(groups).double().index_add(0, group, seen)
-    small = mean < 5
-    mean, seen = (torch.cat([x[~small], x[small].sum()[None]]) for x in (mean, seen))
-    mean, seen = mean[mean > 1e-9], seen[mean > 1e-9]
-    if len(mean) < 2:
+    large = mean >= 5
+    if large.sum() < 2:
         return 1.0
+    # The rest counts with a large group: one draw of what hardly ever is drawn would be far from its mean.
+    rest = [x[~large].sum() for x in (mean, seen)]
+    mean, seen = mean[large], seen[large]
+    mean[-1] += rest[0]
+    seen[-1] += rest[1]
     statistic = ((seen - mean) ** 2 / mean).sum()
     freedom = torch.tensor((len(mean) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))
