@@ -17,7 +17,7 @@ from quire.kernels.call import Call
 
 FAMILIES = ["cpu", pytest.param("triton", marks=() if INTERPRETED else pytest.mark.gpu)]
 BOUNDS = {
-    "cpu": {torch.float32: 1e-6},  # for all dtypes, beside the rounding of the output
+    "cpu": {torch.float32: 2e-6},  # for all dtypes, beside the rounding of the output; 1e-6 is exceeded once in 6,000
     # Triton's interpreter rounds to bf16 by cutting off.
     "triton": {torch.float32: 2e-6, torch.bfloat16: 5e-3 if INTERPRETED else 3e-3, torch.float16: 5e-4},
     "hopper": {torch.bfloat16: 3e-3, torch.float16: 5e-4},
