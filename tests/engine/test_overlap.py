@@ -45,14 +45,18 @@ def random_params(rng, **more):
 
 
 def random_requests(rng, count):
-    """Prompts of which many begin alike, the first two for three pages, and parameters."""
+    """Prompts of which many begin alike, and parameters. The first two begin alike for three pages, and decode side by
+    side until they would have more pages than the cache, so that one of them is preempted.
+    """
     starts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(4)]
     prompts = [
         rng.choice(starts)[: rng.randint(1, 30)] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
         for _ in range(count)
     ]
     prompts[:2] = [[rng.randrange(VOCAB) for _ in range(13)]] * 2
-    return prompts, [random_params(rng) for _ in prompts]
+    params = [random_params(rng) for _ in prompts]
+    params[:2] = [random_params(rng, max_tokens=40, ignore_eos=True, stop_token_ids=()) for _ in range(2)]
+    return prompts, params
 
 
 def set_up(llm, how):
@@ -99,7 +103,7 @@ def test_plain_requests_alone_and_among_others(folder, rng, how):
     """
     prompts, params = random_requests(rng, 40)
     greedy = SamplingParams(temperature=0, ignore_eos=True)
-    for i in range(40):
+    for i in range(2, 40):
         if rng.random() < 0.85:
             stop = rng.sample(range(VOCAB), rng.choice((0, 10)))
             params[i] = replace(greedy, max_tokens=rng.randint(1, 20), stop_token_ids=stop)
