@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from dataclasses import replace
+from statistics import median
 
 import pytest
 import torch
@@ -244,7 +245,7 @@ def test_a_request_is_in_the_next_step_if_the_device_leaves_time(folder, monkeyp
         llm.start([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), decoded)
         assert all(ended.acquire(timeout=20) for _ in range(2))
         until_idle(llm)
-        busy = max(pauses)
+        busy = median(pauses)  # a stalled step of a loaded machine looks like one that takes long on the device
         llm.start([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), decoded)
         assert ended.acquire(timeout=20)
         assert pauses[-2] == 0.0  # before its first token
