@@ -93,7 +93,7 @@ def compile_latent(
     spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16, far: bool = True, many_rows: bool = False
 ) -> Usage:
     """Compile an MLA kernel of the Hopper family for sm_90: decode's or, if many_rows, prefill's."""
-    c = mla_host.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, far, True), many_rows)
+    c = mla_host.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, far, True, False), many_rows)
     number = _NAMES[spec.q_dtype]
     pointers = dict.fromkeys(("q", "q_pe", "k", "v", "k_pe", "out"), number) | {"partials": "fp32", "lse": "fp32"}
     pointers |= dict.fromkeys(("arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices"), "i32")

@@ -11,7 +11,7 @@ import quire
 from helpers.families import check, compute
 from helpers.hopper import Recorded, gpu, shifted
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.definition import AttentionSpec
+from quire.definition import AttentionSpec, PageTable
 from quire.kernels import registry
 from quire.kernels.call import Call
 
@@ -109,6 +109,21 @@ def test_many_rows(causal, rng):
             assert (lse[sum(q_lens) :] == -torch.inf).all()
             assert not zeros.any()
             assert all(torch.equal(a, b) for a, b in zip((out, lse), run(batch, int_workspace=zeros), strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_keys_without_probability_change_no_bit(q_len, rng):
+    """As long as no maximum grows, states are multiplied by exactly 1, not by what a product and a sum round to."""
+    batch = latent_batch(128, torch.bfloat16, [q_len], [64 * 20], 64, causal=False)
+    page = batch.kv.indices[rng.randrange(20)]
+    batch.q[..., 0] = 1
+    seen_keys = batch.k[page].clone()
+    batch.k[..., 0] = -30_000
+    batch.k[page] = seen_keys
+    ends = batch.kv.indptr.new_tensor([0, 1])
+    alone = run(batch, q_len, kv=PageTable(ends, page[None], batch.kv.last_page_len, 64))
+    assert all(torch.equal(a, b) for a, b in zip(run(batch, q_len), alone, strict=True))
 
 
 @gpu

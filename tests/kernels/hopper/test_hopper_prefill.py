@@ -101,6 +101,24 @@ def test_rows_that_are_not_in_pages(name, rng):
 
 
 @gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_keys_without_probability_change_no_bit(dim, rng):
+    """As long as no maximum grows, states are multiplied by exactly 1, not by what a product and a sum round to."""
+    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.bfloat16, causal=False)
+    batch = random_batch(spec, [rng.randint(200, 400)], [128 * 20], 16)
+    k, v, indptr = batch.rows()
+    start = 128 * rng.randrange(20)
+    seen, q = slice(start, start + 128), batch.q.clone()
+    q[..., 0] = 1
+    seen_keys = k[seen].clone()
+    k[..., 0] = -30_000
+    k[seen] = seen_keys
+    among = compute(batch, "hopper", q=q, k=k, v=v, kv=RaggedLayout(indptr))
+    alone = compute(batch, "hopper", q=q, k=k[seen], v=v[seen], kv=RaggedLayout(indptr.new_tensor([0, 128])))
+    assert all(torch.equal(a, b) for a, b in zip(among, alone, strict=True))
+
+
+@gpu
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_pages_before_a_window_are_not_read(page_size, rng):
     spec = layer(rng, torch.bfloat16, window_left=rng.choice((5, 100, 128, 333)))

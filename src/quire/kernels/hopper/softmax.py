@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LARGEST_GROWTH = gl.constexpr(8.0)  # of maxima in base 2, up to which a state is not rescaled
 
 
 @gluon.jit
@@ -23,6 +24,49 @@ def empty_state(rows: gl.constexpr, layout: gl.constexpr):
 def exponent_base(m):
     """What is subtracted from logits in exponents: m, or 0 if that is -inf, so that a difference is never NaN."""
     return gl.where(m == -float("inf"), 0.0, m)
+
+
+@gluon.jit
+def next_base(m, s, scale):
+    """What is subtracted from a block's logits s, before both are scaled: m, which was for the blocks before, unless a
+    logit exceeds it by more than LARGEST_GROWTH. States are then rescaled in few blocks, and probabilities are at most
+    2**LARGEST_GROWTH.
+    """
+    top = gl.maximum(m, gl.max(s, 1))
+    return gl.where((top - m) * scale > LARGEST_GROWTH, top, m)
+
+
+@gluon.constexpr_function
+def _rescaling(count):
+    """PTX that multiplies `count` accumulators of a thread, of two rows, by the factors of their rows, and skips that
+    where the factors of all rows of the warp are 1.
+    """
+    copies = "".join(f"mov.b32 ${i}, ${count + i}; " for i in range(count))
+    products = "".join(f"mul.f32 ${i}, ${count + i}, ${2 * count + i % 4 // 2 * 2}; " for i in range(count))
+    factors = f"${2 * count}", f"${2 * count + 2}"  # accumulators alternate in pairs between the two rows
+    changed = "setp.neu.f32 p, {}, 0f3F800000; setp.neu.or.f32 p, {}, 0f3F800000, p;".format(*factors)
+    return (
+        f"{{ .reg .pred p; {copies} {changed} vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni ONES; "
+        f"{products} ONES: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescaling_constraints(count):
+    return ",".join(["=f"] * count + ["f"] * 2 * count)
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    """Multiply the rows of acc, which has the layout of a product of one warp group, by alpha. Warps that have no row
+    where it is not 1 skip that.
+    """
+    count: gl.constexpr = min(64, acc.shape[1] // 2)
+    ptx: gl.constexpr = _rescaling(count)
+    constraints: gl.constexpr = _rescaling_constraints(count)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
+    alpha += gl.zeros_like(acc)
+    return gl.inline_asm_elementwise(ptx, constraints, [acc, alpha], gl.float32, is_pure=True, pack=count)
 
 
 @gluon.jit

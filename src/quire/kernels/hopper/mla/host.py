@@ -60,9 +60,9 @@ def config(
     spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...], many_rows: bool = False
 ) -> Config:
     """What `prefill_latent`, if many_rows, or else `decode_latent` is compiled for. flags: q_scale, k_scale, v_scale,
-    lse, int64_offsets and by_length of Config.
+    lse, int64_offsets and by_length of Config, and whether the scale of logits may be negative.
     """
-    q_scale, k_scale, v_scale, lse, int64_offsets, by_length = flags
+    q_scale, k_scale, v_scale, lse, int64_offsets, by_length, negative = flags
     programs = 1 if many_rows else programs_per_span(spec, max_q_len)
     return Config(
         group=spec.num_qo_heads,
@@ -76,6 +76,7 @@ def config(
         merge_rows=8,
         fan_in=8,
         right=keys_to_the_right(spec, 0 if many_rows else max_q_len),
+        transform=q_scale or k_scale or negative,
         sinks=spec.sinks,
         int64_offsets=int64_offsets,
         by_length=by_length,
@@ -114,7 +115,9 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
     wide = max(extent_in_elements(k), extent_in_elements(k_pe)) >= 1 << 31
-    flags = (q_scale is not None, k_scale is not None, v_scale is not None, lse is not None, wide, by_length)
+    scale = spec.sm_scale * LOG2E * q_gain * k_gain
+    scales = (q_scale is not None, k_scale is not None, v_scale is not None)
+    flags = (*scales, lse is not None, wide, by_length, scale <= 0)
     many_rows = has_many_rows(spec, tokens, batch)
     c = config(spec, page_size, batch, call.max_q_len, flags, many_rows)
     if many_rows:
@@ -130,7 +133,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
         programs,
         (q, q_pe, k, call.v, k_pe, out, lse, call.sinks),
         (partials, arrivals, call.qo.indptr, kv.indptr, lengths, indices, q_scale, k_scale, v_scale),
-        (room, batch, tokens, entries, k.shape[0], spec.sm_scale * LOG2E * q_gain * k_gain, v_gain),
+        (room, batch, tokens, entries, k.shape[0], scale, v_gain),
         (*q.stride()[:2], *q_pe.stride()[:2], *k.stride()[:2], *k_pe.stride()[:2], *out.stride()[:2]),
     )
     # A launch that is repeated must read the caller's own tensors.

@@ -61,6 +61,7 @@ class Config:
     merge_rows: int  # rows of partial states that are merged at a time
     fan_in: int  # partial states that one program merges
     right: int  # keys to the right of its position that a row sees; -1: all
+    transform: bool  # logits are scaled before the softmax
     sinks: bool
     int64_offsets: bool
     by_length: bool
@@ -99,7 +100,7 @@ def consume_span(tables, queries, pipeline, partials, output, span, consumer: gl
         acc, m, l, n, tiles = attend(queries, pipeline, request, tile, n, tiles, tables.mask, consumer, c)
         if tile.count > 0:
             if segment.end - segment.start == request.units:
-                store_rows(acc, m, l, output, request.q_start, 0, tile.row, tile.row + tile.count, c)
+                store_rows(acc, m, l, output, request.q_start, 0, tile.row, tile.row + tile.count, c, True)
             else:
                 slot = 2 * span.program + (segment.start == 0).to(gl.int32)
                 store_partial(acc, m, l, partials, slot, 0, tile.count, c)
@@ -126,8 +127,9 @@ def consume_units(tables, queries, pipeline, mailbox, partials, output, consumer
         if job_field(mailbox, i, SPLITS) > 1:
             complete, acc, m, l = combine(acc, m, l, partials, mailbox, i, consumer, c)
         if complete:
-            row, rows = job_field(mailbox, i, ROW), job_field(mailbox, i, ROWS)
-            store_rows(acc, m, l, output, job_field(mailbox, i, Q_START), 0, row, gl.minimum(rows, row + c.block_m), c)
+            q_start, row = job_field(mailbox, i, Q_START), job_field(mailbox, i, ROW)
+            row_end = gl.minimum(job_field(mailbox, i, ROWS), row + c.block_m)
+            store_rows(acc, m, l, output, q_start, 0, row, row_end, c, True)
         release_job(mailbox, i)
         i += 1
         wait_for_job(mailbox, i)

@@ -29,17 +29,16 @@ class Cache(NamedTuple):
 
 class Pipeline(NamedTuple):
     """Shared memory and mbarriers. c.stages blocks of keys: k_left and k_right, the halves of the first part; k_pe, the
-    second part, which P of the block replaces once S is computed; alpha, m and l, [c.block_m, 4], what the consumer
-    that computed P hands to the other one. Once: the same three parts of a tile's queries.
+    second part, which P of the block replaces once S is computed; m and l, [c.block_m, 4], what the consumer that
+    computed P hands to the other one. Once: the same three parts of a tile's queries.
 
-    full, empty: two mbarriers per stage, for k_left and for the rest; p_full: P, alpha, m and l of a stage are there.
+    full, empty: two mbarriers per stage, for k_left and for the rest; p_full: P, m and l of a stage are there.
     q_full, q_empty: for queries.
     """
 
     k_left: gl.shared_memory_descriptor
     k_right: gl.shared_memory_descriptor
     k_pe: gl.shared_memory_descriptor
-    alpha: gl.shared_memory_descriptor
     m: gl.shared_memory_descriptor
     l: gl.shared_memory_descriptor
     q_left: gl.shared_memory_descriptor
@@ -66,7 +65,6 @@ def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
         gl.allocate_shared_memory(dtype, [stages, c.block_n, c.pe_dim], pe),
         gl.allocate_shared_memory(gl.float32, [stages, c.block_m, 4], flat),
         gl.allocate_shared_memory(gl.float32, [stages, c.block_m, 4], flat),
-        gl.allocate_shared_memory(gl.float32, [stages, c.block_m, 4], flat),
         gl.allocate_shared_memory(dtype, [1, c.block_m, c.dim], half),
         gl.allocate_shared_memory(dtype, [1, c.block_m, c.dim], half),
         gl.allocate_shared_memory(dtype, [1, c.block_m, c.pe_dim], pe),
@@ -79,7 +77,8 @@ def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
     for s in gl.static_range(stages):
         for i in gl.static_range(2):
             mbarrier.init(pipeline.full.index(2 * s + i), count=128)  # threads of the producer
-            mbarrier.init(pipeline.empty.index(2 * s + i), count=1 + i)  # consumers that read k_left, and the rest
+            # Threads of the consumers that read k_left, and of those that read the rest.
+            mbarrier.init(pipeline.empty.index(2 * s + i), count=128 * (1 + i))
         mbarrier.init(pipeline.p_full.index(s), count=1)
     mbarrier.init(pipeline.q_full, count=128)
     mbarrier.init(pipeline.q_empty, count=2)

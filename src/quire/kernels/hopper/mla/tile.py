@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.hopper.mask import RowMask, row_mask, tile_keys, unmasked_end, visible
-from quire.kernels.hopper.softmax import empty_state, exponent_base
+from quire.kernels.hopper.mask import RowMask, row_mask, tile_keys, unmasked_end, visible_in_block
+from quire.kernels.hopper.pipeline import release
+from quire.kernels.hopper.softmax import empty_state, exponent_base, next_base, rescale
 
 
 class Tile(NamedTuple):
@@ -50,10 +51,11 @@ class Queries(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a tile. factor: of their logits; mask: which keys they see; unmasked_end: keys before it
-    are seen by all rows; kv_start: the tile's first key.
+    """The rows of a tile. scale: of their logits; factor: the same for each row, with c.transform; mask: which keys
+    they see; unmasked_end: keys before it are seen by all rows; kv_start: the tile's first key.
     """
 
+    scale: tl.tensor
     factor: tl.tensor
     mask: RowMask
     unmasked_end: tl.tensor
@@ -81,17 +83,21 @@ def _rows_of(queries, request, tile, flat: gl.constexpr, mask, c: gl.constexpr):
     """The Rows of a tile."""
     r = gl.arange(0, c.block_m, flat)
     sees, end = row_mask(request, tile.row + r, mask, c), unmasked_end(request, tile.row, c)
-    factor = gl.full([c.block_m], 1.0, gl.float32, flat) * queries.scale
-    if c.q_scale:
-        factor *= gl.load(queries.q_scale + (tile.row + r) % c.group, r < tile.count, 1.0)
-    if c.k_scale:
-        factor *= gl.load(queries.k_scale)
-    return Rows(factor, sees, end, tile.kv_start)
+    scale = queries.scale
+    factor = sees.position
+    if c.transform:
+        factor = gl.full([c.block_m], 1.0, gl.float32, flat) * scale
+        scale = 1.0 + 0.0 * scale
+        if c.q_scale:
+            factor *= gl.load(queries.q_scale + (tile.row + r) % c.group, r < tile.count, 1.0)
+        if c.k_scale:
+            factor *= gl.load(queries.k_scale)
+    return Rows(scale, factor, sees, end, tile.kv_start)
 
 
 @gluon.jit
-def _qk(pipeline, n, L: gl.constexpr, c: gl.constexpr):
-    """S of the program's n-th block, [block_m, block_n]."""
+def _start_qk(pipeline, n, L: gl.constexpr, c: gl.constexpr):
+    """Start S of the program's n-th block, [block_m, block_n]."""
     stage, phase = n % c.stages, n // c.stages & 1
     # A zero that the compiler does not know to be one: otherwise it would keep the address of each column of queries
     # in a register, and there are not enough.
@@ -104,10 +110,7 @@ def _qk(pipeline, n, L: gl.constexpr, c: gl.constexpr):
     mbarrier.wait(pipeline.full.index(2 * stage + 1), phase)
     fence_async_shared()
     s = warpgroup_mma(right, pipeline.k_right.index(stage).permute([1, 0]), s, is_async=True)
-    s = warpgroup_mma(pe, pipeline.k_pe.index(stage).permute([1, 0]), s, is_async=True)
-    s = warpgroup_mma_wait(0, [s])
-    gl.thread_barrier()  # all warps have read k_pe, which P replaces
-    return s
+    return warpgroup_mma(pe, pipeline.k_pe.index(stage).permute([1, 0]), s, is_async=True)
 
 
 @gluon.constexpr_function
@@ -137,49 +140,73 @@ def _load_per_row(at, layout: gl.constexpr):
 
 
 @gluon.jit
-def _softmax_block(s, m, l, rows, pipeline, i, n, mask, c: gl.constexpr):
-    """Mask S of the tile's i-th block, which is the program's n-th, and store its P, and alpha, m and l after it."""
-    L: gl.constexpr = s.type.layout
-    stage, t0 = n % c.stages, rows.kv_start + i * c.block_n
-    s *= rows.factor[:, None]
-    if t0 + c.block_n > rows.unmasked_end:
-        j = (t0 + gl.arange(0, c.block_n, gl.SliceLayout(0, L)))[None, :]
-        seen = visible(j, rows.mask.position[:, None], rows.mask.end[:, None], rows.mask.bit[:, None], mask, c)
-        s = gl.where(seen, s, -float("inf"))
-    m_new = gl.maximum(m, gl.max(s, 1))
-    base = exponent_base(m_new)
-    p, alpha = gl.exp2(s - base[:, None]), gl.exp2(m - base)
-    pipeline.k_pe.index(stage).store(p.to(pipeline.k_pe.dtype))
-    _store_per_row(alpha, pipeline.alpha.index(stage))
-    _store_per_row(m_new, pipeline.m.index(stage))
-    _store_per_row(l * alpha + gl.sum(p, 1), pipeline.l.index(stage))
-    fence_async_shared()
-    gl.thread_barrier()  # all warps have stored before the mbarrier says so
-    mbarrier.arrive(pipeline.p_full.index(stage), count=1)
+def _scaled_sums(l, alpha):
+    """Sums of probabilities, [block_m, 4], times the factors of their rows."""
+    return l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def _start_pv(acc, pipeline, n, consumer: gl.constexpr, flat: gl.constexpr, c: gl.constexpr):
-    """Start to add PV of the program's n-th block to this consumer's half of acc. Returns acc, m and l after it."""
+def _softmax(s, state, rows, pipeline, i, n, mask, c: gl.constexpr):
+    """Take S of the tile's i-th block, which is the program's n-th, into the state, and store P, and m and l after
+    it, for the other consumer. Returns P and alpha, too.
+    """
+    L: gl.constexpr = s.type.layout
+    stage, t0 = n % c.stages, rows.kv_start + i * c.block_n
+    m, l, l_other = state
+    if c.transform:
+        s *= rows.factor[:, None]
+    if t0 + c.block_n > rows.unmasked_end:
+        s = gl.where(visible_in_block(rows.mask, t0, L, mask, c), s, -float("inf"))
+    m_new = next_base(m, s, rows.scale)
+    base = exponent_base(m_new)
+    p, alpha = gl.exp2(s * rows.scale - (base * rows.scale)[:, None]), gl.exp2((m - base) * rows.scale)
+    sums = gl.sum(gl.sum(p.reshape([c.block_m, c.block_n // 8, 4, 2]), 3), 1)
+    l = _scaled_sums(l, alpha) + gl.convert_layout(sums, l.type.layout, assert_trivial=True)
+    p = p.to(pipeline.k_pe.dtype)
+    gl.thread_barrier()  # all warps have read k_pe, which P replaces
+    pipeline.k_pe.index(stage).store(p)
+    _store_per_row(m_new, pipeline.m.index(stage))
+    pipeline.l.index(stage).store(l)
+    fence_async_shared()
+    gl.thread_barrier()  # all warps have stored before the mbarrier says so
+    mbarrier.arrive(pipeline.p_full.index(stage), count=1)
+    return p, alpha, (m_new, l, _scaled_sums(l_other, alpha))
+
+
+@gluon.jit
+def _start_own_pv(acc, p, alpha, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
+    """Start to add PV of the program's n-th block, whose P this consumer has in registers, to its half of acc."""
+    values = pipeline.k_left if consumer == 0 else pipeline.k_right
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
+    return warpgroup_mma(p, values.index(n % c.stages), rescale(acc, alpha), is_async=True)
+
+
+@gluon.jit
+def _start_other_pv(acc, state, rows, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
+    """Start to add PV of the program's n-th block, whose P the other consumer has computed, to this one's half of acc.
+    Returns acc and the state after it.
+    """
     values = pipeline.k_left if consumer == 0 else pipeline.k_right
     stage, phase = n % c.stages, n // c.stages & 1
+    m, l, _l_other = state
     mbarrier.wait(pipeline.full.index(2 * stage + consumer), phase)
     mbarrier.wait(pipeline.p_full.index(stage), phase)
     fence_async_shared()
-    alpha = _load_per_row(pipeline.alpha.index(stage), gl.SliceLayout(1, acc.type.layout))
-    m, l = _load_per_row(pipeline.m.index(stage), flat), _load_per_row(pipeline.l.index(stage), flat)
-    acc = warpgroup_mma(pipeline.k_pe.index(stage), values.index(stage), acc * alpha[:, None], is_async=True)
-    return acc, m, l
+    flat: gl.constexpr = m.type.layout
+    m_new = _load_per_row(pipeline.m.index(stage), flat)
+    l_other = pipeline.l.index(stage).load(l.type.layout)
+    alpha = gl.exp2((m - exponent_base(m_new)) * rows.scale)
+    acc = warpgroup_mma(pipeline.k_pe.index(stage), values.index(stage), rescale(acc, alpha), is_async=True)
+    return acc, (m_new, _scaled_sums(l, alpha), l_other)
 
 
 @gluon.jit
 def _finish_pv(acc, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
     """Wait for PV of the n-th block, and release its memory: k_left by consumer 0 alone, the rest by both."""
     acc = warpgroup_mma_wait(0, [acc])
-    gl.thread_barrier()
     if consumer == 0:
-        mbarrier.arrive(pipeline.empty.index(2 * (n % c.stages)), count=1)
-    mbarrier.arrive(pipeline.empty.index(2 * (n % c.stages) + 1), count=1)
+        release(pipeline.empty.index(2 * (n % c.stages)))
+    release(pipeline.empty.index(2 * (n % c.stages) + 1))
     return acc
 
 
@@ -192,30 +219,44 @@ def attend(queries, pipeline, request, tile, n, tiles, mask, consumer: gl.conste
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
     rows = _rows_of(queries, request, tile, flat, mask, c)
-    m, l = empty_state(c.block_m, flat)
+    m, _l = empty_state(c.block_m, flat)
+    l = gl.full([c.block_m, 4], 0.0, gl.float32, _row_layout(4))
+    state = m, l, l
     acc = gl.full([c.block_m, c.dim], 0.0, gl.float32, O)
     blocks = (gl.maximum(tile.kv_end - tile.kv_start, 0) + c.block_n - 1) // c.block_n
     if blocks > 0:
         mbarrier.wait(pipeline.q_full, tiles & 1)
     for i in range(0, blocks - 1, 2):
-        s = _qk(pipeline, n + i + consumer, L, c)
-        mbarrier.arrive(pipeline.q_empty, count=1, pred=i + consumer + 2 >= blocks)
+        s = _start_qk(pipeline, n + i + consumer, L, c)
         if consumer == 0:
-            _softmax_block(s, m, l, rows, pipeline, i, n + i, mask, c)
-        acc, m, l = _start_pv(acc, pipeline, n + i, consumer, flat, c)
-        if consumer == 1:
-            _softmax_block(s, m, l, rows, pipeline, i + 1, n + i + 1, mask, c)
-        acc = _finish_pv(acc, pipeline, n + i, consumer, c)
-        acc, m, l = _start_pv(acc, pipeline, n + i + 1, consumer, flat, c)
-        acc = _finish_pv(acc, pipeline, n + i + 1, consumer, c)
+            s = warpgroup_mma_wait(0, [s])
+            mbarrier.arrive(pipeline.q_empty, count=1, pred=i + 2 >= blocks)
+            p, alpha, state = _softmax(s, state, rows, pipeline, i, n + i, mask, c)
+            acc = _start_own_pv(acc, p, alpha, pipeline, n + i, consumer, c)
+            acc = _finish_pv(acc, pipeline, n + i, consumer, c)
+            acc, state = _start_other_pv(acc, state, rows, pipeline, n + i + 1, consumer, c)
+            acc = _finish_pv(acc, pipeline, n + i + 1, consumer, c)
+        else:  # the softmax of a block is computed while PV of the one before it runs
+            acc, state = _start_other_pv(acc, state, rows, pipeline, n + i, consumer, c)
+            s = warpgroup_mma_wait(1, [s])
+            mbarrier.arrive(pipeline.q_empty, count=1, pred=i + 3 >= blocks)
+            p, alpha, state = _softmax(s, state, rows, pipeline, i + 1, n + i + 1, mask, c)
+            acc = _finish_pv(acc, pipeline, n + i, consumer, c)
+            acc = _start_own_pv(acc, p, alpha, pipeline, n + i + 1, consumer, c)
+            acc = _finish_pv(acc, pipeline, n + i + 1, consumer, c)
     n += blocks
     if blocks % 2 == 1:
         if consumer == 0:
-            s = _qk(pipeline, n - 1, L, c)
-            _softmax_block(s, m, l, rows, pipeline, blocks - 1, n - 1, mask, c)
-        mbarrier.arrive(pipeline.q_empty, count=1, pred=(blocks == 1) | (consumer == 0))
-        acc, m, l = _start_pv(acc, pipeline, n - 1, consumer, flat, c)
+            s = warpgroup_mma_wait(0, [_start_qk(pipeline, n - 1, L, c)])
+            mbarrier.arrive(pipeline.q_empty, count=1)
+            p, alpha, state = _softmax(s, state, rows, pipeline, blocks - 1, n - 1, mask, c)
+            acc = _start_own_pv(acc, p, alpha, pipeline, n - 1, consumer, c)
+        else:
+            mbarrier.arrive(pipeline.q_empty, count=1, pred=blocks == 1)
+            acc, state = _start_other_pv(acc, state, rows, pipeline, n - 1, consumer, c)
         acc = _finish_pv(acc, pipeline, n - 1, consumer, c)
     if blocks > 0:
         tiles += 1
-    return acc, m, l, n, tiles
+    m, l, l_other = state
+    l = gl.convert_layout(gl.sum(l + l_other, 1), flat, assert_trivial=True)
+    return acc, m * rows.scale, l, n, tiles

@@ -102,7 +102,6 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         load_registers=load_registers,
         load_warps=1 if box else 4,
         packed=box == 0 or dim == 256,
-        lazy=dim == 256,
         right=keys_to_the_right(spec),
         window=spec.window_left >= 0,
         mask=spec.custom_mask,

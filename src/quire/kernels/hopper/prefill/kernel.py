@@ -43,7 +43,6 @@ class Config:
     load_registers: int  # per thread of the producer
     load_warps: int  # of the producer
     packed: bool  # P is kept as pairs of 16-bit elements, where there are few registers
-    lazy: bool  # states are rescaled only where maxima grow by more than LARGEST_GROWTH
     right: int  # keys to the right of its position that a row sees; -1: all
     window: bool
     mask: bool  # custom masks

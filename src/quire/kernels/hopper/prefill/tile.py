@@ -28,9 +28,10 @@ from quire.kernels.hopper.mask import (
     unmasked_keys,
     visible_in_block,
 )
+from quire.kernels.hopper.pipeline import release
 from quire.kernels.hopper.prefill.blocks import FLAGS, MASKED, MORE, read_note
 from quire.kernels.hopper.prefill.load import row_layout
-from quire.kernels.hopper.softmax import LOG2E, exponent_base
+from quire.kernels.hopper.softmax import LOG2E, exponent_base, next_base, rescale
 from quire.kernels.hopper.tile_scheduler import (
     FIRST,
     LAST,
@@ -44,8 +45,6 @@ from quire.kernels.hopper.tile_scheduler import (
     release_job,
     wait_for_job,
 )
-
-LARGEST_GROWTH = gl.constexpr(8.0)  # of maxima in base 2, below which a state is not rescaled with c.lazy
 
 
 class Queries(NamedTuple):
@@ -176,9 +175,8 @@ def _transform(s, rows, j, queries, c: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: gl.constexpr, c: gl.constexpr):
-    """Take a block's logits into the state of the rows. Returns its probabilities, m, l and the factor of acc. m is the
-    largest logit before it is scaled by queries.scale, or with c.lazy a smaller one, by LARGEST_GROWTH at most after it
-    is scaled; l: [64, 8], sums of every eighth probability.
+    """Take a block's logits into the state of the rows. Returns its probabilities, m, l and the factor of acc. m is
+    what `next_base` returns for the block; l: [64, 8], sums of every eighth probability.
     """
     scale = 1.0 if c.transform else queries.scale
     if c.transform:
@@ -187,61 +185,19 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
     if masked:
         L: gl.constexpr = s.type.layout
         s = gl.where(visible_in_block(rows.mask, block * c.block_n, L, mask, c), s, -float("inf"))
-    m_new = gl.maximum(m, gl.max(s, 1))
-    if c.lazy:
-        m_new = gl.where((m_new - m) * scale > LARGEST_GROWTH, m_new, m)
-    base = exponent_base(m_new) * scale if masked else m_new * scale
+    m_new = next_base(m, s, scale)
+    base = exponent_base(m_new) if masked else m_new
+    alpha = gl.exp2((m - base) * scale)  # exactly 1 if m is the same
+    base = base * scale
     if c.split:
         p = gl.exp2(s * scale - base[:, None])
     else:  # if batch-invariant, the compiler fuses nothing by itself
         p = gl.exp2(gl.fma(s, gl.zeros_like(s) + scale, gl.zeros_like(s) - base[:, None]))
-    alpha = gl.exp2(m * scale - base)
     sums = gl.sum(p.reshape([64, c.block_n // 8, 8]), 1)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None] + sums
     if c.packed:
         p = _pack(p, dtype)
     return p, m_new, l, alpha
-
-
-@gluon.constexpr_function
-def _rescaling(count):
-    """PTX that multiplies `count` accumulators of a thread, of two rows, by the factors of their rows, and skips that
-    where the factors of all rows of the warp are 1.
-    """
-    copies = "".join(f"mov.b32 ${i}, ${count + i}; " for i in range(count))
-    products = "".join(f"mul.f32 ${i}, ${count + i}, ${2 * count + i % 4 // 2 * 2}; " for i in range(count))
-    factors = f"${2 * count}", f"${2 * count + 2}"  # accumulators alternate in pairs between the two rows
-    changed = "setp.neu.f32 p, {}, 0f3F800000; setp.neu.or.f32 p, {}, 0f3F800000, p;".format(*factors)
-    return (
-        f"{{ .reg .pred p; {copies} {changed} vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni ONES; "
-        f"{products} ONES: }}"
-    )
-
-
-@gluon.constexpr_function
-def _rescaling_constraints(count):
-    return ",".join(["=f"] * count + ["f"] * 2 * count)
-
-
-@gluon.jit
-def _rescale(acc, alpha, c: gl.constexpr):
-    """Multiply the rows of acc by alpha."""
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
-    if not c.lazy:
-        return acc * alpha
-    else:  # which is not left out: the compiler goes on after a return
-        ptx: gl.constexpr = _rescaling(64)
-        constraints: gl.constexpr = _rescaling_constraints(64)
-        alpha += gl.zeros_like(acc)
-        return gl.inline_asm_elementwise(ptx, constraints, [acc, alpha], gl.float32, is_pure=True, pack=64)
-
-
-@gluon.jit
-def _release(bar):
-    """Release a stage whose products this warp has waited for. Each thread arrives for itself: Triton puts a barrier of
-    all warps before the usual arrival, which one thread makes. An arrival waits for the thread's asynchronous copies.
-    """
-    async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
@@ -254,12 +210,12 @@ def _step(
     s = _start_qk(queries, pipeline, n, W, c)
     acc = _start_pv(acc, p, pipeline, n - 1, c)
     s = warpgroup_mma_wait(1, [s])
-    _release(pipeline.k.empty.index(n % c.stages))
+    release(pipeline.k.empty.index(n % c.stages))
     p, m, l, alpha = _softmax(s, m, l, rows, block, queries, mask, pipeline.v.data.dtype, masked, c)
     l = _hold(l)
     acc = warpgroup_mma_wait(0, [acc])
-    _release(pipeline.v.empty.index((n - 1) % c.stages))
-    return _rescale(acc, alpha, c), p, m, l
+    release(pipeline.v.empty.index((n - 1) % c.stages))
+    return rescale(acc, alpha), p, m, l
 
 
 @gluon.jit
@@ -372,7 +328,7 @@ def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.const
     l = gl.sum(gl.full([64, c.block_n], 0.0, gl.float32, L).reshape([64, c.block_n // 8, 8]), 1)
     acc = gl.full([64, c.dim], 0.0, gl.float32, O)
     s = warpgroup_mma_wait(0, [s])
-    _release(pipeline.k.empty.index(n % c.stages))
+    release(pipeline.k.empty.index(n % c.stages))
     if c.box > 0:
         _clear_values(pipeline, n, note // FLAGS, request, mask, c)
     p, m, l, _alpha = _softmax(s, m, l, rows, note // FLAGS, queries, mask, pipeline.v.data.dtype, True, c)
