@@ -1,7 +1,8 @@
 """A consumer's work on a tile: S = QK and the softmax in every second block of keys, PV in all of them.
 
 There are two consumers. Consumer 0 computes S and P of even blocks of a tile and the left half of acc's columns;
-consumer 1 computes S and P of odd blocks and the right half. P passes from one to the other through shared memory.
+consumer 1 computes S and P of odd blocks and the right half. P passes from one to the other through shared memory, and
+is multiplied from registers by the one that computed it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Queries(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a tile. scale: of their logits; factor: the same for each row, with c.transform; mask: which keys
-    they see; unmasked_end: keys before it are seen by all rows; kv_start: the tile's first key.
+    """The rows of a tile. scale: of logits in the softmax; factor: of each row's logits before it, with c.transform;
+    mask: which keys rows see; unmasked_end: keys before it are seen by all rows; kv_start: the tile's first key.
     """
 
     scale: tl.tensor
@@ -83,11 +84,10 @@ def _rows_of(queries, request, tile, flat: gl.constexpr, mask, c: gl.constexpr):
     """The Rows of a tile."""
     r = gl.arange(0, c.block_m, flat)
     sees, end = row_mask(request, tile.row + r, mask, c), unmasked_end(request, tile.row, c)
-    scale = queries.scale
+    scale = gl.to_tensor(1.0) if c.transform else queries.scale
     factor = sees.position
     if c.transform:
-        factor = gl.full([c.block_m], 1.0, gl.float32, flat) * scale
-        scale = 1.0 + 0.0 * scale
+        factor = gl.full([c.block_m], 1.0, gl.float32, flat) * queries.scale
         if c.q_scale:
             factor *= gl.load(queries.q_scale + (tile.row + r) % c.group, r < tile.count, 1.0)
         if c.k_scale:
@@ -141,14 +141,17 @@ def _load_per_row(at, layout: gl.constexpr):
 
 @gluon.jit
 def _scaled_sums(l, alpha):
-    """Sums of probabilities, [block_m, 4], times the factors of their rows."""
+    """Sums of probabilities, [block_m, 4], times factors of rows."""
     return l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def _softmax(s, state, rows, pipeline, i, n, mask, c: gl.constexpr):
     """Take S of the tile's i-th block, which is the program's n-th, into the state, and store P, and m and l after
-    it, for the other consumer. Returns P and alpha, too.
+    it, for the other consumer. Returns P, the factor of acc, and the state.
+
+    state: m, and sums of probabilities of this consumer's blocks and of the other one's, [block_m, 4]: the four threads
+    that have a row have a sum of their own columns each.
     """
     L: gl.constexpr = s.type.layout
     stage, t0 = n % c.stages, rows.kv_start + i * c.block_n
