@@ -112,7 +112,7 @@ def test_many_rows(causal, rng):
 
 
 @gpu
-@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("q_len", [1, 40])  # which `decode_latent` and `prefill_latent` compute
 def test_keys_without_probability_change_no_bit(q_len, rng):
     """As long as no maximum grows, states are multiplied by exactly 1, not by what a product and a sum round to."""
     batch = latent_batch(128, torch.bfloat16, [q_len], [64 * 20], 64, causal=False)

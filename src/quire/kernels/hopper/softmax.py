@@ -1,7 +1,7 @@
 """The state of the online softmax, and how two states become one.
 
-The state of a query row over some keys: m, the largest logit in base 2; l, the sum of exp2(logit - m); acc, the sum of
-exp2(logit - m) * value. Over no keys m is -inf, and l and acc are 0.
+The state of a query row over some keys: m, the largest logit in base 2, or less than that by LARGEST_GROWTH at most; l,
+the sum of exp2(logit - m); acc, the sum of exp2(logit - m) * value. Over no keys m is -inf, and l and acc are 0.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ def next_base(m, s, scale):
     """
     top = gl.maximum(m, gl.max(s, 1))
     return gl.where((top - m) * scale > LARGEST_GROWTH, top, m)
+
+
+@gluon.jit
+def scaled_sums(l, alpha):
+    """Sums of probabilities, several for each row, [rows, sums], times alpha of their rows."""
+    return l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.constexpr_function

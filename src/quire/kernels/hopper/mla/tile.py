@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.kernels.hopper.mask import RowMask, row_mask, tile_keys, unmasked_end, visible_in_block
 from quire.kernels.hopper.pipeline import release
-from quire.kernels.hopper.softmax import empty_state, exponent_base, next_base, rescale
+from quire.kernels.hopper.softmax import exponent_base, next_base, rescale, scaled_sums
 
 
 class Tile(NamedTuple):
@@ -140,12 +140,6 @@ def _load_per_row(at, layout: gl.constexpr):
 
 
 @gluon.jit
-def _scaled_sums(l, alpha):
-    """Sums of probabilities, [block_m, 4], times factors of rows."""
-    return l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
-
-
-@gluon.jit
 def _softmax(s, state, rows, pipeline, i, n, mask, c: gl.constexpr):
     """Take S of the tile's i-th block, which is the program's n-th, into the state, and store P, and m and l after
     it, for the other consumer. Returns P, the factor of acc, and the state.
@@ -164,7 +158,7 @@ def _softmax(s, state, rows, pipeline, i, n, mask, c: gl.constexpr):
     base = exponent_base(m_new)
     p, alpha = gl.exp2(s * rows.scale - (base * rows.scale)[:, None]), gl.exp2((m - base) * rows.scale)
     sums = gl.sum(gl.sum(p.reshape([c.block_m, c.block_n // 8, 4, 2]), 3), 1)
-    l = _scaled_sums(l, alpha) + gl.convert_layout(sums, l.type.layout, assert_trivial=True)
+    l = scaled_sums(l, alpha) + gl.convert_layout(sums, l.type.layout, assert_trivial=True)
     p = p.to(pipeline.k_pe.dtype)
     gl.thread_barrier()  # all warps have read k_pe, which P replaces
     pipeline.k_pe.index(stage).store(p)
@@ -173,7 +167,7 @@ def _softmax(s, state, rows, pipeline, i, n, mask, c: gl.constexpr):
     fence_async_shared()
     gl.thread_barrier()  # all warps have stored before the mbarrier says so
     mbarrier.arrive(pipeline.p_full.index(stage), count=1)
-    return p, alpha, (m_new, l, _scaled_sums(l_other, alpha))
+    return p, alpha, (m_new, l, scaled_sums(l_other, alpha))
 
 
 @gluon.jit
@@ -200,7 +194,7 @@ def _start_other_pv(acc, state, rows, pipeline, n, consumer: gl.constexpr, c: gl
     l_other = pipeline.l.index(stage).load(l.type.layout)
     alpha = gl.exp2((m - exponent_base(m_new)) * rows.scale)
     acc = warpgroup_mma(pipeline.k_pe.index(stage), values.index(stage), rescale(acc, alpha), is_async=True)
-    return acc, (m_new, _scaled_sums(l, alpha), l_other)
+    return acc, (m_new, scaled_sums(l, alpha), l_other)
 
 
 @gluon.jit
@@ -222,9 +216,8 @@ def attend(queries, pipeline, request, tile, n, tiles, mask, consumer: gl.conste
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
     rows = _rows_of(queries, request, tile, flat, mask, c)
-    m, _l = empty_state(c.block_m, flat)
     l = gl.full([c.block_m, 4], 0.0, gl.float32, _row_layout(4))
-    state = m, l, l
+    state = gl.full([c.block_m], -float("inf"), gl.float32, flat), l, l
     acc = gl.full([c.block_m, c.dim], 0.0, gl.float32, O)
     blocks = (gl.maximum(tile.kv_end - tile.kv_start, 0) + c.block_n - 1) // c.block_n
     if blocks > 0:

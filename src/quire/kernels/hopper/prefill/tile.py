@@ -31,7 +31,7 @@ from quire.kernels.hopper.mask import (
 from quire.kernels.hopper.pipeline import release
 from quire.kernels.hopper.prefill.blocks import FLAGS, MASKED, MORE, read_note
 from quire.kernels.hopper.prefill.load import row_layout
-from quire.kernels.hopper.softmax import LOG2E, exponent_base, next_base, rescale
+from quire.kernels.hopper.softmax import LOG2E, exponent_base, next_base, rescale, scaled_sums
 from quire.kernels.hopper.tile_scheduler import (
     FIRST,
     LAST,
@@ -194,7 +194,7 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
     else:  # if batch-invariant, the compiler fuses nothing by itself
         p = gl.exp2(gl.fma(s, gl.zeros_like(s) + scale, gl.zeros_like(s) - base[:, None]))
     sums = gl.sum(p.reshape([64, c.block_n // 8, 8]), 1)
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None] + sums
+    l = scaled_sums(l, alpha) + sums
     if c.packed:
         p = _pack(p, dtype)
     return p, m_new, l, alpha
