@@ -27,13 +27,12 @@ def exponent_base(m):
 
 
 @gluon.jit
-def next_base(m, s, scale):
-    """What is subtracted from a block's logits s, before both are scaled: m, which was for the blocks before, unless a
-    logit exceeds it by more than LARGEST_GROWTH. States are then rescaled in few blocks, and probabilities are at most
-    2**LARGEST_GROWTH.
+def next_m(m, s, scale):
+    """m after a block with logits s before they are scaled: the same, unless a logit exceeds it by more than
+    LARGEST_GROWTH. States are then rescaled in few blocks, and probabilities are at most 2**LARGEST_GROWTH.
     """
-    top = gl.maximum(m, gl.max(s, 1))
-    return gl.where((top - m) * scale > LARGEST_GROWTH, top, m)
+    top = gl.max(s, 1) * scale
+    return gl.where(top - m > LARGEST_GROWTH, top, m)  # not if both are -inf
 
 
 @gluon.jit

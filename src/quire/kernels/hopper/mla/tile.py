@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.kernels.hopper.mask import RowMask, row_mask, tile_keys, unmasked_end, visible_in_block
 from quire.kernels.hopper.pipeline import release
-from quire.kernels.hopper.softmax import exponent_base, next_base, rescale, scaled_sums
+from quire.kernels.hopper.softmax import exponent_base, next_m, rescale, scaled_sums
 
 
 class Tile(NamedTuple):
@@ -154,9 +154,9 @@ def _softmax(s, state, rows, pipeline, i, n, mask, c: gl.constexpr):
         s *= rows.factor[:, None]
     if t0 + c.block_n > rows.unmasked_end:
         s = gl.where(visible_in_block(rows.mask, t0, L, mask, c), s, -float("inf"))
-    m_new = next_base(m, s, rows.scale)
+    m_new = next_m(m, s, rows.scale)
     base = exponent_base(m_new)
-    p, alpha = gl.exp2(s * rows.scale - (base * rows.scale)[:, None]), gl.exp2((m - base) * rows.scale)
+    p, alpha = gl.exp2(s * rows.scale - base[:, None]), gl.exp2(m - base)
     sums = gl.sum(gl.sum(p.reshape([c.block_m, c.block_n // 8, 4, 2]), 3), 1)
     l = scaled_sums(l, alpha) + gl.convert_layout(sums, l.type.layout, assert_trivial=True)
     p = p.to(pipeline.k_pe.dtype)
@@ -192,7 +192,7 @@ def _start_other_pv(acc, state, rows, pipeline, n, consumer: gl.constexpr, c: gl
     flat: gl.constexpr = m.type.layout
     m_new = _load_per_row(pipeline.m.index(stage), flat)
     l_other = pipeline.l.index(stage).load(l.type.layout)
-    alpha = gl.exp2((m - exponent_base(m_new)) * rows.scale)
+    alpha = gl.exp2(m - exponent_base(m_new))
     acc = warpgroup_mma(pipeline.k_pe.index(stage), values.index(stage), rescale(acc, alpha), is_async=True)
     return acc, (m_new, scaled_sums(l, alpha), l_other)
 
@@ -255,4 +255,4 @@ def attend(queries, pipeline, request, tile, n, tiles, mask, consumer: gl.conste
         tiles += 1
     m, l, l_other = state
     l = gl.convert_layout(gl.sum(l + l_other, 1), flat, assert_trivial=True)
-    return acc, m * rows.scale, l, n, tiles
+    return acc, m, l, n, tiles

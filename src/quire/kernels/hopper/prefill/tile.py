@@ -31,7 +31,7 @@ from quire.kernels.hopper.mask import (
 from quire.kernels.hopper.pipeline import release
 from quire.kernels.hopper.prefill.blocks import FLAGS, MASKED, MORE, read_note
 from quire.kernels.hopper.prefill.load import row_layout
-from quire.kernels.hopper.softmax import LOG2E, exponent_base, next_base, rescale, scaled_sums
+from quire.kernels.hopper.softmax import LOG2E, exponent_base, next_m, rescale, scaled_sums
 from quire.kernels.hopper.tile_scheduler import (
     FIRST,
     LAST,
@@ -175,8 +175,8 @@ def _transform(s, rows, j, queries, c: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: gl.constexpr, c: gl.constexpr):
-    """Take a block's logits into the state of the rows. Returns its probabilities, m, l and the factor of acc. m is
-    what `next_base` returns for the block; l: [64, 8], sums of every eighth probability.
+    """Take a block's logits into the state of the rows. Returns its probabilities, m, l and the factor of acc.
+    l: [64, 8], sums of every eighth probability.
     """
     scale = 1.0 if c.transform else queries.scale
     if c.transform:
@@ -185,10 +185,9 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
     if masked:
         L: gl.constexpr = s.type.layout
         s = gl.where(visible_in_block(rows.mask, block * c.block_n, L, mask, c), s, -float("inf"))
-    m_new = next_base(m, s, scale)
+    m_new = next_m(m, s, scale)
     base = exponent_base(m_new) if masked else m_new
-    alpha = gl.exp2((m - base) * scale)  # exactly 1 if m is the same
-    base = base * scale
+    alpha = gl.exp2(m - base)  # exactly 1 if m is the same
     if c.split:
         p = gl.exp2(s * scale - base[:, None])
     else:  # if batch-invariant, the compiler fuses nothing by itself
@@ -360,8 +359,6 @@ def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr,
             acc = _start_pv(acc, p, pipeline, n, c)
             _copy_queries(queries, mailbox, i + 1, W, c)
             l = gl.convert_layout(gl.sum(l, 1), flat)
-            if not c.transform:
-                m = m * queries.scale
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(pipeline.v.empty.index(n % c.stages), count=128)  # does not wait for copies of queries
             n += 1
