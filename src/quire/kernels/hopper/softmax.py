@@ -28,7 +28,7 @@ def exponent_base(m):
 
 @gluon.jit
 def next_m(m, s, scale):
-    """m after a block with logits s before they are scaled: the same, unless a logit exceeds it by more than
+    """Return m after a block with logits s before they are scaled: the same, unless one exceeds it by more than
     LARGEST_GROWTH. States are then rescaled in few blocks, and probabilities are at most 2**LARGEST_GROWTH.
     """
     top = gl.max(s, 1) * scale
