@@ -28,16 +28,17 @@ def exponent_base(m):
 
 @gluon.jit
 def next_m(m, s, scale):
-    """Return m after a block with logits s before they are scaled: the same, unless one exceeds it by more than
-    LARGEST_GROWTH. States are then rescaled in few blocks, and probabilities are at most 2**LARGEST_GROWTH.
+    """Return m, [rows], after a block of keys whose logits, before they are multiplied by scale, are s, [rows, keys].
+    It stays the same unless a scaled logit exceeds it by more than LARGEST_GROWTH. So states are rescaled in few
+    blocks, and probabilities are at most 2**LARGEST_GROWTH.
     """
     top = gl.max(s, 1) * scale
-    return gl.where(top - m > LARGEST_GROWTH, top, m)  # not if both are -inf
+    return gl.where(top - m > LARGEST_GROWTH, top, m)  # m if both are -inf, since their difference is NaN
 
 
 @gluon.jit
 def scaled_sums(l, alpha):
-    """Sums of probabilities, several for each row, [rows, sums], times alpha of their rows."""
+    """Return l, several sums of probabilities for each row, [rows, sums], times alpha, [rows]."""
     return l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
 
 
