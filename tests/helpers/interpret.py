@@ -27,6 +27,7 @@ COUNTS = {
     "face/test_sampling_draws.py": 5,
     "kernels/test_families.py": 21,
     "kernels/test_gemv.py": 3,
+    "kernels/test_grouped_gemm.py": 5,
     "kernels/test_kernels.py": 24,
     "steps/test_steps.py": 14,
     "wrappers/test_compile.py": 1,

@@ -132,7 +132,8 @@ def disassemble(usage: Usage) -> str:
     return _run_tool("nvdisasm", usage.asm["cubin"])
 
 
-MULTIPLES = ("_token", "_head", "_page", "_state", "_row", "vocab")  # how strides and sizes end
+# How strides and sizes end.
+MULTIPLES = ("_token", "_head", "_page", "_state", "_row", "_column", "_expert", "_features", "vocab")
 
 
 def compile_kernel(kernel, name: str, given: dict, **options) -> Usage:

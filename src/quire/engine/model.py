@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.engine import projections
+from quire.engine import experts, projections
 from quire.engine.attend import NAME, Padded, Record, Step, attention, running
 from quire.engine.generation import read_generation_config
 from quire.engine.regions import Regions, compile_errors, compiling, decoder_layers, last_norms, recorded_norms
@@ -82,6 +82,7 @@ class Model:
         self._merged: list[projections.Merged] = []
         self._regions = Regions([])
         self.layers: list[Layer] = []
+        self._own_experts = experts.replace(self.network) if device.type == "cuda" else None
         self._probe()
         if device.type == "cuda" if compile == "auto" else compile:
             self._compile()
@@ -269,10 +270,14 @@ class Model:
         try:
             self._enable_merged(False)
             self._regions.enable(False)
+            if self._own_experts is not None:
+                self.network.set_experts_implementation(self._own_experts)
             yield
         finally:
             self._enable_merged(True)
             self._regions.enable(compiled)
+            if self._own_experts is not None:
+                self.network.set_experts_implementation(experts.NAME)
 
     def _record(self, positions: list[int]) -> Record:
         record, on_device = Record(), torch.tensor(positions, device=self.device)

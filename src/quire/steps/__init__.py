@@ -1,11 +1,12 @@
 """Code that the engine and serving backends share: tables of a step, writes to the cache, plans, buffers of graphs,
-products of single tokens, and the likeliest tokens of logits.
+products of single tokens and of experts, and the likeliest tokens of logits.
 
 A scheduler knows each request's length, its number of new tokens and its pages. `StepTables` turns that into the
 tensors that operations read, `store` writes the keys and values of the new tokens, and `plan` plans a wrapper. Scale,
 window, soft cap and sinks are arguments of each run, so all layers with equal `Heads` share one plan.
 """
 
+from quire.kernels.grouped_gemm import group_by_expert, grouped_gemm
 from quire.kernels.sampling import greedy_rows
 from quire.steps.graphs import GraphBuffers
 from quire.steps.masks import pack_mask, prefix_window_mask
@@ -21,6 +22,8 @@ __all__ = [
     "StepTables",
     "fp8_dtype",
     "greedy_rows",
+    "group_by_expert",
+    "grouped_gemm",
     "pack_mask",
     "plan",
     "prefix_window_mask",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,34 @@ def test_products_of_one_row(target):
             first = loads[: loads.index(next(line for line in loads if "griddep" in line))]
             assert first, "the first loads do not wait for the launch before"
             assert all(".v4." in line for line in first), "16 bytes each"
+
+
+@main_architectures
+def test_products_of_experts(target):
+    from quire.kernels.triton.grouped_gemm import gemm_config, group_config, group_rows, multiply_groups
+
+    overlaps = target in ("sm_90", "sm_100", "sm_120")
+    tables = dict.fromkeys(("order", "position", "ends"), "*i32")
+    for rows in (8, 65536):
+        c = replace(group_config(rows, torch.device("cpu")), launch_pdl=overlaps)
+        check(group_rows, target, {"experts": "*i64", **tables, "c": c}, c.num_warps)
+    for rows, dtype, order in (
+        (8, torch.bfloat16, "*i32"),
+        (2048, torch.float16, "*i32"),
+        (8192, torch.bfloat16, None),
+        (8192, torch.float32, "*i32"),
+    ):
+        c = replace(gemm_config(rows, 128, dtype, torch.device("cpu")), launch_pdl=overlaps)
+        if target == "gfx942":
+            c = replace(c, num_stages=2)  # as where torch is of ROCm
+        name = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+        given = {"x": name, "order": order, "ends": "*i32", "weight": name, "out": name, "c": c}
+        for contiguous in ("weight_column", "weight_row"):
+            usage = check(multiply_groups, target, {**given, contiguous: 1}, c.num_warps)
+            if target == "sm_90":
+                ptx = usage.asm["ptx"]
+                assert ("wgmma.mma_async" in ptx) == (dtype != torch.float32)
+                assert set(re.findall(r"cp\.async\.c[ag].*?, (0x\w+),", ptx)) == {"0x10"}, "16 bytes each"
 
 
 @main_architectures

@@ -1,0 +1,64 @@
+"""Mixtures of experts, as a function of Transformers' interface for experts. It reads the weights of each chosen expert
+once, and never waits for the device, so that steps can be captured in CUDA graphs whatever the dtype and the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.steps import group_by_expert, grouped_gemm
+
+NAME = "quire"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of what each token's experts compute.
+
+    Args:
+        module: the experts, whose attributes Transformers documents at `use_experts_implementation`.
+        hidden_states: [tokens, hidden_size].
+        top_k_index: integers [tokens, top_k], the experts of each token.
+        top_k_weights: [tokens, top_k], their weights.
+    """
+    top_k, chosen = top_k_index.shape[-1], top_k_index.reshape(-1)
+    order, position, ends = group_by_expert(chosen, module.num_experts)
+
+    def project(name: str, x: Tensor, order: Tensor | None) -> Tensor:
+        weight = getattr(module, name)
+        y = grouped_gemm(x.to(weight.dtype), order, ends, weight, module.is_transposed, top_k)
+        return y + getattr(module, f"{name}_bias")[sorted_experts] if module.has_bias else y
+
+    sorted_experts = chosen[order] if module.has_bias else None
+    x = project("gate_up_proj" if module.has_gate else "up_proj", hidden_states, order)
+    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    x = project("down_proj", x, None)
+    if getattr(module, "has_post_expert_norm", False):
+        x = module.post_expert_norm(x)
+    weighted = x[position].view(*top_k_index.shape, -1) * top_k_weights[..., None]
+    return weighted.sum(1).to(hidden_states.dtype)
+
+
+def expert_modules(network: Any) -> list[Any]:
+    """The modules whose experts are computed by a function of Transformers' interface."""
+    return [m for m in network.modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")]
+
+
+def replace(network: Any) -> Any:
+    """Let `experts` compute the experts of a network, if it has any, and all are of a kind that can be computed.
+
+    Returns:
+        what `network.set_experts_implementation` takes to have its own again; None if nothing was replaced.
+    """
+    from transformers.integrations.moe import ExpertsInterface
+
+    weights = [m.down_proj for m in expert_modules(network)]
+    if not weights or not all(isinstance(w, Tensor) and w.ndim == 3 and w.dtype in _DTYPES for w in weights):
+        return None
+    ExpertsInterface.register(NAME, experts)
+    own = network.get_experts_implementation()
+    network.set_experts_implementation(NAME)
+    return own

@@ -1,0 +1,91 @@
+"""Products of rows and the matrices of their experts, in a mixture of experts: torch on the CPU, Triton on a GPU, and
+torch where an expert has many rows on a GPU for which it has a grouped product.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.ops import on_triton
+
+_MANY = 64  # rows of an expert, in the mean, above which the arithmetic takes longer than reading the weights
+
+
+@torch.library.custom_op("quire::group_by_expert", mutates_args=())
+def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort rows by their experts, without changing the order of an expert's rows.
+
+    Args:
+        experts: integers [rows], the expert of each row, from 0 to num_experts - 1.
+
+    Returns:
+        order int32 [rows]: the row at each place of the sorted order.
+        position int32 [rows]: the place of each row, so that order[position[i]] is i.
+        ends int32 [num_experts]: the end of each expert's places, where those of the next one begin.
+    """
+    if not on_triton(experts.device):
+        order = experts.argsort(stable=True)
+        ends = experts.bincount(minlength=num_experts).cumsum(0)
+        return order.int(), order.argsort().int(), ends.int()
+    from quire.kernels.triton.grouped_gemm import group_by_expert as group_on_gpu
+
+    order, position, ends = _groups(experts, num_experts)
+    group_on_gpu(experts, order, position, ends)
+    return order, position, ends
+
+
+@group_by_expert.register_fake
+def _groups(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    order = torch.empty_like(experts, dtype=torch.int32)  # len(experts), traced, would become a constant
+    return order, torch.empty_like(order), experts.new_empty(num_experts, dtype=torch.int32)
+
+
+@torch.library.custom_op("quire::grouped_gemm", mutates_args=())
+def grouped_gemm(x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, transposed: bool, top_k: int) -> Tensor:
+    """`torch.nn.functional.linear` of each row and the matrix of its expert, rows being sorted by expert.
+
+    Args:
+        x: float16, bfloat16 or float32 [tokens, in_features]. Row i of the sorted order is a product of token
+            order[i] // top_k; without `order`, x has the sorted rows themselves.
+        order, ends: as `group_by_expert` returns them.
+        weight: [num_experts, out_features, in_features] of the dtype of x; [num_experts, in_features, out_features] if
+            `transposed`.
+
+    Returns:
+        [rows, out_features], added up in float32.
+    """
+    out = _products(x, order, ends, weight, transposed, top_k)
+    weight = weight.mT if transposed else weight
+    if not on_triton(x.device):
+        rows, start = x if order is None else x[order // top_k], 0
+        for matrix, end in zip(weight, ends.tolist(), strict=True):
+            out[start:end], start = rows[start:end] @ matrix.T, end
+        return out
+    if len(out) > _MANY * len(weight) and _torch_multiplies(x, weight):
+        return F.grouped_mm(x if order is None else x[order // top_k], weight.mT, offs=ends)
+    from quire.kernels.triton.grouped_gemm import grouped_gemm as grouped_gemm_on_gpu
+
+    grouped_gemm_on_gpu(out, x if x.stride(-1) == 1 else x.contiguous(), order, ends, weight, top_k)
+    return out
+
+
+@grouped_gemm.register_fake
+def _products(x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, transposed: bool, top_k: int) -> Tensor:
+    rows = x if order is None else order
+    return x.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
+
+
+def _torch_multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch has a grouped product for these tensors that does not wait for the device."""
+    if x.dtype != torch.bfloat16 or not (x.is_cuda and _is_hopper(x.device) and hasattr(F, "grouped_mm")):
+        return False
+    return x.data_ptr() % 16 == weight.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in weight.shape[1:])
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9

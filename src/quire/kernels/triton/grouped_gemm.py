@@ -1,0 +1,150 @@
+"""Products of rows and the matrices of their experts: a grouped matrix product over rows that are sorted by expert.
+
+A decode step has few rows for each expert, so the weights' bytes take the time: each program reads a tile of one
+expert's weight once, for all of its rows. The weight's tile is the left operand of the tensor cores, whose instructions
+take 64 rows there, and the rows of x are the right one, which may be as few as 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """The constants that `group_rows` is compiled for."""
+
+    block: int  # elements of `experts` that are loaded at a time
+    num_warps: int
+    launch_pdl: bool  # whether the launch overlaps the one before
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """The constants that `multiply_groups` is compiled for."""
+
+    padded_experts: int  # the number of experts, rounded up to a power of two
+    block_m: int  # sorted rows of a program, all of one expert
+    block_n: int  # rows of the expert's weight that it multiplies
+    block_k: int  # elements of these rows that are loaded at a time
+    num_stages: int
+    num_warps: int
+    launch_pdl: bool
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def group_rows(experts, order, position, ends, num_rows, c: tl.constexpr):
+    """One program for each expert, which finds the expert's rows, and how many rows the experts before it have."""
+    if c.launch_pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.program_id(0)
+    start, end = 0, 0
+    for first in range(0, num_rows, c.block):
+        row = first + tl.arange(0, c.block)
+        e = tl.load(experts + row, row < num_rows, 2147483647)
+        start += tl.sum((e < expert).to(tl.int32), 0)
+        end += tl.sum((e <= expert).to(tl.int32), 0)
+    tl.store(ends + expert, end)
+    if start == end:
+        return
+    for first in range(0, num_rows, c.block):
+        row = first + tl.arange(0, c.block)
+        mine = tl.load(experts + row, row < num_rows, 2147483647) == expert
+        place = start + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(order + place, row, mine)
+        tl.store(position + row, place, mine)
+        start += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def find_rows(ends, num_experts, block, c: tl.constexpr):
+    """The expert of a block of rows, which is beyond num_experts if there is no such block; the block's first row, and
+    the end of the expert's rows. An expert's blocks begin at its first row.
+    """
+    e = tl.arange(0, c.padded_experts)
+    end = tl.load(ends + e, e < num_experts, 0)
+    start = tl.load(ends + e - 1, (e > 0) & (e < num_experts), 0)
+    blocks = tl.cdiv(end - start, c.block_m)
+    following = tl.cumsum(blocks, 0)  # the number of blocks up to the end of each expert
+    expert = tl.sum((following <= block).to(tl.int32), 0)
+    mine = e == expert
+    first = tl.sum(tl.where(mine, start + (block - following + blocks) * c.block_m, 0), 0)
+    return expert, first, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["top_k", "num_experts"])
+def multiply_groups(
+    x, order, ends, weight, out, top_k, num_experts,
+    out_features, in_features, x_row, weight_expert, weight_row, weight_column, c: tl.constexpr,
+):  # fmt: skip
+    if c.launch_pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, first, end = find_rows(ends, num_experts, tl.program_id(1), c)
+    if expert >= num_experts:
+        return
+    m = first + tl.arange(0, c.block_m)
+    source = m
+    if order is not None:
+        source = tl.load(order + m, m < end, 0) // top_k
+    n, k = tl.program_id(0) * c.block_n + tl.arange(0, c.block_n), tl.arange(0, c.block_k)
+    w_at = weight + expert.to(tl.int64) * weight_expert
+    w_at += n.to(tl.int64)[:, None] * weight_row + k.to(tl.int64)[None, :] * weight_column
+    x_at = x + source.to(tl.int64)[None, :] * x_row + k[:, None]
+    total = tl.full((c.block_n, c.block_m), 0.0, tl.float32)
+    for start in tl.range(0, in_features, c.block_k, num_stages=c.num_stages):
+        w = tl.load(w_at, (n < out_features)[:, None] & (k < in_features - start)[None, :], 0.0)
+        rows = tl.load(x_at, (m < end)[None, :] & (k < in_features - start)[:, None], 0.0)
+        total = tl.dot(w, rows, total, input_precision="ieee")
+        w_at += c.block_k * weight_column
+        x_at += c.block_k
+    out_at = out + m.to(tl.int64)[None, :] * out_features + n[:, None]
+    tl.store(out_at, total.to(out.dtype.element_ty), (m < end)[None, :] & (n < out_features)[:, None])
+
+
+@lru_cache(maxsize=1024)
+def group_config(num_rows: int, device: torch.device) -> GroupConfig:
+    """The constants for so many rows: 8 for each thread."""
+    block = min(max(triton.next_power_of_2(num_rows), 256), 4096)
+    return GroupConfig(block, block // 256, has_dependent_launch(device))
+
+
+_group, _multiply = SmallLauncher(group_rows), SmallLauncher(multiply_groups)
+
+
+def group_by_expert(experts: Tensor, order: Tensor, position: Tensor, ends: Tensor) -> None:
+    """`quire.kernels.grouped_gemm.group_by_expert` on a GPU."""
+    c = group_config(len(experts), experts.device)
+    _group((len(ends), 1), (experts, order, position, ends), (len(experts),), (), c)
+
+
+@lru_cache(maxsize=1024)
+def gemm_config(num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
+    """The constants for so many rows. Most experts have at most twice as many as the mean, which is one block."""
+    mean = triton.cdiv(num_rows, num_experts)
+    block_m = min(max(triton.next_power_of_2(2 * mean), 16), 128 // dtype.itemsize)
+    block_n, block_k = (128, 64) if block_m == 64 else (64, 256 // dtype.itemsize)
+    num_stages = 2 if torch.version.hip else 4  # of at most 24 KiB
+    return GemmConfig(
+        triton.next_power_of_2(num_experts), block_m, block_n, block_k, num_stages, 4, has_dependent_launch(device)
+    )
+
+
+def grouped_gemm(out: Tensor, x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, top_k: int) -> None:
+    """`quire.kernels.grouped_gemm.grouped_gemm` on a GPU."""
+    num_rows, (num_experts, out_features, in_features) = len(out), weight.shape
+    c = gemm_config(num_rows, num_experts, weight.dtype, x.device)
+    blocks = min(num_rows, min(num_experts, num_rows) + num_rows // c.block_m)
+    sizes = (out_features, in_features, x.stride(0), *weight.stride())
+    grid = (triton.cdiv(out_features, c.block_n), blocks)
+    _multiply(grid, (x, order, ends, weight, out), (top_k, num_experts), sizes, c)
