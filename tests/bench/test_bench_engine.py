@@ -87,6 +87,17 @@ def test_bytes_of_a_step_by_hand(tmp_path):
         assert serving.floor_bytes(llm.model, 3, 100) == 4 * weights + 3 * 9 * tokens  # the window
 
 
+def test_bytes_of_a_step_of_a_mixture_of_experts(tmp_path):
+    """One request reads 2 of 4 experts, and two read 3 in the mean."""
+    with engines.LLM(save("mixtral", tmp_path), num_pages=64) as llm:
+        network = llm.model.network
+        experts = sum(p.numel() for name, p in network.named_parameters() if ".experts." in name)
+        others = sum(p.numel() for p in network.parameters()) - 97 * 32 - experts
+        tokens = 2 * 2 * 16 * 4 * llm.model.config.num_hidden_layers
+        for batch, read in ((1, 2 / 4), (2, 3 / 4)):
+            assert serving.floor_bytes(llm.model, batch, 5) == 4 * (others + experts * read) + batch * 5 * tokens
+
+
 def test_engines_are_timed_and_written_down(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("quire.bench.cpu.ceilings", lambda: {"read_gb_s": 10.0})
     file, folder = tmp_path / "result.json", str(save("llama", tmp_path / "llama"))

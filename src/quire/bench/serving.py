@@ -19,6 +19,7 @@ from typing import Any
 from quire.bench.engines import ENGINES, Times
 from quire.bench.figures import markdown, percentiles
 from quire.bench.workloads import LatencyCell, Work, random_work
+from quire.engine.experts import expert_modules
 
 Row = dict[str, Any]
 _ARRIVALS = 32  # prompts that come into a busy engine
@@ -138,14 +139,19 @@ def steady_steps(times: Sequence[Times]) -> list[float]:
 
 def floor_bytes(model: Any, batch: int, length: int) -> int:
     """Bytes that a decode step of `batch` requests of `length` tokens must read: all weights but the table of
-    embeddings, unless the head shares it, and the keys and values within windows. All experts of a mixture count as
-    read.
+    embeddings, unless the head shares it, and the keys and values within windows. Of the experts of a mixture, those
+    count that are read in the mean if each request chooses some at random.
     """
     network = model.network
     weights = {p.data_ptr(): p.numel() * p.element_size() for p in network.parameters()}
     table, head = network.get_input_embeddings(), network.get_output_embeddings()
     if table is not None and (head is None or head.weight is not table.weight):
         weights.pop(table.weight.data_ptr(), None)
+    for module in expert_modules(network):
+        chosen = getattr(model.config, "num_experts_per_tok", module.num_experts)
+        unread = (1 - chosen / module.num_experts) ** batch
+        for weight in module.parameters():
+            weights[weight.data_ptr()] = round(weights[weight.data_ptr()] * (1 - unread))
     cache = 0
     for layer in model.layers:
         seen = min(length, layer.window_left + 1) if layer.window_left >= 0 else length

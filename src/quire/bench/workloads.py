@@ -52,6 +52,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": _QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     "llama-3.1-8b": _LLAMA_8B,
     "half-llama-3.1-8b": _LLAMA_8B | {"num_hidden_layers": 16},
 }

@@ -179,7 +179,9 @@ def _bench(commands: Any) -> None:
 
     engine = parser.add_argument_group("throughput and latency of the engine")
     engine.add_argument("--model", type=Path, help="a checkpoint folder; default: the one that comes with Quire")
-    engine.add_argument("--shape", help="random weights instead: qwen3-0.6b, qwen3-8b, [half-]llama-3.1-8b")
+    engine.add_argument(
+        "--shape", help="random weights instead: qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, [half-]llama-3.1-8b"
+    )
     engine.add_argument("--file", type=Path, help='throughput: JSON lines with "prompt" and "max_tokens"')
     engine.add_argument("--requests", type=int, default=256, help="throughput: requests of random tokens (256)")
     engine.add_argument("--input", default="100:1024", metavar="MIN:MAX", help="tokens of their prompts (100:1024)")
