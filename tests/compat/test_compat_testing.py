@@ -74,9 +74,7 @@ def test_what_makes_no_difference_is_told():
 @pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize("name", BENCHES)
 def test_calls_on_a_gpu_are_timed(name, cold):
-    """A product twice as large in each dimension takes some 8 times as long, or 2 to 30 times where other programs use
-    the GPU, too; and copies keep their strides.
-    """
+    """A product twice as large in each dimension takes more than 4 times as long, and copies keep their strides."""
     times, strides = {}, set()
 
     def call(a, b):
@@ -89,10 +87,10 @@ def test_calls_on_a_gpu_are_timed(name, cold):
             call, input_args=(a, b.T), cold_l2_cache=cold, dry_run_iters=5, repeat_iters=9
         )
         assert len(measured) == 9
-        times[n] = min(measured)
+        times[n] = min(measured)  # other tests may use the GPU, too
         assert strides == {((n, 1), (1, n))}
         strides.clear()
-    assert 2 * times[2048] < times[4096] < 30 * times[2048]
+    assert 4 * times[2048] < times[4096] < 30 * times[2048]
     assert times[4096] > 2 * 4096**3 / 1e15 * 1e3 / 3, "no GPU multiplies so fast"
 
 
