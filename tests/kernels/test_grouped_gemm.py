@@ -1,4 +1,4 @@
-"""Products of rows and the matrices of their experts, against float64, and experts of Transformers' models."""
+"""Products of rows and the matrices of their experts, against float64."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_products_of_experts(device, dtype, transposed, rng):
             torch.stack([f(weight[e].double().cpu()) @ f(x[i // top_k].double().cpu()) for i, e in enumerate(chosen)])
             for f in (lambda t: t, torch.abs)
         )
-        gathered = grouped_gemm(x, order, ends, given, transposed, top_k)
-        sorted_rows = grouped_gemm(x[order // top_k], None, ends, given, transposed, top_k)
+        gathered = grouped_gemm(x, order, ends, given, transposed)
+        sorted_rows = grouped_gemm(x[order // top_k], None, ends, given, transposed)
         for out in (gathered, sorted_rows):
             assert (out.shape, out.dtype) == ((len(chosen), n), dtype)
             assert ((out[position].double().cpu() - exact).abs() <= PRECISION[dtype] * size_of_terms).all()

@@ -140,7 +140,8 @@ def steady_steps(times: Sequence[Times]) -> list[float]:
 def floor_bytes(model: Any, batch: int, length: int) -> int:
     """Bytes that a decode step of `batch` requests of `length` tokens must read: all weights but the table of
     embeddings, unless the head shares it, and the keys and values within windows. Of the experts of a mixture, those
-    count that are read in the mean if each request chooses some at random.
+    count that are read in the mean if each request chooses some at random; all, if the configuration does not say how
+    many it chooses.
     """
     network = model.network
     weights = {p.data_ptr(): p.numel() * p.element_size() for p in network.parameters()}

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from quire.definition.spec import FLOATS
+from quire.engine.attend import NAME
 from quire.steps import group_by_expert, grouped_gemm
 
-NAME = "quire"
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-
-def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The weighted sum of what each token's experts compute.
 
     Args:
@@ -23,13 +21,16 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
         hidden_states: [tokens, hidden_size].
         top_k_index: integers [tokens, top_k], the experts of each token.
         top_k_weights: [tokens, top_k], their weights.
+
+    Returns:
+        [tokens, hidden_size], of the dtype of hidden_states.
     """
-    top_k, chosen = top_k_index.shape[-1], top_k_index.reshape(-1)
+    chosen = top_k_index.reshape(-1)
     order, position, ends = group_by_expert(chosen, module.num_experts)
 
     def project(name: str, x: Tensor, order: Tensor | None) -> Tensor:
         weight = getattr(module, name)
-        y = grouped_gemm(x.to(weight.dtype), order, ends, weight, module.is_transposed, top_k)
+        y = grouped_gemm(x.to(weight.dtype), order, ends, weight, module.is_transposed)
         return y + getattr(module, f"{name}_bias")[sorted_experts] if module.has_bias else y
 
     sorted_experts = chosen[order] if module.has_bias else None
@@ -48,7 +49,7 @@ def expert_modules(network: Any) -> list[Any]:
 
 
 def replace(network: Any) -> Any:
-    """Let `experts` compute the experts of a network, if it has any, and all are of a kind that can be computed.
+    """Let `experts_forward` compute the experts of a network, if it has any, and all have weights of 16 or 32 bits.
 
     Returns:
         what `network.set_experts_implementation` takes to have its own again; None if nothing was replaced.
@@ -56,9 +57,9 @@ def replace(network: Any) -> Any:
     from transformers.integrations.moe import ExpertsInterface
 
     weights = [m.down_proj for m in expert_modules(network)]
-    if not weights or not all(isinstance(w, Tensor) and w.ndim == 3 and w.dtype in _DTYPES for w in weights):
+    if not weights or not all(isinstance(w, Tensor) and w.ndim == 3 and w.dtype in FLOATS for w in weights):
         return None
-    ExpertsInterface.register(NAME, experts)
+    ExpertsInterface.register(NAME, experts_forward)
     own = network.get_experts_implementation()
     network.set_experts_implementation(NAME)
     return own

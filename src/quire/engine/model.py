@@ -252,6 +252,11 @@ class Model:
         for merged in self._merged:
             merged.enable(on)
 
+    def _enable_experts(self, on: bool) -> None:
+        """Let `experts_forward` compute the experts that it replaced, or Transformers' own function."""
+        if self._own_experts is not None:
+            self.network.set_experts_implementation(NAME if on else self._own_experts)
+
     def _compile(self) -> None:
         for index, module in enumerate(self._attentions):
             module.quire_index = torch.tensor(index, device="cpu")
@@ -270,14 +275,12 @@ class Model:
         try:
             self._enable_merged(False)
             self._regions.enable(False)
-            if self._own_experts is not None:
-                self.network.set_experts_implementation(self._own_experts)
+            self._enable_experts(False)
             yield
         finally:
             self._enable_merged(True)
             self._regions.enable(compiled)
-            if self._own_experts is not None:
-                self.network.set_experts_implementation(experts.NAME)
+            self._enable_experts(True)
 
     def _record(self, positions: list[int]) -> Record:
         record, on_device = Record(), torch.tensor(positions, device=self.device)

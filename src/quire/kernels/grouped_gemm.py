@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from quire.kernels.ops import on_triton
 
-_MANY = 64  # rows of an expert, in the mean, above which the arithmetic takes longer than reading the weights
+_MANY = 64  # rows of an expert, in the mean, above which torch multiplies if it can
 
 
 @torch.library.custom_op("quire::group_by_expert", mutates_args=())
@@ -45,12 +45,12 @@ def _groups(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.custom_op("quire::grouped_gemm", mutates_args=())
-def grouped_gemm(x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, transposed: bool, top_k: int) -> Tensor:
+def grouped_gemm(x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     """`torch.nn.functional.linear` of each row and the matrix of its expert, rows being sorted by expert.
 
     Args:
-        x: float16, bfloat16 or float32 [tokens, in_features]. Row i of the sorted order is a product of token
-            order[i] // top_k; without `order`, x has the sorted rows themselves.
+        x: float16, bfloat16 or float32 [tokens, in_features]. With `order`, each token has as many rows, one after
+            another, as it has experts; without, x has the sorted rows themselves.
         order, ends: as `group_by_expert` returns them.
         weight: [num_experts, out_features, in_features] of the dtype of x; [num_experts, in_features, out_features] if
             `transposed`.
@@ -58,23 +58,23 @@ def grouped_gemm(x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, 
     Returns:
         [rows, out_features], added up in float32.
     """
-    out = _products(x, order, ends, weight, transposed, top_k)
-    weight = weight.mT if transposed else weight
+    num_rows = len(x if order is None else order)
+    top_k = num_rows // max(len(x), 1)
+    matrices = weight.mT if transposed else weight
     if not on_triton(x.device):
-        rows, start = x if order is None else x[order // top_k], 0
-        for matrix, end in zip(weight, ends.tolist(), strict=True):
-            out[start:end], start = rows[start:end] @ matrix.T, end
-        return out
-    if len(out) > _MANY * len(weight) and _torch_multiplies(x, weight):
-        return F.grouped_mm(x if order is None else x[order // top_k], weight.mT, offs=ends)
+        rows, splits = x if order is None else x[order // top_k], ends.diff(prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([part @ matrix.T for part, matrix in zip(rows.split(splits), matrices, strict=True)])
+    if num_rows > _MANY * len(weight) and _torch_multiplies(x, weight):
+        return F.grouped_mm(x if order is None else x[order // top_k], matrices.mT, offs=ends)
     from quire.kernels.triton.grouped_gemm import grouped_gemm as grouped_gemm_on_gpu
 
-    grouped_gemm_on_gpu(out, x if x.stride(-1) == 1 else x.contiguous(), order, ends, weight, top_k)
+    out = _products(x, order, ends, weight, transposed)
+    grouped_gemm_on_gpu(out, x if x.stride(-1) == 1 else x.contiguous(), order, ends, matrices, top_k)
     return out
 
 
 @grouped_gemm.register_fake
-def _products(x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, transposed: bool, top_k: int) -> Tensor:
+def _products(x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     rows = x if order is None else order
     return x.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
 
