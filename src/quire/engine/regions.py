@@ -180,7 +180,9 @@ def compiling(tokens: int) -> Iterator[None]:
     import torch._dynamo.config
     import torch._inductor.config as inductor
 
-    options = {"combo_kernels": True, "inplace_buffers": False}
+    from quire.engine.passes import ReplaceTopK
+
+    options = {"combo_kernels": True, "inplace_buffers": False, "post_grad_custom_pre_pass": ReplaceTopK()}
     if hasattr(inductor.triton, "enable_pdl"):  # since torch 2.10
         options["triton.enable_pdl"] = tokens == 1
     with torch._dynamo.config.patch(specialize_float=True), inductor.patch(options):

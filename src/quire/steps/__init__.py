@@ -1,5 +1,5 @@
 """Code that the engine and serving backends share: tables of a step, writes to the cache, plans, buffers of graphs,
-products of single tokens and of experts, and the likeliest tokens of logits.
+products of single tokens and of experts, the choice of experts, and the likeliest tokens of logits.
 
 A scheduler knows each request's length, its number of new tokens and its pages. `StepTables` turns that into the
 tensors that operations read, `store` writes the keys and values of the new tokens, and `plan` plans a wrapper. Scale,
@@ -8,6 +8,7 @@ window, soft cap and sinks are arguments of each run, so all layers with equal `
 
 from quire.kernels.grouped_gemm import group_by_expert, grouped_gemm
 from quire.kernels.sampling import greedy_rows
+from quire.kernels.topk import topk
 from quire.steps.graphs import GraphBuffers
 from quire.steps.masks import pack_mask, prefix_window_mask
 from quire.steps.plans import Heads, Layer, plan, workspace
@@ -30,6 +31,7 @@ __all__ = [
     "product",
     "quantize",
     "store",
+    "topk",
     "upload",
     "workspace",
 ]

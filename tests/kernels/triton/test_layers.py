@@ -69,6 +69,15 @@ def test_products_of_one_row(target):
 
 
 @main_architectures
+def test_choice_of_experts(target):
+    from quire.kernels.triton.topk import choose_largest, topk_config
+
+    for size, k, dtype in ((128, 8, "*fp32"), (1000, 32, "*bf16")):
+        c = replace(topk_config(size, k, torch.device("cpu")), launch_pdl=target in ("sm_90", "sm_100", "sm_120"))
+        check(choose_largest, target, {"x": dtype, "values": dtype, "indices": "*i64", "c": c}, c.num_warps)
+
+
+@main_architectures
 def test_products_of_experts(target):
     from quire.kernels.triton.grouped_gemm import gemm_config, group_config, group_rows, multiply_groups
 
