@@ -84,7 +84,7 @@ def test_nor_on_drafts_and_graphs(folders, rng):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["gemma2", "llama", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "llama", "qwen3"])
 def test_nor_on_a_gpu(folders, rng, name, dtype, graphs):
     prompts, params = random_requests(rng, 18)
     options = {"dtype": dtype, "device": "cuda", "batch_invariant": True, "cuda_graphs": graphs}
