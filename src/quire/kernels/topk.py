@@ -16,11 +16,18 @@ _MOST_CHOSEN = 32  # which it finds one after another
 
 @torch.library.custom_op("quire::topk", mutates_args=())
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`torch.topk` along the last dimension of x.
+    """`torch.topk` along the last dimension.
+
+    Args:
+        x: [..., size], of any dtype that torch's takes.
+        k: the number of elements to choose, at most size.
 
     Returns:
         values, of the dtype of x, and indices, int64: [..., k], the largest first, NaN counting as the largest. Of
         equal elements any may be chosen.
+
+    Raises:
+        RuntimeError: k is larger than size.
     """
     short = x.ndim > 0 and 0 < k <= min(_MOST_CHOSEN, x.shape[-1]) and x.numel() > 0 and x.shape[-1] <= _MOST_ELEMENTS
     if not (on_triton(x.device) and short and x.dtype in FLOATS):
