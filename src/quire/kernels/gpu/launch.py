@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.interpreter import InterpretedFunction
 
 from quire.definition.pages import PageTable, RaggedLayout
@@ -33,6 +35,14 @@ INTERPRETED = isinstance(_empty_kernel, InterpretedFunction)  # TRITON_INTERPRET
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether kernels may be launched while the one before them runs (programmatic dependent launch)."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def wait_for_launch_before(overlaps: tl.constexpr):
+    """Wait for all of the launch before, if this one overlaps it, and let the next one begin to overlap this one."""
+    if overlaps:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def direct(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -195,7 +205,7 @@ class SmallLauncher:
 
     Of the kernel's arguments, tensors come first, then numbers that it is not compiled for, numbers that it is compiled
     for, and its constants, an object with an attribute num_warps and, if the kernel waits for the one before it by
-    `gdc_wait`, launch_pdl.
+    `wait_for_launch_before`, launch_pdl.
     """
 
     def __init__(self, kernel: Any) -> None:

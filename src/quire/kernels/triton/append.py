@@ -5,10 +5,9 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 from triton import language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.definition.pages import PageTable
-from quire.kernels.gpu.launch import has_dependent_launch
+from quire.kernels.gpu.launch import has_dependent_launch, wait_for_launch_before
 
 
 @triton.jit
@@ -55,9 +54,7 @@ def write_tokens(
     kc_page, kc_token, kc_head, vc_page, vc_token, vc_head, k_token, k_head, v_token, v_head,
     heads, dim_k, dim_v, page_size, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    if pdl:  # the launch overlaps the one before
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch_before(pdl)
     i = tl.program_id(0).to(tl.int64)
     place = tl.load(slots + i).to(tl.int64)
     page = place // page_size

@@ -13,9 +13,8 @@ import torch
 import triton
 from torch import Tensor
 from triton import language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch
+from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_for_launch_before
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,7 @@ def load_block(weight, row, start, num_rows, weight_row, c: tl.constexpr):
 def multiply_rows(x, weight, bias, out, num_rows, weight_row, c: tl.constexpr):
     row = tl.program_id(0) * c.rows + tl.arange(0, c.rows)
     w = load_block(weight, row, 0, num_rows, weight_row, c)
-    if c.launch_pdl:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch_before(c.launch_pdl)
     total = tl.full((c.rows, c.block), 0.0, tl.float32)
     for start in range(0, c.size, c.block):
         following = load_block(weight, row, start + c.block, num_rows, weight_row, c)

@@ -11,9 +11,8 @@ import torch
 import triton
 from torch import Tensor
 from triton import language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch
+from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_for_launch_before
 
 PART = 4096  # elements
 
@@ -36,17 +35,9 @@ def greedy_config(vocab: int, device: torch.device) -> GreedyConfig:
 
 
 @triton.jit
-def wait(c: tl.constexpr):
-    """Wait for the launch before, which this one overlaps."""
-    if c.launch_pdl:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
 def largest_of_parts(x, largest, places, x_row, vocab, c: tl.constexpr):
     """The largest element of a part of a row, +inf if there is a NaN, and the index of the first one as large."""
-    wait(c)
+    wait_for_launch_before(c.launch_pdl)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * c.part + tl.arange(0, c.part)
     values = tl.load(x + row * x_row + at, at < vocab, -float("inf")).to(tl.float32)
@@ -61,7 +52,7 @@ def first_largest_part(largest, places, tokens, valid, marked, count, c: tl.cons
     """The token of a row, from its `count` parts. If its largest element is not finite, tokens has 0, valid has 0, and
     marked, which may be None as valid may, has -1 in place of the token.
     """
-    wait(c)
+    wait_for_launch_before(c.launch_pdl)
     row, part = tl.program_id(0), tl.arange(0, c.parts)
     values = tl.load(largest + row * c.parts + part, part < count, -float("inf"))
     place = tl.load(places + row * c.parts + part, part < count, 0)

@@ -14,9 +14,8 @@ import torch
 import triton
 from torch import Tensor
 from triton import language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch
+from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_for_launch_before
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,7 @@ class GemmConfig:
 @triton.jit(do_not_specialize=["num_rows"])
 def group_rows(experts, order, position, ends, num_rows, c: tl.constexpr):
     """One program for each expert, which finds the expert's rows, and how many rows the experts before it have."""
-    if c.launch_pdl:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch_before(c.launch_pdl)
     expert = tl.program_id(0)
     start, end = 0, 0
     for first in range(0, num_rows, c.block):
@@ -87,9 +84,7 @@ def multiply_groups(
     x, order, ends, weight, out, top_k, num_experts,
     out_features, in_features, x_row, weight_expert, weight_row, weight_column, c: tl.constexpr,
 ):  # fmt: skip
-    if c.launch_pdl:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch_before(c.launch_pdl)
     expert, first, end = find_rows(ends, num_experts, tl.program_id(1), c)
     if expert >= num_experts:
         return

@@ -9,9 +9,8 @@ import torch
 import triton
 from torch import Tensor
 from triton import language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch
+from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_for_launch_before
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,7 @@ def topk_config(size: int, k: int, device: torch.device) -> TopKConfig:
 @triton.jit
 def choose_largest(x, values, indices, x_row, size, c: tl.constexpr):
     """One program for each row. An element and its index are one integer, so that a maximum finds both at once."""
-    if c.launch_pdl:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch_before(c.launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, c.block)
     element = tl.load(x + row * x_row + i, i < size, 0.0).to(tl.float32)
