@@ -1,6 +1,7 @@
 # make demo: set up, and complete the prompts of examples/prompts.txt
 # make test: set up, and run the tests but those marked slow, in WORKERS processes
 # make test-all: the same with those marked slow
+# make test-random: the same from new random seeds, where others take that of the commit (QUIRE_TEST_SEED wins)
 # make test-gpu: run the tests that need a GPU
 # make lint: set up, and check style and types
 
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo test test-all test-gpu lint format clean
+.PHONY: demo test test-all test-random test-gpu lint format clean
 
 demo: $(VENV)/ready
 	$(BIN)/quire generate --file examples/prompts.txt --max-tokens 80 --temperature 0.5 --repetition-penalty 1.1 --seed 3
@@ -22,6 +23,9 @@ test: $(VENV)/ready
 test-all: $(VENV)/ready
 	$(PYTEST) -n $(WORKERS)
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS)
+
+test-random: export QUIRE_TEST_SEED ?= random
+test-random: test-all
 
 test-gpu: $(VENV)/ready
 	$(PYTEST) -n 15 -m gpu

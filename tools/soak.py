@@ -267,12 +267,13 @@ async def run_ends(log: Path, cases: list[Case]) -> dict[str, Any]:
     return result
 
 
-async def run_openapi(server: Server, folder: Path, examples: int) -> dict[str, Any]:
+async def run_openapi(server: Server, folder: Path, examples: int, seed: int) -> dict[str, Any]:
     """Requests that schemathesis makes from the server's OpenAPI document, right and wrong ones."""
     report = folder / "report.json"
     config = Path(__file__).resolve().with_name("schemathesis.toml")
     command = ["--config-file", str(config), "run", f"{server.url}/openapi.json"]
-    options = ["--max-examples", str(examples), "--report", "json", "--report-json-path", str(report)]
+    options = ["--max-examples", str(examples), "--seed", str(seed)]
+    options += ["--report", "json", "--report-json-path", str(report)]
     arguments = (sys.executable, "-m", "schemathesis.cli", "--no-color", *command, *options)
     process = await asyncio.create_subprocess_exec(*arguments, cwd=folder, stdout=sys.stderr)
     code = await process.wait()
@@ -346,7 +347,7 @@ def main() -> int:
                 elif part == "random":
                     runs[part] = asyncio.run(run_random(server, cases, rng, args.clients, args.minutes))
                 else:
-                    runs[part] = asyncio.run(run_openapi(server, Path(folder), args.examples))
+                    runs[part] = asyncio.run(run_openapi(server, Path(folder), args.examples, args.seed))
                 runs[part]["log"] = sorted(set(log.read_text().splitlines()))[:20]
             finally:
                 server.end()
