@@ -24,14 +24,13 @@ from quire.kernels.cpu.softmax import finalize, transform_panel, update_panel
 def matmul(a, a_row, a_column, b, b0, c, c0, rows, depth, add):
     """C = A B or, if `add`, C += A B. A has `rows` rows, a multiple of 4, and `depth` columns, with strides a_row and
     a_column; B is [depth, PANEL] from b0, C is [rows, PANEL] from c0.
+
+    A B is summed by itself, since the rounding errors of one long sum over all tiles of keys grow with the tiles.
     """
-    zero = splat_wide(f32(0))
+    zero, one = splat_wide(f32(0)), splat_wide(f32(1))
     for i in range(0, rows, 4):
         o = c0 + i * PANEL
         w = x = y = z = (zero, zero, zero, zero)
-        if add:
-            w, x = load4_wide(c, o), load4_wide(c, o + PANEL)
-            y, z = load4_wide(c, o + 2 * PANEL), load4_wide(c, o + 3 * PANEL)
         for t in range(depth):
             four = load4_wide(b, b0 + t * PANEL)
             e = i * a_row + t * a_column
@@ -39,6 +38,9 @@ def matmul(a, a_row, a_column, b, b0, c, c0, rows, depth, add):
             x = fma4(splat_wide(a[e + a_row]), four, x)
             y = fma4(splat_wide(a[e + 2 * a_row]), four, y)
             z = fma4(splat_wide(a[e + 3 * a_row]), four, z)
+        if add:
+            w, x = fma4(one, load4_wide(c, o), w), fma4(one, load4_wide(c, o + PANEL), x)
+            y, z = fma4(one, load4_wide(c, o + 2 * PANEL), y), fma4(one, load4_wide(c, o + 3 * PANEL), z)
         store4(c, o, WIDE, w)
         store4(c, o + PANEL, WIDE, x)
         store4(c, o + 2 * PANEL, WIDE, y)
