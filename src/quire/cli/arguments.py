@@ -35,6 +35,7 @@ _CALIBRATE = (
 _SERVE = "Serve a model over HTTP with OpenAI's interface, until SIGINT or SIGTERM."
 _DRAFTS = "next tokens that are guessed from a request's own and verified in one step (0)"
 _INVARIANT = "give a request the same tokens whatever runs beside it; steps cost as much as full ones then"
+_DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one, and else the CPU (auto)"
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
 
@@ -95,7 +96,7 @@ def _sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 def _engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="cpu")
+    engine.add_argument("--device", default="auto", help=_DEVICE)
     engine.add_argument("--dtype", default="auto", help="of weights and cache; auto is float32 on the CPU")
     engine.add_argument("--backend", default="auto", help="kernel family (see quire env)")
     engine.add_argument("--max-model-len", type=int, help="tokens of a prompt and its output; default: the context")

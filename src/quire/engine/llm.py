@@ -123,7 +123,7 @@ class LLM:
 
     Args:
         folder: a Hugging Face checkpoint folder; by default the model that comes with Quire.
-        device: "cpu", "cuda", ...
+        device: "cpu", "cuda", "cuda:1", ...; "auto" is "cuda" where there is a GPU, and else "cpu".
         dtype: of weights and cache, or its name; "auto" is float32 on the CPU and the checkpoint's dtype on other
             devices.
         page_size: tokens in a page.
@@ -162,7 +162,7 @@ class LLM:
         self,
         folder: str | Path | None = None,
         *,
-        device: str | torch.device = "cpu",
+        device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         max_model_len: int | None = None,
         page_size: int = 16,
