@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,16 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(generator.randrange(1 << 31))
     return generator
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cpu_by_default() -> Iterator[None]:
+    """An LLM is on the CPU unless a test names a device, on a machine with a GPU, too: expected texts and bounds are
+    those of float32 there. Processes that tests start must be told so.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.engine.arguments.default_device", lambda: "cpu")
+        yield
 
 
 @pytest.fixture

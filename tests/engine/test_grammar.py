@@ -271,7 +271,7 @@ def test_a_missing_package_is_named():
 import sys
 sys.modules["llguidance"] = None
 from quire.engine import LLM, SamplingParams
-with LLM(num_pages=8) as llm:
+with LLM(num_pages=8, device="cpu") as llm:
     print(llm.generate("x", SamplingParams(max_tokens=2))[0].finish_reason, flush=True)
     llm.generate("x", SamplingParams(json_schema={}))
 """
