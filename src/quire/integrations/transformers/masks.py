@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import getclosurevars, getsource
 from typing import Any
 
@@ -75,39 +75,48 @@ def mask(
     if sees_all and isinstance(q_offset, int) and q_offset + 1 == kv_length + kv_offset:
         return None
 
-    def whole() -> Tensor:
-        seen: Tensor = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
-        return seen
-
+    whole = partial(
+        sdpa_mask,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+    )
     if q_length == 1:
         return _table(whole()[:, 0, 0], _kv_heads(config))
-    if window is None:
+    end, found = q_offset + q_length - kv_offset, None  # of the keys that the last query token sees
+    if window is None and attention_mask is None:
         found = _packed(mask_function, local_size, use_vmap, config)
-        return whole() if found is None or attention_mask is not None else found
-    end = q_offset + q_length - kv_offset  # of the keys that the last query token sees
-    if isinstance(end, int) and end > kv_length:
-        return whole()
-    if attention_mask is None:
-        return _spans(torch.zeros(batch_size, dtype=torch.int64, device=device), end, window)
-    real = attention_mask[:, kv_offset : kv_offset + kv_length]
-    real = real & (torch.arange(real.shape[1], device=real.device) < end)
-    if real.is_cpu and not torch.compiler.is_compiling() and (real[:, :-1] & ~real[:, 1:]).any():
-        return whole()  # rows of padding after others then see what they see in Transformers' own attention
+    elif window is not None and attention_mask is None and _is_within(end, kv_length):
+        found = _spans(torch.zeros(batch_size, dtype=torch.int64, device=device), end, window)
+    elif window is not None and attention_mask is not None and _is_within(end, kv_length):
+        found = _padded(attention_mask[:, kv_offset : kv_offset + kv_length], end, window)
+    return whole() if found is None else found
+
+
+def _is_within(end: int | Tensor, kv_length: int) -> bool:
+    """Whether the query tokens are among the keys, as they always are in static caches, whose length is a tensor."""
+    return not isinstance(end, int) or end <= kv_length
+
+
+def _padded(real: Tensor, end: int | Tensor, window: int) -> Tensor | None:
+    """The spans of rows with padding, where bool `real` [batch_size, tokens] is False; on the CPU, None if there is any
+    but on the left. Elsewhere that is not known without waiting. Padding on the right is then among the keys, which
+    only tokens of padding see, and padding between tokens makes the device fail.
+    """
+    before_end = torch.arange(real.shape[1], device=real.device) < end
+    real = real & before_end
+    if real.is_cpu and not torch.compiler.is_compiling() and (real[:, :-1] & ~real[:, 1:] & before_end[1:]).any():
+        return None
     begins = real[:, 1:] & ~real[:, :-1]
     torch._assert_async((begins.sum(1) + real[:, 0] <= 1).all(), _HOLES)
-    start = torch.where(real.any(1), real.int().argmax(1), end)
-    return _spans(start, end, window)
+    return _spans(torch.where(real.any(1), real.int().argmax(1), end), end, window)
 
 
 @lru_cache(maxsize=256)
