@@ -34,11 +34,11 @@ MODELS: dict[str, Any] = {**CONFIGS, "deepseek-v3": lambda: DeepseekV3Config(**_
 
 def network(name: str | Any, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model of this name in MODELS, or of a config, with weights so large that its next token depends on all that it
-    sees, and of a few layers.
+    sees, of a few layers and with Transformers' own attention, "eager".
     """
     config = MODELS[name]() if isinstance(name, str) else name
     config.eos_token_id = None
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for key, weight in model.named_parameters():
         if weight.ndim >= 2:
             torch.nn.init.normal_(weight, std=0.2)

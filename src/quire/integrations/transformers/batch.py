@@ -23,20 +23,22 @@ class Batch(NamedTuple):
     Attributes:
         qo_indptr: int32 [requests + 1].
         kv_indptr: int32 [requests + 1], offsets in the rows of keys or, if there are any, in `indices`.
-        indices: int32, rows of keys; None if a request's keys lie one after another.
-        bits: uint8, the packed custom mask; None if there is none.
         max_q_len: the most query tokens of a request.
         causal: whether query tokens, which are the last tokens of a request, see no later keys.
         window_left: how many keys before itself a query token sees, -1 for all.
+        indices: int32, rows of keys; None if a request's keys lie one after another. last_page_len: ones, int32
+            [requests], where there are indices: they are pages of one token.
+        bits: uint8, the packed custom mask; None if there is none.
     """
 
     qo_indptr: Tensor
     kv_indptr: Tensor
-    indices: Tensor | None
-    bits: Tensor | None
     max_q_len: int
     causal: bool
     window_left: int
+    indices: Tensor | None = None
+    last_page_len: Tensor | None = None
+    bits: Tensor | None = None
 
 
 def key_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -84,12 +86,13 @@ def flat_rows(x: Tensor) -> Tensor:
 
 def of_indptr(qo_indptr: Tensor, kv_indptr: Tensor, max_q_len: int, causal: bool, window_left: int) -> Batch:
     """Requests that lie one after another, as in `flat_rows`."""
-    return Batch(qo_indptr.int(), kv_indptr.int(), None, None, max_q_len, causal, window_left)
+    return Batch(qo_indptr.int(), kv_indptr.int(), max_q_len, causal, window_left)
 
 
 def of_pages(qo_indptr: Tensor, kv_indptr: Tensor, indices: Tensor, max_q_len: int) -> Batch:
     """Causal requests whose keys are the rows `indices`."""
-    return Batch(qo_indptr.int(), kv_indptr.int(), indices.int(), None, max_q_len, True, -1)
+    kv_indptr = kv_indptr.int()
+    return Batch(qo_indptr.int(), kv_indptr, max_q_len, True, -1, indices.int(), torch.ones_like(kv_indptr[1:]))
 
 
 def maker(mask: Tensor | None, query: Tensor, key: Tensor, step: int, causal: bool, window_left: int) -> partial[Batch]:
@@ -112,7 +115,7 @@ def maker(mask: Tensor | None, query: Tensor, key: Tensor, step: int, causal: bo
         _refuse(fits, mask, f"one mask for all heads is, [{batch} or 1, 1, {q_len}, {length}]")
         return partial(_of_bool, mask, batch, q_len, length, step)
     _refuse(mask.dtype == torch.int32 and mask.ndim == 4, mask, "a bool mask is, [batch_size or 1, 1, q_len, kv_len]")
-    if q_len == 1 and mask.shape[2:] == (batch + 1, length + 1):
+    if q_len == 1 and mask.shape[2:] == (batch + 1, length + 3):
         return partial(_of_table, mask, batch, length, step)
     if is_packed(mask, batch, q_len):
         return partial(_of_packed, mask, q_len)
@@ -159,17 +162,17 @@ def _with_gaps(spans: Tensor, q_len: int, step: int) -> Batch:
     row = torch.arange(batch, dtype=torch.int32, device=spans.device)
     edge = torch.arange(2 * batch + 1, dtype=torch.int32, device=spans.device)
     kv_indptr = pad((spans + (row * step)[:, None]).flatten(), (1, 0))
-    return Batch(edge // 2 * q_len, kv_indptr, None, None, q_len, True, -1)
+    return Batch(edge // 2 * q_len, kv_indptr, q_len, True, -1)
 
 
 def _of_table(mask: Tensor, batch: int, length: int, step: int) -> Batch:
     table = mask[0, 0].flatten()
-    indices, kv_indptr = table[: batch * length], table[-batch - 1 :]
+    indices = table[: batch * length]
+    last_page_len, qo_indptr, kv_indptr = table[-3 * batch - 2 :].split([batch, batch + 1, batch + 1])
     own = mask.shape[1] * length  # the step for which page ids were made
     if batch > 1 and step != own:
         indices = indices + indices // own * (step - own)
-    row = torch.arange(batch + 1, dtype=torch.int32, device=mask.device)
-    return Batch(row, kv_indptr, indices, None, 1, True, -1)
+    return Batch(qo_indptr, kv_indptr, 1, True, -1, indices, last_page_len)
 
 
 def _of_packed(mask: Tensor, q_len: int) -> Batch:

@@ -6,9 +6,9 @@ all masks have four dimensions, and numbers that the host must know are sizes of
 
 - None, for one query token per row, which sees all keys.
 - A table, for one query token per row: the page table of the keys that it sees, in pages of one token. It holds for any
-  mask, since what a single query sees is a list of keys. int32 [1, heads, batch_size + 1, kv_len + 1] without
-  dimension 1: batch_size * kv_len page ids, then unused elements, and the indptr at the end. Page ids are those of a
-  contiguous cache [batch_size, heads, kv_len, head_dim].
+  mask, since what a single query sees is a list of keys. int32 [1, heads, batch_size + 1, kv_len + 3], whose elements
+  for each head are batch_size * kv_len page ids, then unused ones and, at the end, last_page_len, qo_indptr and
+  kv_indptr. Page ids are those of a contiguous cache [batch_size, heads, kv_len, head_dim].
 - Spans, for several query tokens per row: int32 [1, window + 1, batch_size, 2], the start and the end of the keys of
   each row. The last query token is at the end. Rows are causal; a query token sees `window` keys, all of them if it
   is 0.
@@ -157,16 +157,17 @@ def _kv_heads(config: Any) -> int:
 def _table(seen: Tensor, heads: int) -> Tensor:
     """The table of the keys that are seen, bool [batch_size, kv_len]."""
     batch, length = seen.shape
-    row, token = (torch.arange(n, dtype=torch.int32, device=seen.device) for n in (batch, length))
-    pages = (row[:, None] * (heads * length) + token).flatten()
+    row, token = (torch.arange(n, dtype=torch.int32, device=seen.device) for n in (batch + 1, length))
+    pages = (row[:-1, None] * (heads * length) + token).flatten()
     flat = seen.flatten()
     rank = flat.cumsum(0)
-    table = torch.empty((batch + 1) * (length + 1), dtype=torch.int32, device=seen.device)
+    table = torch.ones((batch + 1) * (length + 3), dtype=torch.int32, device=seen.device)
     # All keys that are not seen go to the first element behind the page ids.
     table.scatter_(0, torch.where(flat, rank - 1, flat.numel()), pages)
+    table[-2 * batch - 2 : -batch - 1] = row
     table[-batch - 1] = 0
     table[-batch:] = rank.view(batch, length)[:, -1]
-    return table.view(1, 1, batch + 1, length + 1).expand(1, heads, -1, -1)
+    return table.view(1, 1, batch + 1, length + 3).expand(1, heads, -1, -1)
 
 
 def _spans(start: Tensor, end: int | Tensor, window: int) -> Tensor:

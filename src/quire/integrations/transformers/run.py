@@ -131,8 +131,8 @@ def _planned(plan: _Plan | None, batch: Batch, q: Tensor, k: Tensor, v: Tensor, 
     if batch.indices is None:
         plan.wrapper.plan(batch.qo_indptr, batch.kv_indptr, **options)
     else:
-        ones = torch.ones_like(batch.kv_indptr[1:])
-        plan.wrapper.plan(batch.qo_indptr, batch.kv_indptr, batch.indices, ones, page_size=1, **options)
+        tables = (batch.qo_indptr, batch.kv_indptr, batch.indices, batch.last_page_len)
+        plan.wrapper.plan(*tables, page_size=1, **options)
     return plan
 
 
@@ -158,8 +158,8 @@ def run_once(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, make: partia
     mask = None
     if batch.bits is not None:
         mask = PackedMask.from_packed(batch.bits, qo.lengths(), kv.lengths())
-    if batch.indices is not None:
-        kv = PageTable(batch.kv_indptr, batch.indices, torch.ones_like(batch.kv_indptr[1:]), 1)
+    if batch.indices is not None and batch.last_page_len is not None:
+        kv = PageTable(batch.kv_indptr, batch.indices, batch.last_page_len, 1)
         k, v = k[:, None], v[:, None]
     out = torch.empty((q.shape[0], q.shape[1], v.shape[-1]), dtype=q.dtype, device=q.device)
     attend(Call(q, k, v, qo, kv, spec, mask, sinks, max_q_len=batch.max_q_len), out, None, "auto")
