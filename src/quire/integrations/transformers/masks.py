@@ -58,8 +58,8 @@ def mask(
         mask_function: whether a query token at a position sees the key at another, besides attention_mask.
         attention_mask: bool [batch_size, tokens so far], False for padding.
         local_size: the sliding window, counting the token itself, or the size of chunks.
-        allow_is_causal_skip: whether mask_function is nothing but causal, a window or chunks; where it is False, more
-            may have been added.
+        allow_is_causal_skip: whether mask_function is nothing but causal, a window or chunks, and the mask is for the
+            attention function alone.
         use_vmap: whether the caller has added functions of its own.
 
     Returns:
@@ -71,8 +71,9 @@ def mask(
     if not torch.compiler.is_compiling() and not _has_interface(type(config).__module__):
         name = type(config).__name__.removesuffix("Config")
         raise ValueError(f"{name} computes attention by itself, and not by attn_implementation = 'quire': use 'eager'")
-    sees_all = q_length == 1 and window == 0 and attention_mask is None
-    if sees_all and isinstance(q_offset, int) and q_offset + 1 == kv_length + kv_offset:
+    causal = window == 0 or mask_function is causal_mask_function
+    at_end = isinstance(q_offset, int) and q_offset + q_length == kv_length + kv_offset
+    if q_length == 1 and causal and at_end and attention_mask is None:
         return None
 
     whole = partial(
@@ -137,9 +138,11 @@ def _window(
     mask_function: Callable[..., Any], local_size: int | None, plain: bool, use_vmap: bool, config: Any
 ) -> int | None:
     """The sliding window of a causal mask, 0 if it has none; None if the mask is another one."""
-    if mask_function is causal_mask_function and not use_vmap:
+    if not plain or use_vmap:
+        return None
+    if mask_function is causal_mask_function:
         return 0
-    return local_size if plain and not use_vmap and _is_window(local_size, config) else None
+    return local_size if _is_window(local_size, config) else None
 
 
 def _is_window(local_size: int | None, config: Any) -> bool:
