@@ -1,6 +1,6 @@
 """Complete prompts with Transformers and Quire's attention: one padded batch, a static cache, and continuous batching.
 
-    python examples/transformers_generate.py [path/to/checkpoint]
+python examples/transformers_generate.py [path/to/checkpoint]
 """
 
 import sys
