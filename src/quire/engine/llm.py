@@ -293,6 +293,10 @@ class LLM:
         """
         self._engine.grammars.matcher(params, frozenset())
 
+    def prepared(self, params: SamplingParams) -> bool:
+        """Whether `prepare` has nothing to compile; the ValueError of a grammar that was refused before."""
+        return self._engine.grammars.known(params)
+
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """The tokens of a prompt, with the special tokens that the tokenizer adds to text.
 
