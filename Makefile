@@ -27,7 +27,7 @@ test-all: $(VENV)/ready
 test-random: export QUIRE_TEST_SEED ?= random
 test-random: test-all
 
-KERNEL_TESTS := tests/definition tests/kernels tests/wrappers
+KERNEL_TESTS := tests/definition tests/kernels
 
 test-gpu: test-gpu-kernels test-gpu-callers
 
