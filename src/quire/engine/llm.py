@@ -425,6 +425,9 @@ class LLM:
     def _submit(self, requests: Sequence[Request]) -> None:
         if not self._closer.alive:
             raise RuntimeError("this LLM has been closed")
+        group = object()
+        for request in requests:
+            request.group = group
         self._inbox.put((self._engine.add, requests))
 
     def _cancel(self, requests: Sequence[Request]) -> None:
