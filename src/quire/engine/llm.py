@@ -81,7 +81,7 @@ def _delta(update: Update) -> Completion:
 
 
 def _part(request: Request, text: str, tokens: list[int], reason: str | None, logprobs: Any) -> Completion:
-    known = (request.reused, request.error, request.prompt_logprobs)
+    known = (request.reused, request.error if reason == "error" else None, request.prompt_logprobs)
     return Completion(request.prompt, text, tokens, reason, logprobs, *known)
 
 
