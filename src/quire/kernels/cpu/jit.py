@@ -95,8 +95,7 @@ def _load_threading_layer() -> None:
 
 
 def launch(compiled: Any, dtypes: str, *args: Any) -> None:
-    """Run a kernel, in `num_threads()` threads. `dtypes` names the dtypes of its arguments, for each of which it is
-    compiled once.
+    """Run a kernel, in `num_threads()` threads. `dtypes` says for which dtypes it is compiled, once for each value.
 
     Raises:
         RuntimeError: the process was forked from one whose kernels ran in threads of GNU OpenMP, which a fork loses.
