@@ -15,6 +15,7 @@ from quire.engine.chunks import Decodes
 from quire.engine.graphs import StepGraphs, decode_sizes, mixed_sizes
 from quire.engine.inputs import InputBuffers, Shape
 from quire.engine.request import Request
+from quire.engine.runner import Runner
 from quire.engine.scheduler import Scheduler
 from quire.steps import StepTables
 
@@ -127,6 +128,40 @@ def compare(inputs, shape, chunks, size, width, sampled):
     ends = np.cumsum(counts) - 1
     last = [int(end) for end, c in zip(ends, chunks, strict=True) if c.samples]
     assert inputs.sampled[: len(last)].tolist() == last
+
+
+def test_captured_steps_read_the_buffers_themselves(monkeypatch):
+    """The buffers stay, so that graphs may be replayed after later plans of their wrappers. Capture is made up, on the
+    CPU.
+    """
+    monkeypatch.setattr(Runner, "overlaps", property(lambda runner: True))
+    monkeypatch.setattr(StepGraphs, "capture", lambda graphs, progress: True)
+    state, read = {"capturing": False}, []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    with LLM(num_pages=50, page_size=4, cuda_graphs=False) as llm:
+        runner = llm._engine.runner
+
+        def run(*given):
+            for wrapper in runner._active.values():
+                wrapper._capture._gpu = True
+                wrapper._capture.note()
+                read.extend((wrapper.planned.qo.indptr, *wrapper.planned.kv.tables))
+            return torch.empty(0)
+
+        monkeypatch.setattr(runner.model, "logits", run)
+        runner.capture(6, 40)
+        graphs = runner.step_graphs
+        for shape in graphs.shapes:
+            buffers = graphs._buffers
+            buffers.fill_padding(shape)
+            inputs = buffers.views(shape)
+            # Tables on the host are checked, and a row must own all entries then.
+            inputs.last_page_len.fill_(4)
+            for state["capturing"] in (False, True):
+                read.clear()
+                graphs._forward(inputs, shape)
+                given = (inputs.qo_indptr, inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len)
+                assert [x.data_ptr() for x in read] == [x.data_ptr() for x in given]
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,7 @@ class Engine:
         self._masked = False  # whether any of them has a grammar
         # Steps whose results have not been read, and their chunks that sample.
         self._launched: deque[tuple[Sampled, Sequence[Chunk]]] = deque()
+        self._updates: deque[Update] = deque()  # those that have not been sent, in order
         self.timeline = Timeline()
         self.launch_at = 0.0
         self._pause = 0.0  # seconds from the end of the last `step` to launch_at
@@ -151,6 +152,7 @@ class Engine:
         """Cancel a waiting or running request."""
         if request.finish_reason is None:
             self._end(request, "cancelled")
+            self._report()
 
     def step(self) -> None:
         """Launch one step, and send the updates of the step before it (with depth 0, its own) to the sinks of its
@@ -163,16 +165,25 @@ class Engine:
                 self.timeline.launch(chunks)
                 self._launch(chunks)
             self._read(self.depth if chunks else 0)
+            self._report()
         except Exception as error:
             self._launched.clear()
-            for request in self.scheduler.reset():
-                request.sink(request.fail("error", _describe(error)))
+            self._updates.extend(request.fail("error", _describe(error)) for request in self.scheduler.reset())
+            self._report()
         finally:
-            self.timeline.read(len(self._launched))
             if not self._launched:
                 self._spare = 0.0  # of other requests than those that come next, whose first token must not wait for it
             self._pause = self._spare / 2 if self._spare > _LEAST_SPARE else 0.0
             self.launch_at = time.perf_counter() + self._pause
+
+    def _report(self) -> None:
+        """Send the updates of the requests to their sinks. This is the last thing that a step does, and all counts, the
+        pages and the timeline include its tokens by then, so that they agree with what the sinks' readers know.
+        """
+        self.timeline.read(len(self._launched))
+        while self._updates:
+            update = self._updates.popleft()
+            update.request.sink(update)
 
     def _launch(self, chunks: Sequence[Chunk]) -> None:
         """Start to compute a step and to sample its tokens."""
@@ -220,7 +231,7 @@ class Engine:
         self._launched.append((sampled, sampling))
 
     def _read(self, leave: int = 0) -> None:
-        """Wait for launched steps except the last `leave` ones, and report their tokens."""
+        """Wait for launched steps except the last `leave` ones, and add their tokens to the requests."""
         while len(self._launched) > leave:
             sampled, chunks = self._launched.popleft()
             start = time.perf_counter()
@@ -255,7 +266,7 @@ class Engine:
             if request.finish_reason is not None:
                 self.scheduler.remove(request)
             if update is not None:
-                request.sink(update)
+                self._updates.append(update)
         self.scheduler.stats.generated_tokens += count
 
     def _verify(self, chunk: Chunk, choices: Sequence[Choice]) -> Sequence[Choice]:
@@ -269,7 +280,7 @@ class Engine:
         return choices[: accepted + 1]
 
     def _sample_each(self, requests: Sequence[Request], logits: Tensor, error: Exception) -> None:
-        """Sample the rows of a step whose sampling raised one by one, and report them. No step is launched."""
+        """Sample the rows of a step whose sampling raised one by one. No step is launched."""
         count = 0
         for row, request in zip(logits, requests, strict=True):
             if request.finish_reason is None:
@@ -310,9 +321,7 @@ class Engine:
         return Computed(done, torch.cat(logits) if logits else torch.empty(0))
 
     def _push(self, request: Request, choices: Sequence[Choice]) -> None:
-        """Add the sampled tokens to a request until it ends, and send its update; end the request with the error of a
-        choice, if there is one.
-        """
+        """Add the sampled tokens to a request until it ends; end it with the error of a choice, if there is one."""
         added: list[int] = []
         try:
             for choice in choices:
@@ -332,14 +341,14 @@ class Engine:
         if request.finish_reason is not None:
             self.scheduler.remove(request)
         if update is not None:
-            request.sink(update)
+            self._updates.append(update)
         if choice.token is None:
             self._end(request, "error", choice.error)
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """Remove a waiting or running request and send the reason to its sink."""
+        """Remove a waiting or running request, which ends for this reason."""
         self.scheduler.remove(request)
-        request.sink(request.fail(reason, error))
+        self._updates.append(request.fail(reason, error))
 
 
 def _rows(chunks: Sequence[Chunk]) -> tuple[list[Request], list[int] | None]:
