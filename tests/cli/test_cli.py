@@ -65,10 +65,11 @@ def test_json_has_a_line_per_prompt_and_a_summary(capsys):
 
 
 def test_prompts_from_stdin():
-    done = quire("generate", "--max-tokens", "3", "--json", stdin="import os\n\nimport sys\n")
+    given = ("generate", "--max-tokens", "3", "--json", "--device", "cpu")
+    done = quire(*given, stdin="import os\n\nimport sys\n")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
-    done = quire("generate", "--max-tokens", "3", "--json", stdin="a\nb\n---\nc\n")
+    done = quire(*given, stdin="a\nb\n---\nc\n")
     assert [json.loads(line).get("prompt") for line in done.stdout.splitlines()] == ["a\nb", "c", None]
 
 

@@ -127,7 +127,7 @@ class LLM:
 
     Args:
         folder: a Hugging Face checkpoint folder; by default the model that comes with Quire.
-        device: "cpu", "cuda", ...
+        device: "cpu", "cuda", "cuda:1", ...; "auto" is "cuda" where there is a GPU, and else "cpu".
         dtype: of weights and cache, or its name; "auto" is float32 on the CPU and the checkpoint's dtype on other
             devices.
         page_size: tokens in a page.
@@ -142,6 +142,8 @@ class LLM:
         compile: whether torch.compile compiles the model's decoder layers; "auto": on a GPU. A model that it cannot
             compile runs as Transformers has it, and a RuntimeWarning says why.
         load_format: "dummy" makes random weights instead of reading them, so that the folder needs only a config.json.
+        trust_remote_code: whether to run Python code that comes with the checkpoint, which may do anything. Without it,
+            a checkpoint that needs such code is refused.
         runner: the class that computes steps; see docs/backends.md for those of serving backends.
         cuda_graphs: on a GPU, capture CUDA graphs of steps before the first request. A model that cannot be captured
             runs without them, after a warning that says why.
@@ -159,14 +161,14 @@ class LLM:
 
     Raises:
         FileNotFoundError: the folder or its files are missing.
-        ValueError: an argument is invalid, the checkpoint is broken, or the model is not supported.
+        ValueError: an argument is invalid, the checkpoint is broken, or the model is not supported (docs/engine.md).
     """
 
     def __init__(
         self,
         folder: str | Path | None = None,
         *,
-        device: str | torch.device = "cpu",
+        device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         max_model_len: int | None = None,
         page_size: int = 16,
@@ -176,6 +178,7 @@ class LLM:
         backend: str = "auto",
         compile: bool | Literal["auto"] = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
+        trust_remote_code: bool = False,
         runner: type[Runner] = Runner,
         cuda_graphs: bool = True,
         gpu_memory_utilization: float = 0.9,
@@ -208,9 +211,8 @@ class LLM:
             max_batched_tokens = default_batched_tokens(on, max_num_seqs, batch_invariant)
         if batch_invariant:
             backend = invariant_backend(backend, on)
-        self.model = Model(
-            shipped_model() if folder is None else folder, on, chosen, max_model_len, compile, load_format
-        )
+        folder = shipped_model() if folder is None else folder
+        self.model = Model(folder, on, chosen, max_model_len, compile, load_format, trust_remote_code)
         if batch_invariant:
             self.model.pad_steps(max_batched_tokens)
         # What subclasses that run a serving backend do not take is only passed if it is asked for.
@@ -294,6 +296,10 @@ class LLM:
             ImportError, ValueError: as for `generate`.
         """
         self._engine.grammars.matcher(params, frozenset())
+
+    def prepared(self, params: SamplingParams) -> bool:
+        """Whether `prepare` has nothing to compile; the ValueError of a grammar that was refused before."""
+        return self._engine.grammars.known(params)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """The tokens of a prompt, with the special tokens that the tokenizer adds to text.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -17,6 +18,9 @@ from quire.server.errors import ApiError, bad, invalid
 from quire.server.limits import Limits
 from quire.server.metrics import Metrics
 from quire.server.tokens import text_name
+
+# Grammars that are compiled or wait for it, one at a time.
+_MOST_GRAMMARS = 16
 
 
 class Service:
@@ -41,6 +45,8 @@ class Service:
         self.running, self.draining = 0, False
         self.room = llm.max_num_seqs + limits.max_queue
         self.relay = _Relay()
+        # Grammars have a thread of their own, so that the prompts of others do not wait for them.
+        self._compiler, self._compiling = ThreadPoolExecutor(1, "quire-grammars"), 0
         self.token_bytes = lru_cache(1 << 16)(lambda token: self._token_bytes(token))
 
     def check_model(self, model: str | None) -> None:
@@ -69,12 +75,30 @@ class Service:
             raise invalid(error, "prompt") from None
 
     async def prepare(self, params: SamplingParams, field: str) -> None:
-        """Compile the grammar of completions, in a thread, since that of a large schema takes long."""
-        if params.constraint is not None:
-            try:
-                await asyncio.to_thread(self.llm.prepare, params)
-            except (ImportError, ValueError) as error:
-                raise bad(field, f"{field}: {error}") from None
+        """Compile the grammar of completions, in a thread, since that of a large schema takes long.
+
+        Raises:
+            ApiError: the grammar is refused, or too many others wait to be compiled.
+        """
+        try:
+            if not self.llm.prepared(params):
+                await self._compile(params)
+        except (ImportError, ValueError) as error:
+            raise bad(field, f"{field}: {error}") from None
+
+    async def _compile(self, params: SamplingParams) -> None:
+        if self._compiling >= _MOST_GRAMMARS:
+            message = f"{self._compiling} grammars wait to be compiled, and {_MOST_GRAMMARS} are the most"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+        self._compiling += 1
+        work = self._compiler.submit(self.llm.prepare, params)
+        loop = asyncio.get_running_loop()
+        # Counted until the thread is done, also if the request is closed before.
+        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._compiled))
+        await asyncio.wrap_future(work)
+
+    def _compiled(self) -> None:
+        self._compiling -= 1
 
     def start(
         self,

@@ -77,7 +77,7 @@ class _Announcement(event.Listener):
 
 
 def launch(compiled: Any, dtypes: str, *args: Any) -> None:
-    """Run a kernel. `dtypes` names the dtypes of its arguments, for each of which it is compiled once.
+    """Run a kernel. `dtypes` says for which dtypes it is compiled, once for each value.
 
     Raises:
         RuntimeError: the process was forked from one whose kernels ran in threads of GNU OpenMP, which a fork loses.
