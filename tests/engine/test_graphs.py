@@ -205,7 +205,7 @@ def test_steps_that_sample_within_their_graphs(folders, rng, kind):
     """Plain requests, and plain ones with others among them, that end at different times and are preempted: the tokens
     are those without graphs, and sampling is launched for steps with prompts, and for requests that are not plain.
     """
-    others = [{"temperature": 0.8, "seed": 1}, {"frequency_penalty": 0.5}, {"logprobs": 1}]
+    others = [{"temperature": 0.8, "seed": 1}, {"frequency_penalty": 0.5}, {"logprobs": 1}, {"logit_bias": {5: 9.0}}]
     prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(48)]
     params = []
     for _ in prompts:

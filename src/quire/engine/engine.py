@@ -15,7 +15,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from operator import index
 from typing import Any
@@ -25,14 +26,16 @@ from torch import Tensor
 
 from quire.engine.chunks import Chunk, Computed, Decodes
 from quire.engine.grammar import Grammars
+from quire.engine.logits_processors import word_tokens
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
-from quire.engine.sampler import NOT_FINITE, UNDEFINED, Choice, Sampled, Sampler, sample
+from quire.engine.sampler import UNDEFINED, Choice, Sampled, Sampler, sample, undefined
 from quire.engine.scheduler import Scheduler
 from quire.engine.scoring import score
 from quire.engine.timeline import Timeline
 
+_WORDS = 64  # how many lists of bad words are kept as tokens
 _LEAST_SPARE = 4e-3  # seconds; half of it is enough to wake up and launch a step
 
 
@@ -75,6 +78,7 @@ class Engine:
         self.scheduler = Scheduler(*sizes)
         self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
         self.grammars = Grammars(self.model)
+        self._word_tokens = lru_cache(_WORDS)(partial(word_tokens, self.model.tokenizer))
         self._sampler = Sampler(self.model.device, self.scheduler.max_rows)
         self._requests: Sequence[Request] = []  # those of the last launched step that samples; they have their rows
         self._masked = False  # whether any of them has a grammar
@@ -96,31 +100,47 @@ class Engine:
         Raises:
             ImportError: the request has a grammar, and llguidance is not installed.
             ValueError: the prompt is empty, leaves no room for a token or has unknown tokens; the message has `name`.
-                Or the grammar is not one; the message has the attribute of `params`.
+                Or the grammar is not one, or other parameters do not fit the model; the message has the attribute of
+                `params`.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
         params = params.over(self.model.default_params)
-        tokens = self.tokens(prompt, name)
-        if not tokens:
-            raise ValueError(f"{name} is empty: there must be at least one token")
-        if min(tokens) < 0 or max(tokens) >= self.model.vocab_size:
-            bad = next(t for t in tokens if not 0 <= t < self.model.vocab_size)
-            raise ValueError(f"{name} has token {bad}: tokens are 0 to {self.model.vocab_size - 1}")
-        if len(tokens) >= self.model.context:
-            raise ValueError(
-                f"{name} has {len(tokens)} tokens: the model's context of {self.model.context} leaves no room"
-            )
-        if len(tokens) >= self.max_len:
-            raise ValueError(f"{name} has {len(tokens)} tokens: the cache of {self.max_len} tokens leaves no room")
+        tokens = params.truncated(self.tokens(prompt, name), self.max_len)
+        self._check_length(name, len(tokens), params)
         if params.prompt_logprobs is not None and type(self.runner).run is not Runner.run:
             what = f"{type(self.runner).__name__} has a `run` of its own, without logits of prompts"
             raise ValueError(f"prompt_logprobs = {params.prompt_logprobs}: {what}")
-        if self.model.tokenizer is None and params.stop:
-            raise ValueError(f"{name} has stop strings, but {self.model.folder} has no tokenizer")
-        request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink, self.grammars)
+        for what, ids in (
+            (name, tokens),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids),
+        ):
+            self._check_tokens(what, ids or ())
+        if self.model.tokenizer is None and (params.stop or params.bad_words):
+            what = "stop strings" if params.stop else "bad_words"
+            raise ValueError(f"{name} has {what}, but {self.model.folder} has no tokenizer")
+        words = self._word_tokens(params.bad_words) if params.bad_words else ()
+        request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink, self.grammars, words)
         request.limit = min(request.limit, self.max_len)
         return request
+
+    def _check_length(self, name: str, count: int, params: SamplingParams) -> None:
+        """Refuse a prompt without tokens, or without room for a token of the output, if there is to be one."""
+        if not count:
+            raise ValueError(f"{name} is empty: there must be at least one token")
+        end = count + (params.max_tokens != 0)
+        if end > self.model.context:
+            raise ValueError(f"{name} has {count} tokens: the model's context of {self.model.context} leaves no room")
+        if end > self.max_len:
+            raise ValueError(f"{name} has {count} tokens: the cache of {self.max_len} tokens leaves no room")
+
+    def _check_tokens(self, name: str, ids: Collection[int]) -> None:
+        """Refuse tokens that the model does not have."""
+        size = self.model.vocab_size
+        if ids and (min(ids) < 0 or max(ids) >= size):
+            bad = next(t for t in ids if not 0 <= t < size)
+            raise ValueError(f"{name} has token {bad}: tokens are 0 to {size - 1}")
 
     def tokens(self, prompt: str | Sequence[int], name: str) -> list[int]:
         """The token ids of a prompt; a ValueError has `name`."""
@@ -147,6 +167,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
+        if request.prompt_only and request.prompt_len == 1:  # there is nothing to compute
+            self._end(request, "length")
 
     def cancel(self, request: Request) -> None:
         """Cancel a waiting or running request."""
@@ -203,6 +225,9 @@ class Engine:
             for chunk in ordered:  # drafts have not been verified
                 chunk.request.computed = chunk.start + chunk.count - len(chunk.drafts)
             sampling, logits = [c for c in ordered if c.samples], score(ordered, logits)
+            for request in [c.request for c in ordered if c.request.prompt_only]:
+                if request.computed == request.prompt_len - 1:
+                    self._end(request, "length")
             greedy_done = greedy_done and logits is computed.logits  # otherwise their rows are others
         if not sampling:
             return
@@ -255,7 +280,7 @@ class Engine:
                 continue
             request.pending -= 1
             if token == UNDEFINED:
-                self._end(request, "error", NOT_FINITE)
+                self._end(request, "error", undefined(request))
                 continue
             count += 1
             try:

@@ -56,6 +56,8 @@ class Completion:
         error: the type and message of the exception, if finish_reason is "error".
         prompt_logprobs: for each token of the prompt, its log-probability and those of the likeliest tokens, if
             requested; None for the first token. Each element of a stream has the whole list.
+        prompt_ranks: with prompt_logprobs, one more than the number of tokens that are likelier than each token of the
+            prompt; None for the first token.
     """
 
     prompt_token_ids: list[int]
@@ -66,6 +68,7 @@ class Completion:
     reused_tokens: int = 0
     error: str | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    prompt_ranks: list[int | None] | None = None
 
 
 def _completion(request: Request) -> Completion:
@@ -78,7 +81,9 @@ def _delta(update: Update) -> Completion:
 
 
 def _part(request: Request, text: str, tokens: list[int], reason: str | None, logprobs: Any) -> Completion:
-    known = (request.reused, request.error if reason == "error" else None, request.prompt_logprobs)
+    ranks = None if request.prompt_logprobs is None else request.prompt_ranks
+    error = request.error if reason == "error" else None
+    known = (request.reused, error, request.prompt_logprobs, ranks)
     return Completion(request.prompt, text, tokens, reason, logprobs, *known)
 
 

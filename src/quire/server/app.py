@@ -23,6 +23,7 @@ from quire.server.metrics import Metrics
 from quire.server.page import add_page
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.service import Service
+from quire.server.unsupported import refuse
 
 
 def create_app(
@@ -98,6 +99,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad("prompt", "there must be either a prompt or messages")
+        refuse(body.model_extra or {}, special=body.prompt is not None)
         if body.prompt is None:
             tokens = await asyncio.to_thread(chat.render, service, body)
         else:
