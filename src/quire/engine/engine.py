@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import index
 from typing import Any
@@ -26,6 +27,7 @@ from torch import Tensor
 from quire.engine.chunks import Chunk, Computed, Decodes
 from quire.engine.grammar import Grammars
 from quire.engine.params import SamplingParams
+from quire.engine.prompt_size import longest_token
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.sampler import NOT_FINITE, UNDEFINED, Choice, Sampled, Sampler, sample
@@ -99,6 +101,7 @@ class Engine:
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
+        self.check_size(prompt, name)
         params = params.over(self.model.default_params)
         tokens = self.tokens(prompt, name)
         if not tokens:
@@ -121,6 +124,17 @@ class Engine:
         request.limit = min(request.limit, self.max_len)
         return request
 
+    def check_size(self, prompt: str | Sequence[int], name: str) -> None:
+        """Refuse text that cannot fit, whatever its tokens are: to tokenize it would take seconds. ValueError."""
+        longest = self._longest_token
+        if isinstance(prompt, str) and longest is not None and len(prompt) > self.max_len * longest:
+            what = f"at least {-(-len(prompt) // longest)} tokens: {self.max_len} are the most, prompt and completion"
+            raise ValueError(f"{name} has {len(prompt)} characters, {what}")
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        return longest_token(self.model.tokenizer)
+
     def tokens(self, prompt: str | Sequence[int], name: str) -> list[int]:
         """The token ids of a prompt; a ValueError has `name`."""
         if isinstance(prompt, str):
@@ -130,7 +144,8 @@ class Engine:
             if surrogate is not None:
                 what = f"{surrogate!r} at {prompt.index(surrogate)} is half a character or a byte that is not UTF-8"
                 raise ValueError(f"{name} is not text: {what}")
-            return self.model.tokenizer(prompt)["input_ids"] if prompt else []
+            # `verbose` is for warnings of texts beyond the tokenizer's own length, which is no bound here.
+            return self.model.tokenizer(prompt, verbose=False)["input_ids"] if prompt else []
         try:
             if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)):
                 raise TypeError

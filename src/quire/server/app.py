@@ -99,9 +99,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise bad("prompt", "there must be either a prompt or messages")
         if body.prompt is None:
-            tokens = await asyncio.to_thread(chat.render, service, body)
+            tokens = await chat.tokenized(service, body, any_length=True)
         else:
-            tokens = await service.encode(body.prompt, "prompt")
+            tokens = await service.encode(body.prompt, "prompt", any_length=True)
         return {"count": len(tokens), "max_model_len": service.llm.max_len, "tokens": tokens}
 
     @app.post("/detokenize")

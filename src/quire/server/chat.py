@@ -32,13 +32,23 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = body.params(service.limits, most, logprobs)
     await service.prepare(params[0], body.form_field)
-    tokens = await asyncio.to_thread(render, service, body)
+    tokens = await tokenized(service, body)
     generation = service.start([tokens], params, "messages")
     return await answer(request, generation, _Form(service, logprobs), bool(body.stream), body.includes_usage)
 
 
-def render(service: Service, body: Messages | TokenizeRequest) -> list[int]:
-    """The tokens of messages.
+async def tokenized(service: Service, body: Messages | TokenizeRequest, any_length: bool = False) -> list[int]:
+    """The tokens of messages, or an ApiError; see `Service.encode` for `any_length`."""
+    text = await asyncio.to_thread(_rendered, service, body)
+
+    def encode(text: str) -> list[int]:
+        return service.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    return await service.tokenize(encode, text, "messages", "messages", any_length)
+
+
+def _rendered(service: Service, body: Messages | TokenizeRequest) -> str:
+    """The text of messages.
 
     Raises:
         ApiError: the checkpoint has no chat template, or the template refuses the messages.
@@ -62,7 +72,7 @@ def render(service: Service, body: Messages | TokenizeRequest) -> list[int]:
         raise bad("messages", f"the chat template refuses the messages: {error}") from None
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise bad("messages", "messages are not text: they have half a character")
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
