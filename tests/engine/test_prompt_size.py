@@ -100,7 +100,7 @@ def test_llm_text_that_cannot_fit_is_refused_before_it_is_tokenized():
         most = 41 * llm.max_len
         seen = []
         own = llm.model.tokenizer
-        llm.check_size("x")  # finds the bound of the tokenizer itself
+        llm.check("x")  # finds the bound of the tokenizer itself
         llm.model.tokenizer = lambda text, **options: seen.append(text) or own(text, **options)
         llm._engine._most_characters = most  # of the tokenizer that the function stands before
         with pytest.raises(

@@ -59,8 +59,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched(llm, monkeypatch):
-    llm.check_size("x")  # finds the bound of the tokenizer itself
+def watched(llm, url, monkeypatch):
+    """In place of the tokenizer, whose bound the server has."""
     watched = Watched(llm.model.tokenizer)
     monkeypatch.setattr(llm.model, "tokenizer", watched)
     yield watched

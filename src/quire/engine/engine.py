@@ -27,7 +27,7 @@ from torch import Tensor
 from quire.engine.chunks import Chunk, Computed, Decodes
 from quire.engine.grammar import Grammars
 from quire.engine.params import SamplingParams
-from quire.engine.prompt_size import longest_token
+from quire.engine.prompt_size import check_size, longest_token
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.sampler import NOT_FINITE, UNDEFINED, Choice, Sampled, Sampler, sample
@@ -101,7 +101,8 @@ class Engine:
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
-        self.check_size(prompt, name)
+        if isinstance(prompt, str):
+            check_size(prompt, name, self._longest_token, self.max_len)
         params = params.over(self.model.default_params)
         tokens = self.tokens(prompt, name)
         if not tokens:
@@ -123,13 +124,6 @@ class Engine:
         request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink, self.grammars)
         request.limit = min(request.limit, self.max_len)
         return request
-
-    def check_size(self, prompt: str | Sequence[int], name: str) -> None:
-        """Refuse text that cannot fit, whatever its tokens are: to tokenize it would take seconds. ValueError."""
-        longest = self._longest_token
-        if isinstance(prompt, str) and longest is not None and len(prompt) > self.max_len * longest:
-            what = f"at least {-(-len(prompt) // longest)} tokens: {self.max_len} are the most, prompt and completion"
-            raise ValueError(f"{name} has {len(prompt)} characters, {what}")
 
     @cached_property
     def _longest_token(self) -> int | None:

@@ -285,10 +285,6 @@ class LLM:
         """Raise the ValueError that `generate` would raise for this prompt."""
         self._engine.request(prompt, params or SamplingParams(), lambda update: None, name)
 
-    def check_size(self, text: str, name: str = "prompt") -> None:
-        """Raise the ValueError for text of more characters than can fit, if the tokenizer has such a bound."""
-        self._engine.check_size(text, name)
-
     def prepare(self, params: SamplingParams) -> None:
         """Compile the grammar of sampling parameters, if they have one, so that requests with it start at once.
 

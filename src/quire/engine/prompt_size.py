@@ -40,6 +40,23 @@ def longest_token(tokenizer: Any) -> int | None:
     return longest * composed
 
 
+def check_size(text: str, name: str, longest: int | None, max_len: int) -> None:
+    """Refuse text that cannot fit, whatever its tokens are: to tokenize it would take seconds.
+
+    Args:
+        text: a prompt.
+        name: of the prompt in the message.
+        longest: of `longest_token`.
+        max_len: the largest number of tokens.
+
+    Raises:
+        ValueError: the text has more characters than max_len tokens stand for.
+    """
+    if longest is not None and len(text) > max_len * longest:
+        what = f"at least {-(-len(text) // longest)} tokens: {max_len} are the most, prompt and completion"
+        raise ValueError(f"{name} has {len(text)} characters, {what}")
+
+
 def _steps(component: Any, parts: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or a pre-tokenizer, those of sequences one by one."""
     steps = [] if component is None else [json.loads(component.__getstate__())]

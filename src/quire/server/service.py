@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from quire.engine import LLM, Completion, SamplingParams
+from quire.engine.prompt_size import check_size, longest_token
 from quire.server.errors import ApiError, bad, invalid
 from quire.server.limits import Limits
 from quire.server.metrics import Metrics
@@ -50,6 +51,7 @@ class Service:
         # Long texts take seconds: they are tokenized one at a time, and short ones do not wait for them.
         self._short_texts = ThreadPoolExecutor(2, "quire-short-texts")
         self._long_texts = ThreadPoolExecutor(1, "quire-long-texts")
+        self._longest_token = longest_token(llm.model.tokenizer)
         self.token_text: Callable[[int], str] = lru_cache(1 << 16)(self._token_text)
 
     def check_model(self, model: str | None) -> None:
@@ -92,7 +94,7 @@ class Service:
         """`encode(text)`, in a thread. Unless it may have any length, text that cannot fit is refused before."""
         if not any_length:
             try:
-                self.llm.check_size(text, name)
+                check_size(text, name, self._longest_token, self.llm.max_len)
             except ValueError as error:
                 raise bad(field, str(error), "context_length_exceeded") from None
         pool = self._short_texts if len(text) <= _SHORT else self._long_texts
