@@ -175,7 +175,7 @@ def test_a_key_guards_all_but_health_and_documents(guarded):
             done = httpx.get(guarded + path, headers=headers)
             assert (done.status_code, done.json()["error"]["code"]) == (401, "invalid_api_key")
     assert httpx.post(f"{guarded}/v1/completions", json={"prompt": "x"}).status_code == 401
-    for path in ("/health", "/docs", "/openapi.json"):
+    for path in ("/health", "/openapi.json"):
         assert httpx.get(guarded + path).status_code == 200
     with openai.OpenAI(base_url=f"{guarded}/v1", api_key="secret", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["tiny-python"]

@@ -53,7 +53,8 @@ def create_app(
         raise ValueError(f"metrics_prefix = {metrics_prefix!r}: it must have letters, digits and _ only")
     limits = limits or Limits()
     name = name or llm.model.folder.resolve().name
-    app = FastAPI(title="Quire", version=__version__, responses=documents.ERRORS, redoc_url=None)
+    # The pages that FastAPI has for the OpenAPI document load their scripts from a host on the internet.
+    app = FastAPI(title="Quire", version=__version__, responses=documents.ERRORS, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, name, limits, Metrics(llm, name, metrics_prefix))
     app.include_router(completions.router)
     app.include_router(chat.router)
