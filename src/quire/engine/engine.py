@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
 from operator import index
 from typing import Any
@@ -28,6 +28,7 @@ from quire.engine.chunks import Chunk, Computed, Decodes
 from quire.engine.grammar import Grammars
 from quire.engine.logits_processors import word_tokens
 from quire.engine.params import SamplingParams
+from quire.engine.prompt_size import check_size, longest_token
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.sampler import UNDEFINED, Choice, Sampled, Sampler, sample, undefined
@@ -106,6 +107,8 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
         params = params.over(self.model.default_params)
+        if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
+            check_size(prompt, name, self._longest_token, self.max_len)
         tokens = params.truncated(self.tokens(prompt, name), self.max_len)
         self._check_length(name, len(tokens), params)
         if params.prompt_logprobs is not None and type(self.runner).run is not Runner.run:
@@ -142,6 +145,10 @@ class Engine:
             bad = next(t for t in ids if not 0 <= t < size)
             raise ValueError(f"{name} has token {bad}: tokens are 0 to {size - 1}")
 
+    @cached_property
+    def _longest_token(self) -> int | None:
+        return longest_token(self.model.tokenizer)
+
     def tokens(self, prompt: str | Sequence[int], name: str) -> list[int]:
         """The token ids of a prompt; a ValueError has `name`."""
         if isinstance(prompt, str):
@@ -151,7 +158,8 @@ class Engine:
             if surrogate is not None:
                 what = f"{surrogate!r} at {prompt.index(surrogate)} is half a character or a byte that is not UTF-8"
                 raise ValueError(f"{name} is not text: {what}")
-            return self.model.tokenizer(prompt)["input_ids"] if prompt else []
+            # `verbose` is for warnings of texts beyond the tokenizer's own length, which is no bound here.
+            return self.model.tokenizer(prompt, verbose=False)["input_ids"] if prompt else []
         try:
             if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)):
                 raise TypeError

@@ -32,13 +32,24 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.params(service.limits, logprobs, body.prompt_logprobs)
     await service.prepare(params[0], body.form_field)
-    tokens = params[0].truncated(await asyncio.to_thread(render, service, body), service.llm.max_len)
+    whole = await tokenized(service, body, any_length=params[0].truncate_prompt_tokens is not None)
+    tokens = params[0].truncated(whole, service.llm.max_len)
     generation = service.start([tokens], params, "messages", body.asked_tokens)
     return await answer(request, generation, _Form(service, body, logprobs), body)
 
 
-def render(service: Service, body: Messages | TokenizeRequest) -> list[int]:
-    """The tokens of messages.
+async def tokenized(service: Service, body: Messages | TokenizeRequest, any_length: bool = False) -> list[int]:
+    """The tokens of messages, or an ApiError; see `Service.encode` for `any_length`."""
+    text = await asyncio.to_thread(_rendered, service, body)
+
+    def encode(text: str) -> list[int]:
+        return service.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    return await service.tokenize(encode, text, "messages", "messages", any_length)
+
+
+def _rendered(service: Service, body: Messages | TokenizeRequest) -> str:
+    """The text of messages.
 
     Raises:
         ApiError: the checkpoint has no chat template, or the template refuses the messages.
@@ -62,7 +73,7 @@ def render(service: Service, body: Messages | TokenizeRequest) -> list[int]:
         raise bad("messages", f"the chat template refuses the messages: {error}") from None
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise bad("messages", "messages are not text: they have half a character")
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from quire.server.errors import ApiError
 from quire.server.limits import Limits
 from quire.server.page import PATHS
 
-_OPEN = ("/health", "/docs", "/openapi.json", *PATHS)  # without the key
+_OPEN = ("/health", "/openapi.json", *PATHS)  # without the key
 _DROPPED = 4  # times the size of the largest body are read of one that is too large
 
 

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from quire.engine import LLM, Completion, SamplingParams
+from quire.engine.prompt_size import check_size, longest_token
 from quire.engine.text import TokenBytes
 from quire.server.errors import ApiError, bad, invalid
 from quire.server.limits import Limits
@@ -21,6 +22,8 @@ from quire.server.tokens import text_name
 
 # Grammars that are compiled or wait for it, one at a time.
 _MOST_GRAMMARS = 16
+# Characters of texts that are tokenized in milliseconds.
+_SHORT = 1 << 16
 
 
 class Service:
@@ -47,6 +50,10 @@ class Service:
         self.relay = _Relay()
         # Grammars have a thread of their own, so that the prompts of others do not wait for them.
         self._compiler, self._compiling = ThreadPoolExecutor(1, "quire-grammars"), 0
+        # Long texts take seconds: they are tokenized one at a time, and short ones do not wait for them.
+        self._short_texts = ThreadPoolExecutor(2, "quire-short-texts")
+        self._long_texts = ThreadPoolExecutor(1, "quire-long-texts")
+        self._longest_token = longest_token(llm.model.tokenizer)
         self.token_bytes = lru_cache(1 << 16)(lambda token: self._token_bytes(token))
 
     def check_model(self, model: str | None) -> None:
@@ -65,14 +72,35 @@ class Service:
         """The time of an answer, in seconds since 1970."""
         return int(time.time())
 
-    async def encode(self, prompt: str | Sequence[int], name: str) -> list[int]:
-        """The tokens of a prompt. Text is encoded in a thread, since long texts take long."""
+    async def encode(self, prompt: str | Sequence[int], name: str, any_length: bool = False) -> list[int]:
+        """The tokens of a prompt.
+
+        Args:
+            prompt: text or tokens.
+            name: of the prompt in messages.
+            any_length: whether text that cannot fit is tokenized, too, since the caller counts or cuts the tokens.
+
+        Raises:
+            ApiError: the prompt is not text or tokens, or text that cannot fit.
+        """
         try:
             if isinstance(prompt, str):
-                return await asyncio.to_thread(self.llm.encode, prompt, name)
+                return await self.tokenize(partial(self.llm.encode, name=name), prompt, name, "prompt", any_length)
             return self.llm.encode(prompt, name)
         except ValueError as error:
             raise invalid(error, "prompt") from None
+
+    async def tokenize(
+        self, encode: Callable[[str], list[int]], text: str, name: str, field: str, any_length: bool
+    ) -> list[int]:
+        """`encode(text)`, in a thread. Unless it may have any length, text that cannot fit is refused before."""
+        if not any_length:
+            try:
+                check_size(text, name, self._longest_token, self.llm.max_len)
+            except ValueError as error:
+                raise bad(field, str(error), "context_length_exceeded") from None
+        pool = self._short_texts if len(text) <= _SHORT else self._long_texts
+        return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
 
     async def prepare(self, params: SamplingParams, field: str) -> None:
         """Compile the grammar of completions, in a thread, since that of a large schema takes long.
