@@ -376,14 +376,14 @@ def test_without_a_tokenizer_tokens_are_enough(folder):
 
 def test_a_closed_llm_says_so_and_its_thread_ends(folder):
     llm = LLM(folder)
-    thread = llm._thread
+    thread = llm._worker.thread
     llm.close()
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[1]], GREEDY)
     llm.close()
     forgotten = LLM(folder)
-    thread = forgotten._thread
+    thread = forgotten._worker.thread
     del forgotten
     gc.collect()
     thread.join(10)

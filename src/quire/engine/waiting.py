@@ -60,11 +60,12 @@ class WaitingQueue:
         if request in self._preempted:
             self._preempted.remove(request)
             return
-        group = self._groups.get(request.group, ())
-        if request in group:
-            group.remove(request)
+        group = self._groups.get(request.group)
+        if group is None or request not in group:
+            return
+        group.remove(request)
         if not group:
-            self._groups.pop(request.group, None)
+            del self._groups[request.group]
 
     def clear(self) -> None:
         self._preempted.clear()

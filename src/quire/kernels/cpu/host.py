@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from quire.definition.masks import PackedMask
 from quire.definition.spec import FLOATS, LOG2E, AttentionSpec
 from quire.kernels.call import Call, Replay
-from quire.kernels.cpu.jit import launch
+from quire.kernels.cpu.jit import launch, num_threads
 from quire.kernels.cpu.mask import MASKS, window
 from quire.kernels.cpu.params import Params
 from quire.kernels.cpu.schedule import ROWS, query_tiles
@@ -129,7 +128,7 @@ def _params(call: Call, out: Tensor, lse: Tensor) -> Params:
 
 
 def _stream(p: Params, requests: np.ndarray, kv_dtype: torch.dtype) -> None:
-    programs = 4 * numba.get_num_threads()
+    programs = 4 * num_threads()
     rows = p.num_kv_heads * -(-int(p.q_len[requests].max()) * p.group // ROWS) * ROWS
     acc = np.empty((2 * programs, rows * p.dim_vo), np.float32)
     m, l = np.empty((2 * programs, rows), np.float32), np.empty((2 * programs, rows), np.float32)
@@ -166,7 +165,7 @@ class _Cpu(Family):
         if len(streamed):
             _stream(p, streamed, spec.kv_dtype)
         if tiled.any():
-            launch(tile, "all dtypes", p, query_tiles(p, np.flatnonzero(tiled)), numba.get_num_threads())
+            launch(tile, "all dtypes", p, query_tiles(p, np.flatnonzero(tiled)), num_threads())
         if target is not out:
             out.copy_(target)
         if lse is not None and target_lse is not lse:
