@@ -64,6 +64,7 @@ class Request:
         lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
             tokens by more than the model: one with penalties, bad words of several tokens or a grammar.
         reused: tokens of the prompt that were in the cache when the request was first admitted.
+        group: identifies the requests of one call, see `quire.engine.waiting`.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Request:
         self.pages = array("i")
         self.node: Node | None = None
         self.reused = 0
+        self.group = object()
         self.admitted = False
         self.silent = False
         self.finish_reason: str | None = None
