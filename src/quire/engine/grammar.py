@@ -2,9 +2,10 @@
 
 A grammar is compiled when a request is made, in the caller's thread, unless it is kept from an earlier request, and
 after a process of its own has shown that this is within bounds (`grammar_process.py`). Each request has a matcher of
-its own, which follows the tokens of the output. Tokens of the prompt are no part of it. Before a step samples, the matchers of its requests fill bit masks on the host,
-and the tokens that a mask forbids get the logit -inf. End tokens are not left to llguidance: they are allowed where the
-grammar accepts the output so far, whatever ends the output of the request.
+its own, which follows the tokens of the output. Tokens of the prompt are no part of it. Before a step samples, the
+matchers of its requests fill bit masks on the host, and the tokens that a mask forbids get the logit -inf. End tokens
+are not left to llguidance: they are allowed where the grammar accepts the output so far, whatever ends the output of
+the request.
 """
 
 from __future__ import annotations

@@ -16,14 +16,14 @@ import threading
 from reprlib import repr as shortened
 from typing import Any
 
-# The fuel counts expressions. llguidance's defaults for the start, the items and the grammar's size are larger. Schemas
-# of 30 KB with hundreds of properties need most of this, and a string of n characters whose length has a bound needs up
-# to 10 n states, at half a kilobyte each.
+# The fuel counts expressions. All but step_lexer_fuel are below llguidance's defaults. Schemas of 30 KB with hundreds
+# of properties need most of this, and a string of n characters whose length has a bound needs about 6 n states, at half
+# a kilobyte each.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 20_000,
-    "max_lexer_states": 250_000,
+    "max_lexer_states": 100_000,
     "max_grammar_size": 100_000,
 }
 # CPU time of one grammar.
