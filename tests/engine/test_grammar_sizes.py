@@ -102,8 +102,8 @@ def tools():
 
 def optional():
     """Four hundred properties, each of which may be left out."""
-    names = [f"property_{i}" for i in range(400)]
-    return closed({name: {"type": "string"} for name in names}), {names[0]: "a", names[399]: "b"}
+    names = [f"n{i}" for i in range(400)]
+    return closed({name: text(50 + i) for i, name in enumerate(names)}), {names[0]: "a", names[399]: "b"}
 
 
 def bounded():
