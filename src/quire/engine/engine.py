@@ -185,6 +185,7 @@ class Engine:
         self.scheduler.add(request)
         if request.prompt_only and request.prompt_len == 1:  # there is nothing to compute
             self._end(request, "length")
+            self._report()
 
     def cancel(self, request: Request) -> None:
         """Cancel a waiting or running request."""
