@@ -88,5 +88,5 @@ def expected(
         custom_mask=True,
         sinks=sinks is not None,
     )
-    rows = zip(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen, strict=True)
+    rows = zip(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen.to(q.device), strict=True)
     return torch.stack([attend(*row, spec, mask=mask, sinks=sinks)[0] for *row, mask in rows])

@@ -168,7 +168,8 @@ def _table(seen: Tensor, heads: int) -> Tensor:
     # All keys that are not seen go to the first element behind the page ids.
     table.scatter_(0, torch.where(flat, rank - 1, flat.numel()), pages)
     table[-2 * batch - 2 : -batch - 1] = row
-    table[-batch - 1] = 0
+    # Assignment of a number to an element would copy it from the host, and wait.
+    table[-batch - 1].fill_(0)
     table[-batch:] = rank.view(batch, length)[:, -1]
     return table.view(1, 1, batch + 1, length + 3).expand(1, heads, -1, -1)
 
