@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import AttentionSpec, check
+from quire.definition.spec import AttentionSpec
 from quire.definition.tensors import check_cache, check_optional
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.wrappers.arguments import DType, Scale, layer_args, refuse

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.mla_dimensions import (
     MLAHeadDimensions,
     MLALayerDimensions,
@@ -18,7 +19,6 @@ from quire.definition.mla_dimensions import (
     supported_mla_head_dimensions,
     supported_mla_layer_dimensions,
 )
-from quire.definition.spec import check
 from quire.kernels.latent import dequantize
 from quire.wrappers.arguments import DType, RunArgs, layer_args, refuse
 from quire.wrappers.mla import LatentWrapper, MLAPlanMetadata, split_parts
@@ -252,7 +252,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
                 dequantize(ckv_cache, ckv_scale_arr, spec.q_dtype),
                 dequantize(kpe_cache, kpe_scale, spec.q_dtype),
             )
-            spec = spec.but(kv_dtype=spec.q_dtype)
+            spec = spec.replace(kv_dtype=spec.q_dtype)
         gain = 1.0 if ckv_scale is None or kpe_scale is None else kpe_scale / ckv_scale
         latent = (q_pe, kpe_cache.unsqueeze(2), gain) if spec.latent else None
         pages = ckv_cache.unsqueeze(2)

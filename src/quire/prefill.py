@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.pages import table
-from quire.definition.spec import check
 from quire.definition.tensors import as_nhd, as_scale, as_slopes, check_layout, check_tensors
 from quire.kernels.attention import attend_one
 from quire.kernels.ops import env_flag

@@ -42,7 +42,7 @@ def tables(batch: Batch, device="cpu"):
 def layer(batch: Batch):
     spec, width = batch.spec, batch.spec.head_dim_vo
     dims = (spec.num_qo_heads, width, spec.head_dim_qk - width, batch.kv.page_size)
-    return (*dims, spec.causal, spec.sm_scale, spec.q_dtype, spec.kv_dtype)
+    return (*dims, spec.mask.causal, spec.sm_scale, spec.q_dtype, spec.kv_dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -285,7 +285,7 @@ def test_the_operation_is_torchs(rng):
     parts = (q_nope, ckv[:, :, None], ckv[:, :, None], q_pe, kpe[:, :, None])
     pages = (batch.qo.indptr, kv.indptr, kv.indices, kv.last_page_len, kv.page_size)
     nothing = (None, None, None, None, 0, None, None, None, None)
-    rest = ([1.0, 1.0, 1.0, 1.0], 1, batch.spec.but(latent=True).text, "auto", None, None, None)
+    rest = ([1.0, 1.0, 1.0, 1.0], 1, batch.spec.replace(latent=True).text, "auto", None, None, None)
     torch.library.opcheck(torch.ops.quire.attend.default, (out, lse, None, *parts, *pages, *nothing, *rest))
 
 

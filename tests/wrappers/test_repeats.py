@@ -362,9 +362,9 @@ def test_masks_and_items_are_planned_anew(kind, monkeypatch):
     for given, causal in (({}, False), (masks, False), ({}, True), (items, True), (masks, False), ({}, False)):
         assert (case.plan(causal=causal if not given else given is masks, **given) is None) == bool(given)
         plan = case.wrapper.planned
-        assert (plan.spec.custom_mask, plan.spec.items) == (given is masks, given is items)
+        assert (plan.spec.mask.custom_mask, plan.spec.mask.items) == (given is masks, given is items)
         assert (plan.mask is not None, plan.items is not None) == (given is masks, given is items)
-        assert plan.spec.causal == causal
+        assert plan.spec.mask.causal == causal
 
 
 def test_plans_of_latent_caches_repeat_runs(computed):

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec, check
+from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec, attention_spec
 from quire.definition.tensors import check_optional, check_qkv, refuse_grad
 from quire.kernels import registry
 from quire.kernels.call import Call, Replay
@@ -19,15 +20,6 @@ from quire.kernels.ops import operation, traced
 from quire.kernels.pack import pack
 
 Scale = float | Tensor
-_cached_spec = lru_cache(maxsize=1024, typed=True)(AttentionSpec)  # a program has few layers
-
-
-def make_spec(**fields: Any) -> AttentionSpec:
-    """An `AttentionSpec` that is checked once for equal fields of equal types (8.0 is checked again after 8)."""
-    try:
-        return _cached_spec(**fields)
-    except TypeError:  # a value that cannot be hashed
-        return AttentionSpec(**fields)
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -36,7 +28,7 @@ def _spec_of_run(
 ) -> AttentionSpec:
     """A planned layer with the values that one run overrides."""
     given = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale}
-    return spec.but(sinks=sinks, **{name: value for name, value in given.items() if value is not None})
+    return spec.replace(sinks=sinks, **{name: value for name, value in given.items() if value is not None})
 
 
 def attend(
@@ -273,7 +265,7 @@ def _attend_one_op(
 ) -> None:
     """`torch.ops.quire.attend_one`. The spec is made inside the operation, where sizes are not traced symbols."""
     mask = _mask_of_one(len(q), len(k), custom_mask, packed_custom_mask, q.device)
-    spec = make_spec(
+    spec = attention_spec(
         num_qo_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_dim_qk=q.shape[2],

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.definition.spec import AttentionSpec, as_dtype, check
-from quire.kernels.attention import make_spec
+from quire.definition.checks import as_dtype, check
+from quire.definition.spec import AttentionSpec, attention_spec
 
 Scale = float | Tensor
 DType = str | torch.dtype
@@ -52,7 +52,7 @@ class LayerArgs(NamedTuple):
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
         q_dtype = as_dtype(self.q_data_type, "q_data_type")
-        return make_spec(
+        return attention_spec(
             num_qo_heads=self.num_qo_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim_qk=self.head_dim_qk,

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check, is_int
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import AttentionSpec, check, is_int
+from quire.definition.spec import AttentionSpec
 from quire.definition.tensors import as_scale, check_lse, check_qkv, check_tensor, outputs
 from quire.kernels import registry
 from quire.kernels.attention import attend
@@ -54,9 +55,9 @@ class Plan(NamedTuple):
         """The name of the kernel family that computes the layer."""
         return registry.choose(self.spec, self.qo.indptr.device, self.backend, self.max_q_len)
 
-    def but(self, **changes: Any) -> Plan:
+    def replace(self, **changes: Any) -> Plan:
         """This plan with some fields of its spec changed and checked again; None is a field's default."""
-        return self._replace(spec=self.spec.but(**changes), layer=None)
+        return self._replace(spec=self.spec.replace(**changes), layer=None)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, args: RunArgs, *, check_pages: bool = False

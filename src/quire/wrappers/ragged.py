@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.definition.checks import as_dtype
 from quire.definition.pages import table
-from quire.definition.spec import FLOATS8, as_dtype
+from quire.definition.spec import FLOATS8
 from quire.definition.tensors import as_nhd, as_scale, as_slopes
 from quire.wrappers.arguments import DType, RunArgs, Scale, by_position, layer_args, refuse
 from quire.wrappers.buffers import check_buffers, fixed_batch

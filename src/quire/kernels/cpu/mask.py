@@ -18,7 +18,7 @@ MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "item
 
 def window(spec: AttentionSpec) -> tuple[int, int]:
     """How many keys to the left and to the right of its position a query sees; -1 for all."""
-    return spec.window_left, 0 if spec.causal else spec.window_right
+    return spec.mask.window_left, 0 if spec.mask.causal else spec.mask.window_right
 
 
 @register_jitable

@@ -144,7 +144,8 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
             mask_bits, mask_indptr, prefix_lens, positions, slopes, inv_freq, q_scales, k_scales, v_scales,
         ),
         (
-            mask_bytes, items_len, num_slots, config.slot_rows, batch, tokens, entries, k.shape[0], spec.window_left,
+            mask_bytes, items_len, num_slots, config.slot_rows, batch, tokens, entries, k.shape[0],
+            spec.mask.window_left,
             sm_scale, v_scale, float(call.pe_gain), spec.logits_soft_cap * LOG2E,
         ),
         (*q.stride()[:2], *q_pe_strides, *kv_strides(k), *kv_strides(v), *k_pe_strides, *out.stride()[:2]),

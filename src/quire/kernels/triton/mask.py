@@ -32,7 +32,9 @@ class MaskConfig:
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> MaskConfig:
-        return cls(0 if spec.causal else spec.window_right, spec.window_left >= 0, spec.custom_mask, spec.items)
+        mask = spec.mask
+        right = 0 if mask.causal else mask.window_right
+        return cls(right, mask.window_left >= 0, mask.custom_mask, mask.items)
 
     @property
     def has_full_blocks(self) -> bool:
