@@ -147,11 +147,11 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             raise TypeError(f"plan() needs {missing}")
         check(head_dim_ckv in (128, 256, 512), "head_dim_ckv", head_dim_ckv, "128, 256 or 512")
         check(head_dim_kpe in (0, 64), "head_dim_kpe", head_dim_kpe, "64, or 0 for none")
-        # By position, in the order of LayerArgs, since keywords would take a microsecond.
         layer = layer_args(
-            num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, 0,  # type: ignore[operator]
-            q_data_type, kv_data_type, output_dtype, causal, -1, None, sm_scale,
-            "NONE", None, None, (), self.invariant, head_dim_kpe != 0, -1,
+            num_qo_heads=num_heads, num_kv_heads=1, head_dim_qk=head_dim_ckv + head_dim_kpe,  # type: ignore[operator]
+            head_dim_vo=head_dim_ckv, page_size=page_size, q_data_type=q_data_type, kv_data_type=kv_data_type,
+            o_data_type=output_dtype, causal=causal, sm_scale=sm_scale, latent=head_dim_kpe != 0,
+            batch_invariant=self.invariant,
         )  # fmt: skip
         flat = metadata is cum_seq_lens_q is block_tables is seq_lens is None
         options = flat, lse_mode, use_sinks, output_scale, scale_mode, use_profiler, skip_softmax

@@ -7,12 +7,13 @@ from dataclasses import fields, make_dataclass
 import pytest
 import torch
 
-from helpers.families import compute
+from helpers.families import LAYERS, compute
 from helpers.interpret import INTERPRETED
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.definition import AttentionSpec, attention_spec, oracle
 from quire.definition.items import Items
 from quire.definition.masks import MaskSpec
+from quire.definition.spec import MASK_FIELDS
 from quire.kernels import registry
 from quire.kernels.call import Call
 from quire.kernels.family import Family
@@ -120,6 +121,9 @@ def tensors(batch: Batch) -> tuple:
 
 def test_no_field_is_without_a_change():
     assert set(CHANGES) == SETTINGS
+    drawn = {name for layer in LAYERS.values() for name in layer}
+    missing = MASK_FIELDS - drawn - {"items"}  # which random batches do not have: see tests/definition/test_items.py
+    assert not missing, f"LAYERS of helpers/families.py set no {missing}"
     for name in registry.FAMILIES:
         if name != "hopper" or registry.why_not("hopper", attention_spec(**BASE), torch.device("cpu")):
             family = registry.family(name)

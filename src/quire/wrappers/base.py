@@ -94,6 +94,10 @@ class AttentionWrapper(Planner):
         self._replays = ReplayCache(self.device, not self.checking, self._capture)
         self._current: Plan | None = None
 
+    def _keeps_bits(self, fixed_split_size: int | None, disable_split_kv: bool) -> bool:
+        """Whether the bits of a request must not depend on its batch, given these arguments of `plan`."""
+        return self.invariant or disable_split_kv or (fixed_split_size or 0) > 0
+
     @property
     def is_cuda_graph_enabled(self) -> bool:
         """Whether plans go into buffers given once, with a fixed batch size."""
