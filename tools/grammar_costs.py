@@ -123,7 +123,7 @@ def engine(rounds: int) -> dict[str, float]:
     bound = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, json_schema=long)
     kinds = {"free": [free] * 32, "constrained": [bound] * 32, "one constrained": [bound] + [free] * 31}
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    with LLM(num_pages=400) as llm:
+    with LLM(device="cpu", num_pages=400) as llm:
         for turn in range(rounds + 1):
             for name, params in kinds.items():
                 steps, start = llm.stats.steps, time.process_time()

@@ -271,7 +271,7 @@ def test_a_missing_package_is_named():
 import sys
 sys.modules["llguidance"] = None
 from quire.engine import LLM, SamplingParams
-with LLM(num_pages=8) as llm:
+with LLM(num_pages=8, device="cpu") as llm:
     print(llm.generate("x", SamplingParams(max_tokens=2))[0].finish_reason, flush=True)
     llm.generate("x", SamplingParams(json_schema={}))
 """
@@ -297,3 +297,40 @@ def test_a_gpu_that_is_a_step_ahead_computes_the_same(random_weights, rng):
             if schema is not None and completion.finish_reason == "stop":
                 assert is_valid(schema, json.loads(completion.text))
         same(completions, done[0], llm, prompts, params)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        pytest.param({"regex": "(((a{100}){100}){100}){7}"}, id="too many expressions"),
+        pytest.param(
+            {"grammar": "start: r0\n" + "".join(f'r{i}: r{i + 1} "a"\n' for i in range(3000)) + 'r3000: "b"\n'},
+            id="stack overflow",
+        ),
+    ],
+)
+def test_prepare_hostile_grammar_is_refused_and_remembered(llm, hostile, monkeypatch):
+    """The process lives on, and a second request does no work."""
+    params, fine = SamplingParams(**hostile), SamplingParams(regex="[0-9]{3}")
+    with pytest.raises(ValueError, match=r"are the most|SIGSEGV") as first:
+        llm.prepare(params)
+    llm.prepare(fine)
+    assert llm.prepared(fine)
+    monkeypatch.setattr(llm._engine.grammars, "_compile", None)
+    for known in (llm.prepare, llm.prepared):
+        with pytest.raises(ValueError, match=r"are the most|SIGSEGV") as second:
+            known(params)
+        assert str(second.value) == str(first.value)
+
+
+def test_prepare_endless_work_ends_at_the_bound_of_time(llm, monkeypatch):
+    from quire.engine import grammar_compiler
+
+    monkeypatch.setattr(grammar_compiler, "CPU_SECONDS", 0.05)
+
+    def endless(*arguments):
+        while True:
+            pass
+
+    monkeypatch.setattr(grammar_compiler, "_refusal", endless)
+    assert "more than 0.05 s" in grammar_compiler._answer(None, 0, "regex", "a")

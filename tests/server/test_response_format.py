@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 
 import httpx
 import pytest
@@ -205,3 +206,31 @@ def test_the_event_loop_goes_on_while_a_schema_is_compiled(llm, url, monkeypatch
             return (await waiting).status_code
 
     assert asyncio.run(both()) == 200
+
+
+def test_completions_new_grammars_wait_others_are_served(llm, monkeypatch):
+    """A hundred new grammars, none of which ends: 16 wait, the others are refused, and all else is served."""
+    known, release = {"regex": "[0-9]{3}"}, threading.Event()
+    llm.prepare(SamplingParams(**known))
+    monkeypatch.setattr(llm, "prepare", lambda params: release.wait())
+    body = {"model": "model", "prompt": TEXT, "max_tokens": 2}
+
+    async def attack(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=200)) as client:
+            body["model"] = (await client.get("/v1/models")).json()["data"][0]["id"]
+            new = [{**body, "structured_outputs": {"regex": f"x{i}"}} for i in range(100)]
+            waiting = [asyncio.create_task(client.post("/v1/completions", json=each)) for each in new]
+            try:
+                while sum(task.done() for task in waiting) < 84:
+                    await asyncio.sleep(0.05)
+                for more in ({}, {"structured_outputs": known}):
+                    assert (await client.post("/v1/completions", json={**body, **more})).status_code == 200
+                assert [task.done() for task in waiting].count(False) == 16
+                assert {task.result().status_code for task in waiting if task.done()} == {429}
+            finally:
+                release.set()
+                monkeypatch.undo()
+            assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200, 429}
+
+    with served(llm) as url:
+        asyncio.run(attack(url))

@@ -193,7 +193,7 @@ class Scheduler:
     def _continue_running(self) -> tuple[list[Chunk], bool]:
         """Chunks of running requests, and whether any was preempted."""
         running, size = self.running, self.page_size
-        lefts = [len(r.tokens) + r.pending - r.computed for r in running]
+        lefts = [len(r.tokens) + r.pending - r.prompt_only - r.computed for r in running]
         budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - lefts.count(1)
         spare_rows = self.max_rows - min(self.max_num_seqs, len(running) + len(self.waiting))
         chunks: list[Chunk] = []
@@ -207,7 +207,7 @@ class Scheduler:
                 return chunks, True
             if count > 1 or (end - request.pending) % size == 0:  # a page may have become full of known tokens
                 self._share(request, end)
-            chunk = Chunk(request, start, count, count == left, scores=scores)
+            chunk = Chunk(request, start, count, count == left and not request.prompt_only, scores=scores)
             chunks.append(chunk)
             budget -= count
             self._scores_left -= scores
@@ -262,7 +262,7 @@ class Scheduler:
             request = self.waiting[0]
             if request.pending:  # it was preempted, and its tokens are known before the next step
                 break
-            length = len(request.tokens)
+            length = len(request.tokens) - request.prompt_only
             known = length - 1 if request.prompt_logprobs is None else request.scored  # the last token is computed
             pages, request.node = self.tree.find(request.tokens[:known])
             request.pages, request.computed = array("i", pages), len(pages) * self.page_size
@@ -278,7 +278,7 @@ class Scheduler:
                 self.stats.reused_tokens += request.reused
                 self.stats.admitted_tokens += request.prompt_len
             self._share(request, request.computed + count)
-            samples = request.computed + count == length
+            samples = request.computed + count == length and not request.prompt_only
             chunks.append(Chunk(request, request.computed, count, samples, scores=scores))
             budget -= count
             self._scores_left -= scores

@@ -201,7 +201,8 @@ def test_what_it_declines():
     spec = attention_spec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
     declines = hopper.mla_host.declines
     assert declines(spec, 1) is None
-    assert "no windows" in declines(spec.replace(window_left=3), 1)
+    for mask in ({"window_left": 3}, {"window_right": 3, "causal": False}, {"custom_mask": True}, {"items": True}):
+        assert "no windows, nor masks but causal" in declines(spec.replace(**mask), 1)
     assert "torch.float8_e5m2" in declines(spec.replace(kv_dtype=torch.float8_e5m2), 1)
     assert "batch invariance" in declines(spec.replace(batch_invariant=True), 1)
 
