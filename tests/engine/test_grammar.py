@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
 import subprocess
 import sys
@@ -334,3 +335,39 @@ def test_prepare_endless_work_ends_at_the_bound_of_time(llm, monkeypatch):
 
     monkeypatch.setattr(grammar_compiler, "_refusal", endless)
     assert "more than 0.05 s" in grammar_compiler._answer(None, 0, "regex", "a")
+
+
+def test_prepare_compiler_that_raises_is_a_refusal(monkeypatch):
+    from quire.engine import grammar_compiler
+
+    def panic(*arguments):
+        raise BaseException("panic")
+
+    monkeypatch.setattr(grammar_compiler, "_refusal", panic)
+    assert grammar_compiler._answer(None, 0, "regex", "a") == "regex = 'a': llguidance fails"
+
+
+def test_start_grammar_that_is_held_is_not_compiled_again(llm, monkeypatch):
+    """The engine has forgotten it since it was prepared."""
+    params, parts = SamplingParams(regex="held [0-9]{2}", max_tokens=30), queue.SimpleQueue()
+    grammar = llm.prepare(params)
+    llm._engine.grammars.forget(grammar)
+    assert llm.prepared(params) is None
+    monkeypatch.setattr(llm._engine.grammars, "_compile", lambda *given: pytest.fail("it is compiled again"))
+    llm.start([PROMPTS[0]] * 2, params, lambda index, part: parts.put((index, part)), grammar)
+    ended = {}
+    while len(ended) < 2:
+        index, part = parts.get(timeout=60)
+        ended |= {index: part.finish_reason} if part.finish_reason else {}
+    assert set(ended.values()) <= {"stop", "length"}
+
+
+def test_start_grammar_of_other_params_is_not_used(llm):
+    other, parts = llm.prepare(SamplingParams(regex="[a-z]{9}")), queue.SimpleQueue()
+    params = SamplingParams(regex="[0-9]{3}", max_tokens=30)
+    llm.start(PROMPTS[0], params, lambda index, part: parts.put(part), other)
+    text, reason = "", None
+    while reason is None:
+        part = parts.get(timeout=60)
+        text, reason = text + part.text, part.finish_reason
+    assert re.fullmatch("[0-9]{3}", text)

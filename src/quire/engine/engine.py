@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.chunks import Chunk, Computed, Decodes
-from quire.engine.grammar import Grammars
+from quire.engine.grammar import Grammar, Grammars
 from quire.engine.logits_processors import word_tokens
 from quire.engine.params import SamplingParams
 from quire.engine.prompt_size import check_size, longest_token
@@ -94,9 +94,15 @@ class Engine:
         runner.warm_up()
 
     def request(
-        self, prompt: str | Sequence[int], params: SamplingParams, sink: Callable[[Update], None], name: str = "prompt"
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        sink: Callable[[Update], None],
+        name: str = "prompt",
+        grammar: Grammar | None = None,
     ) -> Request:
-        """Make a request and check it; the model's defaults replace parameters that are left out.
+        """Make a request and check it; the model's defaults replace parameters that are left out. A grammar that has
+        been prepared is used if it is that of the parameters.
 
         Raises:
             ImportError: the request has a grammar, and llguidance is not installed.
@@ -124,7 +130,9 @@ class Engine:
             what = "stop strings" if params.stop else "bad_words"
             raise ValueError(f"{name} has {what}, but {self.model.folder} has no tokenizer")
         words = self._word_tokens(params.bad_words) if params.bad_words else ()
-        request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink, self.grammars, words)
+        if grammar is None or grammar.constraint != params.constraint:
+            grammar = self.grammars.prepare(params)
+        request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink, grammar, words)
         request.limit = min(request.limit, self.max_len)
         return request
 
@@ -177,6 +185,7 @@ class Engine:
         self.scheduler.add(request)
         if request.prompt_only and request.prompt_len == 1:  # there is nothing to compute
             self._end(request, "length")
+            self._report()
 
     def cancel(self, request: Request) -> None:
         """Cancel a waiting or running request."""

@@ -1,10 +1,11 @@
 """Structured output: the tokens that a request's grammar allows next, by llguidance.
 
-A grammar is compiled when a request is made, in the caller's thread, after a process of its own has shown that this
-is within bounds (`grammar_process.py`). Each request has a matcher of its own, which follows the tokens of the output.
-Tokens of the prompt are no part of it. Before a step samples, the matchers of its requests fill bit masks on the host,
-and the tokens that a mask forbids get the logit -inf. End tokens are not left to llguidance: they are allowed where the
-grammar accepts the output so far, whatever ends the output of the request.
+A grammar is compiled when a request is made, in the caller's thread, unless it is kept from an earlier request, and
+after a process of its own has shown that this is within bounds (`grammar_process.py`). Each request has a matcher of
+its own, which follows the tokens of the output. Tokens of the prompt are no part of it. Before a step samples, the
+matchers of its requests fill bit masks on the host, and the tokens that a mask forbids get the logit -inf. End tokens
+are not left to llguidance: they are allowed where the grammar accepts the output so far, whatever ends the output of
+the request.
 """
 
 from __future__ import annotations
@@ -29,11 +30,29 @@ _COMPILED = 64  # grammars that are kept for further requests
 _REFUSED = 256  # grammars whose errors are kept
 
 
+class Grammar:
+    """A compiled grammar.
+
+    Args:
+        grammars: those of the model.
+        constraint: the attribute of SamplingParams that has the grammar, and its value.
+        state: llguidance's matcher at the start of an output. Its copies share the states that the lexer has found, and
+            the limit of their number.
+    """
+
+    def __init__(self, grammars: Grammars, constraint: tuple[str, str], state: Any) -> None:
+        self.grammars, self.constraint, self._state = grammars, constraint, state
+
+    def matcher(self, ends: frozenset[int]) -> Matcher:
+        """The matcher of a new request, whose output ends with a token of `ends`."""
+        return Matcher(self, self._state.deep_copy(), ends)
+
+
 class Matcher:
     """Follows the output of one request through its grammar; for use in the engine's thread.
 
     Args:
-        grammars: those of the model.
+        grammar: that of the request.
         state: llguidance's matcher, of this request alone.
         ends: tokens that end the output, allowed where the grammar accepts the text before them.
 
@@ -41,8 +60,8 @@ class Matcher:
         count: tokens of the output.
     """
 
-    def __init__(self, grammars: Grammars, state: Any, ends: frozenset[int]) -> None:
-        self.grammars, self.state, self.ends, self.count = grammars, state, ends, 0
+    def __init__(self, grammar: Grammar, state: Any, ends: frozenset[int]) -> None:
+        self.grammar, self.state, self.ends, self.count = grammar, state, ends, 0
 
     def push(self, token: int) -> bool:
         """Add a token to the output; return whether the output is complete, so that no token may follow.
@@ -51,6 +70,7 @@ class Matcher:
             ValueError: the grammar does not allow the token.
         """
         if not self.state.consume_token(token):
+            self.grammar.grammars.forget(self.grammar)
             raise ValueError(f"the grammar does not allow token {token} after {self.count}: {reason(self.state)}")
         self.count += 1
         return self.state.is_stopped()
@@ -71,11 +91,11 @@ class Grammars:
         self._process: GrammarProcess | None = None
         # Of all above, and held while a grammar is compiled.
         self._lock = threading.Lock()
-        self._compiled: _Recent[Any] = _Recent(_COMPILED)
+        self._compiled: _Recent[Grammar] = _Recent(_COMPILED)
         self._refused: _Recent[str] = _Recent(_REFUSED)
 
-    def matcher(self, params: SamplingParams, ends: frozenset[int]) -> Matcher | None:
-        """The matcher of a new request, whose output ends with a token of `ends`; None if params have no grammar.
+    def prepare(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of a request, which is compiled unless it is kept; None if there is none.
 
         Raises:
             ImportError: llguidance is not installed.
@@ -84,20 +104,31 @@ class Grammars:
         """
         if params.constraint is None:
             return None
-        state = self._known(params.constraint)
-        if state is None:
+        grammar = self.prepared(params)
+        if grammar is None:
             with self._lock:
                 # Another thread may have compiled it meanwhile.
-                state = self._known(params.constraint) or self._compile(*params.constraint)
-        return Matcher(self, state.deep_copy(), ends)
+                grammar = self.prepared(params) or self._compile(*params.constraint)
+        return grammar
 
-    def known(self, params: SamplingParams) -> bool:
-        """Whether a request with these parameters does not wait for its grammar to be compiled.
+    def prepared(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of a request; None if it is not kept, or if there is none.
 
         Raises:
-            ValueError: it is known that `matcher` would raise it.
+            ValueError: it is known that `prepare` would raise it.
         """
-        return params.constraint is None or self._known(params.constraint) is not None
+        if params.constraint is None:
+            return None
+        error = self._refused.get(params.constraint)
+        if error is not None:
+            raise ValueError(error)
+        return self._compiled.get(params.constraint)
+
+    def forget(self, grammar: Grammar) -> None:
+        """Have the next request compile a grammar anew, since a matcher of it has failed. If that is because the lexer
+        has found as many states as it may, all further matchers would fail, too.
+        """
+        self._compiled.drop(grammar.constraint, grammar)
 
     def masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
         """The tokens that each matcher allows next, as bits: int32 [len(matchers), words], the lowest bit first.
@@ -111,6 +142,7 @@ class Grammars:
         fill_next_token_bitmask_par(self._executor, [(matcher.state, i) for i, matcher in enumerate(matchers)], bits)
         for row, matcher in zip(bits.view(np.uint8), matchers, strict=True):
             if matcher.state.is_error():
+                self.forget(matcher.grammar)
                 raise ValueError(f"the grammar can't go on after {matcher.count} tokens: {reason(matcher.state)}")
             _set(row, self._end, False)
             for token in matcher.ends:
@@ -121,15 +153,7 @@ class Grammars:
             raise ValueError(f"the grammar allows none of the model's tokens after {count} tokens")
         return bits
 
-    def _known(self, constraint: tuple[str, str]) -> Any:
-        """The compiled grammar, None if it is not known, or a ValueError if it has been refused."""
-        error = self._refused.get(constraint)
-        if error is not None:
-            raise ValueError(error)
-        return self._compiled.get(constraint)
-
-    def _compile(self, name: str, text: str) -> Any:
-        """The matcher, of llguidance, of a grammar at its start; `name` is the attribute of SamplingParams."""
+    def _compile(self, name: str, text: str) -> Grammar:
         self._prepare(name)
         assert self._process is not None
         try:
@@ -140,9 +164,9 @@ class Grammars:
         if error:
             self._refused.put((name, text), error)
             raise ValueError(error)
-        state = compiled(self._tokenizer, self._end, name, text)
-        self._compiled.put((name, text), state)
-        return state
+        grammar = Grammar(self, (name, text), compiled(self._tokenizer, self._end, name, text))
+        self._compiled.put(grammar.constraint, grammar)
+        return grammar
 
     def _prepare(self, name: str) -> None:
         """Prepare the model's tokenizer for llguidance, and a process that has it, too."""
@@ -189,6 +213,12 @@ class _Recent(Generic[_T]):
             if len(self._values) > self._most:
                 del self._values[next(iter(self._values))]
 
+    def drop(self, key: tuple[str, str], value: _T) -> None:
+        """Forget a value, unless there is another one meanwhile."""
+        with self._lock:
+            if self._values.get(key) is value:
+                del self._values[key]
+
 
 def _with_end(tokenizer: Any) -> tuple[str, Any]:
     """The text of a tokenizer with one more special token, and its id. llguidance takes that for its end token, and
@@ -214,7 +244,7 @@ def masked(logits: Tensor, matchers: Sequence[Matcher | None]) -> Tensor:
     if not rows:
         return logits
     given = list(rows.values())
-    bits = upload(given[0].grammars.masks(given), logits.device).view(torch.uint8)
+    bits = upload(given[0].grammar.grammars.masks(given), logits.device).view(torch.uint8)
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
     forbidden = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
     # A sum with -inf, unlike a replacement by it, keeps NaN and turns +inf into it.

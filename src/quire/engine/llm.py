@@ -24,6 +24,7 @@ from quire.engine.arguments import (
     usable_device,
 )
 from quire.engine.engine import Engine
+from quire.engine.grammar import Grammar
 from quire.engine.inputs import Shape
 from quire.engine.memory import free_pages, profiled_pages
 from quire.engine.model import Model
@@ -253,17 +254,20 @@ class LLM:
         """Raise the ValueError that `generate` would raise for this prompt."""
         self._engine.request(prompt, params or SamplingParams(), lambda update: None, name)
 
-    def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of sampling parameters, if they have one, so that requests with it start at once.
+    def prepare(self, params: SamplingParams) -> Grammar | None:
+        """Compile the grammar of sampling parameters, so that requests with it start at once, and return it; None if
+        there is none. The engine keeps the last grammars only, `start` takes one that is not kept any more, too.
 
         Raises:
             ImportError, ValueError: as for `generate`.
         """
-        self._engine.grammars.matcher(params, frozenset())
+        return self._engine.grammars.prepare(params)
 
-    def prepared(self, params: SamplingParams) -> bool:
-        """Whether `prepare` has nothing to compile; the ValueError of a grammar that was refused before."""
-        return self._engine.grammars.known(params)
+    def prepared(self, params: SamplingParams) -> Grammar | None:
+        """What `prepare` returns if it has nothing to compile, else None; the ValueError of a grammar that was refused
+        before.
+        """
+        return self._engine.grammars.prepared(params)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """The tokens of a prompt, with the special tokens that the tokenizer adds to text.
@@ -337,6 +341,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         sink: Callable[[int, Completion], None],
+        grammar: Grammar | None = None,
     ) -> Callable[[], None]:
         """Begin to complete prompts, all at once, and return without waiting.
 
@@ -344,6 +349,7 @@ class LLM:
             prompts, params: as for `generate`.
             sink: called in the engine's thread with the index of a prompt and what a step added to it, with a
                 finish_reason the last time. The engine waits for it, and it must not raise.
+            grammar: what `prepare` has returned. Grammars of params that equal it are not compiled again.
 
         Returns:
             a function that cancels the requests that have not ended; each gets the finish_reason "cancelled".
@@ -352,7 +358,7 @@ class LLM:
             ValueError: as for `generate`.
             RuntimeError: as for `generate`.
         """
-        requests = self._requests(prompts, params, lambda i: lambda update: sink(i, _delta(update)))
+        requests = self._requests(prompts, params, lambda i: lambda update: sink(i, _delta(update)), grammar)
         self._worker.submit(requests)
         return lambda: self._worker.cancel(requests)
 
@@ -384,11 +390,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         sink: Callable[[int], Callable[[Update], None]],
+        grammar: Grammar | None = None,
     ) -> list[Request]:
         """Check prompts and make their requests, each with the sink that `sink` returns for its index."""
         listed = as_list(prompts)
         each = enumerate(zip(listed, one_each(params, len(listed)), strict=True))
-        return [self._engine.request(prompt, p, sink(i), f"prompt {i}") for i, (prompt, p) in each]
+        return [self._engine.request(prompt, p, sink(i), f"prompt {i}", grammar) for i, (prompt, p) in each]
 
 
 def _progress(shapes: Sequence[Any]) -> Iterable[Any]:

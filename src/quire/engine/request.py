@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.cache import Node
 from quire.engine.drafts import Lookup
-from quire.engine.grammar import Grammars
+from quire.engine.grammar import Grammar
 from quire.engine.logits_processors import TokenRules
 from quire.engine.params import SamplingParams
 from quire.engine.text import text_stream
@@ -37,7 +37,7 @@ class Request:
         tokenizer: for text and stop strings; None: tokens only.
         end_ids: the model's own end tokens.
         sink: called with each Update, in the engine's thread.
-        grammars: compile the grammar of `params`, if it has one.
+        grammar: that of `params`, if they have one.
         bad_words: the token sequences of `params.bad_words`.
 
     Attributes:
@@ -64,6 +64,7 @@ class Request:
         lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
             tokens by more than the model: one with penalties, bad words of several tokens or a grammar.
         reused: tokens of the prompt that were in the cache when the request was first admitted.
+        group: identifies the requests of one call, see `quire.engine.waiting`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Request:
         tokenizer: Any,
         end_ids: frozenset[int],
         sink: Callable[[Update], None],
-        grammars: Grammars | None = None,
+        grammar: Grammar | None = None,
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         self.prompt_len, self.params, self.sink = len(prompt), params, sink
@@ -86,6 +87,7 @@ class Request:
         self.pages = array("i")
         self.node: Node | None = None
         self.reused = 0
+        self.group = object()
         self.admitted = False
         self.silent = False
         self.finish_reason: str | None = None
@@ -96,7 +98,7 @@ class Request:
         self.seed = random.getrandbits(64) if params.seed is None else params.seed
         stops = frozenset(params.stop_token_ids)
         self._ends = stops if params.ignore_eos else stops | end_ids
-        self.matcher = None if grammars is None else grammars.matcher(params, self._ends)
+        self.matcher = None if grammar is None else grammar.matcher(self._ends)
         self.rules = TokenRules.of(params, stops | end_ids, bad_words)
         words = self.rules is not None and bool(self.rules.words)
         self.needs_last_tokens = params.penalised or words

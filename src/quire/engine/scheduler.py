@@ -1,9 +1,9 @@
 """Scheduling: which requests compute how many tokens in the next step, and on which pages.
 
 The scheduler uses continuous batching. Running requests come first, in the order of their arrival: a decode needs one
-token, a prefill takes the rest of the token budget (a chunk). Then waiting requests are admitted. When pages run out,
-the prefix tree evicts pages that no request holds, and after that the last request is preempted: its pages are
-released, and it waits to be computed again from its tokens.
+token, a prefill takes the rest of the token budget (a chunk). Then waiting requests are admitted, in turn from each of
+their calls. When pages run out, the prefix tree evicts pages that no request holds, and after that the last request is
+preempted: its pages are released, and it waits to be computed again from its tokens.
 
 The scheduler works with the numbers of tokens, not with the tokens. A step can thus be scheduled while the last token
 of its requests is pending, that is, sampled by a step whose results the host has not read. Pages can be released and
@@ -13,7 +13,6 @@ given to other requests meanwhile, since the device computes steps in order. Onl
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ import numpy as np
 from quire.cache import PageAllocator, PrefixTree
 from quire.engine.chunks import Chunk, Decodes
 from quire.engine.request import Request
+from quire.engine.waiting import WaitingQueue
 
 # The most tokens of a step whose next tokens are scored, as logits of all tokens of a long prompt would take too much
 # memory. A prompt whose log-probabilities are wanted is computed in chunks of so many tokens.
@@ -96,7 +96,7 @@ class Scheduler:
         self.max_rows = max(max_num_seqs, 1 + speculative_tokens) if speculative_tokens else max_num_seqs
         self.allocator = PageAllocator(num_pages)
         self.tree = PrefixTree(self.allocator, page_size)
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.stats = Stats()
         self._decodes: Decodes | None = None  # the last step, if it was one token of each running request
@@ -148,7 +148,7 @@ class Scheduler:
         """Remove a waiting or running request that has ended; its full pages stay in the prefix tree."""
         if request in self.running:
             self.running.remove(request)
-        elif request in self.waiting:
+        else:
             self.waiting.remove(request)
         if request.finish_reason in ("stop", "length"):
             self._share(request, request.computed)
@@ -259,7 +259,7 @@ class Scheduler:
         """Chunks of waiting requests, within the token budget, max_num_seqs and the free pages."""
         chunks: list[Chunk] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
+            request = self.waiting.first
             if request.pending:  # it was preempted, and its tokens are known before the next step
                 break
             length = len(request.tokens) - request.prompt_only

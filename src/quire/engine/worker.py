@@ -62,6 +62,9 @@ class Worker:
         """Add requests to the engine; RuntimeError if it takes none."""
         if not self.alive:
             raise self._error()
+        group = object()
+        for request in requests:
+            request.group = group
         self._inbox.put((self._engine.add, requests))
 
     def cancel(self, requests: Sequence[Request]) -> None:

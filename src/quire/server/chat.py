@@ -31,10 +31,10 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         raise bad("top_logprobs", "top_logprobs needs logprobs = true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.params(service.limits, logprobs, body.prompt_logprobs)
-    await service.prepare(params[0], body.form_field)
+    grammar = await service.prepare(params[0], body.form_field)
     whole = await tokenized(service, body, any_length=params[0].truncate_prompt_tokens is not None)
     tokens = params[0].truncated(whole, service.llm.max_len)
-    generation = service.start([tokens], params, "messages", body.asked_tokens)
+    generation = service.start([tokens], params, "messages", body.asked_tokens, grammar)
     return await answer(request, generation, _Form(service, body, logprobs), body)
 
 

@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from quire.engine import LLM, Completion, SamplingParams
+from quire.engine.grammar import Grammar
 from quire.engine.prompt_size import check_size, longest_token
 from quire.engine.text import TokenBytes
 from quire.server.errors import ApiError, bad, invalid
@@ -20,8 +21,6 @@ from quire.server.limits import Limits
 from quire.server.metrics import Metrics
 from quire.server.tokens import text_name
 
-# Grammars that are compiled or wait for it, one at a time.
-_MOST_GRAMMARS = 16
 # Characters of texts that are tokenized in milliseconds.
 _SHORT = 1 << 16
 
@@ -49,7 +48,8 @@ class Service:
         self.room = llm.max_num_seqs + limits.max_queue
         self.relay = _Relay()
         # Grammars have a thread of their own, so that the prompts of others do not wait for them.
-        self._compiler, self._compiling = ThreadPoolExecutor(1, "quire-grammars"), 0
+        self._compiler = ThreadPoolExecutor(1, "quire-grammars")
+        self._compiling: dict[tuple[str, str] | None, Future[Grammar | None]] = {}
         # Long texts take seconds: they are tokenized one at a time, and short ones do not wait for them.
         self._short_texts = ThreadPoolExecutor(2, "quire-short-texts")
         self._long_texts = ThreadPoolExecutor(1, "quire-long-texts")
@@ -102,31 +102,40 @@ class Service:
         pool = self._short_texts if len(text) <= _SHORT else self._long_texts
         return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
 
-    async def prepare(self, params: SamplingParams, field: str) -> None:
-        """Compile the grammar of completions, in a thread, since that of a large schema takes long.
+    async def prepare(self, params: SamplingParams, field: str) -> Grammar | None:
+        """The grammar of completions for `start`; None if they have none. It is compiled in a thread, since that of a
+        large schema takes long.
 
         Raises:
             ApiError: the grammar is refused, or too many others wait to be compiled.
         """
+        if params.constraint is None:
+            return None
         try:
-            if not self.llm.prepared(params):
-                await self._compile(params)
+            return self.llm.prepared(params) or await self._compile(params)
         except (ImportError, ValueError) as error:
             raise bad(field, f"{field}: {error}") from None
 
-    async def _compile(self, params: SamplingParams) -> None:
-        if self._compiling >= _MOST_GRAMMARS:
-            message = f"{self._compiling} grammars wait to be compiled, and {_MOST_GRAMMARS} are the most"
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-        self._compiling += 1
-        work = self._compiler.submit(self.llm.prepare, params)
-        loop = asyncio.get_running_loop()
-        # Counted until the thread is done, also if the request is closed before.
-        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._compiled))
-        await asyncio.wrap_future(work)
-
-    def _compiled(self) -> None:
-        self._compiling -= 1
+    async def _compile(self, params: SamplingParams) -> Grammar | None:
+        key, loop = params.constraint, asyncio.get_running_loop()
+        work = self._compiling.get(key)
+        if work is None:
+            if self.draining:
+                raise _unavailable("the server is being shut down")
+            most = self.limits.max_grammars
+            if len(self._compiling) >= most:
+                message = f"{len(self._compiling)} grammars wait to be compiled, and {most} are the most"
+                raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+            work = self._compiling[key] = self._compiler.submit(self.llm.prepare, params)
+            # Counted until the thread is done, also if the requests are closed before.
+            work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._compiling.pop, key))
+        try:
+            # Other requests may wait for the same grammar, so that the end of one must not cancel it.
+            return await asyncio.shield(asyncio.wrap_future(work))
+        except asyncio.CancelledError:
+            if work.cancelled():
+                raise _unavailable("the server is being shut down") from None
+            raise
 
     def start(
         self,
@@ -134,6 +143,7 @@ class Service:
         params: list[SamplingParams],
         field: str,
         asked: tuple[str, int] | None = None,
+        grammar: Grammar | None = None,
     ) -> Generation:
         """Begin to complete prompts, each once for every element of params.
 
@@ -143,6 +153,7 @@ class Service:
             field: the request's field that has the prompts.
             asked: the field with the most tokens of a completion, and its value, for which there must be room; None:
                 there is none, and completions have as many tokens as there is room for, at most those of params.
+            grammar: that of params, by `prepare`.
 
         Raises:
             ApiError: a prompt is invalid or too long, or there is no room.
@@ -161,11 +172,12 @@ class Service:
             self.metrics.rejected.inc(count)
             message = f"{self.running} completions are running or waiting, and the server holds {self.room} at most"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-        return Generation(self, prompts, params, field)
+        return Generation(self, prompts, params, field, grammar)
 
     def fail_all(self) -> None:
         """End the engine, and thereby all requests, which are answered with an error."""
         self.draining = True
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         self.llm.close()
 
     def _check_length(
@@ -195,7 +207,14 @@ class Generation:
     completion j of prompt i has the index `i * len(params) + j`. An ApiError is raised when a completion fails.
     """
 
-    def __init__(self, service: Service, prompts: list[list[int]], params: list[SamplingParams], field: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        field: str,
+        grammar: Grammar | None,
+    ) -> None:
         self._service, self._arrival = service, time.perf_counter()
         self.prompts, self.count = prompts, len(prompts) * len(params)
         self.output_tokens, self.cached_tokens = 0, [0] * len(prompts)
@@ -207,7 +226,7 @@ class Generation:
         put = partial(service.relay.put, asyncio.get_running_loop(), self._add)
         repeated = [prompt for prompt in prompts for _ in params]
         try:
-            self._cancel = service.llm.start(repeated, params * len(prompts), put)
+            self._cancel = service.llm.start(repeated, params * len(prompts), put, grammar)
         except ValueError as error:
             raise invalid(error, field) from None
         service.running += self.count
