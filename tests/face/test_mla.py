@@ -25,6 +25,7 @@ from helpers.latent import (
 )
 from quire.bench.batches import Batch, relative_error
 from quire.definition import PageTable, RaggedLayout
+from quire.kernels import registry
 from quire.kernels.call import Call
 from quire.mla import MLAPlanMetadata
 
@@ -103,7 +104,7 @@ def test_plans_of_one_layer_after_another(where, device, rng):
 
 def test_what_a_plan_like_the_last_one_keeps(monkeypatch):
     """All but tables that lie on the device; nothing is launched for those."""
-    monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: "reference")
+    monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: registry.family("reference"))
     wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(16, device="meta"))
     planned = (16, 512, 64, 16, True, 0.1, F16, F16)
 
@@ -127,7 +128,7 @@ def test_what_a_plan_like_the_last_one_keeps(monkeypatch):
 
 def test_what_graphs_of_latent_layers_read(monkeypatch):
     """Buffers that the next plan fills, and nothing that was made of them in between."""
-    monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: "reference")
+    monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: registry.family("reference"))
     buffers = graph_buffers("meta", 2)
     wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(16, device="meta"), True, *buffers)
     for _ in range(2):

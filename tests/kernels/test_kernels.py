@@ -308,9 +308,9 @@ def test_growing_in_place_is_seen(family):
 
 def test_the_registry_says_why():
     spec = attention_spec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
-    assert registry.choose(spec, torch.device("cpu")) == "cpu"
-    assert registry.choose(spec, torch.device("cpu"), "fa3") == "cpu"
-    assert registry.choose(spec, torch.device("cuda"), "reference") == "reference"
+    assert registry.choose(spec, torch.device("cpu")).name == "cpu"
+    assert registry.choose(spec, torch.device("cpu"), "fa3").name == "cpu"
+    assert registry.choose(spec, torch.device("cuda"), "reference").name == "reference"
     with pytest.raises(
         ValueError,
         match=r"no kernels .* on meta: cpu: it computes on the CPU, not on meta; hopper: it needs a Hopper GPU; "
@@ -324,7 +324,9 @@ def test_the_registry_says_why():
 def test_what_one_family_refuses_another_computes(rng, monkeypatch):
     """With "auto" the next family computes the call; a family that `backend` names raises with its reason."""
     real = registry.family
-    picky = SimpleNamespace(why_not=lambda *given: None, refuses=lambda call: "its tensors are odd", attend=None)
+    picky = SimpleNamespace(
+        name="cpu", why_not=lambda *given: None, refuses=lambda call: "its tensors are odd", attend=None
+    )
     monkeypatch.setattr(registry, "family", lambda name: picky if name == "cpu" else real(name))
     monkeypatch.setattr(registry, "FAMILIES", {"cpu": "", "other": "quire.kernels.reference"})
     registry.choose.cache_clear()

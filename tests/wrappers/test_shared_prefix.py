@@ -332,7 +332,7 @@ def test_levels_of_many_rows_are_a_prefill_of_the_named_kernels(rng, eager):
         pytest.skip("it needs a Hopper GPU")
     batch = prefixed("cuda", requests=20, dtype=BF16)
     wrapper = plan(batch, quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper"))
-    assert [part.plan.family for part in wrapper.shared_prefix.parts] == ["hopper", "hopper"]
+    assert [part.plan.family.name for part in wrapper.shared_prefix.parts] == ["hopper", "hopper"]
     check(batch, *run(wrapper, batch))
 
 

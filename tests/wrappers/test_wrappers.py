@@ -11,6 +11,7 @@ import torch
 import quire as flashinfer
 from quire.bench.batches import random_batch, relative_error
 from quire.definition import AttentionSpec, PageTable, RaggedLayout, attention_spec, oracle
+from quire.kernels import registry
 from quire.wrappers.base import AttentionWrapper
 
 F32 = torch.float32
@@ -275,3 +276,35 @@ def test_wrappers_around_wrappers_forget_captured_runs_too(outer):
     outer.forget_cuda_graph()
     for wrapper in inner:
         wrapper._capture.begin_plan("a wrapper")
+
+
+@KINDS
+def test_run_asks_for_a_family_only_where_it_changes_the_planned_layer(kind, monkeypatch):
+    asked, choose = [], registry.choose
+
+    def counted(spec, *given):
+        asked.append(spec)
+        return choose(spec, *given)
+
+    monkeypatch.setattr(registry, "choose", counted)
+    case = kind()
+    case.plan()
+    assert case.wrapper.planned.family is registry.family("cpu")
+    assert asked == [case.wrapper.planned.spec]
+    asked.clear()
+    case.close(case.wrapper.run(*case.tensors))
+    assert not asked
+    case.close(case.wrapper.run(*case.tensors, window_left=3), window_left=3)
+    assert asked == [case.wrapper.planned.spec.replace(window_left=3)]
+
+
+def test_run_is_computed_by_the_planned_family(monkeypatch):
+    """Whatever the registry would answer by now."""
+    case = Decode()
+    case.plan()
+    monkeypatch.setattr(registry, "choose", lambda *given: pytest.fail("the plan has a family"))
+    attended = []
+    family = case.wrapper.planned.family
+    monkeypatch.setattr(type(family), "attend", lambda self, call, out, lse: attended.append(out.zero_()))
+    assert case.wrapper.run(*case.tensors).eq(0).all()
+    assert len(attended) == 1

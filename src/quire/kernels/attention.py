@@ -16,6 +16,7 @@ from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec, attention_spec
 from quire.definition.tensors import check_optional, check_qkv, refuse_grad
 from quire.kernels import registry
 from quire.kernels.call import Call, Replay
+from quire.kernels.family import Family
 from quire.kernels.ops import operation, traced
 from quire.kernels.pack import pack
 
@@ -36,12 +37,19 @@ def attend(
     out: Tensor,
     lse: Tensor | None,
     backend: str,
+    family: Family | None = None,
+    *,
     window_left: int | None = None,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
 ) -> Replay | None:
     """Compute a call into out and, unless it is None, lse. The last three arguments override the planned layer's values
     unless they are None. Returns what replays the call, as `quire.kernels.registry.dispatch`; None while it is traced.
+
+    Args:
+        backend: "auto", or the name of a kernel family.
+        family: the one that a plan chose for the layer. The registry chooses where it is None, where values or sinks of
+            this run change the layer, and in traced code.
 
     Raises:
         ValueError: a query, key or value requires grad; or no family computes the call.
@@ -52,9 +60,9 @@ def attend(
         refuse_grad(q_nope=call.q, q_pe=call.q_pe, ckv_cache=call.k, kpe_cache=call.k_pe)
     if not traced(call.q):
         if torch.is_inference_mode_enabled():  # entering inference mode takes microseconds
-            return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
+            return _compute(call, out, lse, backend, family, window_left, logits_soft_cap, sm_scale)
         with torch.inference_mode():
-            return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
+            return _compute(call, out, lse, backend, family, window_left, logits_soft_cap, sm_scale)
     kv, mask, items = call.kv, call.mask, call.items
     q_scale, k_scale, v_scale, numbers = _split_scales(call.q_scale, call.k_scale, call.v_scale)
     _attend_op(
@@ -113,6 +121,7 @@ def _compute(
     out: Tensor,
     lse: Tensor | None,
     backend: str,
+    family: Family | None,
     window_left: int | None,
     logits_soft_cap: float | None,
     sm_scale: float | None,
@@ -135,8 +144,8 @@ def _compute(
         check(len(call.k) >= end, "k.shape", list(call.k.shape), f"at least kv_indptr[-1] = {end} tokens")
     sinks = call.sinks is not None
     if window_left is not None or logits_soft_cap is not None or sm_scale is not None or sinks != spec.sinks:
-        call.spec = _spec_of_run(spec, window_left, logits_soft_cap, sm_scale, sinks)
-    return registry.dispatch(call, out, lse, backend)
+        call.spec, family = _spec_of_run(spec, window_left, logits_soft_cap, sm_scale, sinks), None
+    return registry.dispatch(call, out, lse, backend, family)
 
 
 @operation("attend", "out", "lse")
@@ -205,7 +214,7 @@ def _attend_op(
         int_workspace=int_workspace,
     )
     with torch.inference_mode():
-        _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
+        _compute(call, out, lse, backend, None, window_left, logits_soft_cap, sm_scale)
 
 
 def attend_one(

@@ -72,7 +72,7 @@ class _State:
         plan = self.require_plan()
         changes = {field: arguments.pop(name, None) for name, field in _PLANNED.items()}
         changed = plan.replace(**{field: x for field, x in changes.items() if x is not None})
-        if changed.spec == plan.spec:
+        if changed is plan:
             return self.run(**arguments)
         self.planned = changed
         try:

@@ -106,7 +106,7 @@ class AttentionWrapper(Planner):
     @property
     def backend(self) -> str:
         """The kernel family that computes the planned layer: "cpu", "hopper", "triton", "reference"."""
-        return self.require_plan().family
+        return self.require_plan().family.name
 
     @property
     def _max_kv_len(self) -> int:

@@ -245,13 +245,13 @@ class Planner:
 
     def _choose(self, spec: AttentionSpec, max_q_len: int) -> Family:
         """The kernel family of a plan; ValueError if nobody can compute the layer."""
-        return registry.family(registry.choose(spec, self.device, self._family, max_q_len))
+        return registry.choose(spec, self.device, self._family, max_q_len)
 
     def _replan(self, **changes: Any) -> None:
         """Change the plan's layer by the arguments that the deprecated forward() repeats; None is the default."""
         plan = self.require_plan()
         changed = plan.replace(**changes)
-        if changed.spec != plan.spec:
+        if changed is not plan:
             self.planned = changed
 
     def _split_cache(self, cache: Any) -> tuple[Tensor, Tensor]:

@@ -144,6 +144,6 @@ def _part(
         backend = "auto"
     indptr, indices, last = (x.to(device, non_blocking=True) for x in (kv.indptr, kv.indices, kv.last_page_len))
     pages = PageTable(indptr, indices, last, kv.page_size)
-    family = registry.family(registry.choose(spec, device, backend, max_q_len))
+    family = registry.choose(spec, device, backend, max_q_len)
     plan = make_plan(spec, qo, pages, None, None, max_q_len, None, backend, family, workspace)
     return Part(plan, ReplayCache(device, True, capture))

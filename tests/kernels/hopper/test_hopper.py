@@ -257,7 +257,7 @@ def test_tables_that_change_after_their_check_never_lead_outside(rng):
 def test_auto_chooses_it_for_decode(rng):
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
-    assert registry.choose(spec, device, max_q_len=16) == "hopper"
+    assert registry.choose(spec, device, max_q_len=16).name == "hopper"
     assert hopper._hosts(spec, 16) == (hopper.decode_host,)
     assert hopper._hosts(spec, 17) == hopper._hosts(spec, 0) == (hopper.prefill_host,)
     batch = random_batch(spec, [1, 1], [640, 64], 16, device="cuda")

@@ -141,7 +141,7 @@ def test_tables_that_change_after_their_check_never_lead_outside():
 def test_auto_chooses_it_for_decode():
     batch = latent_batch(128, torch.bfloat16, [1, 3], [640, 64], 16, causal=True)
     spec, kv = batch.spec.replace(latent=True), batch.kv
-    assert registry.choose(spec, torch.device("cuda", 0)) == "hopper"
+    assert registry.choose(spec, torch.device("cuda", 0)).name == "hopper"
     wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(0, device="cuda"), backend="hopper")
     tables = (x.cuda() for x in (batch.qo.indptr, kv.indptr, kv.indices, kv.lengths()))
     wrapper.plan(*tables, 128, 512, 64, 16, True, 0.07, torch.bfloat16, torch.bfloat16)
