@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import AttentionSpec, check
+from quire.definition.spec import AttentionSpec
 from quire.definition.tensors import check_cache, check_optional
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.wrappers.arguments import DType, Scale, layer_args, refuse
@@ -79,8 +80,9 @@ class BatchAttention(CompositeWrapper):
         if use_profiler is not False:
             refuse(use_profiler=use_profiler)
         layer = layer_args(
-            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, 0, q_data_type, kv_data_type, None,
-            bool(causal), -1, logits_soft_cap, sm_scale, "NONE", None, None, (), self._wrapper.invariant, False, -1,
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
+            page_size=page_size, q_data_type=q_data_type, kv_data_type=kv_data_type, causal=bool(causal),
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, batch_invariant=self._wrapper.invariant,
         )  # fmt: skip
         self._wrapper._plan_lengths(layer, qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         self._logits_soft_cap = logits_soft_cap or 0.0

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.checks import check
 from quire.definition.pages import check_indptr, table
-from quire.definition.spec import check
 from quire.definition.state import merge_ragged
 from quire.definition.tensors import (
     check_cache,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.definition.spec import check
+from quire.definition.checks import check
 from quire.definition.tensors import check_tensor
 
 __all__ = ["concat_mla_k"]

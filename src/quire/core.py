@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.cache.pool import PagedKVCache
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
-from quire.definition.spec import as_dtype, check
+from quire.definition.checks import as_dtype, check
 from quire.definition.tensors import check_tensors
 from quire.prefill import BatchPrefillWithRaggedKVCacheWrapper
 

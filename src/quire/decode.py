@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.definition.checks import as_dtype, check
 from quire.definition.pages import table
-from quire.definition.spec import FLOATS8, as_dtype, check
+from quire.definition.spec import FLOATS8
 from quire.definition.tensors import as_nhd, as_slopes, check_layout, check_tensors
 from quire.wrappers.arguments import DType, RunArgs, Scale, by_position, layer_args, refuse
 from quire.wrappers.base import AttentionWrapper
@@ -165,16 +166,14 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             kv_data_type = data_type if kv_data_type is None else kv_data_type
             if q_data_type is None or (q_data_type == "float16" and as_dtype(data_type, "data_type") not in FLOATS8):
                 q_data_type = data_type
-        # By position, in the order of LayerArgs, since 20 keywords would take a microsecond.
         layer = layer_args(
-            num_qo_heads, num_kv_heads, head_dim, head_dim_vo, page_size, q_len_per_req,
-            q_data_type or "float16", kv_data_type, o_data_type,
-            True if is_causal is None else is_causal, window_left, logits_soft_cap, sm_scale,
-            pos_encoding_mode, rope_scale, rope_theta, () if alibi_slopes is None else as_slopes(alibi_slopes),
-            self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, -1,
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim, head_dim_vo=head_dim_vo,
+            page_size=page_size, q_len=q_len_per_req, q_data_type=q_data_type or "float16", kv_data_type=kv_data_type,
+            o_data_type=o_data_type, causal=is_causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, pos_encoding=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+            slopes=as_slopes(alibi_slopes), batch_invariant=self._keeps_bits(fixed_split_size, disable_split_kv),
         )  # fmt: skip
-        if window_right != 0:
-            refuse(window_right=window_right)
+        refuse(window_right=window_right or None)
         rows = None if self._current is None else self._current.qo.indptr  # which equal layers have in common
         given = (indptr, indices, last_page_len)
         if not shared_prefix and self._plan_again(layer, q_len_per_req, rows, *given, non_blocking=non_blocking):
@@ -187,12 +186,12 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         tables = table(indptr, "indptr"), table(indices, "indices"), table(last_page_len, "last_page_len")
         pages = self._pages(tables, page_size)
         if shared_prefix:
-            check_shared_prefix(layer, self._use_cuda_graph, self.device)
+            check_shared_prefix(layer.spec(), self._use_cuda_graph, self.device)
         qo = self._equal_rows(pages.batch_size, q_len_per_req)
         self._shared = None
         self._commit(layer, qo, pages, max_q_len=q_len_per_req, non_blocking=non_blocking)
         if shared_prefix:
-            self._shared = find_shared_prefix(self.require_plan(), layer, tables, self._workspace, self._capture)
+            self._shared = find_shared_prefix(self.require_plan(), tables, self._workspace, self._capture)
 
     begin_forward = plan
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.mla_dimensions import (
     MLAHeadDimensions,
     MLALayerDimensions,
@@ -18,7 +19,6 @@ from quire.definition.mla_dimensions import (
     supported_mla_head_dimensions,
     supported_mla_layer_dimensions,
 )
-from quire.definition.spec import check
 from quire.kernels.latent import dequantize
 from quire.wrappers.arguments import DType, RunArgs, layer_args, refuse
 from quire.wrappers.mla import LatentWrapper, MLAPlanMetadata, split_parts
@@ -147,11 +147,11 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             raise TypeError(f"plan() needs {missing}")
         check(head_dim_ckv in (128, 256, 512), "head_dim_ckv", head_dim_ckv, "128, 256 or 512")
         check(head_dim_kpe in (0, 64), "head_dim_kpe", head_dim_kpe, "64, or 0 for none")
-        # By position, in the order of LayerArgs, since keywords would take a microsecond.
         layer = layer_args(
-            num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, 0,  # type: ignore[operator]
-            q_data_type, kv_data_type, output_dtype, causal, -1, None, sm_scale,
-            "NONE", None, None, (), self.invariant, head_dim_kpe != 0, -1,
+            num_qo_heads=num_heads, num_kv_heads=1, head_dim_qk=head_dim_ckv + head_dim_kpe,  # type: ignore[operator]
+            head_dim_vo=head_dim_ckv, page_size=page_size, q_data_type=q_data_type, kv_data_type=kv_data_type,
+            o_data_type=output_dtype, causal=causal, sm_scale=sm_scale, latent=head_dim_kpe != 0,
+            batch_invariant=self.invariant,
         )  # fmt: skip
         flat = metadata is cum_seq_lens_q is block_tables is seq_lens is None
         options = flat, lse_mode, use_sinks, output_scale, scale_mode, use_profiler, skip_softmax
@@ -252,7 +252,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
                 dequantize(ckv_cache, ckv_scale_arr, spec.q_dtype),
                 dequantize(kpe_cache, kpe_scale, spec.q_dtype),
             )
-            spec = spec.but(kv_dtype=spec.q_dtype)
+            spec = spec.replace(kv_dtype=spec.q_dtype)
         gain = 1.0 if ckv_scale is None or kpe_scale is None else kpe_scale / ckv_scale
         latent = (q_pe, kpe_cache.unsqueeze(2), gain) if spec.latent else None
         pages = ckv_cache.unsqueeze(2)

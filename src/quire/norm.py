@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from quire.definition.spec import FLOATS8, check
+from quire.definition.checks import check
+from quire.definition.spec import FLOATS8
 from quire.definition.tensors import (
     as_divisor,
     check_floats,

@@ -151,7 +151,7 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
             ("kv_layout_d", kv_layout_d, self._kv_layout),
             ("pos_encoding_mode_d", pos_encoding_mode_d, spec.pos_encoding),
             ("sm_scale_d", sm_scale_d, spec.sm_scale),
-            ("window_left_d", window_left_d, spec.window_left),
+            ("window_left_d", window_left_d, spec.mask.window_left),
             ("rope_scale_d", rope_scale_d, spec.rope_scale),
             ("rope_theta_d", rope_theta_d, spec.rope_theta),
         ):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.pages import table
-from quire.definition.spec import check
 from quire.definition.tensors import as_nhd, as_scale, as_slopes, check_layout, check_tensors
 from quire.kernels.attention import attend_one
 from quire.kernels.ops import env_flag
@@ -156,12 +156,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         """
         if self._capture.captured:
             self._capture.begin_plan(type(self).__name__)
-        # By position, in the order of LayerArgs, since 20 keywords would take a microsecond.
         layer = layer_args(
-            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, 0, q_data_type, kv_data_type, o_data_type,
-            bool(causal), window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
-            () if alibi_slopes is None else as_slopes(alibi_slopes),
-            self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, window_right,
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
+            page_size=page_size, q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type,
+            causal=bool(causal), window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, pos_encoding=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+            slopes=as_slopes(alibi_slopes), batch_invariant=self._keeps_bits(fixed_split_size, disable_split_kv),
         )  # fmt: skip
         given = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None

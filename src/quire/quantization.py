@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.pages import check_indptr
-from quire.definition.spec import check
 from quire.definition.tensors import check_tensors
 from quire.kernels.pack import pack_ragged, pack_vector
 

@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from quire.definition.spec import FLOATS, check
+from quire.definition.checks import check
+from quire.definition.spec import FLOATS
 from quire.definition.tensors import (
     check_ints,
     check_no_overlap,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.definition.spec import check
+from quire.definition.checks import check
 from quire.definition.tensors import check_optional, check_tensor, check_tensors
 from quire.kernels.sampling import penalise_logits, report_logprobs, sample_rows, transform_rows, verify_drafts
 from quire.wrappers.sampling import INTS, check_rows, parameter, random_state

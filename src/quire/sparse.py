@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.definition.blocks import VariableBlocks, as_pages, fixed_blocks, mask_by_rows
+from quire.definition.checks import check, is_int
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import check, is_int
 from quire.definition.tensors import check_optional, check_tensors
 from quire.kernels.pack import pack_blocks
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper

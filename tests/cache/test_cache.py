@@ -14,7 +14,7 @@ import quire as flashinfer
 from helpers.seeds import SEED
 from quire.bench.batches import relative_error
 from quire.cache import OutOfPages, PageAllocator, PagedKVCache, PrefixTree, copy_blocks, swap_blocks
-from quire.definition import AttentionSpec, oracle
+from quire.definition import attention_spec, oracle
 from quire.definition.pages import RaggedLayout
 
 
@@ -213,7 +213,7 @@ def test_sequences_grow_fork_and_decode(layout):
     decode = flashinfer.BatchDecodeWithPagedKVCache(cache, num_heads=4, kv_heads=2, head_dim=16)
     query = torch.randn(3, 4, 16)
     out, lse = decode.decode(query, layer=1, return_lse=True)
-    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32)
     tables = RaggedLayout(torch.arange(4, dtype=torch.int32)), cache.page_table([first, twin, second])
     exact, exact_lse = oracle.attend_batch(query, *cache.tensors(1), *tables, spec)
     assert relative_error(out, exact) < 1e-6
@@ -293,6 +293,6 @@ def test_ragged_prefill_the_short_way(rng):
     q, k, v = torch.randn(9, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
     indptr = torch.tensor([0, 4, 9], dtype=torch.int32)
     out = prefill.prefill(q, k, v, indptr)
-    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32)
     for a, b in ((0, 4), (4, 9)):
         assert relative_error(out[a:b], oracle.attend(q[a:b], k[a:b], v[a:b], spec)[0]) < 1e-6

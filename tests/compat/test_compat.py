@@ -16,7 +16,7 @@ import torch
 import quire
 from quire import compat
 from quire.compat.absent import NAMES
-from quire.definition import AttentionSpec, oracle
+from quire.definition import attention_spec, oracle
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_cache_that_owns_its_tables(flashinfer):
     query = torch.randn(1, 1, 4, 16)
     output = wrapper.decode(query)
     assert output.shape == query.shape
-    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16)
+    spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16)
     exact, _ = oracle.attend(query[0], key, value, spec)
     torch.testing.assert_close(output[0].double(), exact, rtol=1e-5, atol=1e-5)
     prompt = torch.randn(50, 4, 16)

@@ -48,7 +48,7 @@ def test_prompts_of_several_items(family, rng):
     items = random_items(rng, kv_lens, 100)
     out, lse = compute(batch, family, items=items)
     flat = torch.cat([allowed(items, b, *n).flatten() for b, n in enumerate(zip(q_lens, kv_lens, strict=True))])
-    same = replace(batch, spec=spec.but(items=False, custom_mask=True), bool_mask=flat)
+    same = replace(batch, spec=spec.replace(items=False, custom_mask=True), bool_mask=flat)
     check(same, out, lse, family)
 
 
@@ -68,7 +68,7 @@ def test_the_last_prompt_of_several_items_needs_no_padding(family, dtype, rng):
             zeros = torch.zeros(100 * len(kv_lens) - len(kept), dtype=torch.int32)
             same = Items(full.prefix_lens, torch.cat([kept, zeros]), 100)
             flat = torch.cat([allowed(same, b, 20, n).flatten() for b, n in enumerate(kv_lens)])
-            check(replace(batch, spec=spec.but(items=False, custom_mask=True), bool_mask=flat), out, lse, family)
+            check(replace(batch, spec=spec.replace(items=False, custom_mask=True), bool_mask=flat), out, lse, family)
 
 
 @pytest.mark.parametrize(

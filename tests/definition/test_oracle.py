@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from quire.bench.batches import random_batch
-from quire.definition import AttentionSpec, state
+from quire.definition import attention_spec, state
 from quire.definition.oracle import attend, rotate
 
 
 def make(q_len, kv_len, heads=4, kv_heads=2, dim=16, dim_vo=None, **layer):
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=heads, num_kv_heads=kv_heads, head_dim_qk=dim, head_dim_vo=dim_vo, q_dtype=torch.float32, **layer
     )
     q = torch.randn(q_len, heads, dim, dtype=torch.float64)
@@ -44,7 +44,7 @@ def test_agrees_with_torch(heads, lengths):
     q_len, kv_len = lengths
     spec, q, k, v = make(q_len, kv_len, *heads, dim_vo=24)
     torch.testing.assert_close(attend(q, k, v, spec)[0], sdpa(q, k, v, spec, triangle(q_len, kv_len)))
-    torch.testing.assert_close(attend(q, k, v, spec.but(causal=False))[0], sdpa(q, k, v, spec))
+    torch.testing.assert_close(attend(q, k, v, spec.replace(causal=False))[0], sdpa(q, k, v, spec))
 
 
 def test_window_is_the_token_and_those_to_its_left():
@@ -52,7 +52,7 @@ def test_window_is_the_token_and_those_to_its_left():
     i, j = torch.arange(6)[:, None] + 14, torch.arange(20)
     mask = (j <= i) & (j >= i - 3)
     torch.testing.assert_close(attend(q, k, v, spec)[0], sdpa(q, k, v, spec, mask))
-    out, _ = attend(q, k, v, spec.but(window_left=0))
+    out, _ = attend(q, k, v, spec.replace(window_left=0))
     torch.testing.assert_close(out, v[14:].repeat_interleave(2, 1))
 
 
@@ -72,7 +72,9 @@ def test_lse_is_the_base_2_logarithm_of_the_denominator():
 
 def test_two_keys_by_hand():
     """q.k is 8 and 0, scaled to ln 3 and 0: weights 3/4 and 1/4."""
-    spec = AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=8, q_dtype=torch.float32, sm_scale=math.log(3) / 8)
+    spec = attention_spec(
+        num_qo_heads=1, num_kv_heads=1, head_dim_qk=8, q_dtype=torch.float32, sm_scale=math.log(3) / 8
+    )
     q, k = torch.ones(1, 1, 8), torch.stack([torch.ones(1, 8), torch.zeros(1, 8)])
     v = torch.stack([torch.full((1, 8), 4.0), torch.full((1, 8), 8.0)])
     out, lse = attend(q, k, v, spec)
@@ -92,8 +94,8 @@ def test_soft_cap_bounds_the_logits():
     spec, q, k, v = make(1, 5, 1, 1, logits_soft_cap=0.5)
     logits = 0.5 * torch.tanh((k[:, 0] @ q[0, 0]) * spec.sm_scale / 0.5)
     torch.testing.assert_close(attend(q, k, v, spec)[0][0, 0], torch.softmax(logits, 0) @ v[:, 0])
-    uncapped = attend(q, k, v, spec.but(logits_soft_cap=0.0))[0]
-    torch.testing.assert_close(attend(q, k, v, spec.but(logits_soft_cap=1e6))[0], uncapped, rtol=1e-9, atol=1e-9)
+    uncapped = attend(q, k, v, spec.replace(logits_soft_cap=0.0))[0]
+    torch.testing.assert_close(attend(q, k, v, spec.replace(logits_soft_cap=1e6))[0], uncapped, rtol=1e-9, atol=1e-9)
 
 
 def test_rope_is_multiplication_by_a_complex_number():
@@ -167,7 +169,7 @@ def test_nothing_merged_with_nothing_is_nothing():
 
 
 def test_a_batch_over_pages_is_its_requests(rng):
-    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32, custom_mask=True)
+    spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32, custom_mask=True)
     q_lens, kv_lens = [1, 4, 0, 2], [5, 9, 3, 0]
     batch = random_batch(spec, q_lens, kv_lens, page_size=rng.choice((1, 4)), padding=2)
     out, lse = batch.exact()

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 
-from quire.definition import AttentionSpec
-from quire.definition.spec import as_dtype
+from quire.definition import attention_spec
+from quire.definition.checks import as_dtype
+from quire.definition.masks import MaskSpec
 
 LAYER = {"num_qo_heads": 28, "num_kv_heads": 4, "head_dim_qk": 128}
 
 
 def test_defaults_follow_the_queries():
-    spec = AttentionSpec(**LAYER, q_dtype=torch.bfloat16)
+    spec = attention_spec(**LAYER, q_dtype=torch.bfloat16)
     assert (spec.head_dim_vo, spec.kv_dtype, spec.o_dtype) == (128, torch.bfloat16, torch.bfloat16)
     assert spec.sm_scale == 1 / math.sqrt(128)
     assert spec.group_size == 7
@@ -38,30 +40,52 @@ def test_defaults_follow_the_queries():
 )
 def test_refusals_name_the_argument_its_value_and_what_is_allowed(change, words):
     with pytest.raises(ValueError, match="not supported") as caught:
-        AttentionSpec(**{**LAYER, **change})
+        attention_spec(**{**LAYER, **change})
     for word in words:
         assert word in str(caught.value)
 
 
 def test_every_head_dim_that_is_promised_is_accepted():
     for dim in [*range(8, 257, 8), 512]:
-        AttentionSpec(**{**LAYER, "head_dim_qk": dim})
-    AttentionSpec(**{**LAYER, "head_dim_qk": 192, "head_dim_vo": 128})
-    AttentionSpec(**{**LAYER, "head_dim_qk": 576, "head_dim_vo": 512})
+        attention_spec(**{**LAYER, "head_dim_qk": dim})
+    attention_spec(**{**LAYER, "head_dim_qk": 192, "head_dim_vo": 128})
+    attention_spec(**{**LAYER, "head_dim_qk": 576, "head_dim_vo": 512})
 
 
 def test_changes_are_checked_again():
-    spec = AttentionSpec(**LAYER)
-    assert spec.but(window_left=5).window_left == 5
+    spec = attention_spec(**LAYER)
+    assert spec.replace(window_left=5).mask.window_left == 5
     with pytest.raises(ValueError, match="window_left"):
-        spec.but(window_left=-3)
+        spec.replace(window_left=-3)
+
+
+def test_replace_routes_settings_of_the_mask():
+    spec = attention_spec(**LAYER, window_left=5, causal=False)
+    changed = spec.replace(window_right=3, sm_scale=0.5)
+    assert changed.mask == MaskSpec(causal=False, window_left=5, window_right=3)
+    assert (changed.sm_scale, changed.num_qo_heads) == (0.5, 28)
+
+
+def test_attention_spec_equal_settings_are_one_object():
+    spec = attention_spec(**LAYER, window_left=5)
+    assert attention_spec(**LAYER, window_left=5) is spec
+    assert attention_spec(**LAYER, window_left=6) is not spec
+    with pytest.raises(ValueError, match="window_left"):
+        attention_spec(**LAYER, window_left=5.0)
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(MaskSpec)])
+def test_depends_on_positions_every_mask_but_causal_does(name):
+    """A mask that is added later is refused by default where requests are cut into parts."""
+    value = 4 if name.startswith("window") else not getattr(MaskSpec(), name)
+    assert MaskSpec(**{name: value}).depends_on_positions == (name != "causal")
 
 
 def test_alibi_slopes_by_hand():
     """The published slopes for 8 heads; for 12, four more from the odd steps of the series for 16."""
-    eight = AttentionSpec(num_qo_heads=8, num_kv_heads=8, head_dim_qk=8).alibi_slopes()
+    eight = attention_spec(num_qo_heads=8, num_kv_heads=8, head_dim_qk=8).alibi_slopes()
     assert eight.tolist() == [2.0**-i for i in range(1, 9)]
-    twelve = AttentionSpec(num_qo_heads=12, num_kv_heads=12, head_dim_qk=8).alibi_slopes()
+    twelve = attention_spec(num_qo_heads=12, num_kv_heads=12, head_dim_qk=8).alibi_slopes()
     assert twelve[:8].tolist() == eight.tolist()
     assert twelve[8:].tolist() == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
 

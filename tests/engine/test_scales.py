@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from helpers.checkpoints import CONFIGS, VOCAB, enlarge, save
 from helpers.engines import captured_on_the_host
 from quire.definition.oracle import attend
-from quire.definition.spec import AttentionSpec
+from quire.definition.spec import attention_spec
 from quire.engine import LLM, SamplingParams
 from quire.engine.calibrate import calibrate
 from quire.engine.model import Model
@@ -112,7 +112,7 @@ class Checked(Runner):
             largest = torch.finfo(self.kv_dtype).max
             kept.append((x.float() / scale).clamp(-largest, largest).to(self.kv_dtype).double() * scale)
         keys, values = (torch.cat(kept) for kept in self.seen[index])
-        spec = AttentionSpec(
+        spec = attention_spec(
             **asdict(layer.heads),
             q_dtype=q.dtype,
             kv_dtype=self.kv_dtype,

@@ -9,10 +9,10 @@ import torch
 
 import quire as flashinfer
 from quire.bench.batches import random_batch, relative_error
-from quire.definition import AttentionSpec, PageTable
+from quire.definition import PageTable, attention_spec
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-SPEC = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim_qk=32, head_dim_vo=24, q_dtype=torch.float32)
+SPEC = attention_spec(num_qo_heads=6, num_kv_heads=2, head_dim_qk=32, head_dim_vo=24, q_dtype=torch.float32)
 SHAPE = (6, 2, 32, 24)
 
 
@@ -48,14 +48,14 @@ def test_a_mixed_batch(causal, device, batch):
     wrapper.prewarm_paged_kv_stride_variant()
     q, cache = inputs(batch, device)
     for cap, given in ((20.0, {}), (20.0, {"logits_soft_cap": 20.0}), (3.0, {"logits_soft_cap": 3.0})):
-        exact = replace(batch, spec=SPEC.but(causal=causal, logits_soft_cap=cap)).exact()
+        exact = replace(batch, spec=SPEC.replace(causal=causal, logits_soft_cap=cap)).exact()
         assert_is(wrapper.run(q, cache, **given), exact)
     out, lse = torch.full((17, 6, 24), torch.nan, device=device), torch.full((17, 6), torch.nan, device=device)
     result = wrapper.run(q, cache, out, lse, k_scale=0.5, v_scale=torch.tensor([2.0, 3.0], device=device))
     assert result[0] is out
     assert result[1] is lse
     scales = {"k_scale": 0.5, "v_scale": torch.tensor([2.0, 3.0])}
-    assert_is(result, replace(batch, spec=SPEC.but(causal=causal, logits_soft_cap=20.0), **scales).exact())
+    assert_is(result, replace(batch, spec=SPEC.replace(causal=causal, logits_soft_cap=20.0), **scales).exact())
 
 
 @devices
@@ -131,7 +131,7 @@ def test_what_does_not_fit_a_mixed_batch_is_refused(batch):
 @devices
 @pytest.mark.parametrize("window_left", [-1, 6])
 def test_a_sink_joins_the_denominator(window_left, device, rng):
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=6, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, sinks=True, window_left=window_left
     )
     batch = random_batch(spec, [1, 9, 5], [50, 9, 30], rng.choice((1, 4, 16)))
@@ -144,7 +144,7 @@ def test_a_sink_joins_the_denominator(window_left, device, rng):
     wrapper.plan(batch.qo.indptr.to(device), *kv, 6, 2, 32, batch.kv.page_size, **layer)
     q, cache = inputs(batch, device)
     sink = batch.sinks.to(device)
-    exact = replace(batch, spec=spec.but(sm_scale=0.3)).exact()
+    exact = replace(batch, spec=spec.replace(sm_scale=0.3)).exact()
     assert relative_error(wrapper.run(q, cache, sink, 0.3).cpu(), exact[0]) < 2e-6
     assert relative_error(wrapper.forward(q, cache, sink).cpu(), batch.exact()[0]) < 2e-6
     assert_is(wrapper.run_return_lse(q, cache, sink, 0.3), exact)

@@ -10,7 +10,7 @@ import torch
 import quire as flashinfer
 from quire import cascade
 from quire.bench.batches import random_batch, random_table, relative_error
-from quire.definition import AttentionSpec, RaggedLayout
+from quire.definition import RaggedLayout, attention_spec
 from quire.definition.oracle import attend
 from quire.kernels import merge
 
@@ -172,7 +172,7 @@ class Levels:
     """Four requests; in a level of three all share their keys, in one of two each half does, in the last one none."""
 
     def __init__(self, rng, device, dtype=torch.float32, q_lens=(3, 1, 2, 4), levels=3, layout="NHD"):
-        self.spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=dtype, causal=False)
+        self.spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=dtype, causal=False)
         self.page_size, self.layout, self.device = rng.choice((1, 4, 16)), layout, device
         groups = [[(0, 4)], [(0, 2), (2, 4)], [(i, i + 1) for i in range(4)]][-levels:]
         begins = RaggedLayout.from_lengths(torch.tensor(q_lens, dtype=torch.int32)).indptr.tolist()
@@ -196,7 +196,7 @@ class Levels:
         self.rows = [slice(a, b) for a, b in pairwise(begins)]
 
     def exact(self, causal=False):
-        spec = self.spec.but(causal=causal)
+        spec = self.spec.replace(causal=causal)
         return torch.cat([attend(self.q[rows], *kv, spec)[0] for rows, kv in zip(self.rows, self.keys, strict=True)])
 
     def assert_rounded_once(self, out, causal=False):
@@ -271,7 +271,7 @@ def test_a_prefix_apart_from_the_pages(stage, layout, device, rng):
             out = wrapper.forward(batch.q, *shared, batch.cache, causal=causal)
             batch.assert_rounded_once(out, causal)
         scaled = wrapper.forward(batch.q, *shared, batch.cache, sm_scale=0.5)
-        batch.spec = batch.spec.but(sm_scale=0.5)
+        batch.spec = batch.spec.replace(sm_scale=0.5)
         batch.assert_rounded_once(scaled)
     wrapper.reset_workspace_buffer(
         torch.empty(1 << 20, device=device), torch.empty(8 << 20, dtype=torch.uint8, device=device)
@@ -365,7 +365,7 @@ def test_older_programs_end_what_they_began():
 
 
 def test_states_of_attention_over_parts_of_the_keys_merge(rng):
-    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, causal=False)
+    spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, causal=False)
     batch = random_batch(spec, [6], [50], 16)
     k, v, _ = batch.rows()
     whole = flashinfer.single_prefill_with_kv_cache(batch.q, k, v, return_lse=True)

@@ -7,20 +7,20 @@ import torch
 
 import quire as flashinfer
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 
 BF16 = torch.bfloat16
 
 
 @pytest.fixture
 def batch(rng):
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
     return random_batch(spec, [1] * 5, [30, 1, 16, 90, 17], 16)
 
 
 @pytest.fixture
 def prompts(rng):
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
     return random_batch(spec, [5, 1, 40], [30, 1, 40], 16)
 
 
@@ -124,9 +124,9 @@ def test_scales_and_a_layers_own_values(batch):
         wrapper.run(batch.q, cache, k_scale=per_head, v_scale=per_head), None, batch, k_scale=per_head, v_scale=per_head
     )
     for change in ({"window_left": 7}, {"logits_soft_cap": 3.0}, {"sm_scale": 0.3}):
-        close(wrapper.run(batch.q, cache, **change), None, batch, spec=batch.spec.but(**change))
+        close(wrapper.run(batch.q, cache, **change), None, batch, spec=batch.spec.replace(**change))
     sinks = torch.randn(8)
-    close(wrapper.run(batch.q, cache, sinks=sinks), None, batch, spec=batch.spec.but(sinks=True), sinks=sinks)
+    close(wrapper.run(batch.q, cache, sinks=sinks), None, batch, spec=batch.spec.replace(sinks=True), sinks=sinks)
     close(wrapper.run(batch.q, cache), None, batch)  # and the plan is what it was
 
 
@@ -144,7 +144,7 @@ def test_scales_and_a_layers_own_values(batch):
 def test_plans_of_layers(layer, batch, prompts):
     renamed = {("pos_encoding" if k == "pos_encoding_mode" else k): v for k, v in layer.items()}
     for one, make in ((batch, decoder), (prompts, prefiller)):
-        spec = one.spec.but(**renamed)
+        spec = one.spec.replace(**renamed)
         close(*make(one, **layer).run(one.q, (one.k, one.v), return_lse=True), one, spec=spec)
         # The deprecated names give the layer again with each call.
         old = make(one)
@@ -158,7 +158,7 @@ def test_slopes_of_alibi_are_planned(batch, prompts, rng):
     slopes = [rng.uniform(0, 0.5) for _ in range(8)]
     alibi = {"pos_encoding_mode": "ALIBI", "alibi_slopes": slopes}
     for one, make in ((batch, decoder), (prompts, prefiller)):
-        spec = one.spec.but(pos_encoding="ALIBI", slopes=tuple(slopes))
+        spec = one.spec.replace(pos_encoding="ALIBI", slopes=tuple(slopes))
         close(make(one, **alibi).run(one.q, (one.k, one.v)), None, one, spec=spec)
         with pytest.raises(ValueError, match=r"alibi_slopes .* 8 finite numbers, one per head"):
             make(one, **{**alibi, "alibi_slopes": slopes[:5]})
@@ -179,7 +179,7 @@ def test_dtypes_by_their_old_and_new_names(batch):
 
 
 def test_several_query_tokens_per_request(rng):
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
     batch = random_batch(spec, [3, 3], [30, 17], 16)
     wrapper = decoder(batch, q_len_per_req=3)
     close(wrapper.run(batch.q, (batch.k, batch.v), q_len_per_req=3), None, batch)
@@ -189,14 +189,14 @@ def test_several_query_tokens_per_request(rng):
 
 def test_fp8_caches(rng):
     for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, kv_dtype=kv_dtype)
+        spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, kv_dtype=kv_dtype)
         batch = random_batch(spec, [1, 1], [30, 17], 16, k_scale=0.3, v_scale=1.7)
         wrapper = decoder(batch, kv_data_type=kv_dtype)
         close(wrapper.run(batch.q, (batch.k, batch.v), k_scale=0.3, v_scale=1.7), None, batch)
 
 
 def test_masks_plain_and_packed(rng):
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, custom_mask=True, causal=False)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, custom_mask=True, causal=False)
     batch = random_batch(spec, [5, 1, 40], [30, 1, 40], 16)
     for mask in ({"custom_mask": batch.bool_mask}, {"packed_custom_mask": batch.mask.bits}):
         close(prefiller(batch, **mask).run(batch.q, (batch.k, batch.v)), None, batch)
@@ -254,7 +254,7 @@ def test_padding_rows_are_zero(prompts):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_single_requests(layout, causal, rng):
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, causal=causal)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, causal=causal)
     batch = random_batch(spec, [40], [90], 16)
     k, v, _ = batch.rows()
     k, v = (k, v) if layout == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))
@@ -265,7 +265,7 @@ def test_single_requests(layout, causal, rng):
     close(out[None], lse[None], last)
     mask = torch.rand(40, 90) < 0.5
     masked = flashinfer.single_prefill_with_kv_cache(batch.q, k, v, custom_mask=mask, kv_layout=layout)
-    close(masked, None, batch, spec=spec.but(causal=False, custom_mask=True), bool_mask=mask.flatten())
+    close(masked, None, batch, spec=spec.replace(causal=False, custom_mask=True), bool_mask=mask.flatten())
 
 
 def test_buffers_of_cuda_graphs_are_kept_and_filled(batch):
@@ -298,7 +298,7 @@ def test_prefill_buffers_of_cuda_graphs(prompts):
     assert wrapper._qo_indptr_buf is buffers[0]
     mask = torch.rand(5 * 30 + 1 + 1600) < 0.5
     wrapper.plan(prompts.qo.indptr, *tables(prompts), *heads(prompts), 16, custom_mask=mask, q_data_type=BF16)
-    spec = prompts.spec.but(custom_mask=True, causal=False)
+    spec = prompts.spec.replace(custom_mask=True, causal=False)
     close(wrapper.run(prompts.q, (prompts.k, prompts.v)), None, prompts, spec=spec, bool_mask=mask)
 
 

@@ -120,7 +120,7 @@ def test_scales_by_position_multiply_those_by_name(batch, prompts):
 
 
 def test_fp8_queries(rng, device):
-    spec = SPEC.but(q_dtype=F8, kv_dtype=F8, o_dtype=F16)
+    spec = SPEC.replace(q_dtype=F8, kv_dtype=F8, o_dtype=F16)
     batch = random_batch(spec, [5, 9], [30, 17], 16, device=device)
     k, v, indptr = batch.rows()
     ones = [torch.ones(n, device=device) for n in (8, 2, 2)]
@@ -153,7 +153,7 @@ SINK = (
 def test_sinks_by_position(prompts, batch):
     device, scale = prompts.q.device, 0.3
     sink = torch.randn(8, device=device)
-    changes = {"spec": SPEC.but(sinks=True, sm_scale=scale), "sinks": sink}
+    changes = {"spec": SPEC.replace(sinks=True, sm_scale=scale), "sinks": sink}
     k, v, indptr = prompts.rows()
     jit = {"jit_args": SINK, "jit_kwargs": {"use_sliding_window": False}}
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD", **jit)
@@ -174,7 +174,7 @@ def test_sinks_over_pages_of_one_token(rng, device):
     wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace(device), backend="fa3", head_dim_qk=64)
     wrapper.plan(batch.qo.indptr.cpu(), *(x.cpu() for x in tables(batch)), *HEADS, 1, causal=True, q_data_type=F16)
     cache = (batch.k[:, 0], batch.v[:, 0])
-    spec = SPEC.but(sinks=True, sm_scale=0.2)
+    spec = SPEC.replace(sinks=True, sm_scale=0.2)
     close(wrapper.run(batch.q, cache, sink, 0.2), batch, spec=spec, sinks=sink)
 
 
@@ -195,7 +195,7 @@ def test_plans_by_position(batch):
     wrapper.plan(*tables(batch), *HEADS, 16, *layer)
     out = wrapper.run(batch.q, (batch.k, batch.v))
     assert out.dtype == torch.float32
-    close(out, batch, spec=SPEC.but(window_left=7, logits_soft_cap=2.0, sm_scale=0.25))
+    close(out, batch, spec=SPEC.replace(window_left=7, logits_soft_cap=2.0, sm_scale=0.25))
 
 
 def test_plans_of_engines(batch, device):

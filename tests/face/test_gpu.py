@@ -11,7 +11,7 @@ import torch
 
 import quire
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, attention_spec
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def batch(rng):
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, window_left=40, sinks=True)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, window_left=40, sinks=True)
     return random_batch(spec, [1, 1, 1], [30, 1, 90], 16)
 
 
@@ -142,7 +142,7 @@ def reserved(spec: AttentionSpec, requests: int, pages: int, page_size: int = 16
 
 def test_a_graph_of_plan_and_run_follows_its_tables(rng):
     """Requests grow over the ends of pages, and fewer of them come, padded with empty ones."""
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
     lengths, size, widest = torch.tensor([15, 1, 600, 47]), 16, 40
     pool = torch.randperm(4 * widest).int().view(4, widest)
     k, v = torch.randn(2, 4 * widest, size, 2, 64, dtype=BF16, device="cuda")
@@ -197,7 +197,7 @@ def test_a_captured_plan_is_not_replaced(batch):
 @pytest.mark.parametrize("kind", ["Paged", "Ragged"])
 def test_forget_cuda_graph_with_kept_tables_leaves_graphs_right(kind, rng):
     """Graphs of one prefill wrapper are replayed after later plans, and after freed memory was overwritten."""
-    layer, graphs = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16), []
+    layer, graphs = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16), []
     empty = torch.empty(0, dtype=torch.uint8, device="cuda")
     wrapper = getattr(quire, f"BatchPrefillWith{kind}KVCacheWrapper")(empty)
     for requests in (1, 3, 3, 8, 2, 2):
@@ -242,7 +242,7 @@ def test_repeated_runs_are_runs(batch):
             for scale, sink in ((None, None), (0.3, sinks), (-0.2, None)):
                 caches = (batch.k.cuda() * 0.5, batch.v.cuda() * 2)
                 both = torch.stack(caches, 1)
-                spec = batch.spec.but(sm_scale=scale or batch.spec.sm_scale, sinks=sink is not None)
+                spec = batch.spec.replace(sm_scale=scale or batch.spec.sm_scale, sinks=sink is not None)
                 here = Batch(spec, q.cpu(), caches[0].cpu(), caches[1].cpu(), batch.qo, batch.kv)
                 here = here if sink is None else replace(here, sinks=batch.sinks)
                 exact, exact_lse = here.exact()
@@ -259,8 +259,8 @@ def test_plans_that_differ_in_tables_alone(batch):
     """They skip the checks of those before them; another layer, or another batch size, does not."""
     wrapper = planned(batch, "auto")
     for lengths, layer in (([90, 2, 17], {"window_left": 40}), ([1, 60, 9], {"window_left": 40}), ([5, 70], {})):
-        other = random_batch(batch.spec.but(window_left=-1, sinks=False), [1] * len(lengths), lengths, 16)
-        other = replace(other, spec=other.spec.but(**layer))
+        other = random_batch(batch.spec.replace(window_left=-1, sinks=False), [1] * len(lengths), lengths, 16)
+        other = replace(other, spec=other.spec.replace(**layer))
         wrapper.plan(*tables(other), 8, 2, 64, 16, q_data_type=BF16, **layer)
         out = wrapper.run(other.q.cuda(), (other.k.cuda(), other.v.cuda()))
         assert relative_error(out.cpu(), other.exact()[0]) < 3e-3
@@ -288,7 +288,7 @@ def test_runs_are_repeated_over_the_tables_of_later_plans(batch):
 
 def test_runs_over_ragged_rows_are_repeated_after_later_plans():
     """Requests in another order: as many tokens together, and the same longest one."""
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, device="cuda"))
     for i, lengths in enumerate(permutations([(30, 90), (1, 64), (200, 333)])):
         step = random_batch(spec, *zip(*lengths, strict=True), 16)
@@ -353,7 +353,7 @@ def test_prefills_are_planned_from_tables_of_the_host(ragged, batch, rng):
     the longest request, which changes between few rows, many and few.
     """
     planned(batch, "auto")  # imports the kernels, which takes long
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
     heads, layer = (8, 2, 64) if ragged else (8, 2, 64, 16), {"causal": True, "q_data_type": BF16}
     kind = quire.BatchPrefillWithRaggedKVCacheWrapper if ragged else quire.BatchPrefillWithPagedKVCacheWrapper
     wrapper = kind(torch.empty(0, device="cuda"))
@@ -385,7 +385,7 @@ def test_prefills_are_planned_from_tables_of_the_host(ragged, batch, rng):
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_caches_beyond_two_to_the_31(kv_layout):
     """The last pages of a cache whose elements 32 bits do not count."""
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=8, head_dim_qk=128, q_dtype=BF16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=8, head_dim_qk=128, q_dtype=BF16)
     batch = random_batch(spec, [1, 30], [40, 90], 16, kv_layout=kv_layout)
     pages, used = (1 << 31) // (16 * 8 * 128) + 100, len(batch.k)
     order = (0, 2, 1, 3) if kv_layout == "HND" else (0, 1, 2, 3)

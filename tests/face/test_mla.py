@@ -25,6 +25,7 @@ from helpers.latent import (
 )
 from quire.bench.batches import Batch, relative_error
 from quire.definition import PageTable, RaggedLayout
+from quire.kernels import registry
 from quire.kernels.call import Call
 from quire.mla import MLAPlanMetadata
 
@@ -42,7 +43,7 @@ def tables(batch: Batch, device="cpu"):
 def layer(batch: Batch):
     spec, width = batch.spec, batch.spec.head_dim_vo
     dims = (spec.num_qo_heads, width, spec.head_dim_qk - width, batch.kv.page_size)
-    return (*dims, spec.causal, spec.sm_scale, spec.q_dtype, spec.kv_dtype)
+    return (*dims, spec.mask.causal, spec.sm_scale, spec.q_dtype, spec.kv_dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -103,7 +104,7 @@ def test_plans_of_one_layer_after_another(where, device, rng):
 
 def test_what_a_plan_like_the_last_one_keeps(monkeypatch):
     """All but tables that lie on the device; nothing is launched for those."""
-    monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: "reference")
+    monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: registry.family("reference"))
     wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(16, device="meta"))
     planned = (16, 512, 64, 16, True, 0.1, F16, F16)
 
@@ -127,7 +128,7 @@ def test_what_a_plan_like_the_last_one_keeps(monkeypatch):
 
 def test_what_graphs_of_latent_layers_read(monkeypatch):
     """Buffers that the next plan fills, and nothing that was made of them in between."""
-    monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: "reference")
+    monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: registry.family("reference"))
     buffers = graph_buffers("meta", 2)
     wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(16, device="meta"), True, *buffers)
     for _ in range(2):
@@ -285,7 +286,7 @@ def test_the_operation_is_torchs(rng):
     parts = (q_nope, ckv[:, :, None], ckv[:, :, None], q_pe, kpe[:, :, None])
     pages = (batch.qo.indptr, kv.indptr, kv.indices, kv.last_page_len, kv.page_size)
     nothing = (None, None, None, None, 0, None, None, None, None)
-    rest = ([1.0, 1.0, 1.0, 1.0], 1, batch.spec.but(latent=True).text, "auto", None, None, None)
+    rest = ([1.0, 1.0, 1.0, 1.0], 1, batch.spec.replace(latent=True).text, "auto", None, None, None)
     torch.library.opcheck(torch.ops.quire.attend.default, (out, lse, None, *parts, *pages, *nothing, *rest))
 
 

@@ -49,7 +49,7 @@ def test_batches(dtype, device, rng):
     out, lse = torch.full_like(given[0], torch.nan), torch.full(given[0].shape[:2], torch.nan, device=device)
     assert wrapper.run(*given, out=out, lse=lse) is out
     check(batch, out, lse)
-    scaled = replace(batch, spec=batch.spec.but(sm_scale=batch.spec.sm_scale * 0.5 * 3.0))
+    scaled = replace(batch, spec=batch.spec.replace(sm_scale=batch.spec.sm_scale * 0.5 * 3.0))
     wanted, wanted_lse = exact(scaled)
     result = wrapper.run(*given, q_scale=0.5, k_scale=3.0, v_scale=2.0, return_lse=True)
     check(batch, *result, expected=(wanted * 2.0, wanted_lse))

@@ -9,11 +9,11 @@ import torch
 
 import quire as flashinfer
 from quire.bench.batches import random_batch, relative_error
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 from quire.definition.oracle import attend
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-SPEC = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, window_left=20)
+SPEC = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, window_left=20)
 TABLES = ("indptr", "indices", "last_page_len")
 
 
@@ -50,7 +50,7 @@ def test_a_prefill_and_decodes(layer, device, decodes, rng):
     q_d, caches, _ = on(device, decodes)
     wrapper = planned(decodes, device)
     out_p, out_d = wrapper.run(q_p.to(device), *(x.to(device) for x in rows), q_d, caches, **options)
-    spec = SPEC.but(window_left=-1, causal=layer == "causal")
+    spec = SPEC.replace(window_left=-1, causal=layer == "causal")
     assert relative_error(out_p.cpu(), attend(q_p, k_p, v_p, spec, mask=mask)[0]) < 2e-6
     assert relative_error(out_d.cpu(), decodes.exact()[0]) < 2e-6
 
@@ -73,9 +73,9 @@ def test_prefill_and_decodes_have_their_own_layer(device, decodes):
         v_scale=2.0,
         **own,
     )
-    spec = SPEC.but(window_left=3, sm_scale=0.1, pos_encoding="ALIBI", causal=False)
+    spec = SPEC.replace(window_left=3, sm_scale=0.1, pos_encoding="ALIBI", causal=False)
     assert relative_error(out_p.cpu(), attend(q_p, k_p, v_p, spec)[0]) < 2e-6
-    exact = replace(decodes, spec=SPEC.but(sm_scale=0.15)).exact()[0] * 2
+    exact = replace(decodes, spec=SPEC.replace(sm_scale=0.15)).exact()[0] * 2
     assert relative_error(out_d.cpu(), exact) < 2e-6
 
 
@@ -117,9 +117,9 @@ def test_decodes_keep_their_plan_in_buffers(device, decodes):
 @devices
 def test_batches_of_prefills_and_decodes(device, rng):
     """Masks and causality may change from run to run of one plan."""
-    spec, page_size = SPEC.but(window_left=-1, custom_mask=True), rng.choice((1, 4, 16))
+    spec, page_size = SPEC.replace(window_left=-1, custom_mask=True), rng.choice((1, 4, 16))
     prefills = random_batch(spec, [3, 1, 8], [rng.randrange(8, 50) for _ in range(3)], page_size)
-    decodes = random_batch(spec.but(causal=False, custom_mask=False), [1, 2, 1], [40, 17, 2], page_size)
+    decodes = random_batch(spec.replace(causal=False, custom_mask=False), [1, 2, 1], [40, 17, 2], page_size)
     wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(torch.empty(0, device=device))
     assert not wrapper.is_cuda_graph_enabled
     (q_p, cache_p, tables_p), (q_d, cache_d, tables_d) = on(device, prefills), on(device, decodes)
@@ -128,11 +128,11 @@ def test_batches_of_prefills_and_decodes(device, rng):
         4, 2, 32, page_size, data_type=torch.float32,
     )  # fmt: skip
     mask = prefills.bool_mask.to(device)
-    plain = replace(prefills, spec=spec.but(custom_mask=False), bool_mask=None)
+    plain = replace(prefills, spec=spec.replace(custom_mask=False), bool_mask=None)
     for options, exact in (
-        ({}, replace(plain, spec=plain.spec.but(causal=False)).exact()),
+        ({}, replace(plain, spec=plain.spec.replace(causal=False)).exact()),
         ({"causal_p": True}, plain.exact()),
-        ({"causal_p": True, "custom_mask_p": mask}, replace(prefills, spec=spec.but(causal=False)).exact()),
+        ({"causal_p": True, "custom_mask_p": mask}, replace(prefills, spec=spec.replace(causal=False)).exact()),
         ({"causal_p": True}, plain.exact()),
     ):
         (out_p, out_d), (lse_p, lse_d) = wrapper.run(q_p, cache_p, q_d, cache_d, return_lse=True, **options)
@@ -172,7 +172,7 @@ def test_prefills_are_planned_as_they_were_run_last(decodes, monkeypatch):
 @pytest.mark.parametrize("batched", [False, True])
 def test_graphs_of_both_follow_what_they_read(batched, rng):
     """A captured plan and run of prefills and decodes compute what tables and caches hold when they are replayed."""
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.bfloat16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.bfloat16)
     lengths, empty = [400, 900, 70], torch.empty(0, device="cuda")
 
     def drawn(q_lens):
@@ -225,7 +225,7 @@ def test_graphs_of_both_follow_what_they_read(batched, rng):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_mask_is_planned_once_for_all_layers(packed, inference, device, rng, monkeypatch):
     """It is planned again if another mask is passed, if it was changed in place, or if the batch is planned again."""
-    spec, page_size = SPEC.but(window_left=-1, custom_mask=True, causal=False), rng.choice((1, 4, 16))
+    spec, page_size = SPEC.replace(window_left=-1, custom_mask=True, causal=False), rng.choice((1, 4, 16))
     batch = random_batch(spec, [3, 1, 8], [rng.randrange(8, 50) for _ in range(3)], page_size)
     batches = [replace(batch, bool_mask=torch.rand(len(batch.bool_mask)) < 0.7) for _ in range(3)]
     masks = [(x.mask.bits if packed else x.bool_mask).to(device) for x in batches]
@@ -257,6 +257,6 @@ def test_a_mask_is_planned_once_for_all_layers(packed, inference, device, rng, m
         assert check(a, batches[2]) == 1
         plan()
         assert check(a, batches[2]) == 1
-        plain = replace(batch, spec=spec.but(custom_mask=False, causal=True), bool_mask=None)
+        plain = replace(batch, spec=spec.replace(custom_mask=False, causal=True), bool_mask=None)
         assert check(None, plain, causal_p=True) == 0
         assert check(a, batches[2], causal_p=True) == 1

@@ -9,7 +9,7 @@ import torch
 
 import quire as flashinfer
 from quire.bench.batches import relative_error
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 from quire.definition.oracle import attend
 from quire.kernels.pack import pack_blocks
 from quire.sparse import convert_bsr_mask_layout
@@ -168,7 +168,7 @@ def test_positions_are_counted_within_a_row_of_blocks(device, pos_encoding):
     q, k, v = random_qkv(5, 20, (6, 2), device=device)
     kept = [x.unflatten(0, (5, 4))[columns.long()].flatten(0, 1) for x in (k, v)]
     layer = {"num_qo_heads": 6, "num_kv_heads": 2, "head_dim_qk": 64, "q_dtype": torch.float32, "causal": False}
-    exact = attend(q, *kept, AttentionSpec(**layer, pos_encoding=pos_encoding))
+    exact = attend(q, *kept, attention_spec(**layer, pos_encoding=pos_encoding))
     wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
     tables = torch.tensor([0, 3], dtype=torch.int32, device=device), columns
     types = {"q_data_type": "float32", "o_data_type": "float32"}

@@ -9,7 +9,7 @@ import torch
 
 import quire
 from quire.bench.batches import random_batch, relative_error
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 
 Q_LENS, KV_LENS = [70, 1, 33, 5], [70, 40, 61, 3]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -34,7 +34,7 @@ def by_hand(batch, left: int, right: int) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("left", "right"), [(-1, 0), (-1, 4), (9, 4), (0, 0), (-1, 500)])
 def test_windows_of_paged_ragged_and_single_prefill(left, right, device, rng):
-    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float16)
+    spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float16)
     batch = random_batch(spec, Q_LENS, KV_LENS, rng.choice((1, 5, 16)))
     expected, (k, v, kv_indptr) = by_hand(batch, left, right), batch.rows()
     windows = {"window_left": left, "window_right": right}

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from helpers.checkpoints import CONFIGS, SHAPE
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 from quire.definition.oracle import attend
 
 # Values have other heads than queries and keys.
@@ -76,7 +76,7 @@ def expected(
     """The oracle's output, float64 [batch, q_len, heads, head_dim_vo], where bool `seen` [batch, q_len, kv_len] alone
     says what is seen. q, k, v: [batch, heads, length, head_dim].
     """
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_dim_qk=q.shape[3],

@@ -10,7 +10,7 @@ import torch
 
 from helpers.interpret import INTERPRETED
 from quire.bench.batches import Batch, relative_error
-from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, attention_spec
 from quire.definition.pages import LengthTable
 from quire.kernels import registry
 from quire.kernels.call import Call
@@ -101,7 +101,7 @@ def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor, family: str = "cpu
 
 def layer(rng, q_dtype, kv_dtype, **changes):
     kv_heads, dim = rng.choice((1, 2, 3)), rng.choice((8, 16, 64, 72, 128))
-    return AttentionSpec(
+    return attention_spec(
         num_qo_heads=kv_heads * rng.choice((1, 2, 3, 4, 7)),
         num_kv_heads=kv_heads,
         head_dim_qk=dim,

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from quire.bench.batches import Batch, relative_error
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 
 F16, F8 = torch.float16, torch.float8_e4m3fn
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SPEC = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=F16)
+SPEC = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=F16)
 
 
 def close(result, batch: Batch, **changes):

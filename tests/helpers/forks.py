@@ -9,10 +9,10 @@ import torch
 
 import quire
 from quire.bench.batches import relative_error
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 from quire.definition.oracle import attend
 
-LAYER = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, causal=False)
+LAYER = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, causal=False)
 
 
 class Attention:

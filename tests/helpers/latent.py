@@ -7,7 +7,7 @@ import torch
 
 from helpers.interpret import INTERPRETED
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.definition import AttentionSpec, oracle
+from quire.definition import attention_spec, oracle
 
 BACKEND = "triton" if INTERPRETED else "auto"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -18,7 +18,7 @@ PRECISION = {F32: 3e-6, F16: 6e-4, BF16: 6e-3 if INTERPRETED else 3.2e-3}
 def latent_batch(rng, q_lens, kv_lens, dtype, *, kv_dtype=None, heads=None, dims=None, padding=0, **layer) -> Batch:
     """A batch whose one KV head has both parts; what must not be read is NaN."""
     ckv, kpe = dims or rng.choice([(512, 64), (512, 0), (128, 64), (256, 0)])
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=heads or rng.choice((3, 16, 64)), num_kv_heads=1, head_dim_qk=ckv + kpe, head_dim_vo=ckv,
         q_dtype=dtype, kv_dtype=kv_dtype, **{"causal": rng.choice((True, False)), "sm_scale": 0.07} | layer,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.bench.batches import relative_error
-from quire.definition import AttentionSpec, oracle
+from quire.definition import attention_spec, oracle
 from quire.serving.pymllm import VerifyInput
 from quire.steps import store
 
@@ -39,7 +39,7 @@ class Layer:
     sinks: torch.Tensor | None = None
 
     def spec(self, dtype):
-        return AttentionSpec(
+        return attention_spec(
             num_qo_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim_qk=DIM,

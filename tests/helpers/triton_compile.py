@@ -60,8 +60,8 @@ def compile_attend(spec: AttentionSpec, name: str, rows: int, page_size: int = 1
         "q": q, "k": kv, "v": kv, "out": q, "partials": "fp32", "lse": "fp32", "arrivals": "i32", "qo_indptr": "i32",
         "kv_indptr": "i32", "last_page_len": "i32", "indices": "i32",
         "q_pe": q if c.latent else None, "k_pe": kv if c.latent else None,
-        "mask_bits": "u8" if spec.custom_mask else None, "mask_indptr": "i32" if spec.custom_mask else None,
-        "prefix_lens": "u32" if spec.items else None, "item_positions": "u16" if spec.items else None,
+        "mask_bits": "u8" if spec.mask.custom_mask else None, "mask_indptr": "i32" if spec.mask.custom_mask else None,
+        "prefix_lens": "u32" if spec.mask.items else None, "item_positions": "u16" if spec.mask.items else None,
         "sinks": "fp32" if c.sinks else None, "slopes": "fp32" if c.alibi else None,
         "inv_freq": "i64" if c.rope else None, "q_scales": None, "k_scales": None, "v_scales": None,
     }  # fmt: skip
@@ -108,7 +108,7 @@ def compile_prefill(spec: AttentionSpec, page_size: int = 16) -> tuple[prefill_h
     """Compile the prefill kernel of the Hopper family for sm_90, with pages of 8 tokens and more loaded by TMA; and
     what it is compiled for.
     """
-    copied = spec.kv_dtype.itemsize == 1 or page_size in range(1, 8) or spec.custom_mask or spec.items
+    copied = spec.kv_dtype.itemsize == 1 or page_size in range(1, 8) or spec.mask.custom_mask or spec.mask.items
     box = 0 if copied else page_size or prefill_host.block_size(spec)
     c = prefill_host.config(spec, page_size, box, (False,) * 3 + (True, False, False, False))
     number = _NAMES[spec.q_dtype]

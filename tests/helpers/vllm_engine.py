@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from quire.bench.batches import relative_error
-from quire.definition import AttentionSpec, oracle
+from quire.definition import attention_spec, oracle
 from quire.serving.vllm import FlashInferBackend, FlashInferImpl
 from quire.steps import quantize
 
@@ -38,7 +38,7 @@ class Engine:
     def __init__(self, device, layers, *, page_size, dtype=torch.float32, kv_cache_dtype="auto", blocks=64, **heads):
         heads = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 16, **heads}
         self.device, self.dtype, self.kv_cache_dtype = torch.device(device), dtype, kv_cache_dtype
-        self.specs = [AttentionSpec(**{**heads, "q_dtype": dtype, **layer}) for layer in layers]
+        self.specs = [attention_spec(**{**heads, "q_dtype": dtype, **layer}) for layer in layers]
         self.impls = [make_impl(spec, kv_cache_dtype) for spec in self.specs]
         self.scales = {"_k_scale_float": 0.5, "_v_scale_float": 0.25} if "fp8" in kv_cache_dtype else {}
         self.scales = self.scales or {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
@@ -251,7 +251,7 @@ def make_impl(spec, kv_cache_dtype="auto", **options):
         spec.sm_scale,
         spec.num_kv_heads,
         spec.alibi_slopes().tolist() if spec.pos_encoding == "ALIBI" else None,
-        spec.window_left + 1 if spec.window_left >= 0 else None,
+        spec.mask.window_left + 1 if spec.mask.window_left >= 0 else None,
         kv_cache_dtype,
         logits_soft_cap=spec.logits_soft_cap or None,
         **options,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from helpers.families import BOUNDS, DTYPES, FAMILIES, LAYERS, alone, check, compute, layer, move, spoil
 from helpers.interpret import INTERPRETED
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.definition import PageTable, RaggedLayout, attention_spec
 from quire.definition.pages import LengthTable
 from quire.kernels import registry
 from quire.kernels.call import Call
@@ -71,14 +71,14 @@ def test_more_queries_than_keys(family, pos_encoding, masks, rng):
 
 @pytest.mark.parametrize("dim", [*range(8, 257, 24), 256, 512])
 def test_head_dims(family, dim, rng):
-    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.float32)
     batch = random_batch(spec, [1, 60], [77, 90], 16)
     check(batch, *compute(batch, family), family)
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (576, 512), (64, 256)])
 def test_value_heads_of_another_size(family, dims):
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=4, num_kv_heads=1, head_dim_qk=dims[0], head_dim_vo=dims[1], q_dtype=torch.float32
     )
     batch = random_batch(spec, [1, 40], [130, 50], 16)
@@ -184,7 +184,7 @@ def test_per_head_scales_of_queries(family, rng):
 
 
 def test_more_heads_than_rows_of_a_tile(family):
-    spec = AttentionSpec(num_qo_heads=300, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=300, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
     batch = random_batch(spec, [1, 3], [30, 40], 16)
     check(batch, *compute(batch, family), family)
 
@@ -201,18 +201,18 @@ def test_scales_that_reverse_logits(family, rng):
 def test_slopes_of_alibi_may_be_given(family, rng):
     slopes = tuple(rng.uniform(-0.2, 0.2) for _ in range(6))
     for q_len in (1, 30):
-        spec = AttentionSpec(
+        spec = attention_spec(
             num_qo_heads=6, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32, pos_encoding="ALIBI", slopes=slopes
         )
         batch = random_batch(spec, [q_len, 1], [60, 90], 16)
         check(batch, *compute(batch, family), family)
-        usual = replace(batch, spec=spec.but(slopes=()))
+        usual = replace(batch, spec=spec.replace(slopes=()))
         assert relative_error(usual.exact()[0], batch.exact()[0]) > 1e-3
 
 
 def test_rope_far_from_the_start(family):
     """Angles of positions beyond 60,000, for which float32 has no digits left behind the point's third."""
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=1, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32, pos_encoding="ROPE_LLAMA", window_left=30
     )
     length = 900 if INTERPRETED else 65_000
@@ -231,7 +231,7 @@ def test_bits_do_not_depend_on_the_batch(family, name, dtypes, products_in_order
     if registry.why_not(family, spec, torch.device("cpu" if INTERPRETED or family == "cpu" else "cuda")):
         pytest.skip("the family is not batch-invariant")
     if INTERPRETED:
-        spec = spec.but(num_qo_heads=spec.group_size, num_kv_heads=1)
+        spec = spec.replace(num_qo_heads=spec.group_size, num_kv_heads=1)
     kv_lens = [rng.randint(1, 150), rng.randint(1100, 1400), 1] if not INTERPRETED else [20, 70, 1]
     q_lens = [kv_lens[0], rng.randint(200, 300) if not INTERPRETED else 41, 1]
     batch = random_batch(spec, q_lens, kv_lens, 16)
@@ -278,11 +278,11 @@ def test_scratch_ends_where_it_was_said_to():
     """Requests whose tables overlap have more keys together, and so more partial states, than a plan can know of."""
     triton = pytest.importorskip("quire.kernels.triton.host").FAMILY
     device = torch.device("cpu" if INTERPRETED else "cuda", None if INTERPRETED else 0)
-    if triton.why_not(AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=16), device) or not (
+    if triton.why_not(attention_spec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=16), device) or not (
         INTERPRETED or torch.cuda.is_available()
     ):
         pytest.skip("there is no GPU")
-    spec = AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32, batch_invariant=True)
+    spec = attention_spec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32, batch_invariant=True)
     batch = random_batch(spec, [1] * 6, [2300, 1, 1, 1, 1, 1], 16)
     every = int(batch.kv.indptr[-1])
     batch.kv.indptr.copy_(torch.tensor([0, every, 0, every, 0, every, 0]))
@@ -296,7 +296,7 @@ def test_scratch_ends_where_it_was_said_to():
 @pytest.mark.interpret
 def test_growing_in_place_is_seen(family):
     """A table whose contents changed since it was made is read anew: what CUDA graphs need, on any device."""
-    spec = AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
     batch = random_batch(spec, [1, 1], [20, 7], 16)
     table = PageTable(batch.kv.indptr.clone(), batch.kv.indices, batch.kv.last_page_len.clone(), 16)
     table.last_page_len[0] -= 2
@@ -307,10 +307,10 @@ def test_growing_in_place_is_seen(family):
 
 
 def test_the_registry_says_why():
-    spec = AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
-    assert registry.choose(spec, torch.device("cpu")) == "cpu"
-    assert registry.choose(spec, torch.device("cpu"), "fa3") == "cpu"
-    assert registry.choose(spec, torch.device("cuda"), "reference") == "reference"
+    spec = attention_spec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
+    assert registry.choose(spec, torch.device("cpu")).name == "cpu"
+    assert registry.choose(spec, torch.device("cpu"), "fa3").name == "cpu"
+    assert registry.choose(spec, torch.device("cuda"), "reference").name == "reference"
     with pytest.raises(
         ValueError,
         match=r"no kernels .* on meta: cpu: it computes on the CPU, not on meta; hopper: it needs a Hopper GPU; "
@@ -324,7 +324,9 @@ def test_the_registry_says_why():
 def test_what_one_family_refuses_another_computes(rng, monkeypatch):
     """With "auto" the next family computes the call; a family that `backend` names raises with its reason."""
     real = registry.family
-    picky = SimpleNamespace(why_not=lambda *given: None, refuses=lambda call: "its tensors are odd", attend=None)
+    picky = SimpleNamespace(
+        name="cpu", why_not=lambda *given: None, refuses=lambda call: "its tensors are odd", attend=None
+    )
     monkeypatch.setattr(registry, "family", lambda name: picky if name == "cpu" else real(name))
     monkeypatch.setattr(registry, "FAMILIES", {"cpu": "", "other": "quire.kernels.reference"})
     registry.choose.cache_clear()

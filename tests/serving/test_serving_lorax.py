@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
+from quire.definition import PageTable, RaggedLayout, attention_spec, oracle
 from quire.serving import lorax
 from quire.steps import StepTables, store
 
@@ -27,7 +27,7 @@ def random_layer(rng, dtype=torch.float32):
     kv_heads = rng.choice((1, 2))
     window = rng.choice((-1, 0, 7, 40))
     heads = kv_heads * rng.choice((1, 2, 5))
-    return AttentionSpec(
+    return attention_spec(
         num_qo_heads=heads, num_kv_heads=kv_heads, head_dim_qk=32, q_dtype=dtype, window_left=window or -1
     ), window
 
@@ -341,19 +341,19 @@ class Prompts:
     """Two prompts in pages and as rows, and the contexts of their two states."""
 
     def __init__(self, rng):
-        self.spec = AttentionSpec(
+        self.spec = attention_spec(
             num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, window_left=rng.choice((3, 7))
         )
         self.lengths = [rng.randint(9, 40), rng.randint(9, 40)]
         self.batch = random_batch(self.spec, self.lengths, self.lengths, 16)
         self.rows = RaggedLayout(self.batch.qo.indptr)
         self.k, self.v = torch.randn(2, sum(self.lengths), 2, 32)
-        common = {**layer_arguments(self.spec, self.spec.window_left), "cu_seqlens": self.batch.qo.indptr}
+        common = {**layer_arguments(self.spec, self.spec.mask.window_left), "cu_seqlens": self.batch.qo.indptr}
         self.paged, self.ragged = (
             lorax.create_prefill_with_paged_kv_state(device="cpu"),
             lorax.create_prefill_state(device="cpu"),
         )
-        paged = {**paged_arguments(self.batch, self.spec.window_left), "cu_seqlens": self.batch.qo.indptr}
+        paged = {**paged_arguments(self.batch, self.spec.mask.window_left), "cu_seqlens": self.batch.qo.indptr}
         self.uses = {
             "paged": lambda: lorax.use_prefill_with_paged_kv_state(state=self.paged, **paged),
             "ragged": lambda: lorax.use_prefill_state(state=self.ragged, query_dtype=torch.float32, **common),
@@ -364,7 +364,7 @@ class Prompts:
         return (q, (k, v)) if kind == "paged" else (q, self.k, self.v)
 
     def check(self, kind, out, **layer):
-        spec = self.spec.but(**layer)
+        spec = self.spec.replace(**layer)
         if kind == "paged":
             exact, _ = oracle.attend_batch(self.batch.q, self.batch.k, self.batch.v, self.rows, self.batch.kv, spec)
         else:
@@ -394,7 +394,7 @@ def test_forward_keeps_what_was_planned(kind, rng):
             prompts.check(kind, state.forward(*tensors, **given), **layer)
             prompts.check(kind, state.forward_return_lse(*tensors, **given)[0], **layer)
             prompts.check(kind, state.run(*tensors))
-            assert (state._causal, state._window_left) == (True, prompts.spec.window_left)
+            assert (state._causal, state._window_left) == (True, prompts.spec.mask.window_left)
         prompts.check(kind, state.forward(*tensors, False, "NONE", False), causal=False)
         with pytest.raises(TypeError, match="windows"):
             state.forward(*tensors, windows=4)
@@ -403,7 +403,7 @@ def test_forward_keeps_what_was_planned(kind, rng):
 def test_forward_of_decode_takes_all_by_position(rng):
     """FlashInfer's order: the position encoding, three scales, the window, soft cap and scale."""
     batch, state, given = one(rng)
-    spec = batch.spec.but(window_left=2, logits_soft_cap=4.0, sm_scale=0.2)
+    spec = batch.spec.replace(window_left=2, logits_soft_cap=4.0, sm_scale=0.2)
     with lorax.use_decode_state(state=state, **given):
         out = state.forward(batch.q, (batch.k, batch.v), "NONE", None, None, 2.0, 2, 4.0, 0.2)
         exact, _ = oracle.attend_batch(batch.q, batch.k, batch.v, batch.qo, batch.kv, spec)
@@ -417,7 +417,7 @@ def test_queries_over_an_fp8_cache(phase, query_dtype, device, rng):
     q_dtype, fp8 = query_dtype or torch.float16, torch.float8_e4m3fn
     spec, window = random_layer(rng, q_dtype)
     counts = [1, 1] if phase == "decode" else [5, 3]
-    batch = random_batch(spec.but(kv_dtype=fp8), counts, [20, 3], 16, device=device)
+    batch = random_batch(spec.replace(kv_dtype=fp8), counts, [20, 3], 16, device=device)
     given = {**paged_arguments(batch, window), "dtype": fp8}
     given |= {} if query_dtype is None else {"query_dtype": query_dtype}
     given["input_lengths"] = given["input_lengths"].long()
@@ -430,7 +430,7 @@ def test_queries_over_an_fp8_cache(phase, query_dtype, device, rng):
     with use:
         out = state.forward(batch.q, (batch.k, batch.v), k_scale=0.5, v_scale=2.0)
     assert out.dtype == q_dtype
-    scaled = batch.spec.but(sm_scale=batch.spec.sm_scale * 0.5)
+    scaled = batch.spec.replace(sm_scale=batch.spec.sm_scale * 0.5)
     tensors = (batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), RaggedLayout(batch.qo.indptr.cpu()), batch.kv.to("cpu"))
     exact, _ = oracle.attend_batch(*tensors, scaled)
     assert relative_error(out.cpu(), exact * 2) < BOUND[q_dtype]

@@ -114,7 +114,7 @@ def test_layers_of_encoders_see_both_ways(device, rng):
     out = by_heads(engine.backend.forward(q, k, v, layer, batch))
     for rows in (slice(0, 5), slice(5, 13)):
         one = (by_heads(x)[rows] for x in (q, k, v))
-        exact, _ = oracle.attend(*one, layer.spec(torch.float32).but(causal=False))
+        exact, _ = oracle.attend(*one, layer.spec(torch.float32).replace(causal=False))
         assert relative_error(out[rows], exact) < 3e-6
     assert all(x.isnan().all() for x in engine.pool.buffers[0])  # nobody looks at them again
     engine.backend.init_forward_metadata(engine.batch("EXTEND", requests, counts))

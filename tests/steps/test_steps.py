@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.bench.batches import relative_error
-from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
+from quire.definition import PageTable, RaggedLayout, attention_spec, oracle
 from quire.kernels.append import write
 from quire.steps import GraphBuffers, Heads, StepTables, fp8_dtype, greedy_rows, plan, quantize, store, workspace
 
@@ -167,7 +167,7 @@ def test_rows_that_are_too_short_are_refused():
 @pytest.mark.parametrize("decode", [True, False])
 def test_wrappers_of_graph_buffers_follow_their_tables(device, decode, rng):
     """One wrapper, planned for batch after batch padded to its size, is right about each."""
-    spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32)
     buffers = GraphBuffers(*(torch.zeros(n, dtype=torch.int32, device=device) for n in (9, 400, 8, 9)))
     space = workspace(device, 1 << 20)
     wrapper = (buffers.decode if decode else buffers.prefill)(8, space)

@@ -197,7 +197,7 @@ def repeated(monkeypatch):
     done = []
     replay = lambda *addresses: bool(done.append(1)) or True  # noqa: E731
     monkeypatch.setattr("quire.kernels.attention._compute", lambda *given: replay)
-    monkeypatch.setattr(registry, "choose", lambda *given: "cpu")
+    monkeypatch.setattr(registry, "choose", lambda *given: registry.family("cpu"))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     return done

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 import quire as flashinfer
 from helpers.interpret import INTERPRETED
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 from quire.definition.oracle import attend
 
 HEADS = (8, 2, 64)
@@ -38,7 +38,7 @@ def moved(values, device):
 
 def decode(device: str, lengths: list[int]):
     """A planned wrapper, and the arguments of a run."""
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
     batch = random_batch(spec, [1] * len(lengths), lengths, 16, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device=device))
     wrapper.plan(*tables(batch), *HEADS, 16, q_data_type=torch.float32)
@@ -46,7 +46,7 @@ def decode(device: str, lengths: list[int]):
 
 
 def paged(device: str, lengths: list[int]):
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
     batch = random_batch(spec, [5, 1, 40], lengths, 16, device=device)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device=device))
     wrapper.plan(batch.qo.indptr, *tables(batch), *HEADS, 16, causal=True, q_data_type=torch.float32)
@@ -134,7 +134,7 @@ def test_other_contents_of_tables_need_no_other_compilation(device):
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device=device), *buffers)
     counter = CompileCounter()
     compiled = torch.compile(lambda q, k, v: wrapper.run(q, (k, v)), fullgraph=True, backend=counter)
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
     for lengths in ([30, 7, 40], [1, 33, 60], [16, 16, 16]):
         batch = random_batch(spec, [1] * 3, lengths, 16, device=device)
         k, v = torch.zeros(2, 40, 16, 2, 64, device=device)
@@ -197,7 +197,7 @@ def test_levels_and_other_wrappers_over_one_workspace(backend, device):
         return cascade.run(q, cache), plain.run(q, cache)
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
     for requests in (3, 5, 2):
         batch = random_batch(spec, [1] * requests, [10 + 16 * i for i in range(requests)], 16, device=device)
         indptr, indices, last = tables(batch)

@@ -10,7 +10,7 @@ import torch
 
 import quire as flashinfer
 from quire.bench.batches import random_batch
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 
 F32 = torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -31,7 +31,7 @@ def forgotten():
 
 def drawn(lengths, page_size, heads, q_lens, device):
     layer = dict(zip(("num_qo_heads", "num_kv_heads"), heads, strict=True))
-    spec = AttentionSpec(**layer, head_dim_qk=64, q_dtype=F32)
+    spec = attention_spec(**layer, head_dim_qk=64, q_dtype=F32)
     batch = random_batch(spec, q_lens, lengths, page_size, device=device)
     return batch, (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
 

@@ -14,14 +14,14 @@ import torch
 import quire as flashinfer
 from helpers.interpret import INTERPRETED
 from quire.bench.batches import random_batch, random_table, relative_error
-from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
+from quire.definition import PageTable, RaggedLayout, attention_spec, oracle
 from quire.definition.items import Items
 from quire.definition.pages import LengthTable, as_int32
 from quire.rope import rope_quantize_fp8_append_paged_kv_cache
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 F32, BEYOND = torch.float32, 1 << 32  # what wraps to 0
-SPEC = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=F32)
+SPEC = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=F32)
 HEADS = (4, 2, 32)
 on_each = pytest.mark.parametrize("device", DEVICES)
 
@@ -126,7 +126,7 @@ def test_a_plan_after_another_one(device, rng):
 @on_each
 @pytest.mark.parametrize("form", ["csr", "dense"])
 def test_latent_plans(form, device, rng):
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=16, num_kv_heads=1, head_dim_qk=192, head_dim_vo=128, q_dtype=F32, causal=True, sm_scale=0.1
     )
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
@@ -164,7 +164,7 @@ def test_ragged_rows_and_block_sparse_matrices(device):
     dense = torch.zeros(8, 20, dtype=torch.bool, device=device)
     dense[:4, :5], dense[:4, 15:], dense[4:, 10:15] = mask
     q, k, v = (torch.randn(n, heads, 32, device=device) for n, heads in ((8, 4), (20, 2), (20, 2)))
-    exact, _ = oracle.attend(q, k, v, SPEC.but(causal=False, custom_mask=True), mask=dense)
+    exact, _ = oracle.attend(q, k, v, SPEC.replace(causal=False, custom_mask=True), mask=dense)
     assert relative_error(sparse.run(q, k, v), exact) < 2e-6
 
 

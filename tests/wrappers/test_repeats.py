@@ -39,12 +39,12 @@ def computed(monkeypatch):
     """The tables of (runs computed with all checks, runs replayed). Wrappers are patched to replay without a GPU."""
     first, again = [], []
 
-    def attend(call, *given):
+    def attend(call, *given, **overrides):
         first.append(call.kv)
         return Repeat(call.qo, call.kv, again)
 
     monkeypatch.setattr("quire.wrappers.plan.attend", attend)
-    monkeypatch.setattr(registry, "choose", lambda *given: "cpu")
+    monkeypatch.setattr(registry, "choose", lambda *given: registry.family("cpu"))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     return first, again
@@ -250,7 +250,7 @@ def test_a_prefill_with_another_longest_request(computed, monkeypatch):
 
     def choose(spec, device, backend, max_q_len):
         asked.append(max_q_len)
-        return "cpu"
+        return registry.family("cpu")
 
     monkeypatch.setattr(registry, "choose", choose)
     monkeypatch.setattr("quire.wrappers.plan._float_workspace_size", lambda family, spec, device, most, *_: most * 16)
@@ -289,8 +289,8 @@ def test_the_longest_request_is_known_where_rows_lie_on_the_host(dtype):
 @PREFILLS
 def test_tables_of_the_host_are_planned_like_the_last_ones(kind, computed, monkeypatch):
     """Rows, or all tables, checked and copied to the device; the kernel family is chosen for their longest request."""
-    asked = []
-    monkeypatch.setattr(registry, "choose", lambda spec, device, backend, most: asked.append(most) or "cpu")
+    asked, family = [], registry.family("cpu")
+    monkeypatch.setattr(registry, "choose", lambda spec, device, backend, most: asked.append(most) or family)
     case, batch_size = kind(), 2
     layer, names = case.plan(), ("_qo_indptr_buf", *case.wrapper._kv_buffers)
     assert asked == [0]
@@ -353,7 +353,7 @@ def test_prefills_that_differ_in_tables_alone_repeat_runs(kind, computed):
 @pytest.mark.parametrize("kind", [Prefill, Ragged])
 def test_masks_and_items_are_planned_anew(kind, monkeypatch):
     """And what follows them is, too."""
-    monkeypatch.setattr(registry, "choose", lambda *given: "cpu")
+    monkeypatch.setattr(registry, "choose", lambda *given: registry.family("cpu"))
     case = kind()
     masks = {"packed_custom_mask": torch.empty(9, dtype=torch.uint8, device="meta")}
     items = {"prefix_len_ptr": torch.empty(2, device="meta"), "token_pos_in_items_ptr": torch.empty(8, device="meta")}
@@ -362,9 +362,9 @@ def test_masks_and_items_are_planned_anew(kind, monkeypatch):
     for given, causal in (({}, False), (masks, False), ({}, True), (items, True), (masks, False), ({}, False)):
         assert (case.plan(causal=causal if not given else given is masks, **given) is None) == bool(given)
         plan = case.wrapper.planned
-        assert (plan.spec.custom_mask, plan.spec.items) == (given is masks, given is items)
+        assert (plan.spec.mask.custom_mask, plan.spec.mask.items) == (given is masks, given is items)
         assert (plan.mask is not None, plan.items is not None) == (given is masks, given is items)
-        assert plan.spec.causal == causal
+        assert plan.spec.mask.causal == causal
 
 
 def test_plans_of_latent_caches_repeat_runs(computed):

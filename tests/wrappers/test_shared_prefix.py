@@ -11,7 +11,7 @@ import quire
 from helpers.interpret import INTERPRETED
 from helpers.page_tables import rows, table
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, attention_spec
 from quire.wrappers import shared_prefix
 from quire.wrappers.prefixes import shared_prefixes
 
@@ -79,7 +79,7 @@ def plan(batch: Batch, wrapper=None, layout: str = "NHD", **options):
         wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(own, layout, backend=backend)
     heads = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk)
     kinds = {"q_data_type": spec.q_dtype, "kv_data_type": spec.kv_dtype, "o_data_type": spec.o_dtype}
-    kinds |= {"head_dim_vo": spec.head_dim_vo, "logits_soft_cap": spec.logits_soft_cap, "is_causal": spec.causal}
+    kinds |= {"head_dim_vo": spec.head_dim_vo, "logits_soft_cap": spec.logits_soft_cap, "is_causal": spec.mask.causal}
     tables = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)
     given = {"q_len_per_req": q_len, "shared_prefix": True, **kinds, **options}
     wrapper.plan(*tables, *heads, batch.kv.page_size, **given)
@@ -110,7 +110,7 @@ def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor, bound: float | Non
 def layer(rng, dtype=torch.float32, **changes) -> AttentionSpec:
     kv_heads, dim = rng.choice((1, 2)), rng.choice((16, 64, 72))
     heads = {"num_qo_heads": kv_heads * rng.choice((1, 4, 7)), "num_kv_heads": kv_heads, "head_dim_qk": dim}
-    return AttentionSpec(**heads, q_dtype=dtype, **{"head_dim_vo": rng.choice((dim, 40)), **changes})
+    return attention_spec(**heads, q_dtype=dtype, **{"head_dim_vo": rng.choice((dim, 40)), **changes})
 
 
 LAYERS = {
@@ -159,7 +159,7 @@ def test_outputs_in_fp8(device, rng, eager):
 
 def prefixed(device: str, requests: int = 6, pages: int = 9, dtype=torch.float32, **changes) -> Batch:
     """Requests that share `pages` pages of 16 tokens, with one or two of their own."""
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=dtype, **changes)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=dtype, **changes)
     batch = random_batch(spec, [1] * requests, [pages * 16 + 5 + 16 * (b % 2) for b in range(requests)], 16)
     indptr = batch.kv.indptr.tolist()
     for begin in indptr[1:-1]:
@@ -204,7 +204,7 @@ def test_only_what_saves_enough_is_shared(rng, monkeypatch):
 @devices
 def test_without_sharing_nothing_changes(device, rng, eager):
     """A wrapper whose last plan had shared prefixes forgets them."""
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
     batch = random_batch(spec, [1] * 4, [90, 5, 0, 33], 16, device=device)
     plain = run(plan(batch, shared_prefix=False), batch)
     wrapper = plan(prefixed(device))
@@ -223,7 +223,7 @@ def test_a_run_with_a_window_reads_each_requests_pages(device, rng, eager):
     with pytest.raises(ValueError, match=r"q.shape = \[5, 8, 64\] is not supported: 6 tokens"):
         wrapper.run(batch.q[:-1], (batch.k, batch.v))
     for window in (20, 150, -1, None):
-        layer = replace(batch, spec=batch.spec.but(window_left=-1 if window is None else window))
+        layer = replace(batch, spec=batch.spec.replace(window_left=-1 if window is None else window))
         check(layer, *run(wrapper, layer, window_left=window))
 
 
@@ -231,9 +231,9 @@ def test_a_run_with_a_window_reads_each_requests_pages(device, rng, eager):
 def test_runs_may_differ_in_scale_cap_and_sink(device, rng, eager):
     batch = prefixed(device, sinks=True)
     wrapper = plan(batch)
-    layer = replace(batch, spec=batch.spec.but(sm_scale=0.3, logits_soft_cap=2.0))
+    layer = replace(batch, spec=batch.spec.replace(sm_scale=0.3, logits_soft_cap=2.0))
     check(layer, *run(wrapper, layer, sm_scale=0.3, logits_soft_cap=2.0))
-    check(replace(batch, spec=batch.spec.but(sinks=False), sinks=None), *run(wrapper, batch, sinks=None))
+    check(replace(batch, spec=batch.spec.replace(sinks=False), sinks=None), *run(wrapper, batch, sinks=None))
     jit_args = [None] * 11 + ["AttentionSink"]
     by_position = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device=device), jit_args=jit_args)
     cache = (batch.k, batch.v)
@@ -247,7 +247,7 @@ def test_runs_may_differ_in_scale_cap_and_sink(device, rng, eager):
 def test_forward_computes_without(device, rng, eager):
     batch = prefixed(device)
     wrapper = plan(batch)
-    near = replace(batch, spec=batch.spec.but(window_left=20))
+    near = replace(batch, spec=batch.spec.replace(window_left=20))
     assert relative_error(wrapper.forward(batch.q, (batch.k, batch.v), window_left=20), near.exact()[0]) < 2e-6
     assert wrapper.shared_prefix is None
 
@@ -332,7 +332,7 @@ def test_levels_of_many_rows_are_a_prefill_of_the_named_kernels(rng, eager):
         pytest.skip("it needs a Hopper GPU")
     batch = prefixed("cuda", requests=20, dtype=BF16)
     wrapper = plan(batch, quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper"))
-    assert [part.plan.family for part in wrapper.shared_prefix.parts] == ["hopper", "hopper"]
+    assert [part.plan.family.name for part in wrapper.shared_prefix.parts] == ["hopper", "hopper"]
     check(batch, *run(wrapper, batch))
 
 

@@ -10,7 +10,8 @@ import torch
 
 import quire as flashinfer
 from quire.bench.batches import random_batch, relative_error
-from quire.definition import AttentionSpec, PageTable, RaggedLayout, oracle
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, attention_spec, oracle
+from quire.kernels import registry
 from quire.wrappers.base import AttentionWrapper
 
 F32 = torch.float32
@@ -25,7 +26,7 @@ class Decode:
     make = flashinfer.BatchDecodeWithPagedKVCacheWrapper
 
     def __init__(self):
-        self.spec = AttentionSpec(**HEADS, q_dtype=F32, **self.fixed)
+        self.spec = attention_spec(**HEADS, q_dtype=F32, **self.fixed)
         self.batch = random_batch(self.spec, self.q_lens, [30, 7, 40], 16)
         self.wrapper = self.make(torch.empty(0))
 
@@ -42,7 +43,7 @@ class Decode:
 
     def close(self, out, **layer):
         batch = self.batch
-        exact, _ = oracle.attend_batch(batch.q, batch.k, batch.v, batch.qo, batch.kv, self.spec.but(**layer))
+        exact, _ = oracle.attend_batch(batch.q, batch.k, batch.v, batch.qo, batch.kv, self.spec.replace(**layer))
         assert relative_error(out, exact) < 2e-6
 
 
@@ -80,7 +81,7 @@ class Ragged(Prefill):
 
     def close(self, out, **layer):
         table, pages = PageTable.from_ragged(self.rows, len(self.k)), (self.k[:, None], self.v[:, None])
-        exact, _ = oracle.attend_batch(self.batch.q, *pages, self.rows, table, self.spec.but(**layer))
+        exact, _ = oracle.attend_batch(self.batch.q, *pages, self.rows, table, self.spec.replace(**layer))
         assert relative_error(out, exact) < 2e-6
 
 
@@ -195,12 +196,13 @@ def test_what_is_no_number_is_refused_by_name(kind, value):
 
 def test_equal_layers_are_the_same_in_all_that_compilers_see():
     """Whichever was made first: numbers of NumPy's, ints for floats, and what is true."""
-    plain = AttentionSpec(**HEADS, causal=True, sm_scale=2.0, logits_soft_cap=1.0, slopes=(1.0, 0.0, 1.0, 2.0))
+    plain = attention_spec(**HEADS, causal=True, sm_scale=2.0, logits_soft_cap=1.0, slopes=(1.0, 0.0, 1.0, 2.0))
     numpy = {"causal": np.True_, "sm_scale": np.float32(2), "logits_soft_cap": True}
-    other = AttentionSpec(**HEADS, **numpy, slopes=(1, False, np.float64(1), 2), window_left=None)
+    other = attention_spec(**HEADS, **numpy, slopes=(1, False, np.float64(1), 2), window_left=None)
     assert (other, other.text, hash(other)) == (plain, plain.text, hash(plain))
     assert AttentionSpec.parse(other.text) == plain
-    for name in ("causal", "sm_scale", "logits_soft_cap", "slopes"):
+    assert type(other.mask.causal) is bool
+    for name in ("sm_scale", "logits_soft_cap", "slopes"):
         assert type(getattr(other, name)) is type(getattr(plain, name))
 
 
@@ -274,3 +276,35 @@ def test_wrappers_around_wrappers_forget_captured_runs_too(outer):
     outer.forget_cuda_graph()
     for wrapper in inner:
         wrapper._capture.begin_plan("a wrapper")
+
+
+@KINDS
+def test_run_asks_for_a_family_only_where_it_changes_the_planned_layer(kind, monkeypatch):
+    asked, choose = [], registry.choose
+
+    def counted(spec, *given):
+        asked.append(spec)
+        return choose(spec, *given)
+
+    monkeypatch.setattr(registry, "choose", counted)
+    case = kind()
+    case.plan()
+    assert case.wrapper.planned.family is registry.family("cpu")
+    assert asked == [case.wrapper.planned.spec]
+    asked.clear()
+    case.close(case.wrapper.run(*case.tensors))
+    assert not asked
+    case.close(case.wrapper.run(*case.tensors, window_left=3), window_left=3)
+    assert asked == [case.wrapper.planned.spec.replace(window_left=3)]
+
+
+def test_run_is_computed_by_the_planned_family(monkeypatch):
+    """Whatever the registry would answer by now."""
+    case = Decode()
+    case.plan()
+    monkeypatch.setattr(registry, "choose", lambda *given: pytest.fail("the plan has a family"))
+    attended = []
+    family = case.wrapper.planned.family
+    monkeypatch.setattr(type(family), "attend", lambda self, call, out, lse: attended.append(out.zero_()))
+    assert case.wrapper.run(*case.tensors).eq(0).all()
+    assert len(attended) == 1

@@ -112,7 +112,7 @@ def random_batch(
         for dim in (spec.head_dim_qk, spec.head_dim_vo)
     )
     area = sum(a * b for a, b in zip(q_lens, kv_lens, strict=True))
-    mask = torch.rand(area, device=device) < 0.7 if spec.custom_mask else None
+    mask = torch.rand(area, device=device) < 0.7 if spec.mask.custom_mask else None
     sinks = torch.randn(spec.num_qo_heads, device=device) if spec.sinks else None
     return Batch(spec, q, k, v, qo, table, mask, sinks, k_scale, v_scale)
 

@@ -112,7 +112,7 @@ class Sample:
     def of(cls, batch: Batch) -> Sample:
         qo, kv = batch.qo.indptr.tolist(), batch.kv.to("cpu")
         lengths, heads = kv.lengths().tolist(), _sampled_heads(batch.spec.num_qo_heads, batch.spec.num_kv_heads)
-        spec = batch.spec.but(num_qo_heads=len(heads))
+        spec = batch.spec.replace(num_qo_heads=len(heads))
         rows, exact = [], []
         for b in sorted({0, kv.batch_size - 1}):
             first, q_len, kv_len = qo[b], qo[b + 1] - qo[b], lengths[b]

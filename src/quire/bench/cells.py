@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from quire.bench.batches import Batch, random_batch
-from quire.definition.spec import AttentionSpec
+from quire.definition.spec import AttentionSpec, attention_spec
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -152,7 +152,7 @@ class Cell:
     def spec(self) -> AttentionSpec:
         """The cell's attention layer."""
         kv_dtype = DTYPES[self.dtype]
-        return AttentionSpec(
+        return attention_spec(
             num_qo_heads=self.num_qo_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim_qk=self.head_dim,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.cache.allocator import OutOfPages, PageAllocator
 from quire.cache.blocks import copy_blocks
+from quire.definition.checks import as_dtype
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import as_dtype
 from quire.definition.tensors import check_layout, check_tensor, split_cache
 from quire.page import append_paged_kv_cache, get_batch_indices_positions
 

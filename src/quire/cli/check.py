@@ -15,11 +15,11 @@ import torch
 
 from quire.bench.batches import Batch, random_batch, relative_error
 from quire.cli.check_layers import check_layers
-from quire.definition.spec import AttentionSpec
+from quire.definition.spec import AttentionSpec, attention_spec
 from quire.kernels import registry
 from quire.kernels.call import Call
 
-_PLAIN = AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=64, q_dtype=torch.float16)
+_PLAIN = attention_spec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=64, q_dtype=torch.float16)
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
 LSE_BOUND = 2e-5  # absolute; the logits are of order 1 to 100
 _LAYERS: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def _check_family(
 def _layer(rng: random.Random, q_dtype: torch.dtype, kv_dtype: torch.dtype, layer: dict[str, Any]) -> AttentionSpec:
     """A layer with random heads and head sizes."""
     kv_heads, group, dim = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 7)), rng.choice((16, 64, 72, 128))
-    return AttentionSpec(
+    return attention_spec(
         num_qo_heads=kv_heads * group,
         num_kv_heads=kv_heads,
         head_dim_qk=dim,

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from quire import __version__
-from quire.definition.spec import AttentionSpec
+from quire.definition.spec import attention_spec
 from quire.kernels import registry
 
 _PACKAGES = ("torch", "numpy", "numba", "triton", "transformers", "tokenizers", "safetensors", "flashinfer-python")
@@ -51,5 +51,5 @@ def _version(package: str) -> str | None:
 def _reason(family: str, device: str) -> str | None:
     """Why a family cannot decode a common layer on a device; None if it can."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, q_dtype=dtype)
+    spec = attention_spec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, q_dtype=dtype)
     return registry.why_not(family, spec, torch.device(device), max_q_len=1)

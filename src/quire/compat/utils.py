@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec, as_dtype, check
+from quire.definition.checks import as_dtype, check
+from quire.definition.spec import FLOATS8, LOG2E, attention_spec
 
 __all__ = [
     "BackendSupportedError",
@@ -129,7 +130,7 @@ def is_fa3_backend_supported(*args: object, **kwargs: object) -> bool:
 def is_fa3_prefill_head_dim_supported(head_dim_qk: int, head_dim_vo: int) -> bool:
     """Whether `AttentionSpec` admits these head sizes."""
     try:
-        AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
+        attention_spec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
     except ValueError:
         return False
     return True

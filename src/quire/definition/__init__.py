@@ -2,6 +2,6 @@
 
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import AttentionSpec
+from quire.definition.spec import AttentionSpec, attention_spec
 
-__all__ = ["AttentionSpec", "PackedMask", "PageTable", "RaggedLayout"]
+__all__ = ["AttentionSpec", "PackedMask", "PageTable", "RaggedLayout", "attention_spec"]

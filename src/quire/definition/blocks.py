@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quire.definition.checks import check
 from quire.definition.pages import PageTable, RaggedLayout, check_indptr, refuse_first, table
-from quire.definition.spec import check
 
 
 def fixed_blocks(indptr: Tensor, indices: Tensor, M: int, N: int, R: int, C: int) -> tuple[RaggedLayout, PageTable]:

@@ -1,14 +1,79 @@
-"""Custom masks with one bit per (query, key): row-major within a request, lowest bit first, requests at whole bytes."""
+"""Masks: the settings that say which keys a query sees, and custom masks with one bit per (query, key): row-major
+within a request, lowest bit first, requests at whole bytes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quire.definition.checks import check_settings, is_int, setting
+
 _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def _is_window(value: object) -> bool:
+    return is_int(value) and value >= -1  # type: ignore[operator]
+
+
+def _window(side: str) -> str:
+    return f"-1 or None for no window, or an int, the keys to the {side} that stay visible"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskSpec:
+    """The masks of one layer: which keys a query sees. Each field's default, or None, means that there is no such mask,
+    except that layers are causal by default.
+
+    Query token i of a request with q_len query and kv_len key tokens is at position p = i + kv_len - q_len, and sees
+    key j when
+
+    - ``j <= p`` if `causal` (aligned to the bottom right),
+    - ``j >= p - window_left`` if `window_left` >= 0,
+    - ``j <= p + window_right`` if `window_right` >= 0,
+    - its bit in the custom mask is set, if `custom_mask`,
+    - the items of its prompt allow it, if `items` (see `quire.definition.items`).
+
+    Attributes:
+        causal: whether queries see no later keys.
+        window_left, window_right: how many keys before and after its own position a query sees; -1 or None: all.
+        custom_mask, items: whether calls pass a mask, or the items of prompts.
+
+    Raises:
+        ValueError: a setting that is not supported, named with its value and what is allowed.
+    """
+
+    causal: bool = setting(True, bool)
+    window_left: int = setting(-1, int, _is_window, _window("left"))
+    window_right: int = setting(-1, int, _is_window, _window("right"))
+    custom_mask: bool = setting(False, bool)
+    items: bool = setting(False, bool)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def depends_on_positions(self) -> bool:
+        """Whether a key's visibility depends on more than causal order. Who cuts a request into parts whose positions
+        begin anew, or computes causal order alone, must refuse such layers, masks that are added later among them.
+        """
+        return replace(self, causal=True) != MaskSpec()
+
+    def visible(self, q_len: int, kv_len: int, device: torch.device) -> Tensor:
+        """Which keys each query token of a request sees, by its position alone: bool [q_len, kv_len]."""
+        i = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
+        j = torch.arange(kv_len, device=device)[None, :]
+        seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+        if self.causal:
+            seen &= j <= i
+        if self.window_left >= 0:
+            seen &= j >= i - self.window_left
+        if self.window_right >= 0:
+            seen &= j <= i + self.window_right
+        return seen
 
 
 def pack_bits(x: Tensor, big: bool = False) -> Tensor:

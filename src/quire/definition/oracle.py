@@ -74,7 +74,7 @@ def attend(
         logits = logits + spec.alibi_slopes().to(q)[:, None, None] * distance
     if spec.logits_soft_cap > 0:
         logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
-    seen = spec.visible(q_len, kv_len, q.device)
+    seen = spec.mask.visible(q_len, kv_len, q.device)
     if mask is not None:
         seen = seen & mask
     logits = logits.masked_fill(~seen, -torch.inf)

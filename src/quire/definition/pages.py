@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.definition.spec import is_int
+from quire.definition.checks import is_int
 
 
 def as_int32(x: Tensor) -> Tensor:

@@ -2,66 +2,63 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from ast import literal_eval
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
-from numbers import Real
 from typing import Any
 
 import torch
+
+from quire.definition.checks import as_dtype, check, check_settings, is_finite, is_int, setting
+from quire.definition.masks import MaskSpec
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 LOG2E = math.log2(math.e)
+_HEAD_DIMS = "a multiple of 8 up to 256, or of 64 up to 512 (MLA: 576 with 512 for v)"
+_POSITIONS = " or ".join(POS_ENCODINGS)
+_CAP = "0 for none, or a positive number"
+MASK_FIELDS = frozenset(f.name for f in fields(MaskSpec))
 
 
-def check(ok: bool, name: str, value: object, allowed: str | Callable[[], str]) -> None:
-    """Raise a ValueError that names an argument, its value and what is allowed, unless `ok`.
-
-    `allowed` is a function where torch.compile may trace the check and the text contains sizes: sizes may be symbols
-    then, which cannot be formatted, and the text is only needed if the check fails.
-    """
-    if not ok:
-        raise ValueError(f"{name} = {value!r} is not supported: {allowed if isinstance(allowed, str) else allowed()}")
+def _is_count(value: Any) -> bool:
+    return is_int(value) and value > 0
 
 
-def is_int(value: object) -> bool:
-    """Whether an argument is an int; booleans and NumPy integers are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_size(value: Any) -> bool:
+    return is_int(value) and value > 0 and value % 8 == 0
 
 
-def is_finite(value: object) -> bool:
-    """Whether an argument is a finite number of Python or NumPy. A tensor is not: its value may change later."""
-    return isinstance(value, Real) and math.isfinite(value)
+def _is_positive(value: Any) -> bool:
+    return is_finite(value) and value > 0
 
 
-def as_dtype(dtype: str | torch.dtype, name: str = "dtype") -> torch.dtype:
-    """A torch dtype, from a torch dtype or its name ("float16", "bfloat16", "float8_e4m3fn", ...)."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} = {dtype!r} is not supported: a torch.dtype or its name")
-    return found
+def _count() -> Any:
+    return setting(MISSING, int, _is_count, "a positive int")
+
+
+def _head_dim(default: Any) -> Any:
+    return setting(default, int, _is_size, _HEAD_DIMS)
+
+
+def _dtype(default: Any) -> Any:
+    return setting(default, as_dtype, (FLOATS + FLOATS8).__contains__, "float32, bfloat16, float16 or an fp8 type")
+
+
+def _positive(default: float) -> Any:
+    return setting(default, float, _is_positive, "a positive number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """The attention of one layer: everything that does not change from batch to batch.
 
-    Query token i of a request with q_len query and kv_len key tokens sees key j when
-
-    - ``j <= i + kv_len - q_len`` if `causal` (aligned to the bottom right),
-    - ``j >= i + kv_len - q_len - window_left`` if `window_left` >= 0,
-    - ``j <= i + kv_len - q_len + window_right`` if `window_right` >= 0,
-    - its bit in the custom mask is set, if `custom_mask`,
-    - the items of its prompt allow it, if `items` (see `quire.definition.items`).
-
-    A logit is ``sm_scale * q . k``. ALIBI adds ``slope(head) * (j - (i + kv_len - q_len))`` to it. A soft cap c > 0
-    then maps it to ``c * tanh(logit / c)``. `sinks` adds a logit per head to the softmax's denominator alone.
+    Which keys query token i of a request with q_len query and kv_len key tokens sees is up to `mask`. A logit is
+    ``sm_scale * q . k``. ALIBI adds ``slope(head) * (j - (i + kv_len - q_len))`` to it. A soft cap c > 0 then maps it
+    to ``c * tanh(logit / c)``. `sinks` adds a logit per head to the softmax's denominator alone.
 
     Attributes:
         num_qo_heads: query (and output) heads, a multiple of `num_kv_heads`.
@@ -70,14 +67,13 @@ class AttentionSpec:
             512 (MLA).
         head_dim_vo: size of a value or output head; head_dim_qk by default.
         q_dtype, kv_dtype, o_dtype: dtypes of queries, cache and output; kv_dtype and o_dtype are q_dtype by default.
-        causal: whether queries see no later keys.
-        window_left, window_right: how many keys before and after its own position a query sees; -1 or None: all.
+        mask: which keys queries see.
         logits_soft_cap: the soft cap of logits; 0: none.
         sm_scale: the factor of logits; 1/sqrt(head_dim_qk) by default.
         pos_encoding: NONE, ROPE_LLAMA (q and k are rotated, halves paired, at positions i + kv_len - q_len and j by
             ``pos / rope_scale * rope_theta**(-2k/head_dim)``) or ALIBI.
         slopes: the ALIBI slopes, one per query head; those of `alibi_slopes` by default.
-        custom_mask, items, sinks: whether calls pass a mask, the items of prompts, or a sink logit per head.
+        sinks: whether calls pass a sink logit per head.
         latent: whether values are the first head_dim_vo elements of keys (MLA), 128, 256 or 512 elements. The other 64
             elements of keys, and of queries, are in tensors of their own. There is one KV head.
         batch_invariant: whether the bits of an output row depend on its own request alone, not on the batch.
@@ -86,52 +82,51 @@ class AttentionSpec:
         ValueError: a setting that is not supported, named with its value and what is allowed.
     """
 
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int = None  # type: ignore[assignment]  # __post_init__ replaces these Nones
-    q_dtype: torch.dtype = torch.float16
-    kv_dtype: torch.dtype = None  # type: ignore[assignment]
-    o_dtype: torch.dtype = None  # type: ignore[assignment]
-    causal: bool = True
-    window_left: int = -1
-    window_right: int = -1
-    logits_soft_cap: float = 0.0
-    sm_scale: float = None  # type: ignore[assignment]
-    pos_encoding: str = "NONE"
-    rope_scale: float = 1.0
-    rope_theta: float = 1e4
-    custom_mask: bool = False
-    items: bool = False
-    sinks: bool = False
-    latent: bool = False
-    batch_invariant: bool = False
-    slopes: tuple[float, ...] = ()
+    num_qo_heads: int = _count()
+    num_kv_heads: int = _count()
+    head_dim_qk: int = _head_dim(MISSING)
+    head_dim_vo: int = _head_dim(lambda spec: spec.head_dim_qk)
+    q_dtype: torch.dtype = _dtype(torch.float16)
+    kv_dtype: torch.dtype = _dtype(lambda spec: spec.q_dtype)
+    o_dtype: torch.dtype = _dtype(lambda spec: spec.q_dtype)
+    mask: MaskSpec = MaskSpec()
+    logits_soft_cap: float = setting(0.0, float, lambda cap: is_finite(cap) and cap >= 0, _CAP)
+    sm_scale: float = setting(lambda spec: 1.0 / math.sqrt(spec.head_dim_qk), float, is_finite, "a finite number")
+    pos_encoding: str = setting("NONE", str, POS_ENCODINGS.__contains__, _POSITIONS, "pos_encoding_mode")
+    rope_scale: float = _positive(1.0)
+    rope_theta: float = _positive(1e4)
+    sinks: bool = setting(False, bool)
+    latent: bool = setting(False, bool)
+    batch_invariant: bool = setting(False, bool)
+    slopes: tuple[float, ...] = setting((), tuple)
     text: str = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_settings(self)
+        self._check_together()
         set_field = object.__setattr__
-        if self.head_dim_vo is None:
-            set_field(self, "head_dim_vo", self.head_dim_qk)
-        if self.kv_dtype is None:
-            set_field(self, "kv_dtype", self.q_dtype)
-        if self.o_dtype is None:
-            set_field(self, "o_dtype", self.q_dtype)
-        for name, value in _DEFAULTS.items():
-            if getattr(self, name) is None:
-                set_field(self, name, value)
-        self._check_shape()
-        if self.sm_scale is None:
-            set_field(self, "sm_scale", 1.0 / math.sqrt(self.head_dim_qk))
-        self._check_types()
-        self._check_logits()
-        for name, cast in _CASTS.items():  # so that equal layers have equal text, and compile once
-            set_field(self, name, cast(getattr(self, name)))
-        values = tuple(getattr(self, f.name) for f in fields(self) if f.init)
-        texts = (str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x for x in values)
-        set_field(self, "text", repr(tuple(texts)))
-        set_field(self, "_hash", hash(values))
+        set_field(self, "slopes", tuple(map(float, self.slopes)))
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        set_field(self, "_hash", hash(tuple(values.values())))
+        values["mask"] = dataclasses.asdict(self.mask)
+        texts = {k: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x for k, x in values.items()}
+        set_field(self, "text", repr(texts))
+
+    def _check_together(self) -> None:
+        """Check what fields mean to each other."""
+        fits = self.num_qo_heads % self.num_kv_heads == 0
+        check(fits, "num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads = {self.num_kv_heads}")
+        mla = (self.head_dim_qk, self.head_dim_vo) == (576, 512)
+        for name, value in (("head_dim_qk", self.head_dim_qk), ("head_dim_vo", self.head_dim_vo)):
+            check(mla or value <= 256 or (value <= 512 and value % 64 == 0), name, value, _HEAD_DIMS)
+        dims = (self.head_dim_qk - self.head_dim_vo, self.head_dim_vo, self.num_kv_heads)
+        allowed = "head_dim_vo 128, 256 or 512, head_dim_qk 64 more, one KV head"
+        check(not self.latent or dims in ((64, n, 1) for n in (128, 256, 512)), "latent", dims, allowed)
+        same = self.kv_dtype == self.q_dtype or self.kv_dtype in FLOATS8
+        check(same, "kv_dtype", self.kv_dtype, f"q_dtype = {self.q_dtype}, or fp8")
+        fits = len(self.slopes) == self.num_qo_heads and all(map(is_finite, self.slopes))
+        check(fits or not self.slopes, "alibi_slopes", self.slopes, f"{self.num_qo_heads} finite numbers, one per head")
 
     def __hash__(self) -> int:
         return self._hash
@@ -140,71 +135,23 @@ class AttentionSpec:
     @lru_cache(maxsize=1024)
     def parse(text: str) -> AttentionSpec:
         """The layer with this `text`, in which form a spec is passed to torch operations."""
-        names = [f.name for f in fields(AttentionSpec) if f.init]
-        values = zip(names, literal_eval(text), strict=True)
-        layer: dict[str, Any] = {k: as_dtype(x) if k.endswith("dtype") else x for k, x in values}
-        return AttentionSpec(**layer)
-
-    def _check_shape(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads"):
-            value = getattr(self, name)
-            check(is_int(value) and value > 0, name, value, "a positive int")
-        fits = self.num_qo_heads % self.num_kv_heads == 0
-        check(fits, "num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads = {self.num_kv_heads}")
-        mla = (self.head_dim_qk, self.head_dim_vo) == (576, 512)
-        for name in ("head_dim_qk", "head_dim_vo"):
-            value = getattr(self, name)
-            whole = is_int(value) and value > 0 and value % 8 == 0
-            fits = whole and (mla or value <= 256 or (value <= 512 and value % 64 == 0))
-            check(fits, name, value, "a multiple of 8 up to 256, or of 64 up to 512 (MLA: 576 with 512 for v)")
-        dims = (self.head_dim_qk - self.head_dim_vo, self.head_dim_vo, self.num_kv_heads)
-        allowed = "head_dim_vo 128, 256 or 512, head_dim_qk 64 more, one KV head"
-        check(not self.latent or dims in ((64, n, 1) for n in (128, 256, 512)), "latent", dims, allowed)
-
-    def _check_types(self) -> None:
-        check(self.q_dtype in FLOATS + FLOATS8, "q_dtype", self.q_dtype, "float32, bfloat16, float16 or an fp8 type")
-        check(self.kv_dtype in FLOATS + FLOATS8, "kv_dtype", self.kv_dtype, "float32, bfloat16, float16 or an fp8 type")
-        check(self.o_dtype in FLOATS + FLOATS8, "o_dtype", self.o_dtype, "float32, bfloat16, float16 or an fp8 type")
-        same = self.kv_dtype == self.q_dtype or self.kv_dtype in FLOATS8
-        check(same, "kv_dtype", self.kv_dtype, f"q_dtype = {self.q_dtype}, or fp8")
-
-    def _check_logits(self) -> None:
-        whole = is_int(self.window_left) and self.window_left >= -1
-        allowed = "-1 or None for no window, or an int, the keys to the left that stay visible"
-        check(whole, "window_left", self.window_left, allowed)
-        whole = is_int(self.window_right) and self.window_right >= -1
-        check(whole, "window_right", self.window_right, allowed.replace("left", "right"))
-        cap = self.logits_soft_cap
-        check(is_finite(cap) and cap >= 0, "logits_soft_cap", cap, "0 for none, or a positive number")
-        check(is_finite(self.sm_scale), "sm_scale", self.sm_scale, "a finite number")
-        check(self.pos_encoding in POS_ENCODINGS, "pos_encoding_mode", self.pos_encoding, " or ".join(POS_ENCODINGS))
-        for name in ("rope_scale", "rope_theta"):
-            value = getattr(self, name)
-            check(is_finite(value) and value > 0, name, value, "a positive number")
-        fits = len(self.slopes) == self.num_qo_heads and all(is_finite(x) for x in self.slopes)
-        check(fits or not self.slopes, "alibi_slopes", self.slopes, f"{self.num_qo_heads} finite numbers, one per head")
+        given = literal_eval(text)
+        given |= {name: as_dtype(x) for name, x in given.items() if name.endswith("dtype")}
+        return AttentionSpec(**{**given, "mask": MaskSpec(**given["mask"])})
 
     @property
     def group_size(self) -> int:
         """The number of query heads that share a KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
-    def visible(self, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-        """Which keys each query token of a request sees, by its position alone: bool [q_len, kv_len]."""
-        i = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
-        j = torch.arange(kv_len, device=device)[None, :]
-        seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
-        if self.causal:
-            seen &= j <= i
-        if self.window_left >= 0:
-            seen &= j >= i - self.window_left
-        if self.window_right >= 0:
-            seen &= j <= i + self.window_right
-        return seen
-
-    def but(self, **changes: Any) -> AttentionSpec:
-        """A copy with some attributes replaced, and checked."""
-        return replace(self, **changes) if changes else self
+    def replace(self, **changes: Any) -> AttentionSpec:
+        """A copy with some attributes replaced, those of `mask` by their own names too, and checked."""
+        if not changes:
+            return self
+        mask = {name: changes.pop(name) for name in MASK_FIELDS & changes.keys()}
+        if mask:
+            changes["mask"] = dataclasses.replace(changes.get("mask", self.mask), **mask)
+        return dataclasses.replace(self, **changes)
 
     def alibi_slopes(self) -> torch.Tensor:
         """`slopes`, or by default (Press et al., 2022) a geometric series over the largest power of two n of heads, and
@@ -218,11 +165,20 @@ class AttentionSpec:
         return torch.exp2(exponent).float()
 
 
-# The values of arguments that are None, as callers of FlashInfer may pass them.
-_DEFAULTS = {"window_left": -1, "window_right": -1, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
-_CASTS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "window_left", "window_right"), int),
-    **dict.fromkeys(("logits_soft_cap", "sm_scale", "rope_scale", "rope_theta"), float),
-    **dict.fromkeys(("causal", "custom_mask", "items", "sinks", "latent", "batch_invariant"), bool),
-    "slopes": lambda slopes: tuple(map(float, slopes)),
-}
+@lru_cache(maxsize=1024, typed=True)
+def _cached_spec(**settings: Any) -> AttentionSpec:
+    mask = {name: settings.pop(name) for name in MASK_FIELDS & settings.keys()}
+    return AttentionSpec(mask=MaskSpec(**mask), **settings)
+
+
+def attention_spec(**settings: Any) -> AttentionSpec:
+    """The layer of these settings, those of `AttentionSpec.mask` by their own names. There is one object for equal
+    settings of equal types (8.0 is checked again after 8), so that plans compare layers by identity.
+
+    Raises:
+        ValueError: a setting that is not supported, named with its value and what is allowed.
+    """
+    try:
+        return _cached_spec(**settings)
+    except TypeError:  # a value that cannot be hashed
+        return _cached_spec.__wrapped__(**settings)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec, check
+from quire.definition.checks import check
+from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec
 
 LAYOUTS = ("NHD", "HND")
 

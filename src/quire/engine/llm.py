@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from quire.definition.spec import as_dtype
+from quire.definition.checks import as_dtype
 from quire.engine.arguments import (
     Prompt,
     as_list,

@@ -8,26 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec, check
+from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec, attention_spec
 from quire.definition.tensors import check_optional, check_qkv, refuse_grad
 from quire.kernels import registry
 from quire.kernels.call import Call, Replay
+from quire.kernels.family import Family
 from quire.kernels.ops import operation, traced
 from quire.kernels.pack import pack
 
 Scale = float | Tensor
-_cached_spec = lru_cache(maxsize=1024, typed=True)(AttentionSpec)  # a program has few layers
-
-
-def make_spec(**fields: Any) -> AttentionSpec:
-    """An `AttentionSpec` that is checked once for equal fields of equal types (8.0 is checked again after 8)."""
-    try:
-        return _cached_spec(**fields)
-    except TypeError:  # a value that cannot be hashed
-        return AttentionSpec(**fields)
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -36,7 +29,7 @@ def _spec_of_run(
 ) -> AttentionSpec:
     """A planned layer with the values that one run overrides."""
     given = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale}
-    return spec.but(sinks=sinks, **{name: value for name, value in given.items() if value is not None})
+    return spec.replace(sinks=sinks, **{name: value for name, value in given.items() if value is not None})
 
 
 def attend(
@@ -44,12 +37,19 @@ def attend(
     out: Tensor,
     lse: Tensor | None,
     backend: str,
+    family: Family | None = None,
+    *,
     window_left: int | None = None,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
 ) -> Replay | None:
     """Compute a call into out and, unless it is None, lse. The last three arguments override the planned layer's values
     unless they are None. Returns what replays the call, as `quire.kernels.registry.dispatch`; None while it is traced.
+
+    Args:
+        backend: "auto", or the name of a kernel family.
+        family: the one that a plan chose for the layer. The registry chooses where it is None, where values or sinks of
+            this run change the layer, and in traced code.
 
     Raises:
         ValueError: a query, key or value requires grad; or no family computes the call.
@@ -60,9 +60,9 @@ def attend(
         refuse_grad(q_nope=call.q, q_pe=call.q_pe, ckv_cache=call.k, kpe_cache=call.k_pe)
     if not traced(call.q):
         if torch.is_inference_mode_enabled():  # entering inference mode takes microseconds
-            return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
+            return _compute(call, out, lse, backend, family, window_left, logits_soft_cap, sm_scale)
         with torch.inference_mode():
-            return _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
+            return _compute(call, out, lse, backend, family, window_left, logits_soft_cap, sm_scale)
     kv, mask, items = call.kv, call.mask, call.items
     q_scale, k_scale, v_scale, numbers = _split_scales(call.q_scale, call.k_scale, call.v_scale)
     _attend_op(
@@ -121,6 +121,7 @@ def _compute(
     out: Tensor,
     lse: Tensor | None,
     backend: str,
+    family: Family | None,
     window_left: int | None,
     logits_soft_cap: float | None,
     sm_scale: float | None,
@@ -143,8 +144,8 @@ def _compute(
         check(len(call.k) >= end, "k.shape", list(call.k.shape), f"at least kv_indptr[-1] = {end} tokens")
     sinks = call.sinks is not None
     if window_left is not None or logits_soft_cap is not None or sm_scale is not None or sinks != spec.sinks:
-        call.spec = _spec_of_run(spec, window_left, logits_soft_cap, sm_scale, sinks)
-    return registry.dispatch(call, out, lse, backend)
+        call.spec, family = _spec_of_run(spec, window_left, logits_soft_cap, sm_scale, sinks), None
+    return registry.dispatch(call, out, lse, backend, family)
 
 
 @operation("attend", "out", "lse")
@@ -213,7 +214,7 @@ def _attend_op(
         int_workspace=int_workspace,
     )
     with torch.inference_mode():
-        _compute(call, out, lse, backend, window_left, logits_soft_cap, sm_scale)
+        _compute(call, out, lse, backend, None, window_left, logits_soft_cap, sm_scale)
 
 
 def attend_one(
@@ -273,7 +274,7 @@ def _attend_one_op(
 ) -> None:
     """`torch.ops.quire.attend_one`. The spec is made inside the operation, where sizes are not traced symbols."""
     mask = _mask_of_one(len(q), len(k), custom_mask, packed_custom_mask, q.device)
-    spec = make_spec(
+    spec = attention_spec(
         num_qo_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_dim_qk=q.shape[2],

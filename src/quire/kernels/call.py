@@ -98,13 +98,13 @@ class Call:
         q, k, spec, mask = self.q, self.k, self.spec, self.mask
         if self.items is not None:
             mask = self.items.packed(self.qo.lengths(), self.kv.lengths())
-            spec = spec.but(items=False, custom_mask=True)
+            spec = spec.replace(items=False, custom_mask=True)
         if self.q_pe is not None and self.k_pe is not None:
             q_pe = self.q_pe
             if self.pe_gain != 1.0:  # what a product with the gain would lose in halves counts in the oracle
                 q, q_pe = q.float(), q_pe.float() * self.pe_gain
             q, k = torch.cat([q, q_pe], -1), torch.cat([k, self.k_pe], -1)
-            spec = spec.but(latent=False, q_dtype=q.dtype)
+            spec = spec.replace(latent=False, q_dtype=q.dtype)
         scales = (self.q_scale, self.k_scale, self.v_scale)
         return Call(q, k, self.v, self.qo, self.kv, spec, mask, self.sinks, *scales)
 

@@ -7,12 +7,16 @@ from dataclasses import MISSING, fields
 import torch
 from torch import Tensor
 
-from quire.definition.spec import AttentionSpec
+from quire.definition.masks import MaskSpec
+from quire.definition.spec import MASK_FIELDS, AttentionSpec
 from quire.kernels.call import Call, Replay
 
 # Fields that every family computes: they have no neutral default.
 BASIC = frozenset({"head_dim_vo", "q_dtype", "kv_dtype", "o_dtype", "sm_scale"})
-_DEFAULTS = {f.name: f.default for f in fields(AttentionSpec) if f.init and f.default is not MISSING}
+_DEFAULTS = {
+    f.name: f.default for f in (*fields(AttentionSpec), *fields(MaskSpec)) if f.init and f.default is not MISSING
+}
+_DEFAULTS.pop("mask")
 
 
 class Family:
@@ -23,9 +27,9 @@ class Family:
 
     Attributes:
         name: as in `registry.FAMILIES`.
-        computes: the fields of `AttentionSpec` that its kernels take into account. A layer that sets another field to
-            something other than the field's default is declined, so that a field which is added to the spec is
-            declined by every family until the family computes it.
+        computes: the fields of `AttentionSpec`, and of its `mask`, that its kernels take into account. A layer that
+            sets another field to something other than the field's default is declined, so that a field which is added
+            to the spec is declined by every family until the family computes it.
     """
 
     name: str
@@ -36,7 +40,7 @@ class Family:
         (0: any number); None if it can.
         """
         for name, default in _DEFAULTS.items():
-            if name not in self.computes and getattr(spec, name) != default:
+            if name not in self.computes and getattr(spec.mask if name in MASK_FIELDS else spec, name) != default:
                 return f"it does not compute {name}"
         return self.declines(spec, device, max_q_len)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.definition.blocks import mask_by_rows
+from quire.definition.checks import check
 from quire.definition.masks import byte_indptr, pack_bits, pack_segments
-from quire.definition.spec import check
 from quire.kernels.ops import on_triton, operation
 
 

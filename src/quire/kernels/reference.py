@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 
 from quire.definition import oracle
+from quire.definition.masks import MaskSpec
 from quire.definition.spec import AttentionSpec
 from quire.kernels.call import Call, Replay
-from quire.kernels.family import BASIC, Family
+from quire.kernels.family import Family
 
 
 def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> str | None:
@@ -38,10 +41,8 @@ def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
 
 class _Reference(Family):
     name = "reference"
-    computes = BASIC | frozenset({
-        "causal", "window_left", "custom_mask", "items", "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta",
-        "slopes", "sinks", "latent", "batch_invariant",
-    })  # fmt: skip
+    # The oracle defines every field of AttentionSpec and MaskSpec.
+    computes = frozenset(f.name for record in (AttentionSpec, MaskSpec) for f in fields(record) if f.init) - {"mask"}
 
     def declines(self, spec: AttentionSpec, device: torch.device, max_q_len: int) -> str | None:
         return declines(spec, device, max_q_len)

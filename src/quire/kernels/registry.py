@@ -58,9 +58,9 @@ def why_not(name: str, spec: AttentionSpec, device: torch.device, max_q_len: int
 @lru_cache(maxsize=1024)
 def choose(
     spec: AttentionSpec, device: torch.device, backend: str = "auto", max_q_len: int = 0, but: tuple[str, ...] = ()
-) -> str:
-    """The name of the family that computes a layer for requests of at most max_q_len query tokens (0: any number). For
-    "auto", families in `but` do not count.
+) -> Family:
+    """The family that computes a layer for requests of at most max_q_len query tokens (0: any number). For "auto",
+    families in `but` do not count.
 
     Raises:
         ValueError: no family can, or the named one cannot; it says why each declined.
@@ -71,14 +71,20 @@ def choose(
     for name in names:
         reason = why_not(name, spec, device, max_q_len)
         if reason is None:
-            return name
+            return family(name)
         reasons[name] = reason
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise ValueError(f"no kernels for this attention on {device}: {told}")
 
 
-def dispatch(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto") -> Replay | None:
+def dispatch(
+    call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto", chosen: Family | None = None
+) -> Replay | None:
     """Compute a call with the family that `backend` names or, for "auto", with the first that can.
+
+    Args:
+        chosen: the family, if it was chosen before for such layers and requests. Another one computes the call if this
+            one refuses it.
 
     Returns:
         what replays the call with other tensors of equal shapes, strides and dtypes, where the family can.
@@ -87,12 +93,11 @@ def dispatch(call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto")
         ValueError: no family can, or the named one cannot.
     """
     but: tuple[str, ...] = ()
-    while True:
-        name = choose(call.spec, call.q.device, backend, call.max_q_len, but)
-        reason = family(name).refuses(call)
-        if reason is None:
-            return family(name).attend(call, out, lse)
+    found = chosen or choose(call.spec, call.q.device, backend, call.max_q_len)
+    while (reason := found.refuses(call)) is not None:
         if canonical(backend) != "auto":
-            raise ValueError(f"no kernels for this call: {name}: {reason}")
-        warnings.warn(f"{name} does not compute a call, another kernel family does: {reason}", stacklevel=2)
-        but += (name,)
+            raise ValueError(f"no kernels for this call: {found.name}: {reason}")
+        warnings.warn(f"{found.name} does not compute a call, another kernel family does: {reason}", stacklevel=2)
+        but += (found.name,)
+        found = choose(call.spec, call.q.device, backend, call.max_q_len, but)
+    return found.attend(call, out, lse)

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from quire import decode, prefill
+from quire.definition.checks import as_dtype, check
 from quire.definition.pages import PageTable, as_int32, refuse_first, table
-from quire.definition.spec import FLOATS8, as_dtype, check
+from quire.definition.spec import FLOATS8
 from quire.steps import Heads, plan, workspace
 
 __all__ = [
@@ -70,10 +71,10 @@ class _State:
         arguments.pop("use_fp16_qk_reduction", None)
         plan = self.require_plan()
         changes = {field: arguments.pop(name, None) for name, field in _PLANNED.items()}
-        changes = {field: x for field, x in changes.items() if x is not None and x != getattr(plan.spec, field)}
-        if not changes:
+        changed = plan.replace(**{field: x for field, x in changes.items() if x is not None})
+        if changed is plan:
             return self.run(**arguments)
-        self.planned = plan.but(**changes)
+        self.planned = changed
         try:
             return self.run(**arguments)
         finally:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.definition.spec import AttentionSpec, as_dtype, check
-from quire.kernels.attention import make_spec
+from quire.definition.checks import as_dtype, check
+from quire.definition.spec import AttentionSpec, attention_spec
 
 Scale = float | Tensor
 DType = str | torch.dtype
@@ -33,7 +33,7 @@ class LayerArgs(NamedTuple):
     q_data_type: DType = "float16"
     kv_data_type: DType | None = None
     o_data_type: DType | None = None
-    causal: bool = True
+    causal: bool | None = True
     window_left: int | None = -1
     logits_soft_cap: float | None = None
     sm_scale: float | None = None
@@ -51,44 +51,26 @@ class LayerArgs(NamedTuple):
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        q_dtype = as_dtype(self.q_data_type, "q_data_type")
-        return make_spec(
-            num_qo_heads=self.num_qo_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim_qk=self.head_dim_qk,
-            head_dim_vo=self.head_dim_vo,
-            q_dtype=q_dtype,
-            kv_dtype=q_dtype if self.kv_data_type is None else as_dtype(self.kv_data_type, "kv_data_type"),
-            o_dtype=q_dtype if self.o_data_type is None else as_dtype(self.o_data_type, "o_data_type"),
-            causal=self.causal,
-            window_left=self.window_left,
-            window_right=self.window_right,
-            logits_soft_cap=self.logits_soft_cap,
-            sm_scale=self.sm_scale,
-            pos_encoding=self.pos_encoding,
-            rope_scale=self.rope_scale,
-            rope_theta=self.rope_theta,
-            slopes=self.slopes,
-            custom_mask=custom_mask,
-            items=items,
-            latent=self.latent,
-            batch_invariant=self.batch_invariant,
-        )
+        settings = self._asdict()
+        del settings["page_size"], settings["q_len"]
+        q_dtype = as_dtype(settings.pop("q_data_type"), "q_data_type")
+        for name in ("kv", "o"):
+            given = settings.pop(f"{name}_data_type")
+            settings[f"{name}_dtype"] = q_dtype if given is None else as_dtype(given, f"{name}_data_type")
+        return attention_spec(**settings, q_dtype=q_dtype, custom_mask=custom_mask, items=items)
 
 
-@lru_cache(maxsize=1024, typed=True)
-def _layer_args(*fields: Any) -> LayerArgs:
-    return LayerArgs._make(fields)
+_layer_args = lru_cache(maxsize=1024, typed=True)(LayerArgs)
 
 
-def layer_args(*fields: Any) -> LayerArgs:
-    """The `LayerArgs` of these fields, in its order: one object for equal fields of equal types, so that one comparison
-    finds whether a plan is of the last plan's layer. Where 8 was planned, 8.0 is another argument, which is checked.
+def layer_args(**fields: Any) -> LayerArgs:
+    """The `LayerArgs` of these fields: one object for equal fields of equal types, so that one comparison finds whether
+    a plan is of the last plan's layer. Where 8 was planned, 8.0 is another argument, which is checked.
     """
     try:
-        return _layer_args(*fields)
+        return _layer_args(**fields)
     except TypeError:  # a value without a hash, which the checks refuse
-        return LayerArgs._make(fields)
+        return LayerArgs(**fields)
 
 
 class RunArgs(NamedTuple):

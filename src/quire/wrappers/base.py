@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from inspect import signature
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.definition.spec import check
+from quire.definition.checks import check
 from quire.definition.tensors import check_layout
 from quire.kernels import registry
 from quire.kernels.ops import env_flag
@@ -23,9 +24,10 @@ from quire.wrappers.replay import ReplayCache
 from quire.wrappers.workspace import Workspace, WorkspaceSizes
 
 
-def _of_spec(name: str) -> Any:
-    """A read-only attribute of the planned layer."""
-    return property(lambda self: None if self._current is None else getattr(self._current.spec, name))
+def _of_spec(path: str) -> Any:
+    """A read-only attribute of the planned layer, by its path."""
+    get = attrgetter(path)
+    return property(lambda self: None if self._current is None else get(self._current.spec))
 
 
 class AttentionWrapper(Planner):
@@ -56,7 +58,8 @@ class AttentionWrapper(Planner):
     forward: Callable[..., Any]
 
     # FlashInfer keeps the planned layer in these attributes, and engines read them.
-    _causal, _window_left, _pos_encoding_mode = _of_spec("causal"), _of_spec("window_left"), _of_spec("pos_encoding")
+    _causal, _window_left = _of_spec("mask.causal"), _of_spec("mask.window_left")
+    _pos_encoding_mode = _of_spec("pos_encoding")
     _logits_soft_cap, _sm_scale = _of_spec("logits_soft_cap"), _of_spec("sm_scale")
     _rope_scale, _rope_theta = _of_spec("rope_scale"), _of_spec("rope_theta")
     _plan_info = property(lambda self: self._current)
@@ -91,6 +94,10 @@ class AttentionWrapper(Planner):
         self._replays = ReplayCache(self.device, not self.checking, self._capture)
         self._current: Plan | None = None
 
+    def _keeps_bits(self, fixed_split_size: int | None, disable_split_kv: bool) -> bool:
+        """Whether the bits of a request must not depend on its batch, given these arguments of `plan`."""
+        return self.invariant or disable_split_kv or (fixed_split_size or 0) > 0
+
     @property
     def is_cuda_graph_enabled(self) -> bool:
         """Whether plans go into buffers given once, with a fixed batch size."""
@@ -99,7 +106,7 @@ class AttentionWrapper(Planner):
     @property
     def backend(self) -> str:
         """The kernel family that computes the planned layer: "cpu", "hopper", "triton", "reference"."""
-        return self.require_plan().family
+        return self.require_plan().family.name
 
     @property
     def _max_kv_len(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.pages import table
-from quire.definition.spec import check
 
 
 def check_workspace(buffer: Tensor | None, name: str) -> None:

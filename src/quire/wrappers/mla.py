@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from quire.definition.checks import as_dtype, check, is_int
 from quire.definition.pages import LengthTable, PageTable, RaggedLayout, as_int32, table
-from quire.definition.spec import FLOATS8, AttentionSpec, as_dtype, check, is_int
+from quire.definition.spec import FLOATS8, AttentionSpec
 from quire.definition.tensors import check_tensor, check_tensors
 from quire.kernels.latent import GROUP
 from quire.wrappers.arguments import LayerArgs

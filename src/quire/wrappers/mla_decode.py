@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.definition.checks import as_dtype, check
 from quire.definition.pages import table
-from quire.definition.spec import FLOATS8, as_dtype, check
+from quire.definition.spec import FLOATS8
 from quire.definition.tensors import check_tensors
 from quire.wrappers.arguments import DType, LayerArgs, RunArgs
 from quire.wrappers.buffers import check_buffers, fixed_batch

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check, is_int
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import AttentionSpec, check, is_int
+from quire.definition.spec import AttentionSpec
 from quire.definition.tensors import as_scale, check_lse, check_qkv, check_tensor, outputs
 from quire.kernels import registry
 from quire.kernels.attention import attend
@@ -31,7 +32,9 @@ class Plan(NamedTuple):
         mask, items: custom masks, or the items of prompts, of the requests.
         max_q_len: the most query tokens that a request has, 0 if it is not known.
         layer: the arguments that `spec` was made of; None if a later plan must not be compared with them.
-        backend: "auto", or the name of the kernel family that computes.
+        backend: "auto", or the name of a kernel family: what the caller asked for.
+        family: the kernel family that computes the layer. Another one may compute a run that changes the layer, or that
+            this one refuses.
         float_workspace: float32, for partial states of tiles; None if the kernels need none.
         int_workspace: int32, zeros before and after each run.
         int_size: bytes of the int workspace that this plan needs, beyond what every wrapper has.
@@ -45,18 +48,20 @@ class Plan(NamedTuple):
     max_q_len: int
     layer: LayerArgs | None
     backend: str
+    family: Family
     float_workspace: Tensor | None
     int_workspace: Tensor | None
     int_size: int
 
-    @property
-    def family(self) -> str:
-        """The name of the kernel family that computes the layer."""
-        return registry.choose(self.spec, self.qo.indptr.device, self.backend, self.max_q_len)
-
-    def but(self, **changes: Any) -> Plan:
-        """This plan with some fields of its spec changed and checked again; None is a field's default."""
-        return self._replace(spec=self.spec.but(**changes), layer=None)
+    def replace(self, **changes: Any) -> Plan:
+        """This plan with some fields of its spec changed and checked again; None is a field's default. It is this very
+        plan if they are equal.
+        """
+        spec = self.spec.replace(**changes)
+        if spec == self.spec:
+            return self
+        family = registry.choose(spec, self.qo.indptr.device, self.backend, self.max_q_len)
+        return self._replace(spec=spec, family=family, layer=None)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, args: RunArgs, *, check_pages: bool = False
@@ -99,7 +104,16 @@ class Plan(NamedTuple):
             q, k, v, self.qo, self.kv, spec, self.mask, args.sinks, *scales, self.items, q_pe, k_pe, pe_gain,
             self.max_q_len, self.float_workspace, self.int_workspace,
         )  # fmt: skip
-        replay = attend(call, out, lse, self.backend, args.window_left, args.logits_soft_cap, args.sm_scale)
+        replay = attend(
+            call,
+            out,
+            lse,
+            self.backend,
+            self.family if spec is self.spec else None,
+            window_left=args.window_left,
+            logits_soft_cap=args.logits_soft_cap,
+            sm_scale=args.sm_scale,
+        )
         if wanted and not plain:
             assert lse is not None
             lse = lse * math.log(2) if args.lse_base == "ln" else lse
@@ -120,8 +134,7 @@ def make_plan(
     family: Family,
     workspace: Workspace,
 ) -> Plan:
-    """A plan, with the memory that `family`, the chosen one, asks for. The other arguments are the attributes of
-    `Plan`.
+    """A plan, with the memory that its family asks for. The arguments but `workspace` are the attributes of `Plan`.
 
     Raises:
         ValueError: the caller's float workspace is too small.
@@ -133,7 +146,7 @@ def make_plan(
     if spec.batch_invariant:
         ints = family.int_workspace_size(spec, device, max_q_len, kv.batch_size, kv_tokens)
     float_workspace, int_workspace = workspace.take(floats, ints)
-    return Plan(spec, qo, kv, mask, items, max_q_len, layer, backend, float_workspace, int_workspace, ints)
+    return Plan(spec, qo, kv, mask, items, max_q_len, layer, backend, family, float_workspace, int_workspace, ints)
 
 
 @lru_cache(maxsize=4096)

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check, is_int
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
 from quire.definition.pages import LengthTable, PageTable, RaggedLayout, check_pages, table
-from quire.definition.spec import AttentionSpec, check, is_int
+from quire.definition.spec import AttentionSpec
 from quire.definition.tensors import split_cache
 from quire.kernels import registry
 from quire.kernels.family import Family
@@ -237,20 +238,20 @@ class Planner:
         qo, kv = self._hold_rows(qo, "_qo_indptr_buf", non_blocking), self._hold_keys(kv, non_blocking)
         mask = None if mask is None else self._hold_mask(mask)
         # With one of these, a plan depends on more than its layer, the longest request and the shapes of its tables.
-        more = self.checking or self._use_cuda_graph or spec.batch_invariant or spec.custom_mask or spec.items
+        more = self.checking or self._use_cuda_graph or spec.batch_invariant or spec.mask.custom_mask or spec.mask.items
         self.planned = make_plan(
             spec, qo, kv, mask, items, max_q_len, None if more else layer, self._family, family, self._workspace
         )
 
     def _choose(self, spec: AttentionSpec, max_q_len: int) -> Family:
         """The kernel family of a plan; ValueError if nobody can compute the layer."""
-        return registry.family(registry.choose(spec, self.device, self._family, max_q_len))
+        return registry.choose(spec, self.device, self._family, max_q_len)
 
     def _replan(self, **changes: Any) -> None:
         """Change the plan's layer by the arguments that the deprecated forward() repeats; None is the default."""
         plan = self.require_plan()
-        changed = plan.but(**changes)
-        if changed.spec != plan.spec:
+        changed = plan.replace(**changes)
+        if changed is not plan:
             self.planned = changed
 
     def _split_cache(self, cache: Any) -> tuple[Tensor, Tensor]:

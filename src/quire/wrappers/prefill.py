@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout, table
-from quire.definition.spec import check
 from quire.definition.tensors import check_optional, check_tensors
 from quire.wrappers.arguments import LayerArgs
 from quire.wrappers.base import AttentionWrapper

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.definition.checks import as_dtype
 from quire.definition.pages import table
-from quire.definition.spec import FLOATS8, as_dtype
+from quire.definition.spec import FLOATS8
 from quire.definition.tensors import as_nhd, as_scale, as_slopes
 from quire.wrappers.arguments import DType, RunArgs, Scale, by_position, layer_args, refuse
 from quire.wrappers.buffers import check_buffers, fixed_batch
@@ -105,12 +106,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             refuse(v_indptr=v_indptr, o_indptr=o_indptr)
         if o_data_type is None and as_dtype(q_data_type, "q_data_type") in FLOATS8:
             o_data_type = torch.bfloat16
-        # By position, in the order of LayerArgs, since 20 keywords would take a microsecond.
         layer = layer_args(
-            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, 0, 0, q_data_type, kv_data_type, o_data_type,
-            bool(causal), window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
-            () if alibi_slopes is None else as_slopes(alibi_slopes),
-            self.invariant or disable_split_kv or (fixed_split_size or 0) > 0, False, window_right,
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
+            q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type,
+            causal=bool(causal), window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, pos_encoding=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+            slopes=as_slopes(alibi_slopes), batch_invariant=self._keeps_bits(fixed_split_size, disable_split_kv),
         )  # fmt: skip
         plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
         if plain and self._plan_again(layer, max_token_per_sequence, qo_indptr, kv_indptr, non_blocking=non_blocking):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.definition.spec import FLOATS, check
+from quire.definition.checks import check
+from quire.definition.spec import FLOATS
 from quire.definition.tensors import check_tensor, check_tensors, refuse_grad
 
 INTS = (torch.int32, torch.int64)

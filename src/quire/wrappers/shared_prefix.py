@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.definition.checks import check
 from quire.definition.pages import PageTable, RaggedLayout
-from quire.definition.spec import check
+from quire.definition.spec import AttentionSpec
 from quire.definition.tensors import outputs
 from quire.kernels import merge, registry
 from quire.kernels.ops import traced
-from quire.wrappers.arguments import LayerArgs, RunArgs
+from quire.wrappers.arguments import RunArgs
 from quire.wrappers.capture import CaptureGuard
 from quire.wrappers.plan import Plan, make_plan
 from quire.wrappers.prefixes import shared_prefixes
@@ -78,34 +79,37 @@ class SharedPrefix:
         return (out, lse) if args.return_lse else out
 
 
-def check_shared_prefix(layer: LayerArgs, use_cuda_graph: bool, device: torch.device) -> None:
-    """Refuse arguments of a plan that do not go with shared prefixes, naming them."""
-    name, window_left = "shared_prefix", layer.window_left
+def check_shared_prefix(spec: AttentionSpec, use_cuda_graph: bool, device: torch.device) -> None:
+    """Refuse arguments of a plan that do not go with shared prefixes, naming them: those of layers that see keys by
+    their positions, among others, since positions begin anew in each part.
+    """
+    name, mask = "shared_prefix", spec.mask
     graph = "with use_cuda_graph, a captured graph would not see how a later plan is cut"
     check(not use_cuda_graph, name, True, graph)
     invariant = "bits depend on who shares, and are asked to be batch-invariant"
-    check(not layer.batch_invariant, name, True, invariant)
-    check(layer.pos_encoding == "NONE", "pos_encoding_mode", layer.pos_encoding, "NONE with shared_prefix")
-    check(window_left is None or window_left < 0, "window_left", window_left, "-1, no window, with shared_prefix")
+    check(not spec.batch_invariant, name, True, invariant)
+    check(spec.pos_encoding == "NONE", "pos_encoding_mode", spec.pos_encoding, "NONE with shared_prefix")
+    check(mask.window_left < 0, "window_left", mask.window_left, "-1, no window, with shared_prefix")
+    check(not mask.depends_on_positions, "mask", mask, "causal or none with shared_prefix")
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     check(not capturing, name, True, "such a plan reads the tables, and cannot be captured in a graph")
 
 
 def find_shared_prefix(
-    plan: Plan, layer: LayerArgs, tables: Sequence[Tensor], workspace: Workspace, capture: CaptureGuard
+    plan: Plan, tables: Sequence[Tensor], workspace: Workspace, capture: CaptureGuard
 ) -> SharedPrefix | None:
     """Find what the requests of a plan share; None where that saves too little.
 
     Args:
         plan: the whole batch, as just planned.
-        layer: what its spec was made of.
         tables: its indptr, indices and last_page_len as given; this waits for the devices that they lie on.
         workspace, capture: of the wrapper. Parts run one after another in the same memory.
 
     Raises:
         ValueError: a table on a device that contradicts itself, or a float workspace that is too small for a part.
     """
-    spec, q_len, page_size, (indptr, indices, last) = plan.spec, plan.max_q_len, layer.page_size, tables
+    assert isinstance(plan.kv, PageTable)
+    spec, q_len, page_size, (indptr, indices, last) = plan.spec, plan.max_q_len, plan.kv.page_size, tables
     indptr = indptr.cpu()
     table = PageTable(indptr, indices[: int(indptr[-1])].cpu(), last.cpu().contiguous(), page_size)
     page = page_size * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo) * spec.kv_dtype.itemsize
@@ -114,18 +118,18 @@ def find_shared_prefix(
     levels, own = shared_prefixes(table, q_len, -(-LEAST_TOKENS // page_size), worth)
     if not levels:
         return None
-    layer = layer._replace(o_data_type=torch.float32)
-    parts = [_part(plan, layer, plan.qo, own, q_len, workspace, capture)]
+    spec = spec.replace(o_dtype=torch.float32)
+    parts = [_part(plan, spec, plan.qo, own, q_len, workspace, capture)]
     for level in levels:
         rows = RaggedLayout(level.qo.indptr.to(workspace.device, non_blocking=True))
-        parts.append(_part(plan, layer._replace(causal=False), rows, level.kv, level.longest, workspace, capture))
+        parts.append(_part(plan, spec.replace(causal=False), rows, level.kv, level.longest, workspace, capture))
     saved = sum(level.pages_saved for level in levels) * page_size
     return SharedPrefix(sum(level.groups for level in levels), len(levels), saved, tuple(parts), capture)
 
 
 def _part(
     whole: Plan,
-    layer: LayerArgs,
+    spec: AttentionSpec,
     qo: RaggedLayout,
     kv: PageTable,
     max_q_len: int,
@@ -140,7 +144,6 @@ def _part(
         backend = "auto"
     indptr, indices, last = (x.to(device, non_blocking=True) for x in (kv.indptr, kv.indices, kv.last_page_len))
     pages = PageTable(indptr, indices, last, kv.page_size)
-    spec = layer.spec()
-    family = registry.family(registry.choose(spec, device, backend, max_q_len))
+    family = registry.choose(spec, device, backend, max_q_len)
     plan = make_plan(spec, qo, pages, None, None, max_q_len, None, backend, family, workspace)
     return Part(plan, ReplayCache(device, True, capture))

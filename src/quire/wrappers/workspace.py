@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.definition.spec import check
+from quire.definition.checks import check
 from quire.wrappers.buffers import check_workspace
 
 INT_BYTES = 8 << 20  # of the int workspace on a GPU, as in FlashInfer

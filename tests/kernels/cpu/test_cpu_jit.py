@@ -15,7 +15,7 @@ import torch
 from helpers.families import DTYPES, check, compute
 from helpers.forks import Attention, in_child
 from quire.bench.batches import random_batch
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 from quire.kernels.cpu import jit
 from quire.kernels.cpu.stream import stream
 from quire.kernels.cpu.tile import tile
@@ -67,7 +67,7 @@ def test_kernels_called_with_many_dtypes_are_compiled_once_per_dtype_of_keys(mas
     for q_dtype, kv_dtype in DTYPES:
         for o_dtype in (torch.float32, q_dtype):
             given = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 16, "custom_mask": masked, "sinks": masked}
-            spec = AttentionSpec(**given, q_dtype=q_dtype, kv_dtype=kv_dtype, o_dtype=o_dtype)
+            spec = attention_spec(**given, q_dtype=q_dtype, kv_dtype=kv_dtype, o_dtype=o_dtype)
             batch = random_batch(spec, [1, 20], [7, 30], 4, padding=1)
             check(batch, *compute(batch, "cpu"))
     assert len(stream.signatures) == len({kv_dtype for _, kv_dtype in DTYPES})

@@ -14,7 +14,7 @@ import quire
 from helpers.families import check, compute, spoil
 from helpers.hopper import Recorded, gpu, shifted
 from quire.bench.batches import random_batch, relative_error
-from quire.definition import AttentionSpec, RaggedLayout
+from quire.definition import RaggedLayout, attention_spec
 from quire.kernels import registry
 from quire.kernels.call import Call
 
@@ -37,7 +37,7 @@ def layer(rng, dtype, **changes):
     heads = kv_heads * rng.choice((1, 2, 3, 4, 7, 16))
     kv_dtype = rng.choice((dtype, dtype, torch.float8_e4m3fn, torch.float8_e5m2)) if dim > 64 else dtype
     given = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim_qk": dim, "kv_dtype": kv_dtype}
-    return AttentionSpec(**given, q_dtype=dtype, **changes)
+    return attention_spec(**given, q_dtype=dtype, **changes)
 
 
 @gpu
@@ -66,7 +66,7 @@ def test_batches(dtype, name, rng):
 def test_partial_states_are_combined(shape, heads, rng):
     """Long requests that many programs share, and many short ones: the same bits each time, and right."""
     count, length = shape
-    spec = AttentionSpec(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim_qk=128, q_dtype=torch.bfloat16)
+    spec = attention_spec(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim_qk=128, q_dtype=torch.bfloat16)
     kv_lens = [rng.randint(length // 2, length) for _ in range(count)]
     batch = random_batch(spec, [1] * count, kv_lens, 16)
     first = compute(batch, "hopper", max_q_len=1)
@@ -155,7 +155,7 @@ def test_partial_states_are_combined_in_two_levels(rng):
     zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
     for i in range(40):
         group, dim = ((8, 128), (2, 128), (20, 64), (8, 256))[i % 4]
-        spec = AttentionSpec(num_qo_heads=group, num_kv_heads=1, head_dim_qk=dim, q_dtype=torch.bfloat16)
+        spec = attention_spec(num_qo_heads=group, num_kv_heads=1, head_dim_qk=dim, q_dtype=torch.bfloat16)
         kv_lens = [rng.choice((rng.randint(1, 12000), 64 * rng.randint(17, 200))) for _ in range(rng.randint(2, 5))]
         batch = random_batch(spec, [1] * len(kv_lens), kv_lens, 16)
         check(batch, *compute(batch, "hopper", max_q_len=1, int_workspace=zeros), "hopper")
@@ -165,7 +165,7 @@ def test_partial_states_are_combined_in_two_levels(rng):
 @gpu
 def test_launches_on_several_streams_do_not_wait_for_each_other(rng):
     """Programs wait for others of their launch, while half of the machine is taken by another launch's."""
-    spec = AttentionSpec(num_qo_heads=16, num_kv_heads=4, head_dim_qk=128, q_dtype=torch.bfloat16)
+    spec = attention_spec(num_qo_heads=16, num_kv_heads=4, head_dim_qk=128, q_dtype=torch.bfloat16)
     wrappers, streams = [], [torch.cuda.Stream() for _ in range(3)]
     for kv_lens in ([60000], [9000, 20000, 3], [700] * 40):
         batch = random_batch(spec, [1] * len(kv_lens), kv_lens, 16, device="cuda")
@@ -188,7 +188,7 @@ def test_launches_on_several_streams_do_not_wait_for_each_other(rng):
 def test_partial_states_of_requests_with_different_rows_are_cleared(rng):
     """Rounds over one wrapper's memory, which every run must find and leave as zeros: few rows, many, and few again."""
     for dim, kv_heads, group in ((128, 2, 4), (128, 1, 16), (256, 2, 8), (64, 4, 1)):
-        spec = AttentionSpec(
+        spec = attention_spec(
             num_qo_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim_qk=dim, q_dtype=torch.bfloat16
         )
         zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
@@ -205,7 +205,7 @@ def test_partial_states_of_requests_with_different_rows_are_cleared(rng):
 @pytest.mark.parametrize(("dim", "kv_dtype"), [(64, torch.bfloat16), (128, torch.float8_e4m3fn)], ids=str)
 def test_heads_that_are_read_together_share_no_numbers(dim, kv_dtype, rng):
     """NaN in one KV head's keys or values is seen by its queries alone."""
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=8, num_kv_heads=4, head_dim_qk=dim, q_dtype=torch.bfloat16, kv_dtype=kv_dtype, causal=True
     )
     batch = random_batch(spec, [1, 1], [640, 3000], 16)
@@ -236,7 +236,7 @@ def test_rows_that_are_not_in_pages(dtype, rng):
 def test_queries_of_any_size_meet_fp8(rng):
     """Halves hold neither the largest nor the smallest of bf16's numbers."""
     for size in (1e-30, 1e-6, 1e6, 1e30):
-        spec = AttentionSpec(
+        spec = attention_spec(
             num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn,
             sm_scale=0.1 / size,
         )  # fmt: skip
@@ -247,7 +247,7 @@ def test_queries_of_any_size_meet_fp8(rng):
 
 @gpu
 def test_tables_that_change_after_their_check_never_lead_outside(rng):
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     batch = random_batch(spec, [1, 1], [640, 64], 16)
     expected = spoil(batch)
     check(expected, *compute(batch, "hopper", max_q_len=1), "hopper")
@@ -255,9 +255,9 @@ def test_tables_that_change_after_their_check_never_lead_outside(rng):
 
 @gpu
 def test_auto_chooses_it_for_decode(rng):
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
-    assert registry.choose(spec, device, max_q_len=16) == "hopper"
+    assert registry.choose(spec, device, max_q_len=16).name == "hopper"
     assert hopper._hosts(spec, 16) == (hopper.decode_host,)
     assert hopper._hosts(spec, 17) == hopper._hosts(spec, 0) == (hopper.prefill_host,)
     batch = random_batch(spec, [1, 1], [640, 64], 16, device="cuda")
@@ -280,7 +280,7 @@ def test_auto_chooses_it_for_decode(rng):
 @gpu
 def test_tree_masks_of_known_lengths_are_decoded(rng):
     """A mask over a few query tokens per request, as in speculative decoding."""
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16, custom_mask=True, causal=False
     )
     batch = random_batch(spec, [5, 16, 1], [640, 64, 3000], 16, device="cuda")
@@ -303,7 +303,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rn
     """Launches over pages and over ragged rows pass strides in 16-bit elements."""
     monkeypatch.setattr(hopper.decode_host, "Launcher", Recorded)
     hopper.decode_host._launcher.cache_clear()
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16, kv_dtype=kv_dtype, custom_mask=True
     )
     batch = random_batch(spec, [1, 1], [640, 64], 16)
@@ -332,7 +332,7 @@ def test_one_program_for_each_multiprocessor_where_little_is_read(rng):
     calls, few = hopper.decode_host, 0
     for _ in range(300):
         group, heads, dim = rng.choice((1, 2, 4, 8)), rng.choice((1, 2, 8)), rng.choice((64, 128))
-        spec = AttentionSpec(num_qo_heads=heads * group, num_kv_heads=heads, head_dim_qk=dim, q_dtype=torch.bfloat16)
+        spec = attention_spec(num_qo_heads=heads * group, num_kv_heads=heads, head_dim_qk=dim, q_dtype=torch.bfloat16)
         page_size, counts = rng.choice((1, 16, 64)), [rng.choice((0, 1, rng.randint(1, 200))) for _ in range(9)]
         c = calls.config(spec, page_size, len(counts), 1, (False,) * 6)
         blocks = c.heads * sum(max(-(-n * page_size // c.block_n), 1) for n in counts)
@@ -348,11 +348,11 @@ def test_one_program_for_each_multiprocessor_where_little_is_read(rng):
 def test_kernels_compile(dim):
     from helpers.triton_compile import compile_decode
 
-    spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=dim, q_dtype=torch.bfloat16)
+    spec = attention_spec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=dim, q_dtype=torch.bfloat16)
     layers = [(spec, 1)]
     if dim == 128:
-        layers.append((spec.but(window_left=9, logits_soft_cap=1.0, sinks=True, custom_mask=True), 4))
-        layers.append((spec.but(kv_dtype=torch.float8_e5m2), 1))
+        layers.append((spec.replace(window_left=9, logits_soft_cap=1.0, sinks=True, custom_mask=True), 4))
+        layers.append((spec.replace(kv_dtype=torch.float8_e5m2), 1))
         layers.append((spec, 16))
     for each, max_q_len in layers:
         usage = compile_decode(each, max_q_len)
@@ -363,7 +363,9 @@ def test_kernels_compile(dim):
 def test_pipelines_fit_shared_memory():
     """Pipelines have two stages or more for every layer and number of query rows."""
     for dim, dtype, rows in itertools.product((64, 128, 256), (torch.bfloat16, torch.float8_e4m3fn), range(1, 65)):
-        spec = AttentionSpec(num_qo_heads=rows, num_kv_heads=1, head_dim_qk=dim, q_dtype=torch.bfloat16, kv_dtype=dtype)
+        spec = attention_spec(
+            num_qo_heads=rows, num_kv_heads=1, head_dim_qk=dim, q_dtype=torch.bfloat16, kv_dtype=dtype
+        )
         tuning = hopper.decode_host.tune(spec, 1)
         assert tuning.stages >= 2
         assert tuning.rows >= rows
@@ -371,14 +373,14 @@ def test_pipelines_fit_shared_memory():
 
 def test_what_it_declines():
     declines = hopper.decode_host.declines
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     assert declines(spec, 1) is None
-    assert "head_dim is 64, 128 or 256, not 80" in declines(spec.but(head_dim_qk=80, head_dim_vo=80), 1)
-    narrow = spec.but(head_dim_qk=64, head_dim_vo=64, kv_dtype=torch.float8_e5m2)
-    assert declines(spec.but(kv_dtype=torch.float8_e5m2), 1) is None
+    assert "head_dim is 64, 128 or 256, not 80" in declines(spec.replace(head_dim_qk=80, head_dim_vo=80), 1)
+    narrow = spec.replace(head_dim_qk=64, head_dim_vo=64, kv_dtype=torch.float8_e5m2)
+    assert declines(spec.replace(kv_dtype=torch.float8_e5m2), 1) is None
     assert "a head_dim of 128 or 256, not 64" in declines(narrow, 1)
-    assert "torch.float32" in declines(spec.but(q_dtype=torch.float32, kv_dtype=torch.float32), 1)
+    assert "torch.float32" in declines(spec.replace(q_dtype=torch.float32, kv_dtype=torch.float32), 1)
     assert "at most 64 query rows" in declines(spec, 0)
-    assert declines(spec.but(batch_invariant=True), 0) is None
-    assert "nor position encodings" in declines(spec.but(batch_invariant=True, pos_encoding="ALIBI"), 1)
+    assert declines(spec.replace(batch_invariant=True), 0) is None
+    assert "nor position encodings" in declines(spec.replace(batch_invariant=True, pos_encoding="ALIBI"), 1)
     assert hopper.FAMILY.declines(spec, torch.device("cpu"), 1) == "it needs a Hopper GPU"

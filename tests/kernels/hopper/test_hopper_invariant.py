@@ -12,7 +12,7 @@ import quire
 from helpers.families import BOUNDS, alone, check, compute
 from helpers.hopper import Recorded, gpu
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.definition import AttentionSpec, PageTable, RaggedLayout
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, attention_spec
 from quire.kernels import registry
 from quire.kernels.call import Call
 
@@ -42,7 +42,7 @@ SHAPES = [
 
 def layer(shape, **changes) -> AttentionSpec:
     dim, kv_dtype, kv_heads, group = shape
-    return AttentionSpec(
+    return attention_spec(
         num_qo_heads=kv_heads * group,
         num_kv_heads=kv_heads,
         head_dim_qk=dim,
@@ -93,7 +93,7 @@ class Expected:
         check(batch, *self.many, "hopper")
         chunks, begins = [], batch.qo.indptr.tolist()
         for b, q_len in enumerate(batch.qo.lengths().tolist()):
-            starts = range(0, q_len, self.few) if spec.causal else (max(q_len - self.few, 0),)
+            starts = range(0, q_len, self.few) if spec.mask.causal else (max(q_len - self.few, 0),)
             chunks += [(b, begin, min(begin + self.few, q_len)) for begin in starts]
         self.rows = [slice(n, m) for n, m in pairwise(begins)]
         rows = torch.cat([self.of(each) for each in chunks])
@@ -132,7 +132,7 @@ def test_bits_do_not_depend_on_the_batch(name, shape, rng):
     batch.v[..., 3] = 0  # zeros have a sign
     expected, few = Expected(batch), few_tokens(spec)
     chunks = [(b, 0, q_len) for b, q_len in enumerate(q_lens)]
-    if spec.causal:
+    if spec.mask.causal:
         chunks += [(b, rng.randrange(q_len), q_len) for b, q_len in enumerate(q_lens)]
         chunks += [(0, 3, 50), (2, 64, 100), (2, 5, 90), (0, 17, 18), (1, 0, 1), (2, 100, 100 + min(few, 30))]
     else:  # all see the keys of the last
@@ -216,10 +216,10 @@ def test_zeros_end_where_it_was_said_to(rng):
 def test_wrappers_choose_it(rng):
     """Decode and prefill of one layer are computed by one family, whatever their rows, and whatever `plan` knows."""
     device = torch.device("cuda", 0)
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=BF16, batch_invariant=True)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=BF16, batch_invariant=True)
     for max_q_len in (0, 1, 16, 17, 1000):
-        assert registry.choose(spec, device, max_q_len=max_q_len) == "hopper"
-        assert registry.choose(spec.but(pos_encoding="ALIBI"), device, max_q_len=max_q_len) == "triton"
+        assert registry.choose(spec, device, max_q_len=max_q_len).name == "hopper"
+        assert registry.choose(spec.replace(pos_encoding="ALIBI"), device, max_q_len=max_q_len).name == "triton"
     batch = random_batch(spec, [100, 40, 1], [9000, 40, 700], 16, device="cuda")
     table, cache = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len), (batch.k, batch.v)
     results = []

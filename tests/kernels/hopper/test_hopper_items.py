@@ -10,7 +10,7 @@ import torch
 from helpers.families import compute
 from helpers.hopper import Pointer, gpu, listed, on_host
 from quire.bench.batches import random_batch, relative_error
-from quire.definition import AttentionSpec, oracle
+from quire.definition import attention_spec, oracle
 from quire.definition.items import Items
 
 mask = pytest.importorskip("quire.kernels.hopper.mask")
@@ -35,7 +35,7 @@ def items_of(rng, kv_lens, dtype):
 @pytest.mark.parametrize("change", [{}, {"window_left": 200}, {"causal": False}, {"sinks": True}], ids=str)
 def test_items(change, kv_dtype, rng):
     heads = rng.choice((1, 2))
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=heads * rng.choice((1, 4, 7)), num_kv_heads=heads, head_dim_qk=rng.choice((64, 128)), items=True,
         q_dtype=torch.bfloat16, kv_dtype=kv_dtype, **change,
     )  # fmt: skip

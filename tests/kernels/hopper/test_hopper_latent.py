@@ -11,7 +11,7 @@ import quire
 from helpers.families import check, compute
 from helpers.hopper import Recorded, gpu, shifted
 from quire.bench.batches import Batch, random_batch, relative_error
-from quire.definition import AttentionSpec, PageTable
+from quire.definition import PageTable, attention_spec
 from quire.kernels import registry
 from quire.kernels.call import Call
 
@@ -22,7 +22,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 def latent_batch(heads, dtype, q_lens, kv_lens, page_size, dim=512, padding=0, **layer) -> Batch:
     """A batch whose values are the first part of keys."""
     given = {"num_qo_heads": heads, "num_kv_heads": 1, "head_dim_qk": dim + 64, "head_dim_vo": dim, "sm_scale": 0.07}
-    spec = AttentionSpec(**given, q_dtype=dtype, **layer)
+    spec = attention_spec(**given, q_dtype=dtype, **layer)
     batch = random_batch(spec, q_lens, kv_lens, page_size, padding=padding)
     return replace(batch, v=batch.k[..., :dim])
 
@@ -30,7 +30,7 @@ def latent_batch(heads, dtype, q_lens, kv_lens, page_size, dim=512, padding=0, *
 def run(batch: Batch, max_q_len=0, **changes):
     dim = batch.spec.head_dim_vo
     given = {"q": batch.q[..., :dim], "q_pe": batch.q[..., dim:], "k": batch.v, "k_pe": batch.k[..., dim:]}
-    given |= {"spec": batch.spec.but(latent=True), "max_q_len": max_q_len}
+    given |= {"spec": batch.spec.replace(latent=True), "max_q_len": max_q_len}
     return compute(batch, "hopper", **(given | changes))
 
 
@@ -140,8 +140,8 @@ def test_tables_that_change_after_their_check_never_lead_outside():
 @gpu
 def test_auto_chooses_it_for_decode():
     batch = latent_batch(128, torch.bfloat16, [1, 3], [640, 64], 16, causal=True)
-    spec, kv = batch.spec.but(latent=True), batch.kv
-    assert registry.choose(spec, torch.device("cuda", 0)) == "hopper"
+    spec, kv = batch.spec.replace(latent=True), batch.kv
+    assert registry.choose(spec, torch.device("cuda", 0)).name == "hopper"
     wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(0, device="cuda"), backend="hopper")
     tables = (x.cuda() for x in (batch.qo.indptr, kv.indptr, kv.indices, kv.lengths()))
     wrapper.plan(*tables, 128, 512, 64, 16, True, 0.07, torch.bfloat16, torch.bfloat16)
@@ -159,9 +159,9 @@ def test_auto_chooses_it_for_decode():
 def test_kernels_compile(dim):
     from helpers.triton_compile import compile_latent
 
-    spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=dim + 64, head_dim_vo=dim, latent=True)
-    near = (spec.but(num_qo_heads=16), 1, 16, False)
-    others = [(spec, 1), (spec.but(sinks=True), 4)] if dim == 512 else []
+    spec = attention_spec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=dim + 64, head_dim_vo=dim, latent=True)
+    near = (spec.replace(num_qo_heads=16), 1, 16, False)
+    others = [(spec, 1), (spec.replace(sinks=True), 4)] if dim == 512 else []
     for given in [near, (*near, True), *others]:
         usage = compile_latent(*given)
         assert usage.shared <= usage.limit
@@ -175,7 +175,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
     batch = latent_batch(128, torch.bfloat16, [1, 1], [640, 64], 16)
     q, q_pe = batch.q.split((512, 64), -1)
     k, k_pe = batch.k.split((512, 64), -1)
-    spec = batch.spec.but(latent=True)
+    spec = batch.spec.replace(latent=True)
     call = Call(q, k, k, batch.qo, batch.kv, spec, q_pe=q_pe, k_pe=k_pe, max_q_len=1)
     assert calls.refuses(call) is None
     calls.launch(call, torch.empty(2, 128, 512), None, 132)
@@ -198,19 +198,20 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
 
 
 def test_what_it_declines():
-    spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
+    spec = attention_spec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
     declines = hopper.mla_host.declines
     assert declines(spec, 1) is None
-    assert "no windows" in declines(spec.but(window_left=3), 1)
-    assert "torch.float8_e5m2" in declines(spec.but(kv_dtype=torch.float8_e5m2), 1)
-    assert "batch invariance" in declines(spec.but(batch_invariant=True), 1)
+    for mask in ({"window_left": 3}, {"window_right": 3, "causal": False}, {"custom_mask": True}, {"items": True}):
+        assert "no windows, nor masks but causal" in declines(spec.replace(**mask), 1)
+    assert "torch.float8_e5m2" in declines(spec.replace(kv_dtype=torch.float8_e5m2), 1)
+    assert "batch invariance" in declines(spec.replace(batch_invariant=True), 1)
 
 
 def test_how_tiles_are_spread():
     """Few query rows by neighbouring programs, many one tile at a time."""
-    spec = AttentionSpec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
+    spec = attention_spec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
     programs = [hopper.mla_host.programs_per_span(spec, n) for n in (0, 1, 2, 3, 6, 7)]
     assert programs == [2, 2, 4, 6, 12, 7]
-    assert hopper.mla_host.programs_per_span(spec.but(num_qo_heads=16), 1) == 1
+    assert hopper.mla_host.programs_per_span(spec.replace(num_qo_heads=16), 1) == 1
     many = [hopper.mla_host.has_many_rows(spec, tokens, 2) for tokens in (2, 8, 63, 64, 4096)]
     assert many == [False, False, False, True, True]

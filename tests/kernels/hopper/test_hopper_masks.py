@@ -12,7 +12,7 @@ import quire
 from helpers.families import check, compute
 from helpers.hopper import Pointer, gpu, listed, on_host
 from quire.bench.batches import random_batch
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 from quire.definition.masks import PackedMask
 
 mask = pytest.importorskip("quire.kernels.hopper.mask")
@@ -36,7 +36,7 @@ def test_masks_of_whole_blocks(dim, change, rng):
     for page_size in (1, 16):
         heads = rng.choice((1, 2))
         kv_dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float8_e4m3fn))
-        spec = AttentionSpec(
+        spec = attention_spec(
             num_qo_heads=heads * rng.choice((1, 4, 7)), num_kv_heads=heads, head_dim_qk=dim[0], head_dim_vo=dim[1],
             q_dtype=torch.bfloat16, kv_dtype=kv_dtype, custom_mask=True, **{"causal": False, **change},
         )  # fmt: skip
@@ -52,14 +52,14 @@ def test_masks_of_whole_blocks(dim, change, rng):
 @gpu
 def test_a_mask_of_causal_order_has_its_bits(rng):
     """A custom mask that says what causal order says leaves the same blocks, so that batch-invariant bits are equal."""
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16, batch_invariant=True
     )  # fmt: skip
     lens = [rng.randint(70, 900) for _ in range(3)]
     batch = random_batch(spec, lens, lens, 16)
     out, lse = compute(batch, "hopper")
     masks = [torch.ones(n, n).tril().bool().flatten() for n in lens]
-    batch = replace(batch, spec=spec.but(custom_mask=True, causal=False), bool_mask=torch.cat(masks))
+    batch = replace(batch, spec=spec.replace(custom_mask=True, causal=False), bool_mask=torch.cat(masks))
     again, again_lse = compute(batch, "hopper")
     assert torch.equal(out, again)
     assert torch.equal(lse, again_lse)

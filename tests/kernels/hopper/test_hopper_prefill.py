@@ -12,7 +12,7 @@ import quire
 from helpers.families import check, compute, spoil
 from helpers.hopper import Recorded, gpu, on_host, ragged_tables, shifted
 from quire.bench.batches import random_batch, relative_error
-from quire.definition import AttentionSpec, RaggedLayout
+from quire.definition import RaggedLayout, attention_spec
 from quire.kernels import registry
 from quire.kernels.call import Call
 
@@ -40,7 +40,7 @@ def layer(rng, dtype, fp8=True, **changes):
     kv_heads, (dim, dim_vo) = rng.choice((1, 2, 3)), rng.choice(DIMS)
     kv_dtype = rng.choice((dtype, dtype, torch.float8_e4m3fn, torch.float8_e5m2)) if fp8 else dtype
     given = {"num_kv_heads": kv_heads, "head_dim_qk": dim, "head_dim_vo": dim_vo, "kv_dtype": kv_dtype}
-    return AttentionSpec(num_qo_heads=kv_heads * rng.choice((1, 2, 3, 4, 7, 16)), **given, q_dtype=dtype, **changes)
+    return attention_spec(num_qo_heads=kv_heads * rng.choice((1, 2, 3, 4, 7, 16)), **given, q_dtype=dtype, **changes)
 
 
 def lengths(rng):
@@ -104,7 +104,7 @@ def test_rows_that_are_not_in_pages(name, rng):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_keys_without_probability_change_no_bit(dim, rng):
     """As long as no maximum grows, states are multiplied by exactly 1, not by what a product and a sum round to."""
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.bfloat16, causal=False)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.bfloat16, causal=False)
     batch = random_batch(spec, [rng.randint(200, 400)], [128 * 20], 16)
     k, v, indptr = batch.rows()
     start = 128 * rng.randrange(20)
@@ -124,7 +124,7 @@ def test_pages_before_a_window_are_not_read(page_size, rng):
     spec = layer(rng, torch.bfloat16, window_left=rng.choice((5, 100, 128, 333)))
     q_len = rng.randint(1, 300)
     batch = random_batch(spec, [q_len], [2000], page_size)
-    spare = batch.kv.indices[: (2000 - q_len - spec.window_left) // page_size].long()
+    spare = batch.kv.indices[: (2000 - q_len - spec.mask.window_left) // page_size].long()
     expected = batch.exact()
     for x in (batch.k, batch.v):
         x[spare] = torch.full((), torch.nan).to(x.dtype)
@@ -159,7 +159,7 @@ def test_many_requests(count, window, rng):
     block that has unused slots on both sides, of which one consumer may be several ahead.
     """
     dim = rng.choice((64, 128))
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=8, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.bfloat16, window_left=window
     )  # fmt: skip
     kv_lens = [rng.choice((0, 1, rng.randint(1, 20), rng.randint(1, 400))) for _ in range(count)]
@@ -171,7 +171,7 @@ def test_many_requests(count, window, rng):
 @gpu
 def test_tables_that_change_after_their_check_never_lead_outside(rng):
     for page_size in (1, 16):
-        spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+        spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
         batch = random_batch(spec, [70, 100], [640, 64], page_size)
         expected = spoil(batch)
         check(expected, *compute(batch, "hopper"), "hopper")
@@ -180,7 +180,7 @@ def test_tables_that_change_after_their_check_never_lead_outside(rng):
 @gpu
 def test_graphs_read_tables_that_changed(rng):
     """A captured plan and run compute what the tables say when they are replayed, over caches in any layout."""
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     batches = [
         random_batch(spec, [300, 1, 20], kv_lens, 16, device="cuda") for kv_lens in ([400, 900, 70], [900, 400, 70])
     ]
@@ -209,10 +209,10 @@ def test_graphs_read_tables_that_changed(rng):
 
 @gpu
 def test_auto_chooses_it_for_prefill(rng):
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
-    assert registry.choose(spec, device) == registry.choose(spec, device, max_q_len=999) == "hopper"
-    assert registry.choose(spec.but(pos_encoding="ROPE_LLAMA"), device) == "triton"
+    assert registry.choose(spec, device) is registry.choose(spec, device, max_q_len=999) is registry.family("hopper")
+    assert registry.choose(spec.replace(pos_encoding="ROPE_LLAMA"), device).name == "triton"
     batch = random_batch(spec, [100, 1], [640, 64], 16, device="cuda")
     k, v, indptr = batch.rows()
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, device="cuda"))
@@ -229,7 +229,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     """Caches that TMA reads as matrices of tokens, in any layout, and those whose keys are copied one by one."""
     monkeypatch.setattr(host, "Launcher", Recorded)
     host._launcher.cache_clear()
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     for page_size, layout, box, stride in (
         (16, "NHD", 16, 256), (16, "HND", 16, 128), (256, "NHD", 128, 256), (0, "NHD", 128, 256), (4, "NHD", 0, 0),
         (24, "NHD", 0, 0),
@@ -336,7 +336,7 @@ def test_kernels_compile(name):
 
     page_size = {"ragged": 0, "p1": 1}.get(name, 16)
     dims = {"d64": (64, 64), "d192": (192, 128), "d256": (256, 256)}.get(name, (128, 128))
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=32, num_kv_heads=8, head_dim_qk=dims[0], head_dim_vo=dims[1], o_dtype=torch.bfloat16,
         q_dtype=torch.float8_e4m3fn if name == "fp8 q" else torch.bfloat16, batch_invariant=name == "invariant",
         kv_dtype=torch.float8_e4m3fn if "fp8" in name else torch.bfloat16, **(LAYERS["all"] if name == "all" else {}),
@@ -356,14 +356,14 @@ def test_kernels_compile(name):
 
 
 def test_what_it_declines():
-    spec = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
-    assert host.declines(spec, 0) is host.declines(spec.but(pos_encoding="ALIBI", sinks=True), 5000) is None
-    assert host.declines(spec.but(head_dim_qk=192), 0) is None
-    assert "head_dim is 64, 128, 256, or 192 with 128" in host.declines(spec.but(head_dim_qk=80, head_dim_vo=80), 0)
-    assert "no rotary encodings" in host.declines(spec.but(pos_encoding="ROPE_LLAMA"), 0)
-    assert host.declines(spec.but(items=True), 0) is None
-    assert "torch.float32" in host.declines(spec.but(q_dtype=torch.float32, kv_dtype=torch.float32), 0)
-    fp8 = spec.but(q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    assert host.declines(spec, 0) is host.declines(spec.replace(pos_encoding="ALIBI", sinks=True), 5000) is None
+    assert host.declines(spec.replace(head_dim_qk=192), 0) is None
+    assert "head_dim is 64, 128, 256, or 192 with 128" in host.declines(spec.replace(head_dim_qk=80, head_dim_vo=80), 0)
+    assert "no rotary encodings" in host.declines(spec.replace(pos_encoding="ROPE_LLAMA"), 0)
+    assert host.declines(spec.replace(items=True), 0) is None
+    assert "torch.float32" in host.declines(spec.replace(q_dtype=torch.float32, kv_dtype=torch.float32), 0)
+    fp8 = spec.replace(q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn)
     assert host.declines(fp8, 0) is host.declines(fp8, 17) is None
     assert "requests of more than 16 tokens, not 16" in host.declines(fp8, 16)
-    assert "keys of their dtype" in host.declines(fp8.but(kv_dtype=torch.float8_e5m2), 0)
+    assert "keys of their dtype" in host.declines(fp8.replace(kv_dtype=torch.float8_e5m2), 0)

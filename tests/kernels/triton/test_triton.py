@@ -8,15 +8,15 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.architectures import every_architecture, main_architectures
-from quire.definition import AttentionSpec
+from quire.definition import attention_spec
 
 
 @main_architectures
 def test_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_attend
 
-    spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, q_dtype=torch.bfloat16)
-    for layer, rows in ((spec, 4), (spec, 4000), (spec.but(kv_dtype=torch.float8_e4m3fn), 4)):
+    spec = attention_spec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, q_dtype=torch.bfloat16)
+    for layer, rows in ((spec, 4), (spec, 4000), (spec.replace(kv_dtype=torch.float8_e4m3fn), 4)):
         usage = compile_attend(layer, target, rows, split=rows < 100)
         assert usage.shared <= usage.limit
         assert usage.spills <= 128, usage.spills
@@ -26,10 +26,10 @@ def test_kernels_compile_for_every_architecture(target):
 def test_latent_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_attend
 
-    spec = AttentionSpec(
+    spec = attention_spec(
         num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, q_dtype=torch.bfloat16, latent=True
     )
-    few, fp8 = spec.but(num_qo_heads=16), spec.but(kv_dtype=torch.float8_e4m3fn)
+    few, fp8 = spec.replace(num_qo_heads=16), spec.replace(kv_dtype=torch.float8_e4m3fn)
     for layer, rows, split in ((few, 16, True), (spec, 128, True), (fp8, 128, True)):
         usage = compile_attend(layer, target, rows, split=split)
         assert usage.shared <= usage.limit

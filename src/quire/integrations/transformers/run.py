@@ -13,9 +13,10 @@ from torch import Tensor
 
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
+from quire.definition.spec import attention_spec
 from quire.definition.tensors import check_qkv
 from quire.integrations.transformers.batch import Batch
-from quire.kernels.attention import attend, make_spec
+from quire.kernels.attention import attend
 from quire.kernels.call import Call
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
@@ -139,7 +140,7 @@ def _planned(plan: _Plan | None, batch: Batch, q: Tensor, k: Tensor, v: Tensor, 
 def run_once(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, make: partial[Batch], settings: Settings) -> Tensor:
     """`run` without a plan that outlives it: CUDA graphs that capture it read no memory but their own."""
     batch = make()
-    spec = make_spec(
+    spec = attention_spec(
         num_qo_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_dim_qk=q.shape[2],

@@ -7,16 +7,16 @@ The choice depends on the layer and the request alone, not on other requests. Al
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.definition.masks import PackedMask
 from quire.definition.spec import FLOATS, LOG2E, AttentionSpec
 from quire.kernels.call import Call, Replay
 from quire.kernels.cpu.jit import launch, num_threads
-from quire.kernels.cpu.mask import MASKS, window
+from quire.kernels.cpu.mask import MASKS, mask_of
 from quire.kernels.cpu.params import Params
 from quire.kernels.cpu.schedule import ROWS, query_tiles
 from quire.kernels.cpu.simd import f32
@@ -36,7 +36,6 @@ _STORAGE = {
 _INDEX = {dtype: index for index, dtype in enumerate(_STORAGE)}
 _STREAMED = {dtype: f"keys and values of {str(dtype).removeprefix('torch.')}" for dtype in _STORAGE}
 _NONE = np.zeros(0, np.float32)
-_NO_MASK = PackedMask(torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int32))
 
 
 def _flat(x: Tensor) -> np.ndarray:
@@ -81,15 +80,14 @@ def _rope(spec: AttentionSpec, q_len: np.ndarray, kv_len: np.ndarray) -> np.ndar
     return _rope_table(positions, spec.head_dim_qk, spec.rope_scale, spec.rope_theta)
 
 
-def _params(call: Call, out: Tensor, lse: Tensor) -> Params:
-    """A call's arguments for kernels that write to out, [tokens, heads, head_dim_vo], and lse, contiguous float32."""
+def _params(call: Call, out: Tensor, lse: Tensor) -> Any:
+    """A call's `Params` for kernels that write to out, [tokens, heads, head_dim_vo], and lse, contiguous float32."""
     spec, heads = call.spec, call.spec.num_qo_heads
     k, v, table = call.paged()
     q_start, q_len = _starts_and_lengths(call.qo.indptr, len(call.q))
     kv_start, pages = _starts_and_lengths(table.indptr, len(table.indices))
     last = np.minimum(table.last_page_len.numpy().astype(np.int64), table.page_size)
     kv_len = np.where((pages > 0) & (len(k) > 0), np.maximum((pages - 1) * table.page_size + last, 0), 0)
-    mask, (window_left, window_right) = call.mask or _NO_MASK, window(spec)
     return Params(
         q=_flat(call.q),
         k=_flat(k),
@@ -118,16 +116,13 @@ def _params(call: Call, out: Tensor, lse: Tensor) -> Params:
         v_scale=_per_head(call.v_scale, heads),
         slopes=(spec.alibi_slopes() * LOG2E).numpy() if spec.pos_encoding == "ALIBI" else _NONE,
         sinks=(call.sinks.float() * LOG2E).numpy() if call.sinks is not None else _NONE,
-        mask=mask.bits.contiguous().numpy(),
-        mask_start=np.maximum(mask.indptr.numpy().astype(np.int64), 0),
         cap=float(spec.logits_soft_cap * LOG2E),
-        window_left=window_left,
-        window_right=window_right,
         rope=_rope(spec, q_len, kv_len),
+        **mask_of(call)._asdict(),
     )
 
 
-def _stream(p: Params, requests: np.ndarray, kv_dtype: torch.dtype) -> None:
+def _stream(p: Any, requests: np.ndarray, kv_dtype: torch.dtype) -> None:
     programs = 4 * num_threads()
     rows = p.num_kv_heads * -(-int(p.q_len[requests].max()) * p.group // ROWS) * ROWS
     acc = np.empty((2 * programs, rows * p.dim_vo), np.float32)

@@ -6,19 +6,45 @@ A new edge of the visible keys is added to `row_range`, and a new kind of mask i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba.extending import register_jitable
 
-from quire.definition.spec import AttentionSpec
-from quire.kernels.cpu.params import position
+from quire.kernels.call import Call
 
 # The fields of AttentionSpec that this file computes; items become a custom mask before (`Call.plain`).
 MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "items"})
 
 
-def window(spec: AttentionSpec) -> tuple[int, int]:
-    """How many keys to the left and to the right of its position a query sees; -1 for all."""
-    return spec.window_left, 0 if spec.causal else spec.window_right
+class Mask(NamedTuple):
+    """The arguments of masks, which are fields of `Params`, since Numba takes no tuples within tuples.
+
+    A new kind of mask is a field here, and a bound in `row_range` or a condition in `visible_to_all` and `apply_mask`.
+    """
+
+    window_left: int  # keys to the left of the query's position that it sees; -1: all
+    window_right: int  # keys to the right of it, 0 for causal attention; -1: all
+    mask: np.ndarray  # uint8: packed bits; empty without a custom mask
+    mask_start: np.ndarray  # int64 [batch]: first byte of the request's bits
+
+
+_NO_BITS = np.zeros(0, np.uint8), np.zeros(0, np.int64)
+
+
+def mask_of(call: Call) -> Mask:
+    """The masks of a call without items."""
+    spec, packed = call.spec.mask, call.mask
+    bits, starts = _NO_BITS
+    if packed is not None:
+        bits, starts = packed.bits.contiguous().numpy(), np.maximum(packed.indptr.numpy().astype(np.int64), 0)
+    return Mask(spec.window_left, 0 if spec.causal else spec.window_right, bits, starts)
+
+
+@register_jitable
+def position(p, b, i):
+    """The position of query i of request b among the request's keys; negative if there are more queries than keys."""
+    return p.kv_len[b] - p.q_len[b] + i
 
 
 @register_jitable

@@ -6,15 +6,18 @@ h * group + r % group.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numba.extending import register_jitable
 
+from quire.kernels.cpu.mask import Mask
 
-class Params(NamedTuple):
-    """One call of attention. q, k, v and out are flat: an array has the bytes of all elements that the tensor's strides
-    reach, and strides count elements. Storage types are indices in `simd.STORAGE_TYPES`.
+
+class _Params(NamedTuple):
+    """One call of attention, except for its `Mask`. q, k, v and out are flat: an array has the bytes of all elements
+    that the tensor's strides reach, and strides count elements. Storage types are indices in `simd.STORAGE_TYPES`.
 
     Logits are in base 2, so that scale, slopes, sinks and cap come multiplied by log2(e).
     """
@@ -46,18 +49,11 @@ class Params(NamedTuple):
     v_scale: np.ndarray  # float32 [heads]
     slopes: np.ndarray  # float32 [heads]; empty without ALiBi
     sinks: np.ndarray  # float32 [heads]; empty without sinks
-    mask: np.ndarray  # uint8: packed bits; empty without a custom mask
-    mask_start: np.ndarray  # int64 [batch]: first byte of the request's mask
     cap: float  # 0: no soft cap
-    window_left: int  # keys to the left of the query's position that it sees; -1: all
-    window_right: int  # keys to the right of it, 0 for causal attention; -1: all
     rope: np.ndarray  # float32 [positions * dim_qk]: cosines, then sines, of each position; empty without ROPE_LLAMA
 
 
-@register_jitable
-def position(p, b, i):
-    """The position of query i of request b among the request's keys; negative if there are more queries than keys."""
-    return p.kv_len[b] - p.q_len[b] + i
+Params = cast("Any", namedtuple("Params", (*_Params._fields, *Mask._fields)))
 
 
 @register_jitable

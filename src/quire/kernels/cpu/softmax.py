@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.jit import function
-from quire.kernels.cpu.params import position
+from quire.kernels.cpu.mask import position
 from quire.kernels.cpu.schedule import BLOCK, PANEL
 from quire.kernels.cpu.simd import (
     LANES,

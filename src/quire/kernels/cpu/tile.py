@@ -12,8 +12,8 @@ import numpy as np
 from numba import prange
 
 from quire.kernels.cpu.jit import function, kernel
-from quire.kernels.cpu.mask import apply_mask, key_range, visible_to_all
-from quire.kernels.cpu.params import key_offset, position
+from quire.kernels.cpu.mask import apply_mask, key_range, position, visible_to_all
+from quire.kernels.cpu.params import key_offset
 from quire.kernels.cpu.rows import load_rows, scale_rows, store_rows
 from quire.kernels.cpu.schedule import PANEL, TILE_KEYS, TILE_ROWS
 from quire.kernels.cpu.simd import LANES, WIDE, f32, fma4, load4_wide, splat_wide, store4, transpose_block

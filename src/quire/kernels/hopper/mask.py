@@ -24,7 +24,7 @@ def keys_to_the_right(spec: AttentionSpec, max_q_len: int = 0) -> int:
     """How many keys to the right of its position a row sees, which kernels are compiled for: 0 in causal layers, -1 for
     all of them. Nothing is to the right of a request's only query token.
     """
-    return -1 if max_q_len == 1 else 0 if spec.causal else spec.window_right
+    return -1 if max_q_len == 1 else 0 if spec.mask.causal else spec.mask.window_right
 
 
 class Mask(NamedTuple):

@@ -28,7 +28,7 @@ from quire.kernels.gpu.launch import (
 from quire.kernels.rope import rope_frequencies
 from quire.kernels.triton import kernel
 from quire.kernels.triton.config import INVARIANT_SPLIT, Config, Machine, choose_block_m, make_config, tune
-from quire.kernels.triton.mask import MASKS
+from quire.kernels.triton.mask import MASKS, mask_of
 
 
 @lru_cache(maxsize=16)
@@ -105,7 +105,7 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
     spec, device = call.spec, out.device
     machine = _machine(device)
     q, k, v, kv = call.q, call.k, call.v, call.kv
-    mask, items, q_pe, k_pe = call.mask, call.items, call.q_pe, call.k_pe
+    q_pe, k_pe = call.q_pe, call.k_pe
     if k.element_size() == 1:
         q, k, v = q if q.element_size() > 1 else q.half(), _storage(k, machine), _storage(v, machine)
     page_size, indices, lengths, has_kv_lens, entries = call.table()
@@ -121,12 +121,8 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
         num_slots = _num_slots(spec, config.c.block_m, machine, batch, entries * max(page_size, 1))
         partials = call.float_workspace_for(num_slots * config.slot_rows * (spec.head_dim_vo + 2))
         arrivals = call.int_workspace_for(config.programs)
-    mask_bits = mask_indptr = prefix_lens = positions = slopes = inv_freq = None
-    mask_bytes = items_len = 0
-    if mask is not None:
-        mask_bits, mask_indptr, mask_bytes = mask.bits, mask.indptr, mask.bits.shape[0]
-    if items is not None:
-        prefix_lens, positions, items_len = items.prefix_lens, items.positions, items.length
+    slopes = inv_freq = None
+    mask_tensors, mask_numbers = mask_of(call)
     if config.c.alibi:
         slopes = _slopes(spec, device)
     if config.c.rope:
@@ -141,10 +137,10 @@ def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
         (q, q_pe, k, v, k_pe, out, lse, call.sinks),
         (
             partials, arrivals, call.qo.indptr, kv.indptr, lengths, indices,
-            mask_bits, mask_indptr, prefix_lens, positions, slopes, inv_freq, q_scales, k_scales, v_scales,
+            *mask_tensors, slopes, inv_freq, q_scales, k_scales, v_scales,
         ),
         (
-            mask_bytes, items_len, num_slots, config.slot_rows, batch, tokens, entries, k.shape[0], spec.window_left,
+            *mask_numbers, num_slots, config.slot_rows, batch, tokens, entries, k.shape[0],
             sm_scale, v_scale, float(call.pe_gain), spec.logits_soft_cap * LOG2E,
         ),
         (*q.stride()[:2], *q_pe_strides, *kv_strides(k), *kv_strides(v), *k_pe_strides, *out.stride()[:2]),

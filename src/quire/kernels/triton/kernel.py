@@ -80,7 +80,7 @@ _POINTERS = (
     "lse", "sinks", "arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices", "mask_bits", "mask_indptr",
     "prefix_lens", "item_positions", "slopes", "inv_freq", "q_scales", "k_scales", "v_scales",
 )  # fmt: skip
-_NUMBERS = ("mask_bytes", "items_len", "num_slots", "slot_rows", "batch", "tokens", "entries", "pages", "window_left")
+_NUMBERS = ("window_left", "mask_bytes", "items_len", "num_slots", "slot_rows", "batch", "tokens", "entries", "pages")
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
@@ -88,7 +88,7 @@ def attend(
     q, q_pe, k, v, k_pe, out, lse, sinks,
     partials, arrivals, qo_indptr, kv_indptr, last_page_len, indices,
     mask_bits, mask_indptr, prefix_lens, item_positions, slopes, inv_freq, q_scales, k_scales, v_scales,
-    mask_bytes, items_len, num_slots, slot_rows, batch, tokens, entries, pages, window_left,
+    window_left, mask_bytes, items_len, num_slots, slot_rows, batch, tokens, entries, pages,
     sm_scale, v_scale, pe_scale, soft_cap,
     stride_q_token, stride_q_head, stride_q_pe_token, stride_q_pe_head,
     stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
@@ -97,7 +97,7 @@ def attend(
 ):  # fmt: skip
     """Attention of a batch.
 
-    q, k, v, out: as in `quire.kernels.registry.Call`; lse: float32 [tokens, heads]. With split-KV, partials: float32
+    q, k, v, out: as in `quire.kernels.call.Call`; lse: float32 [tokens, heads]. With split-KV, partials: float32
     [num_slots, slot_rows, head_dim_vo] and then [num_slots, slot_rows, 2]; arrivals: int32 [programs], 0 before and
     after the launch. Strides count elements. sm_scale and soft_cap are in base 2; inv_freq: int64 [head_dim_qk / 2].
     """
@@ -108,7 +108,7 @@ def attend(
         stride_v_page, stride_v_token, stride_v_head, stride_k_pe_page, stride_k_pe_token,
     )  # fmt: skip
     layer = Layer(sm_scale, v_scale, pe_scale, soft_cap, inv_freq, sinks, slopes, q_scales, k_scales, v_scales)
-    mask = Mask(window_left, mask_bits, mask_indptr, mask_bytes, prefix_lens, item_positions, items_len)
+    mask = Mask(mask_bits, mask_indptr, prefix_lens, item_positions, window_left, mask_bytes, items_len)
     output = Output(out, lse, stride_o_token, stride_o_head)
     ml = partials
     if c.split_kv:

@@ -11,9 +11,11 @@ from collections import namedtuple
 from dataclasses import dataclass
 
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from quire.definition.spec import AttentionSpec
+from quire.kernels.call import Call
 
 # The fields of AttentionSpec that this file computes.
 MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "items"})
@@ -32,7 +34,9 @@ class MaskConfig:
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> MaskConfig:
-        return cls(0 if spec.causal else spec.window_right, spec.window_left >= 0, spec.custom_mask, spec.items)
+        mask = spec.mask
+        right = 0 if mask.causal else mask.window_right
+        return cls(right, mask.window_left >= 0, mask.custom_mask, mask.items)
 
     @property
     def has_full_blocks(self) -> bool:
@@ -41,7 +45,17 @@ class MaskConfig:
 
 
 # The kernel's arguments for masks: see `quire.definition.masks` and `quire.definition.items`.
-Mask = namedtuple("Mask", "window_left bits indptr num_bytes prefix_lens item_positions items_len")
+Mask = namedtuple("Mask", "bits indptr prefix_lens item_positions window_left num_bytes items_len")
+
+
+def mask_of(call: Call) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """The fields of `Mask` for a call: its tensors, and its numbers."""
+    packed, items = call.mask, call.items
+    bits, indptr = (None, None) if packed is None else (packed.bits, packed.indptr)
+    prefix_lens, positions = (None, None) if items is None else (items.prefix_lens, items.positions)
+    numbers = call.spec.mask.window_left, 0 if bits is None else bits.shape[0], 0 if items is None else items.length
+    return (bits, indptr, prefix_lens, positions), numbers
+
 
 # What masks know of a tile: each row's position in its item, then the request's length of the prefix before its items,
 # and the first byte of its custom mask.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.definition.spec import AttentionSpec
+from quire.definition.spec import attention_spec
 from quire.serving.vllm.metadata import FlashInferMetadata, cache_dtype
 from quire.serving.vllm.protocols import AttentionLayer
 from quire.steps import quantize, store
@@ -74,7 +74,7 @@ class FlashInferImpl:
         cache_dtype(kv_cache_dtype, torch.float16)  # refuses unknown names
         slopes = () if self.alibi_slopes is None else tuple(self.alibi_slopes.tolist())
         self._positions = {"pos_encoding": "ALIBI" if slopes else "NONE", "slopes": slopes}
-        spec = AttentionSpec(
+        spec = attention_spec(
             num_qo_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_size,
@@ -149,7 +149,7 @@ class FlashInferImpl:
             raise RuntimeError("the step has no wrappers: FlashInferState.begin_forward sets and plans them")
         plan = wrapper.require_plan()
         if {"pos_encoding": plan.spec.pos_encoding, "slopes": plan.spec.slopes} != self._positions:
-            wrapper.planned = plan.but(**self._positions)
+            wrapper.planned = plan.replace(**self._positions)
         return wrapper
 
     def _check(self, meta: FlashInferMetadata, **tensors: Tensor) -> None:

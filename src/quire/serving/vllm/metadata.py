@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.definition.checks import as_dtype, check
 from quire.definition.pages import PageTable
-from quire.definition.spec import FLOATS, FLOATS8, as_dtype, check
+from quire.definition.spec import FLOATS, FLOATS8
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.serving.vllm.protocols import LayerImpl, ModelInput, ModelRunner, VllmConfig
 from quire.steps import Heads, fp8_dtype, plan

@@ -27,7 +27,7 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     if not (0 < rows <= DECODE_ROWS or spec.batch_invariant):
         found = f", not {rows}" if rows else ""
         return f"it decodes: at most {DECODE_ROWS} query rows per request and KV head{found}"
-    if spec.items or spec.pos_encoding != "NONE":
+    if spec.mask.items or spec.pos_encoding != "NONE":
         return "it knows no items, nor position encodings"
     if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
         return f"head_dim is 64, 128 or 256, not {spec.head_dim_qk} and {spec.head_dim_vo}"
@@ -110,8 +110,8 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         partial_cost=0 if spec.batch_invariant else _partial_rows(tuning) * spec.head_dim_vo // 128,
         load_registers=72 if tuning.programs == 2 else 152,
         right=keys_to_the_right(spec, max_q_len),
-        window=spec.window_left >= 0,
-        mask=spec.custom_mask,
+        window=spec.mask.window_left >= 0,
+        mask=spec.mask.custom_mask,
         cap=spec.logits_soft_cap > 0,
         sinks=spec.sinks,
         int64_offsets=int64_offsets,
@@ -202,7 +202,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
         programs,
         (q, None, k, v, None, out, lse, call.sinks),
         (partials, call.qo.indptr, kv.indptr, lengths, indices, bits, bits_indptr, q_scale, k_scale, v_scale),
-        (processors, slots, bits_size, batch, tokens, entries, k.shape[0], spec.window_left, scale, v_gain, cap),
+        (processors, slots, bits_size, batch, tokens, entries, k.shape[0], spec.mask.window_left, scale, v_gain, cap),
         (*q.stride()[:2], *(n // _per_16_bits(x) for x in (k, v) for n in kv_strides(x)), *out.stride()[:2]),
     )
     if replay is not None and entries <= few:

@@ -25,10 +25,10 @@ _SLOTS = 2  # for partial states of prefill, per program; their memory is that o
 
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     """Why the MLA kernel does not compute a latent layer; None if it does."""
-    if spec.items or spec.custom_mask or spec.pos_encoding != "NONE" or spec.batch_invariant:
-        return "it knows no items, masks, position encodings, nor batch invariance"
-    if spec.window_left >= 0 or spec.window_right >= 0 or spec.logits_soft_cap > 0:
-        return "over latent caches it knows no windows and no soft cap"
+    if spec.mask.depends_on_positions or spec.pos_encoding != "NONE" or spec.batch_invariant:
+        return "over latent caches it knows no windows, nor masks but causal, position encodings, nor batch invariance"
+    if spec.logits_soft_cap > 0:
+        return "over latent caches it knows no soft cap"
     if spec.q_dtype not in (torch.float16, torch.bfloat16) or spec.kv_dtype != spec.q_dtype:
         return f"queries and caches are both float16 or both bfloat16, not {spec.q_dtype} and {spec.kv_dtype}"
     return None

@@ -53,7 +53,7 @@ def _box_of(spec: AttentionSpec, x: Tensor, page_size: int) -> int:
     blocks are loaded, and copies them: its warps would wait for each other at each box.
     """
     block_n = block_size(spec)
-    if x.element_size() == 1 or spec.custom_mask or spec.items:
+    if x.element_size() == 1 or spec.mask.custom_mask or spec.mask.items:
         return 0
     if page_size == 0:
         return block_n if len(x) else 0
@@ -103,9 +103,9 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         load_warps=1 if box else 4,
         packed=box == 0 or dim == 256,
         right=keys_to_the_right(spec),
-        window=spec.window_left >= 0,
-        mask=spec.custom_mask,
-        items=spec.items,
+        window=spec.mask.window_left >= 0,
+        mask=spec.mask.custom_mask,
+        items=spec.mask.items,
         cap=cap,
         alibi=alibi,
         transform=cap or alibi or q_scale or k_scale or negative,
@@ -187,7 +187,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
         (q, None, k, v, None, out, lse, call.sinks),
         (partials, counter, call.qo.indptr, kv.indptr, lengths, indices, bits, bits_indptr, prefix_lens,
          positions, slopes, q_scale, k_scale, v_scale),
-        (slots, bits_size, items_len, batch, tokens, entries, k.shape[0], spec.window_left, scale, v_gain, cap),
+        (slots, bits_size, items_len, batch, tokens, entries, k.shape[0], spec.mask.window_left, scale, v_gain, cap),
         (*q.stride()[:2], *kv_strides(k), *kv_strides(v), *out.stride()[:2]),
         (_matrix(k, box, c.part), _matrix(v, box, c.dim)) if box else None,
     )  # fmt: skip
