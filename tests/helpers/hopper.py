@@ -5,6 +5,7 @@ need to run on the host.
 from __future__ import annotations
 
 import functools
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -70,14 +71,23 @@ class Pointer:
 
 
 def on_host(monkeypatch: pytest.MonkeyPatch, *modules) -> HostGluon:
-    """Let the functions of modules run on the host, with the Gluon that is returned."""
+    """Let the functions and aggregates of modules run on the host, with the Gluon that is returned."""
     gl = HostGluon()
     for module in modules:
         monkeypatch.setattr(module, "gl", gl)
         for name, x in vars(module).copy().items():
             if hasattr(x, "fn"):
                 monkeypatch.setattr(module, name, x.fn)
+            elif hasattr(x, "__triton_aggregate__"):
+                monkeypatch.setattr(module, name, host_class(x))
     return gl
+
+
+@functools.lru_cache
+def host_class(aggregate: type) -> type:
+    """An aggregate as a dataclass with its methods, for the host."""
+    methods = {name: method.fn for name, method in vars(aggregate).items() if hasattr(method, "fn")}
+    return make_dataclass(aggregate.__name__, aggregate.fields, namespace=methods)
 
 
 def listed(request, row: int, last_row: int, first: int, last: int, given, c) -> tuple[set[int], set[int]]:

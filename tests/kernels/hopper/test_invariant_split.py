@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from helpers.hopper import HostGluon, ragged_tables
+from helpers.hopper import HostGluon, host_class, ragged_tables
 
 pytest.importorskip("quire.kernels.hopper.host")
 
@@ -43,7 +43,7 @@ class Simulated:
     """Programs of a launch one after another, as they start; states are tuples of what was folded into them."""
 
     def __init__(self, monkeypatch, c, requests, programs, window):
-        from quire.kernels.hopper import mask, schedule
+        from quire.kernels.hopper import mask, pipeline, schedule
         from quire.kernels.hopper.decode import invariant, tile
 
         self.c, self.programs, self.window, self.invariant, self.schedule = c, programs, window, invariant, schedule
@@ -61,6 +61,10 @@ class Simulated:
         self.total = start
         for module in (mask, schedule, tile, invariant):
             monkeypatch.setattr(module, "gl", gl)
+        state = host_class(pipeline.PipelineState)
+        for module in (pipeline, invariant):
+            monkeypatch.setattr(module, "PipelineState", state)
+        gl.to_tensor = lambda x: x
         rows = MagicMock()
         monkeypatch.setattr(invariant, "load_rows", lambda *given: rows)
         monkeypatch.setattr(schedule, "total_units", schedule.total_units.fn)
@@ -93,11 +97,11 @@ class Simulated:
         self.blocks = list(range(tile.kv_start, tile.kv_end, c.block_n))
         return tile
 
-    def attend_keys(self, queries, rows, request, pipeline, start, end, n, mask, c):
+    def attend_keys(self, queries, rows, request, pipeline, state, start, end, mask, c):
         here = tuple(range(start, end, c.block_n))
         loaded, self.blocks = tuple(self.blocks[: len(here)]), self.blocks[len(here) :]
         assert here == loaded
-        return here, 0, 0, n + len(here)
+        return here, 0, 0, state.advance(len(here))
 
     def store_slot(self, slot, acc, m, l, partials, row, row_end, c):
         assert slot not in self.slots

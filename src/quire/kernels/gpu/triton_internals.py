@@ -12,12 +12,14 @@ from collections.abc import Callable
 from functools import lru_cache
 from inspect import getclosurevars
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
+from typing_extensions import dataclass_transform
 
+T = TypeVar("T")
 KNOWN_VERSION = "3.6"
 
 
@@ -94,7 +96,8 @@ def descriptor_formats(compiled: Any) -> list[DescriptorFormat]:
     ]
 
 
-def aggregate(cls: Any) -> Any:
+@dataclass_transform()
+def aggregate(cls: type[T]) -> type[T]:
     """Make a class of values in Gluon kernels: annotated fields, and methods by `gluon.jit`.
 
     In addition to Triton's own decorator, the class has a constructor of all fields, in order or by name, as a
@@ -116,9 +119,10 @@ def aggregate(cls: Any) -> Any:
         for name, value in (dict(zip(kinds, values, strict=False)) | named).items():
             setattr(self, name, value if isinstance(value, base_value) else constexpr(value))
 
-    cls.__annotations__, cls.__init__ = kinds, constexpr_function(__init__)
+    constructor = constexpr_function(__init__)
     # Triton's keys of compiled kernels have the sources of an aggregate's methods. This adds its fields.
-    cls.__init__.hash = f"{cls.__qualname__} {kinds}"
-    made = _aggregate(cls)
+    constructor.hash = f"{cls.__qualname__} {kinds}"
+    cls.__annotations__, cls.__init__ = kinds, constructor  # type: ignore[method-assign]
+    made: Any = _aggregate(cls)
     made.fields = tuple(kinds)
     return made

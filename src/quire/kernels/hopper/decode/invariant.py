@@ -33,6 +33,7 @@ from quire.kernels.hopper.decode.combine import (
 )
 from quire.kernels.hopper.decode.tile import attend_keys, load_rows, tile_of, transpose_acc, zero_acc
 from quire.kernels.hopper.epilogue import store_rows
+from quire.kernels.hopper.pipeline import PipelineState
 from quire.kernels.hopper.schedule import next_tile, quotient, request_at, segment_at
 from quire.kernels.hopper.softmax import empty_state, merge, merge_acc
 
@@ -66,7 +67,7 @@ def consume_invariant(tables, queries, pipeline, partials, output, span, c: gl.c
     index, request = span.start, span.request
     if c.whole_tiles:
         index, request = next_tile(tables, request, index, span.end, c)
-    n = span.start * 0
+    state = PipelineState(gl.to_tensor(0), c.stages)
     while index < span.end:
         segment = segment_at(request, index, span.end, c)
         tile = tile_of(request, segment, tables.mask, c)
@@ -88,7 +89,7 @@ def consume_invariant(tables, queries, pipeline, partials, output, span, c: gl.c
             run, m_run, l_run = _no_keys(L, flat, c)
             for i in range(u, end):
                 start, stop = gl.maximum(tile.kv_start, i * c.unit_size), gl.minimum(tile.kv_end, (i + 1) * c.unit_size)
-                x, m_x, l_x, n = attend_keys(queries, rows, request, pipeline, start, stop, n, tables.mask, c)
+                x, m_x, l_x, state = attend_keys(queries, rows, request, pipeline, state, start, stop, tables.mask, c)
                 if not c.whole_tiles:  # noqa: SIM102, "and" would generate code for partial states of whole tiles
                     if run_owner < span.program:
                         slot = _unit_slot(i, run_owner, c)

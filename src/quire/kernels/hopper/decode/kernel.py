@@ -16,10 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.decode.combine import Partials, combine, combines, slot_of, store_partial
 from quire.kernels.hopper.decode.invariant import consume_invariant
-from quire.kernels.hopper.decode.load import Cache, allocate_pipeline, load
+from quire.kernels.hopper.decode.load import Cache, allocate_kv_pipeline, load
 from quire.kernels.hopper.decode.tile import Queries, attend_keys, load_rows, tile_of, transpose_acc
 from quire.kernels.hopper.epilogue import Output, store_rows
 from quire.kernels.hopper.mask import Mask
+from quire.kernels.hopper.pipeline import PipelineState
 from quire.kernels.hopper.schedule import Tables, find_span, quotient, request_at, segment_at
 
 
@@ -69,13 +70,13 @@ def consume(tables, queries, pipeline, partials, output, span, c: gl.constexpr):
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_m, 16])
     flat: gl.constexpr = gl.SliceLayout(0, L)
     unit, request = span.start, span.request
-    n = span.start * 0
+    state = PipelineState(gl.to_tensor(0), c.stages)
     while unit < span.end:
         segment = segment_at(request, unit, span.end, c)
         rows = load_rows(queries, request, segment.h, 0, flat, tables.mask, c)
         tile = tile_of(request, segment, tables.mask, c)
         start, end = tile.kv_start, tile.kv_end
-        acc, m, l, n = attend_keys(queries, rows, request, pipeline, start, end, n, tables.mask, c)
+        acc, m, l, state = attend_keys(queries, rows, request, pipeline, state, start, end, tables.mask, c)
         acc, row_end = transpose_acc(acc, c), request.q_len * c.group
         tile_start = unit - segment.start
         owner, last = quotient(tile_start, span.size), quotient(tile_start + request.units - 1, span.size)
@@ -125,7 +126,7 @@ def decode(
     output = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain)
     stored: gl.constexpr = k.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if c.fp8 else stored
-    pipeline = allocate_pipeline(stored, c)
+    pipeline = allocate_kv_pipeline(stored, c)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_m, c.stored_dim], dtype)
     q_shared = gl.allocate_shared_memory(dtype, [c.dim // c.stored_dim, c.block_m, c.stored_dim], q_layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_m, c.block_n], dtype)

@@ -9,11 +9,12 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.decode.tile import tile_of
 from quire.kernels.hopper.epilogue import clear_padding
 from quire.kernels.hopper.mask import needed_keys
+from quire.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_pipeline
 from quire.kernels.hopper.schedule import next_tile, page_of, request_at, segment_at
 
 
@@ -30,33 +31,27 @@ class Cache(NamedTuple):
     v_head: tl.tensor
 
 
-class KVPipeline(NamedTuple):
-    """Stages of [c.block_n, c.stored_dim * c.packed_heads] keys and values, and two mbarriers for each: the producer
-    arrives at `full`, the consumer at `empty`.
+@aggregate
+class KVPipeline:
+    """Stages of [c.block_n, c.stored_dim * c.packed_heads] keys and values, which are committed and released
+    together.
     """
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    barriers: Pipeline
 
 
 @gluon.jit
-def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
-    """A pipeline all of whose stages are empty."""
+def allocate_kv_pipeline(dtype: gl.constexpr, c: gl.constexpr):
+    """A KVPipeline all of whose stages are empty."""
     width: gl.constexpr = c.stored_dim * c.packed_heads
     stages: gl.constexpr = c.stages
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, width], dtype)
-    pipeline = KVPipeline(
-        gl.allocate_shared_memory(dtype, [stages, c.block_n, width], layout),
-        gl.allocate_shared_memory(dtype, [stages, c.block_n, width], layout),
-        gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout()),
-    )
-    for s in gl.static_range(stages):
-        mbarrier.init(pipeline.full.index(s), count=128)  # threads of the producer
-        mbarrier.init(pipeline.empty.index(s), count=1)
-    return pipeline
+    k = gl.allocate_shared_memory(dtype, [stages, c.block_n, width], layout)
+    v = gl.allocate_shared_memory(dtype, [stages, c.block_n, width], layout)
+    # All threads of the producer commit, one of the consumer releases.
+    return KVPipeline(k, v, allocate_pipeline(stages, 128, 1))
 
 
 @gluon.constexpr_function
@@ -100,7 +95,7 @@ def load(tables, cache, pipeline, output, span, c: gl.constexpr):
     unit, request = span.start, span.request
     if c.whole_tiles:
         unit, request = next_tile(tables, request, unit, span.end, c)
-    n = unit * 0
+    state = PipelineState(gl.to_tensor(0), c.stages)
     while unit < span.end:
         segment = segment_at(request, unit, span.end, c)
         unit += segment.end - segment.start
@@ -112,12 +107,12 @@ def load(tables, cache, pipeline, output, span, c: gl.constexpr):
             v_row = _row_offsets(page, head, t0 + first, next_rows, cache.v_page, cache.v_token, cache.v_head, flat, c)
             page = page_of(tables, request, t0 + c.block_n + first, c)  # prefetched for the next block
             needed = needed_keys(request, t0 + t, tables.mask, c)
-            stage = n % c.stages
-            mbarrier.wait(pipeline.empty.index(stage), (n // c.stages & 1) ^ 1)
-            async_copy.async_copy_global_to_shared(pipeline.k.index(stage), k_at + k_row[:, None], needed[:, None])
-            async_copy.async_copy_global_to_shared(pipeline.v.index(stage), v_at + v_row[:, None], needed[:, None])
-            async_copy.mbarrier_arrive(pipeline.full.index(stage), increment_count=False)
-            n += 1
+            pipeline.barriers.producer_acquire(state)
+            k, v = pipeline.k.index(state.stage()), pipeline.v.index(state.stage())
+            async_copy.async_copy_global_to_shared(k, k_at + k_row[:, None], needed[:, None])
+            async_copy.async_copy_global_to_shared(v, v_at + v_row[:, None], needed[:, None])
+            pipeline.barriers.producer_commit(state)
+            state = state.advance(1)
         request = request_at(tables, request, unit, span.end, c)
     if c.most_q_len == 0:
         clear_padding(tables, output, c)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from quire.kernels.hopper.mask import RowMask, row_mask, tile_keys, visible
 from quire.kernels.hopper.softmax import LOG2E, exponent_base
@@ -227,9 +227,9 @@ def _attend_block(acc, m, l, queries, rows, t0, k, v, mask, c: gl.constexpr):
 
 
 @gluon.jit
-def attend_keys(queries, rows, request, pipeline, start, end, n, mask, c: gl.constexpr):
-    """The state (acc, m, l) of a tile's rows over keys start to end, which are the pipeline's blocks from the n-th on;
-    and n plus their number.
+def attend_keys(queries, rows, request, pipeline, state, start, end, mask, c: gl.constexpr):
+    """Attend a tile's rows to keys start to end, the pipeline's next blocks. Returns acc, m and l, and the pipeline's
+    state after them.
     """
     flat: gl.constexpr = rows.factor.type.layout
     L: gl.constexpr = flat.parent
@@ -237,11 +237,10 @@ def attend_keys(queries, rows, request, pipeline, start, end, n, mask, c: gl.con
     l = gl.full([c.block_n, c.block_m], 0.0, gl.float32, L)
     acc = zero_acc(L, c)
     for t0 in range(start, end, c.block_n):
-        stage = n % c.stages
-        mbarrier.wait(pipeline.full.index(stage), n // c.stages & 1)
+        pipeline.barriers.consumer_wait(state)
         fence_async_shared()
-        k, v = pipeline.k.index(stage), pipeline.v.index(stage)
+        k, v = pipeline.k.index(state.stage()), pipeline.v.index(state.stage())
         acc, m, l = _attend_block(acc, m, l, queries, rows, t0, k, v, mask, c)
-        mbarrier.arrive(pipeline.empty.index(stage), count=1)
-        n += 1
-    return acc, m, _reduce_keys(l, False), n
+        pipeline.barriers.consumer_release_once(state)
+        state = state.advance(1)
+    return acc, m, _reduce_keys(l, False), state

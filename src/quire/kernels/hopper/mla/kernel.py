@@ -22,8 +22,9 @@ from quire.kernels.hopper.combine import Partials, combine
 from quire.kernels.hopper.epilogue import Output, clear_padding, store_rows
 from quire.kernels.hopper.mask import Mask
 from quire.kernels.hopper.mla.combine import combine_span, partials_of, store_partial
-from quire.kernels.hopper.mla.load import Cache, allocate_pipeline, load_span, load_units
+from quire.kernels.hopper.mla.load import Cache, allocate_latent_pipeline, load_span, load_units
 from quire.kernels.hopper.mla.tile import Queries, attend, tile_of, tile_of_unit
+from quire.kernels.hopper.pipeline import PipelineState
 from quire.kernels.hopper.schedule import Tables, find_span, quotient, request_at, segment_at
 from quire.kernels.hopper.tile_scheduler import (
     FIRST,
@@ -92,12 +93,11 @@ class Config:
 def consume_span(tables, queries, pipeline, partials, output, span, consumer: gl.constexpr, c: gl.constexpr):
     """Attend to the blocks of a span as consumer 0 or 1, tile by tile."""
     unit, request = span.start, span.request
-    n = span.start * 0
-    tiles = n
+    state, q_state = PipelineState(gl.to_tensor(0), c.stages), PipelineState(gl.to_tensor(0), 1)
     while unit < span.end:
         segment = segment_at(request, unit, span.end, c)
         tile = tile_of(request, segment, tables.mask, c)
-        acc, m, l, n, tiles = attend(queries, pipeline, request, tile, n, tiles, tables.mask, consumer, c)
+        acc, m, l, state, q_state = attend(queries, pipeline, state, q_state, request, tile, tables.mask, consumer, c)
         if tile.count > 0:
             if segment.end - segment.start == request.units:
                 store_rows(acc, m, l, output, request.q_start, 0, tile.row, tile.row + tile.count, c, True)
@@ -115,14 +115,14 @@ def consume_span(tables, queries, pipeline, partials, output, span, consumer: gl
 @gluon.jit
 def consume_units(tables, queries, pipeline, mailbox, partials, output, consumer: gl.constexpr, c: gl.constexpr):
     """Attend to the blocks of work units as consumer 0 or 1."""
-    i, n = gl.program_id(0) * 0, gl.program_id(0) * 0
-    tiles = gl.program_id(0) * 0
+    i = gl.to_tensor(0)
+    state, q_state = PipelineState(gl.to_tensor(0), c.stages), PipelineState(gl.to_tensor(0), 1)
     wait_for_job(mailbox, i)
     while job_field(mailbox, i, H) >= 0:
         request, row = job_request(mailbox, i), job_field(mailbox, i, ROW)
         first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
         tile = tile_of_unit(row, job_field(mailbox, i, ROWS), first, last, c)
-        acc, m, l, n, tiles = attend(queries, pipeline, request, tile, n, tiles, tables.mask, consumer, c)
+        acc, m, l, state, q_state = attend(queries, pipeline, state, q_state, request, tile, tables.mask, consumer, c)
         complete = True
         if job_field(mailbox, i, SPLITS) > 1:
             complete, acc, m, l = combine(acc, m, l, partials, mailbox, i, consumer, c)
@@ -161,7 +161,7 @@ def decode_latent(
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
     cache = Cache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
     queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)
-    pipeline = allocate_pipeline(k.dtype.element_ty, c)
+    pipeline = allocate_latent_pipeline(k.dtype.element_ty, c)
     partials_0 = partials_of(0, partials, arrivals, partial_rows, c)
     partials_1 = partials_of(1, partials, arrivals, partial_rows, c)
     # Both consumers write the lse of a row: they have the same m and l.
@@ -197,7 +197,7 @@ def prefill_latent(
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
     cache = Cache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
     queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)
-    pipeline, mailbox = allocate_pipeline(k.dtype.element_ty, c), allocate_mailbox(c)
+    pipeline, mailbox = allocate_latent_pipeline(k.dtype.element_ty, c), allocate_mailbox(c)
     states = Partials(partials, partials + slots.to(gl.int64) * (128 * c.dim), arrivals + 1)
     left = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain)
     right = Output(out + c.dim, lse, o_token, o_head, sinks, v_scale, v_gain)

@@ -8,10 +8,11 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.mask import needed_keys
 from quire.kernels.hopper.mla.tile import tile_of, tile_of_unit
+from quire.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_mbarriers, allocate_pipeline
 from quire.kernels.hopper.schedule import page_of, request_at, segment_at
 from quire.kernels.hopper.tile_scheduler import find_unit, first_walk, next_unit, plan_units, post_job
 
@@ -27,13 +28,14 @@ class Cache(NamedTuple):
     pe_token: tl.tensor
 
 
-class Pipeline(NamedTuple):
+@aggregate
+class LatentPipeline:
     """Shared memory and mbarriers. c.stages blocks of keys: k_left and k_right, the halves of the first part; k_pe, the
     second part, which P of the block replaces once S is computed; m and l, [c.block_m, 4], what the consumer that
     computed P hands to the other one. Once: the same three parts of a tile's queries.
 
-    full, empty: two mbarriers per stage, for k_left and for the rest; p_full: P, m and l of a stage are there.
-    q_full, q_empty: for queries.
+    left: of k_left, which consumer 0 alone releases; right: of k_right and k_pe, which both do; p_full: mbarriers, by
+    which P, m and l of a stage are committed; queries: a pipeline of one stage.
     """
 
     k_left: gl.shared_memory_descriptor
@@ -44,22 +46,20 @@ class Pipeline(NamedTuple):
     q_left: gl.shared_memory_descriptor
     q_right: gl.shared_memory_descriptor
     q_pe: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
+    left: Pipeline
+    right: Pipeline
     p_full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
+    queries: Pipeline
 
 
 @gluon.jit
-def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
-    """A pipeline all of whose stages are empty."""
+def allocate_latent_pipeline(dtype: gl.constexpr, c: gl.constexpr):
+    """A LatentPipeline all of whose stages are empty."""
     stages: gl.constexpr = c.stages
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, c.dim], dtype)
     pe: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, c.pe_dim], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    pipeline = Pipeline(
+    return LatentPipeline(
         gl.allocate_shared_memory(dtype, [stages, c.block_n, c.dim], half),
         gl.allocate_shared_memory(dtype, [stages, c.block_n, c.dim], half),
         gl.allocate_shared_memory(dtype, [stages, c.block_n, c.pe_dim], pe),
@@ -68,21 +68,12 @@ def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
         gl.allocate_shared_memory(dtype, [1, c.block_m, c.dim], half),
         gl.allocate_shared_memory(dtype, [1, c.block_m, c.dim], half),
         gl.allocate_shared_memory(dtype, [1, c.block_m, c.pe_dim], pe),
-        gl.allocate_shared_memory(gl.int64, [2 * stages, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [2 * stages, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [1], barrier),
-        gl.allocate_shared_memory(gl.int64, [1], barrier),
+        # Warp groups have 128 threads, all of which commit and release keys.
+        allocate_pipeline(stages, 128, 128),
+        allocate_pipeline(stages, 128, 256),
+        allocate_mbarriers(stages, 1),
+        allocate_pipeline(1, 128, 2),
     )
-    for s in gl.static_range(stages):
-        for i in gl.static_range(2):
-            mbarrier.init(pipeline.full.index(2 * s + i), count=128)  # threads of the producer
-            # Threads of the consumers that read k_left, and of those that read the rest.
-            mbarrier.init(pipeline.empty.index(2 * s + i), count=128 * (1 + i))
-        mbarrier.init(pipeline.p_full.index(s), count=1)
-    mbarrier.init(pipeline.q_full, count=128)
-    mbarrier.init(pipeline.q_empty, count=2)
-    return pipeline
 
 
 @gluon.jit
@@ -106,16 +97,16 @@ def _copy_queries(queries, pipeline, request, tile, layout: gl.constexpr, c: gl.
 
 
 @gluon.jit
-def load_tile(tables, cache, queries, pipeline, request, tile, n, tiles, c: gl.constexpr):
-    """Fill the pipeline with the blocks of a tile from its n-th block on, and copy the tile's queries after its first
-    block. tiles: how many tiles with blocks came before. Returns n and tiles after it.
+def load_tile(tables, cache, queries, pipeline, state, q_state, request, tile, c: gl.constexpr):
+    """Fill the pipeline with the blocks of a tile, and copy the tile's queries after its first block. Returns the
+    states of the pipeline and of its queries after it.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     one_page: gl.constexpr = c.page_size % c.block_n == 0
     r = gl.arange(0, c.block_n, gl.SliceLayout(1, layout))
     first = r
     if one_page:  # all keys of a block lie in one page, that of the first key
-        first = n * 0
+        first = gl.to_tensor(0)
     page = page_of(tables, request, tile.kv_start + first, c)
     for t0 in range(tile.kv_start, tile.kv_end, c.block_n):
         j, within = t0 + r, (t0 + first) % c.page_size
@@ -123,34 +114,33 @@ def load_tile(tables, cache, queries, pipeline, request, tile, n, tiles, c: gl.c
         if one_page:
             row, row_pe = row + r * cache.token, row_pe + r * cache.pe_token
         page = page_of(tables, request, t0 + c.block_n + first, c)  # prefetched for the next block
-        stage, phase, needed = n % c.stages, (n // c.stages & 1) ^ 1, needed_keys(request, j, tables.mask, c)
-        mbarrier.wait(pipeline.empty.index(2 * stage), phase)
+        stage, needed = state.stage(), needed_keys(request, j, tables.mask, c)
+        pipeline.left.producer_acquire(state)
         _copy_rows(pipeline.k_left.index(stage), cache.k, row, needed, layout)
-        async_copy.mbarrier_arrive(pipeline.full.index(2 * stage), increment_count=False)
-        mbarrier.wait(pipeline.empty.index(2 * stage + 1), phase)
+        pipeline.left.producer_commit(state)
+        pipeline.right.producer_acquire(state)
         _copy_rows(pipeline.k_right.index(stage), cache.k + c.dim, row, needed, layout)
         _copy_rows(pipeline.k_pe.index(stage), cache.pe, row_pe, needed, layout)
-        async_copy.mbarrier_arrive(pipeline.full.index(2 * stage + 1), increment_count=False)
-        n += 1
+        pipeline.right.producer_commit(state)
+        state = state.advance(1)
         if t0 == tile.kv_start:
-            mbarrier.wait(pipeline.q_empty, (tiles & 1) ^ 1)
+            pipeline.queries.producer_acquire(q_state)
             _copy_queries(queries, pipeline, request, tile, layout, c)
-            async_copy.mbarrier_arrive(pipeline.q_full, increment_count=False)
-            tiles += 1
-    return n, tiles
+            pipeline.queries.producer_commit(q_state)
+            q_state = q_state.advance(1)
+    return state, q_state
 
 
 @gluon.jit
 def load_span(tables, cache, queries, pipeline, span, c: gl.constexpr):
     """Fill the pipeline with the blocks of a span."""
     unit, request = span.start, span.request
-    n = span.start * 0
-    tiles = n
+    state, q_state = PipelineState(gl.to_tensor(0), c.stages), PipelineState(gl.to_tensor(0), 1)
     while unit < span.end:
         segment = segment_at(request, unit, span.end, c)
         unit += segment.end - segment.start
         tile = tile_of(request, segment, tables.mask, c)
-        n, tiles = load_tile(tables, cache, queries, pipeline, request, tile, n, tiles, c)
+        state, q_state = load_tile(tables, cache, queries, pipeline, state, q_state, request, tile, c)
         request = request_at(tables, request, unit, span.end, c)
 
 
@@ -160,15 +150,15 @@ def load_units(tables, cache, queries, pipeline, mailbox, counter, slots, c: gl.
     split = plan_units(tables, slots, c)
     walk = first_walk(split, c)
     unit = gl.program_id(0)
-    i, n = unit * 0, unit * 0
-    tiles = unit * 0
+    i = unit * 0
+    state, q_state = PipelineState(gl.to_tensor(0), c.stages), PipelineState(gl.to_tensor(0), 1)
     while unit < split.total:
         walk, job = find_unit(walk, unit, tables, split, c)
         if job.first <= job.last:
             post_job(mailbox, i, job, c)
             i += 1
             tile = tile_of_unit(job.row, job.rows, job.first, job.last, c)
-            n, tiles = load_tile(tables, cache, queries, pipeline, job, tile, n, tiles, c)
+            state, q_state = load_tile(tables, cache, queries, pipeline, state, q_state, job, tile, c)
         unit = next_unit(counter, split)
     walk, job = find_unit(walk, unit, tables, split, c)
     post_job(mailbox, i, job, c)

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quire.kernels.hopper.mask import RowMask, row_mask, tile_keys, unmasked_end, visible_in_block
-from quire.kernels.hopper.pipeline import release
 from quire.kernels.hopper.softmax import exponent_base, next_m, rescale, scaled_sums
 
 
@@ -96,18 +95,18 @@ def _rows_of(queries, request, tile, flat: gl.constexpr, mask, c: gl.constexpr):
 
 
 @gluon.jit
-def _start_qk(pipeline, n, L: gl.constexpr, c: gl.constexpr):
-    """Start S of the program's n-th block, [block_m, block_n]."""
-    stage, phase = n % c.stages, n // c.stages & 1
+def _start_qk(pipeline, state, L: gl.constexpr, c: gl.constexpr):
+    """Start S of the pipeline's next block, [block_m, block_n]."""
+    stage = state.stage()
     # A zero that the compiler does not know to be one: otherwise it would keep the address of each column of queries
     # in a register, and there are not enough.
     zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
     left, right, pe = pipeline.q_left.index(zero), pipeline.q_right.index(zero), pipeline.q_pe.index(zero)
     s = gl.full([c.block_m, c.block_n], 0.0, gl.float32, L)
-    mbarrier.wait(pipeline.full.index(2 * stage), phase)
+    pipeline.left.consumer_wait(state)
     fence_async_shared()
     s = warpgroup_mma(left, pipeline.k_left.index(stage).permute([1, 0]), s, use_acc=False, is_async=True)
-    mbarrier.wait(pipeline.full.index(2 * stage + 1), phase)
+    pipeline.right.consumer_wait(state)
     fence_async_shared()
     s = warpgroup_mma(right, pipeline.k_right.index(stage).permute([1, 0]), s, is_async=True)
     return warpgroup_mma(pe, pipeline.k_pe.index(stage).permute([1, 0]), s, is_async=True)
@@ -140,16 +139,16 @@ def _load_per_row(at, layout: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, state, rows, pipeline, i, n, mask, c: gl.constexpr):
-    """Take S of the tile's i-th block, which is the program's n-th, into the state, and store P, and m and l after
-    it, for the other consumer. Returns P, the factor of acc, and the state.
+def _softmax(s, sums, rows, pipeline, state, i, mask, c: gl.constexpr):
+    """Take S of the tile's i-th block, which is the pipeline's next, into the sums, and store P, and m and l after it,
+    for the other consumer. Returns P, the factor of acc, and the sums.
 
-    state: m, and sums of probabilities of this consumer's blocks and of the other one's, [block_m, 4]: the four threads
+    sums: m, and sums of probabilities of this consumer's blocks and of the other one's, [block_m, 4]: the four threads
     that have a row have a sum of their own columns each.
     """
     L: gl.constexpr = s.type.layout
-    stage, t0 = n % c.stages, rows.kv_start + i * c.block_n
-    m, l, l_other = state
+    stage, t0 = state.stage(), rows.kv_start + i * c.block_n
+    m, l, l_other = sums
     if c.transform:
         s *= rows.factor[:, None]
     if t0 + c.block_n > rows.unmasked_end:
@@ -157,8 +156,8 @@ def _softmax(s, state, rows, pipeline, i, n, mask, c: gl.constexpr):
     m_new = next_m(m, s, rows.scale)
     base = exponent_base(m_new)
     p, alpha = gl.exp2(s * rows.scale - base[:, None]), gl.exp2(m - base)
-    sums = gl.sum(gl.sum(p.reshape([c.block_m, c.block_n // 8, 4, 2]), 3), 1)
-    l = scaled_sums(l, alpha) + gl.convert_layout(sums, l.type.layout, assert_trivial=True)
+    l_block = gl.sum(gl.sum(p.reshape([c.block_m, c.block_n // 8, 4, 2]), 3), 1)
+    l = scaled_sums(l, alpha) + gl.convert_layout(l_block, l.type.layout, assert_trivial=True)
     p = p.to(pipeline.k_pe.dtype)
     gl.thread_barrier()  # all warps have read k_pe, which P replaces
     pipeline.k_pe.index(stage).store(p)
@@ -171,23 +170,24 @@ def _softmax(s, state, rows, pipeline, i, n, mask, c: gl.constexpr):
 
 
 @gluon.jit
-def _start_own_pv(acc, p, alpha, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
-    """Start to add PV of the program's n-th block, whose P this consumer has in registers, to its half of acc."""
+def _start_own_pv(acc, p, alpha, pipeline, state, consumer: gl.constexpr):
+    """Start to add PV of the pipeline's next block, whose P this consumer has in registers, to its half of acc."""
     values = pipeline.k_left if consumer == 0 else pipeline.k_right
     p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
-    return warpgroup_mma(p, values.index(n % c.stages), rescale(acc, alpha), is_async=True)
+    return warpgroup_mma(p, values.index(state.stage()), rescale(acc, alpha), is_async=True)
 
 
 @gluon.jit
-def _start_other_pv(acc, state, rows, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
-    """Start to add PV of the program's n-th block, whose P the other consumer has computed, to this one's half of acc.
-    Returns acc and the state after it.
+def _start_other_pv(acc, sums, pipeline, state, consumer: gl.constexpr):
+    """Start to add PV of the pipeline's next block, whose P the other consumer has computed, to this one's half of acc.
+    Returns acc and the sums after it.
     """
     values = pipeline.k_left if consumer == 0 else pipeline.k_right
-    stage, phase = n % c.stages, n // c.stages & 1
-    m, l, _l_other = state
-    mbarrier.wait(pipeline.full.index(2 * stage + consumer), phase)
-    mbarrier.wait(pipeline.p_full.index(stage), phase)
+    barriers = pipeline.left if consumer == 0 else pipeline.right
+    stage = state.stage()
+    m, l, _l_other = sums
+    barriers.consumer_wait(state)
+    mbarrier.wait(pipeline.p_full.index(stage), state.phase())
     fence_async_shared()
     flat: gl.constexpr = m.type.layout
     m_new = _load_per_row(pipeline.m.index(stage), flat)
@@ -198,61 +198,63 @@ def _start_other_pv(acc, state, rows, pipeline, n, consumer: gl.constexpr, c: gl
 
 
 @gluon.jit
-def _finish_pv(acc, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
-    """Wait for PV of the n-th block, and release its memory: k_left by consumer 0 alone, the rest by both."""
+def _finish_pv(acc, pipeline, state, consumer: gl.constexpr):
+    """Wait for PV of a block, and release its memory: k_left by consumer 0 alone, the rest by both."""
     acc = warpgroup_mma_wait(0, [acc])
     if consumer == 0:
-        release(pipeline.empty.index(2 * (n % c.stages)))
-    release(pipeline.empty.index(2 * (n % c.stages) + 1))
+        pipeline.left.consumer_release(state)
+    pipeline.right.consumer_release(state)
     return acc
 
 
 @gluon.jit
-def attend(queries, pipeline, request, tile, n, tiles, mask, consumer: gl.constexpr, c: gl.constexpr):
-    """The state of a tile's rows, of which this consumer has half of acc's columns. The tile's blocks are the program's
-    n-th and those after it; tiles: how many tiles with blocks came before. Returns acc, m, l, and n and tiles after it.
+def attend(queries, pipeline, state, q_state, request, tile, mask, consumer: gl.constexpr, c: gl.constexpr):
+    """The state of a tile's rows, of which this consumer has half of acc's columns. The tile's blocks are the
+    pipeline's next ones. Returns acc, m, l, and the states of the pipeline and of its queries after the tile.
     """
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
     rows = _rows_of(queries, request, tile, flat, mask, c)
     l = gl.full([c.block_m, 4], 0.0, gl.float32, _row_layout(4))
-    state = gl.full([c.block_m], -float("inf"), gl.float32, flat), l, l
+    sums = gl.full([c.block_m], -float("inf"), gl.float32, flat), l, l
     acc = gl.full([c.block_m, c.dim], 0.0, gl.float32, O)
     blocks = (gl.maximum(tile.kv_end - tile.kv_start, 0) + c.block_n - 1) // c.block_n
     if blocks > 0:
-        mbarrier.wait(pipeline.q_full, tiles & 1)
+        pipeline.queries.consumer_wait(q_state)
     for i in range(0, blocks - 1, 2):
-        s = _start_qk(pipeline, n + i + consumer, L, c)
+        even, odd = state.advance(i), state.advance(i + 1)
         if consumer == 0:
-            s = warpgroup_mma_wait(0, [s])
-            mbarrier.arrive(pipeline.q_empty, count=1, pred=i + 2 >= blocks)
-            p, alpha, state = _softmax(s, state, rows, pipeline, i, n + i, mask, c)
-            acc = _start_own_pv(acc, p, alpha, pipeline, n + i, consumer, c)
-            acc = _finish_pv(acc, pipeline, n + i, consumer, c)
-            acc, state = _start_other_pv(acc, state, rows, pipeline, n + i + 1, consumer, c)
-            acc = _finish_pv(acc, pipeline, n + i + 1, consumer, c)
+            s = warpgroup_mma_wait(0, [_start_qk(pipeline, even, L, c)])
+            pipeline.queries.consumer_release_once(q_state, pred=i + 2 >= blocks)
+            p, alpha, sums = _softmax(s, sums, rows, pipeline, even, i, mask, c)
+            acc = _start_own_pv(acc, p, alpha, pipeline, even, consumer)
+            acc = _finish_pv(acc, pipeline, even, consumer)
+            acc, sums = _start_other_pv(acc, sums, pipeline, odd, consumer)
+            acc = _finish_pv(acc, pipeline, odd, consumer)
         else:  # the softmax of a block is computed while PV of the one before it runs
-            acc, state = _start_other_pv(acc, state, rows, pipeline, n + i, consumer, c)
+            s = _start_qk(pipeline, odd, L, c)
+            acc, sums = _start_other_pv(acc, sums, pipeline, even, consumer)
             s = warpgroup_mma_wait(1, [s])
-            mbarrier.arrive(pipeline.q_empty, count=1, pred=i + 3 >= blocks)
-            p, alpha, state = _softmax(s, state, rows, pipeline, i + 1, n + i + 1, mask, c)
-            acc = _finish_pv(acc, pipeline, n + i, consumer, c)
-            acc = _start_own_pv(acc, p, alpha, pipeline, n + i + 1, consumer, c)
-            acc = _finish_pv(acc, pipeline, n + i + 1, consumer, c)
-    n += blocks
+            pipeline.queries.consumer_release_once(q_state, pred=i + 3 >= blocks)
+            p, alpha, sums = _softmax(s, sums, rows, pipeline, odd, i + 1, mask, c)
+            acc = _finish_pv(acc, pipeline, even, consumer)
+            acc = _start_own_pv(acc, p, alpha, pipeline, odd, consumer)
+            acc = _finish_pv(acc, pipeline, odd, consumer)
+    state = state.advance(blocks)
     if blocks % 2 == 1:
+        last = state.advance(-1)
         if consumer == 0:
-            s = warpgroup_mma_wait(0, [_start_qk(pipeline, n - 1, L, c)])
-            mbarrier.arrive(pipeline.q_empty, count=1)
-            p, alpha, state = _softmax(s, state, rows, pipeline, blocks - 1, n - 1, mask, c)
-            acc = _start_own_pv(acc, p, alpha, pipeline, n - 1, consumer, c)
+            s = warpgroup_mma_wait(0, [_start_qk(pipeline, last, L, c)])
+            pipeline.queries.consumer_release_once(q_state)
+            p, alpha, sums = _softmax(s, sums, rows, pipeline, last, blocks - 1, mask, c)
+            acc = _start_own_pv(acc, p, alpha, pipeline, last, consumer)
         else:
-            mbarrier.arrive(pipeline.q_empty, count=1, pred=blocks == 1)
-            acc, state = _start_other_pv(acc, state, rows, pipeline, n - 1, consumer, c)
-        acc = _finish_pv(acc, pipeline, n - 1, consumer, c)
+            pipeline.queries.consumer_release_once(q_state, pred=blocks == 1)
+            acc, sums = _start_other_pv(acc, sums, pipeline, last, consumer)
+        acc = _finish_pv(acc, pipeline, last, consumer)
     if blocks > 0:
-        tiles += 1
-    m, l, l_other = state
+        q_state = q_state.advance(1)
+    m, l, l_other = sums
     l = gl.convert_layout(gl.sum(l + l_other, 1), flat, assert_trivial=True)
-    return acc, m, l, n, tiles
+    return acc, m, l, state, q_state

@@ -67,22 +67,20 @@ class Notes(NamedTuple):
 
 
 @gluon.jit
-def write_note(pipeline, n, cursor, more, c: gl.constexpr):
-    """Write the note of the pipeline's n-th block, once its stage is empty."""
+def write_note(pipeline, state, cursor, more, c: gl.constexpr):
+    """Write the note of the pipeline's next block, once its stage is empty."""
     threads: gl.constexpr = 32 * c.load_warps  # each of which stores a word
-    stage = n % c.stages
     note = cursor.block * FLAGS + cursor.masked * MASKED + more.to(gl.int32) * MORE
     x = gl.full([threads], 0, gl.int32, gl.BlockedLayout([1], [32], [c.load_warps], [0])) + note
-    mbarrier.wait(pipeline.k.empty.index(stage), (n // c.stages & 1) ^ 1)
+    pipeline.k.barriers.producer_acquire(state)
     words = pipeline.notes.words._reinterpret(gl.int32, [c.stages, threads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    words.index(stage).store(x)
-    mbarrier.arrive(pipeline.notes.full.index(stage), count=1)
+    words.index(state.stage()).store(x)
+    mbarrier.arrive(pipeline.notes.full.index(state.stage()), count=1)
 
 
 @gluon.jit
-def read_note(pipeline, n, c: gl.constexpr):
-    """Wait for the note of the pipeline's n-th block."""
-    stage = n % c.stages
-    mbarrier.wait(pipeline.notes.full.index(stage), n // c.stages & 1)
-    word = pipeline.notes.words.index(stage * 32 * c.load_warps)
+def read_note(pipeline, state, c: gl.constexpr):
+    """Wait for the note of the pipeline's next block."""
+    mbarrier.wait(pipeline.notes.full.index(state.stage()), state.phase())
+    word = pipeline.notes.words.index(state.stage() * 32 * c.load_warps)
     return gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), 0)

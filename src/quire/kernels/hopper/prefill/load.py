@@ -10,7 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.mask import needed_keys
+from quire.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_mbarriers, allocate_pipeline
 from quire.kernels.hopper.prefill.blocks import Notes, first_block, next_block, write_note
 from quire.kernels.hopper.schedule import page_of, select
 from quire.kernels.hopper.tile_scheduler import find_unit, first_walk, next_unit, plan_units, post_job
@@ -39,14 +41,12 @@ def cache_of(x, page, token, head, c: gl.constexpr):
     return Cache(x, page, token, head, column)
 
 
-class Stages(NamedTuple):
-    """Stages of blocks in shared memory, each with two mbarriers: the producer arrives at `full`, each thread of the
-    consumers at `empty`.
-    """
+@aggregate
+class Stages:
+    """Stages of blocks in shared memory. All threads of the consumers release a stage."""
 
     data: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    barriers: Pipeline
 
 
 class KVPipeline(NamedTuple):
@@ -60,20 +60,12 @@ class KVPipeline(NamedTuple):
 
 
 @gluon.jit
-def _barriers(stages: gl.constexpr, count: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(stages):
-        mbarrier.init(bars.index(s), count=count)
-    return bars
-
-
-@gluon.jit
 def _allocate_stages(
     dtype: gl.constexpr, width: gl.constexpr, parts: gl.constexpr, arrivals: gl.constexpr, c: gl.constexpr
 ):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, width], dtype)
     data = gl.allocate_shared_memory(dtype, [c.stages * parts, c.block_n, width], layout)
-    return Stages(data, _barriers(c.stages, arrivals), _barriers(c.stages, 128 * c.consumers))
+    return Stages(data, allocate_pipeline(c.stages, arrivals, 128 * c.consumers))
 
 
 @gluon.jit
@@ -91,7 +83,7 @@ def allocate_notes(c: gl.constexpr):
     """Notes of empty stages."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [c.stages * 32 * c.load_warps, 1], layout)
-    return Notes(words, _barriers(c.stages, 1))
+    return Notes(words, allocate_mbarriers(c.stages, 1))
 
 
 @gluon.jit
@@ -108,14 +100,14 @@ def _page_ids(tables, request, block, c: gl.constexpr):
 
 
 @gluon.jit
-def _copy_boxes(cache, stages, n, request, h, block, ids, dim: gl.constexpr, c: gl.constexpr):
-    """Load a block of keys or values by TMA into the n-th stage."""
+def _copy_boxes(cache, stages, state, request, h, block, ids, dim: gl.constexpr, c: gl.constexpr):
+    """Load a block of keys or values by TMA into the next stage."""
     boxes: gl.constexpr = c.block_n // c.box
     width: gl.constexpr = stages.data.shape[2]
     parts: gl.constexpr = dim // width
-    stage = n % c.stages
-    mbarrier.wait(stages.empty.index(stage), (n // c.stages & 1) ^ 1)
-    mbarrier.expect(stages.full.index(stage), c.block_n * dim * 2)
+    full = stages.barriers.full.index(state.stage())
+    stages.barriers.producer_acquire(state)
+    mbarrier.expect(full, c.block_n * dim * 2)
     for i in gl.static_range(boxes):
         row = h * cache.head
         if c.page_size > 0:
@@ -127,13 +119,13 @@ def _copy_boxes(cache, stages, n, request, h, block, ids, dim: gl.constexpr, c: 
         else:
             row += (request.kv_start + block * c.block_n) * cache.page
         for part in gl.static_range(parts):
-            box = stages.data.index(stage * parts + part).slice(i * c.box, c.box)
+            box = stages.data.index(state.stage() * parts + part).slice(i * c.box, c.box)
             at = [row, h * cache.column + part * width]
-            tma.async_copy_global_to_shared(cache.x, at, stages.full.index(stage), box)
+            tma.async_copy_global_to_shared(cache.x, at, full, box)
 
 
 @gluon.jit
-def _load_boxes(k, v, pipeline, tables, job, n, c: gl.constexpr):
+def _load_boxes(k, v, pipeline, state, tables, job, c: gl.constexpr):
     """Load blocks of keys and values by TMA, from the last to the first: values are used a block later than keys."""
     boxes: gl.constexpr = c.block_n // c.box
     h, last, blocks = job.h, job.last, job.last - job.first + 1
@@ -148,11 +140,11 @@ def _load_boxes(k, v, pipeline, tables, job, n, c: gl.constexpr):
             ids = gl.where(at_end & (i > 0), next_ids, ids)
             if at_end | (i == 0):
                 next_ids = _page_ids(tables, job, block // (32 // boxes) * (32 // boxes) - 1, c)
-        _copy_boxes(k, pipeline.k, n + i, job, h, block, ids, c.dim_qk, c)
+        _copy_boxes(k, pipeline.k, state.advance(i), job, h, block, ids, c.dim_qk, c)
         if i > 0:
-            _copy_boxes(v, pipeline.v, n + i - 1, job, h, block + 1, v_ids, c.dim, c)
+            _copy_boxes(v, pipeline.v, state.advance(i - 1), job, h, block + 1, v_ids, c.dim, c)
         v_ids = ids
-    _copy_boxes(v, pipeline.v, n + blocks - 1, job, h, job.first, v_ids, c.dim, c)
+    _copy_boxes(v, pipeline.v, state.advance(blocks - 1), job, h, job.first, v_ids, c.dim, c)
 
 
 @gluon.jit
@@ -204,18 +196,18 @@ def _row_addresses(cache, request, h, block, page, mask, layout: gl.constexpr, c
 
 
 @gluon.jit
-def _copy_rows(cache, stages, n, request, h, block, page, mask, dim: gl.constexpr, c: gl.constexpr):
-    """Copy a block of keys or values to the n-th stage, 16 bytes at a time. Those that are not needed become zeros."""
+def _copy_rows(cache, stages, state, request, h, block, page, mask, dim: gl.constexpr, c: gl.constexpr):
+    """Copy a block of keys or values to the next stage, 16 bytes at a time. Those that are not needed become zeros."""
     width: gl.constexpr = stages.data.shape[2]
     parts: gl.constexpr = dim // width
     layout: gl.constexpr = row_layout(width, 16 if c.fp8_q else 8, c.load_warps)
     at, needed = _row_addresses(cache, request, h, block, page, mask, layout, c)
     at = at + gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
-    stage = n % c.stages
-    mbarrier.wait(stages.empty.index(stage), (n // c.stages & 1) ^ 1)
+    stages.barriers.producer_acquire(state)
     for part in gl.static_range(parts):
-        async_copy.async_copy_global_to_shared(stages.data.index(stage * parts + part), at + part * width, needed)
-    async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
+        to = stages.data.index(state.stage() * parts + part)
+        async_copy.async_copy_global_to_shared(to, at + part * width, needed)
+    stages.barriers.producer_commit(state)
 
 
 @gluon.jit
@@ -250,25 +242,24 @@ def _widening(stored, dtype):
 
 
 @gluon.jit
-def _widen_rows(x, stored: gl.constexpr, stages, n, c: gl.constexpr):
-    """Store what `_fetch_rows` has loaded in the n-th stage, in 16 bits."""
+def _widen_rows(x, stored: gl.constexpr, stages, state):
+    """Store what `_fetch_rows` has loaded in the next stage, in 16 bits."""
     parts: gl.constexpr = len(x)
     rows: gl.constexpr = stages.data.shape[1]
     words: gl.constexpr = stages.data.shape[2] // 2
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, words], gl.int32)
     to = stages.data._reinterpret(gl.int32, [stages.data.shape[0], rows, words], layout)
     ptx: gl.constexpr = _widening(stored, stages.data.dtype)
-    stage = n % c.stages
-    mbarrier.wait(stages.empty.index(stage), (n // c.stages & 1) ^ 1)
+    stages.barriers.producer_acquire(state)
     for part in gl.static_range(parts):
         a, b = gl.inline_asm_elementwise(ptx, "=r,=r,r", [x[part]], (gl.int32, gl.int32), is_pure=True, pack=1)
-        to.index(stage * parts + part).store(gl.join(a, b).reshape([rows, words]))
+        to.index(state.stage() * parts + part).store(gl.join(a, b).reshape([rows, words]))
     fence_async_shared()
-    mbarrier.arrive(stages.full.index(stage), count=1)
+    stages.barriers.producer_commit_once(state)
 
 
 @gluon.jit
-def _load_widened(k, v, pipeline, tables, job, n, c: gl.constexpr):
+def _load_widened(k, v, pipeline, state, tables, job, c: gl.constexpr):
     """`_load_boxes` of fp8 keys and values, which are widened while those that are stored next are being loaded."""
     stored: gl.constexpr = k.x.dtype.element_ty
     h, last, blocks = job.h, job.last, job.last - job.first + 1
@@ -276,14 +267,14 @@ def _load_widened(k, v, pipeline, tables, job, n, c: gl.constexpr):
     for i in range(blocks + 1):
         values = _fetch_rows(v, tables, job, h, last - i + 1, i > 0, c.dim, c.dim, c)
         if i < blocks:
-            _widen_rows(keys, stored, pipeline.k, n + i, c)
+            _widen_rows(keys, stored, pipeline.k, state.advance(i))
         keys = _fetch_rows(k, tables, job, h, last - i - 1, i + 1 < blocks, c.part, c.dim_qk, c)
         if i > 0:
-            _widen_rows(values, stored, pipeline.v, n + i - 1, c)
+            _widen_rows(values, stored, pipeline.v, state.advance(i - 1))
 
 
 @gluon.jit
-def _load_widened_values(k, v, pipeline, tables, job, n, c: gl.constexpr):
+def _load_widened_values(k, v, pipeline, state, tables, job, c: gl.constexpr):
     """`_load_boxes` of fp8 keys, which stay as they are for fp8 queries, and of values, which are widened."""
     stored: gl.constexpr = v.x.dtype.element_ty
     layout: gl.constexpr = _page_layout(c.block_n, c.part, 16, c.load_warps)
@@ -293,14 +284,14 @@ def _load_widened_values(k, v, pipeline, tables, job, n, c: gl.constexpr):
         block = last - i
         if i < blocks:
             pages = _pages_of(tables, job, block, layout, c)
-            _copy_rows(k, pipeline.k, n + i, job, h, block, pages, tables.mask, c.dim_qk, c)
+            _copy_rows(k, pipeline.k, state.advance(i), job, h, block, pages, tables.mask, c.dim_qk, c)
         if i > 0:
-            _widen_rows(values, stored, pipeline.v, n + i - 1, c)
+            _widen_rows(values, stored, pipeline.v, state.advance(i - 1))
             values = _fetch_rows(v, tables, job, h, block, i < blocks, c.dim, c.dim, c)
 
 
 @gluon.jit
-def _load_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
+def _load_rows(k, v, pipeline, state, tables, job, c: gl.constexpr):
     """`_load_boxes` with copies of 16 bytes."""
     layout: gl.constexpr = _page_layout(c.block_n, c.part, 8, c.load_warps)
     mask, h, last, blocks = tables.mask, job.h, job.last, job.last - job.first + 1
@@ -308,11 +299,11 @@ def _load_rows(k, v, pipeline, tables, job, n, c: gl.constexpr):
     v_pages = pages * 0  # not pages: the compiler takes variables of a loop that begin equal for one
     for i in range(blocks):
         next_pages = _pages_of(tables, job, last - i - 1, layout, c)  # a block ahead
-        _copy_rows(k, pipeline.k, n + i, job, h, last - i, pages, mask, c.dim_qk, c)
+        _copy_rows(k, pipeline.k, state.advance(i), job, h, last - i, pages, mask, c.dim_qk, c)
         if i > 0:
-            _copy_rows(v, pipeline.v, n + i - 1, job, h, last - i + 1, v_pages, mask, c.dim, c)
+            _copy_rows(v, pipeline.v, state.advance(i - 1), job, h, last - i + 1, v_pages, mask, c.dim, c)
         v_pages, pages = pages, next_pages
-    _copy_rows(v, pipeline.v, n + blocks - 1, job, h, job.first, v_pages, mask, c.dim, c)
+    _copy_rows(v, pipeline.v, state.advance(blocks - 1), job, h, job.first, v_pages, mask, c.dim, c)
 
 
 @gluon.jit
@@ -329,18 +320,18 @@ def _fetch(cache, stages, tables, job, block, wanted, dim: gl.constexpr, c: gl.c
 
 
 @gluon.jit
-def _load_fetched(x, cache, stages, n, tables, job, block, dim: gl.constexpr, c: gl.constexpr):
-    """Load a block of keys or values, of which `_fetch` has returned x, into the n-th stage."""
+def _load_fetched(x, cache, stages, state, tables, job, block, dim: gl.constexpr, c: gl.constexpr):
+    """Load a block of keys or values, of which `_fetch` has returned x, into the next stage."""
     if c.fp8 and cache.x.dtype.element_ty != stages.data.dtype:
-        _widen_rows(x, cache.x.dtype.element_ty, stages, n, c)
+        _widen_rows(x, cache.x.dtype.element_ty, stages, state)
     else:
-        _copy_rows(cache, stages, n, job, job.h, block, x[0], tables.mask, dim, c)
+        _copy_rows(cache, stages, state, job, job.h, block, x[0], tables.mask, dim, c)
 
 
 @gluon.jit
-def _load_listed(k, v, pipeline, tables, job, n, c: gl.constexpr):
-    """Load the blocks of a job that are not hidden, with a note for each, into the n-th stage and those after it, as
-    `_load_widened` does. Returns n after them.
+def _load_listed(k, v, pipeline, state, tables, job, c: gl.constexpr):
+    """Load the blocks of a job that are not hidden, with a note for each, into the next stages, as `_load_widened`
+    does. Returns the state after them.
     """
     cursor, values = first_block(job, tables.mask, c), job.first - 1  # values: the block whose values come next
     keys = _fetch(k, pipeline.k, tables, job, cursor.block, True, c.dim_qk, c)
@@ -348,14 +339,14 @@ def _load_listed(k, v, pipeline, tables, job, n, c: gl.constexpr):
         block, following = cursor.block, next_block(cursor, job, tables.mask, c)
         fetched = _fetch(v, pipeline.v, tables, job, values, values >= job.first, c.dim, c)
         if block >= job.first:
-            write_note(pipeline, n, cursor, following.block >= job.first, c)
-            _load_fetched(keys, k, pipeline.k, n, tables, job, block, c.dim_qk, c)
+            write_note(pipeline, state, cursor, following.block >= job.first, c)
+            _load_fetched(keys, k, pipeline.k, state, tables, job, block, c.dim_qk, c)
         keys = _fetch(k, pipeline.k, tables, job, following.block, following.block >= job.first, c.dim_qk, c)
         if values >= job.first:
-            _load_fetched(fetched, v, pipeline.v, n - 1, tables, job, values, c.dim, c)
+            _load_fetched(fetched, v, pipeline.v, state.advance(-1), tables, job, values, c.dim, c)
         values, cursor = block, following
-        n += 1
-    return n - 1
+        state = state.advance(1)
+    return state.advance(-1)
 
 
 @gluon.jit
@@ -364,24 +355,24 @@ def load(tables, k, v, pipeline, mailbox, counter, slots, c: gl.constexpr):
     split = plan_units(tables, slots, c)
     walk = first_walk(split, c)
     unit = gl.program_id(0)
-    i, n = unit * 0, unit * 0  # jobs and blocks so far
+    i, state = unit * 0, PipelineState(gl.to_tensor(0), c.stages)
     while unit < split.total:
         walk, job = find_unit(walk, unit, tables, split, c)
         if job.first <= job.last:
             post_job(mailbox, i, job, c)
             i += 1
             if c.listed:
-                n = _load_listed(k, v, pipeline, tables, job, n, c)
+                state = _load_listed(k, v, pipeline, state, tables, job, c)
             else:
                 if c.box > 0:
-                    _load_boxes(k, v, pipeline, tables, job, n, c)
+                    _load_boxes(k, v, pipeline, state, tables, job, c)
                 elif c.fp8_q:
-                    _load_widened_values(k, v, pipeline, tables, job, n, c)
+                    _load_widened_values(k, v, pipeline, state, tables, job, c)
                 elif c.fp8:
-                    _load_widened(k, v, pipeline, tables, job, n, c)
+                    _load_widened(k, v, pipeline, state, tables, job, c)
                 else:
-                    _load_rows(k, v, pipeline, tables, job, n, c)
-                n += job.last - job.first + 1
+                    _load_rows(k, v, pipeline, state, tables, job, c)
+                state = state.advance(job.last - job.first + 1)
         unit = next_unit(counter, split)
     walk, job = find_unit(walk, unit, tables, split, c)
     post_job(mailbox, i, job, c)

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,7 +27,7 @@ from quire.kernels.hopper.mask import (
     unmasked_keys,
     visible_in_block,
 )
-from quire.kernels.hopper.pipeline import release
+from quire.kernels.hopper.pipeline import PipelineState
 from quire.kernels.hopper.prefill.blocks import FLAGS, MASKED, MORE, read_note
 from quire.kernels.hopper.prefill.load import row_layout
 from quire.kernels.hopper.softmax import LOG2E, exponent_base, next_m, rescale, scaled_sums
@@ -113,18 +112,17 @@ def _hold(l):
 
 
 @gluon.jit
-def _start_qk(queries, pipeline, n, W: gl.constexpr, c: gl.constexpr):
-    """Start the product of a consumer's queries and the n-th block of keys."""
-    stage = n % c.stages
-    mbarrier.wait(pipeline.k.full.index(stage), n // c.stages & 1)
+def _start_qk(queries, pipeline, state, W: gl.constexpr, c: gl.constexpr):
+    """Start the product of a consumer's queries and the pipeline's next block of keys."""
+    pipeline.k.barriers.consumer_wait(state)
     if c.box == 0:
         fence_async_shared()
     zero = gl.full([64, c.block_n], 0.0, gl.float32, _logits_layout(c))
     parts: gl.constexpr = c.dim_qk // c.part
-    k = pipeline.k.data.index(stage * parts).permute([1, 0])
+    k = pipeline.k.data.index(state.stage() * parts).permute([1, 0])
     s = warpgroup_mma(queries.shared.index(W * parts), k, zero, use_acc=False, is_async=True)
     for part in gl.static_range(1, parts):
-        k = pipeline.k.data.index(stage * parts + part).permute([1, 0])
+        k = pipeline.k.data.index(state.stage() * parts + part).permute([1, 0])
         s = warpgroup_mma(queries.shared.index(W * parts + part), k, s, is_async=True)
     return s
 
@@ -151,15 +149,14 @@ def _unpack(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _start_pv(acc, p, pipeline, n, c: gl.constexpr):
-    """Start to add the product of P and the n-th block of values to acc."""
-    stage = n % c.stages
-    mbarrier.wait(pipeline.v.full.index(stage), n // c.stages & 1)
+def _start_pv(acc, p, pipeline, state, c: gl.constexpr):
+    """Start to add the product of P and the pipeline's next block of values to acc."""
+    pipeline.v.barriers.consumer_wait(state)
     if c.box == 0:
         fence_async_shared()
     p = _unpack(p, pipeline.v.data.dtype) if c.packed else p.to(pipeline.v.data.dtype)
     p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
-    return warpgroup_mma(p, pipeline.v.data.index(stage), acc, is_async=True)
+    return warpgroup_mma(p, pipeline.v.data.index(state.stage()), acc, is_async=True)
 
 
 @gluon.jit
@@ -201,34 +198,33 @@ def _softmax(s, m, l, rows, block, queries, mask, dtype: gl.constexpr, masked: g
 
 @gluon.jit
 def _step(
-    acc, p, m, l, queries, pipeline, n, rows, block, mask, W: gl.constexpr, masked: gl.constexpr, c: gl.constexpr
+    acc, p, m, l, queries, pipeline, state, rows, block, mask, W: gl.constexpr, masked: gl.constexpr, c: gl.constexpr
 ):
-    """Start QK of a block, the n-th of the pipeline, and PV of the block before it; compute the softmax of the former
+    """Start QK of a block, the next of the pipeline, and PV of the block before it; compute the softmax of the former
     while the latter runs.
     """
-    s = _start_qk(queries, pipeline, n, W, c)
-    acc = _start_pv(acc, p, pipeline, n - 1, c)
+    s = _start_qk(queries, pipeline, state, W, c)
+    acc = _start_pv(acc, p, pipeline, state.advance(-1), c)
     s = warpgroup_mma_wait(1, [s])
-    release(pipeline.k.empty.index(n % c.stages))
+    pipeline.k.barriers.consumer_release(state)
     p, m, l, alpha = _softmax(s, m, l, rows, block, queries, mask, pipeline.v.data.dtype, masked, c)
     l = _hold(l)
     acc = warpgroup_mma_wait(0, [acc])
-    release(pipeline.v.empty.index((n - 1) % c.stages))
+    pipeline.v.barriers.consumer_release(state.advance(-1))
     return rescale(acc, alpha), p, m, l
 
 
 @gluon.jit
-def _clear_values(pipeline, n, block, request, mask, c: gl.constexpr):
-    """Zero the values of keys that the request does not have, or that none of its rows sees, in the n-th block, which
+def _clear_values(pipeline, state, block, request, mask, c: gl.constexpr):
+    """Zero the values of keys that the request does not have, or that none of its rows sees, in the next block, which
     TMA has loaded: what is stored there may be NaN, which a probability of 0 does not hide. All consumers do it, each
     before it uses the block, and write the same, so that none waits for another.
     """
     if partly_needed(request, block * c.block_n, (block + 1) * c.block_n, mask, c):
-        stage = n % c.stages
-        mbarrier.wait(pipeline.v.full.index(stage), n // c.stages & 1)
+        pipeline.v.barriers.consumer_wait(state)
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.dim, c.dim // 8], [4, 1], [1, 0])
         for i in gl.static_range(c.block_n // 32):
-            v = pipeline.v.data.index(stage).slice(i * 32, 32)
+            v = pipeline.v.data.index(state.stage()).slice(i * 32, 32)
             j = block * c.block_n + i * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
             x = v.load(layout)
             v.store(gl.where(needed_keys(request, j, mask, c)[:, None], x, gl.zeros_like(x)))
@@ -255,98 +251,98 @@ def _rows_of(queries, request, h, row, mask, flat: gl.constexpr, c: gl.constexpr
 
 
 @gluon.jit
-def _pass(pipeline, mailbox, i, n, c: gl.constexpr):
-    """Release the blocks of the i-th job, of which this consumer has no rows. Returns n after them."""
+def _pass(pipeline, mailbox, i, state, c: gl.constexpr):
+    """Release the blocks of the i-th job, of which this consumer has no rows. Returns the state after them."""
     left = job_field(mailbox, i, LAST) - job_field(mailbox, i, FIRST) + 1
     while left > 0:
         left -= 1
         if c.listed:
-            left = read_note(pipeline, n, c) & MORE
-        stage, phase = n % c.stages, n // c.stages & 1
-        mbarrier.wait(pipeline.k.full.index(stage), phase)
-        mbarrier.arrive(pipeline.k.empty.index(stage), count=128)
-        mbarrier.wait(pipeline.v.full.index(stage), phase)
-        mbarrier.arrive(pipeline.v.empty.index(stage), count=128)
-        n += 1
-    return n
+            left = read_note(pipeline, state, c) & MORE
+        pipeline.k.barriers.consumer_wait(state)
+        pipeline.k.barriers.consumer_release_once(state, 128)
+        pipeline.v.barriers.consumer_wait(state)
+        pipeline.v.barriers.consumer_release_once(state, 128)
+        state = state.advance(1)
+    return state
 
 
 @gluon.jit
-def _attend_all(state, queries, pipeline, n, request, rows, row, first, last, mask, W: gl.constexpr, c: gl.constexpr):
-    """Add to the state of a consumer's rows, over the n-th block of the pipeline, which is block `last`, those down to
-    block `first`. Returns the state, and which of the pipeline the first one is.
+def _attend_all(
+    acc, p, m, l, queries, pipeline, state, request, rows, row, first, last, mask, W: gl.constexpr, c: gl.constexpr
+):
+    """Add to the state of a consumer's rows, over block `last`, which `state` is at, the blocks down to `first`.
+    Returns the state of the rows, and that of the pipeline at block `first`.
     """
-    acc, p, m, l = state
     start, end = unmasked_keys(request, row, gl.minimum(row + 64, request.q_len * c.group) - 1, mask, c)
     high = gl.minimum(gl.maximum(gl.maximum(end, 0) // c.block_n, first), last)
     low = gl.minimum(gl.maximum(gl.maximum(start + (c.block_n - 1), 0) // c.block_n, first), high)
-    n += last  # block j is the pipeline's (n - j)-th
+    end = state.advance(last)  # block j is j blocks before it
     for j in range(last - 1, high - 1, -1):
-        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, True, c)
+        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, end.advance(-j), rows, j, mask, W, True, c)
     for j in range(high - 1, low - 1, -1):
-        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, False, c)
+        acc, p, m, l = _step(acc, p, m, l, queries, pipeline, end.advance(-j), rows, j, mask, W, False, c)
     if c.window:
         for j in range(low - 1, first - 1, -1):
-            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n - j, rows, j, mask, W, True, c)
-    return (acc, p, m, l), n - first
+            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, end.advance(-j), rows, j, mask, W, True, c)
+    return acc, p, m, l, end.advance(-first)
 
 
 @gluon.jit
-def _attend_listed(state, queries, pipeline, n, rows, note, mask, W: gl.constexpr, c: gl.constexpr):
-    """`_attend_all` for the blocks of which there are notes, after the n-th, which has this one. Returns the last note,
-    too.
+def _attend_listed(acc, p, m, l, queries, pipeline, state, rows, note, mask, W: gl.constexpr, c: gl.constexpr):
+    """`_attend_all` for the blocks of which there are notes, after the one that `state` is at, which has this note.
+    Returns the last note, too.
     """
-    acc, p, m, l = state
     while (note & MORE) != 0:
-        n += 1
-        note = read_note(pipeline, n, c)
+        state = state.advance(1)
+        note = read_note(pipeline, state, c)
         block = note // FLAGS
         if (note & MASKED) != 0:
-            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n, rows, block, mask, W, True, c)
+            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, state, rows, block, mask, W, True, c)
         else:
-            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, n, rows, block, mask, W, False, c)
-    return (acc, p, m, l), n, note
+            acc, p, m, l = _step(acc, p, m, l, queries, pipeline, state, rows, block, mask, W, False, c)
+    return acc, p, m, l, state, note
 
 
 @gluon.jit
-def _attend(queries, pipeline, mailbox, i, n, mask, W: gl.constexpr, c: gl.constexpr):
-    """The state of a consumer's rows over the blocks of the i-th job, the n-th of the pipeline and those after it, but
-    for the last PV: the state, P of the last block, and which of the pipeline it is.
+def _attend(queries, pipeline, mailbox, i, state, mask, W: gl.constexpr, c: gl.constexpr):
+    """The state of a consumer's rows over the blocks of the i-th job, the pipeline's next ones, but for the last PV:
+    the state, P of the last block, and the pipeline's state at that block.
     """
     L: gl.constexpr = _logits_layout(c)
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
     flat: gl.constexpr = gl.SliceLayout(1, L)
-    s = _start_qk(queries, pipeline, n, W, c)
+    s = _start_qk(queries, pipeline, state, W, c)
     request, row = job_request(mailbox, i), job_field(mailbox, i, ROW) + W * 64
     first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
     note = last * FLAGS
     if c.listed:
-        note = read_note(pipeline, n, c)
+        note = read_note(pipeline, state, c)
     rows = _rows_of(queries, request, job_field(mailbox, i, H), row, mask, flat, c)
     m = gl.full([64], -float("inf"), gl.float32, flat)
     l = gl.sum(gl.full([64, c.block_n], 0.0, gl.float32, L).reshape([64, c.block_n // 8, 8]), 1)
     acc = gl.full([64, c.dim], 0.0, gl.float32, O)
     s = warpgroup_mma_wait(0, [s])
-    release(pipeline.k.empty.index(n % c.stages))
+    pipeline.k.barriers.consumer_release(state)
     if c.box > 0:
-        _clear_values(pipeline, n, note // FLAGS, request, mask, c)
+        _clear_values(pipeline, state, note // FLAGS, request, mask, c)
     p, m, l, _alpha = _softmax(s, m, l, rows, note // FLAGS, queries, mask, pipeline.v.data.dtype, True, c)
     if c.listed:
-        state, n, note = _attend_listed((acc, p, m, l), queries, pipeline, n, rows, note, mask, W, c)
+        acc, p, m, l, state, note = _attend_listed(acc, p, m, l, queries, pipeline, state, rows, note, mask, W, c)
         first = note // FLAGS
     else:
-        state, n = _attend_all((acc, p, m, l), queries, pipeline, n, request, rows, row, first, last, mask, W, c)
-    acc, p, m, l = state
+        acc, p, m, l, state = _attend_all(
+            acc, p, m, l, queries, pipeline, state, request, rows, row, first, last, mask, W, c
+        )
     if c.box > 0 and c.window:
-        _clear_values(pipeline, n, first, job_request(mailbox, i), mask, c)
-    return acc, p, m, l, n
+        _clear_values(pipeline, state, first, job_request(mailbox, i), mask, c)
+    return acc, p, m, l, state
 
 
 @gluon.jit
 def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr, c: gl.constexpr):
     """Compute rows 64 * W to 64 * W + 63 of the tiles of all jobs."""
     flat: gl.constexpr = gl.SliceLayout(1, _logits_layout(c))
-    i, n = gl.program_id(0) * 0, gl.program_id(0) * 0  # jobs and blocks so far
+    i, state = gl.to_tensor(0), PipelineState(gl.to_tensor(0), c.stages)
     wait_for_job(mailbox, i)
     _copy_queries(queries, mailbox, i, W, c)
     while job_field(mailbox, i, H) >= 0:
@@ -354,14 +350,14 @@ def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr,
         if job_field(mailbox, i, ROW) + W * 64 < job_field(mailbox, i, ROWS):
             fence_async_shared()
             gl.thread_barrier()
-            acc, p, m, l, n = _attend(queries, pipeline, mailbox, i, n, mask, W, c)
+            acc, p, m, l, state = _attend(queries, pipeline, mailbox, i, state, mask, W, c)
             wait_for_job(mailbox, i + 1)
-            acc = _start_pv(acc, p, pipeline, n, c)
+            acc = _start_pv(acc, p, pipeline, state, c)
             _copy_queries(queries, mailbox, i + 1, W, c)
             l = gl.convert_layout(gl.sum(l, 1), flat)
             acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(pipeline.v.empty.index(n % c.stages), count=128)  # does not wait for copies of queries
-            n += 1
+            pipeline.v.barriers.consumer_release_once(state, 128)  # does not wait for copies of queries
+            state = state.advance(1)
             complete = True
             if c.split:  # noqa: SIM102, "and" would generate code for partial states
                 if job_field(mailbox, i, SPLITS) > 1:
@@ -371,7 +367,7 @@ def consume(queries, pipeline, mailbox, partials, output, mask, W: gl.constexpr,
                 row, rows = job_field(mailbox, i, ROW) + W * 64, job_field(mailbox, i, ROWS)
                 store_rows(acc, m, l, output, q_start, h, row, rows, c, True)
         else:
-            n = _pass(pipeline, mailbox, i, n, c)
+            state = _pass(pipeline, mailbox, i, state, c)
             wait_for_job(mailbox, i + 1)
             _copy_queries(queries, mailbox, i + 1, W, c)
         release_job(mailbox, i)
