@@ -6,12 +6,29 @@ it and releases it. Each of them keeps a PipelineState of its own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from quire.kernels.gpu.triton_internals import aggregate
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    """A program's pipeline of blocks of keys and values.
+
+    Attributes:
+        stages: blocks in the pipeline.
+        consumers: warp groups that use each block.
+        load_warps: warps of the producer.
+    """
+
+    stages: int
+    consumers: int
+    load_warps: int
 
 
 @aggregate
