@@ -1,7 +1,8 @@
 # make demo: set up, and complete the prompts of examples/prompts.txt
 # make test: set up, and run the tests but those marked slow, in WORKERS processes
 # make test-all: the same with those marked slow
-# make test-gpu: run the tests that need a GPU
+# make test-random: the same from new random seeds, where others take that of the commit (QUIRE_TEST_SEED wins)
+# make test-gpu: run the tests that need a GPU, in two halves that can also run alone: test-gpu-kernels and test-gpu-callers
 # make lint: set up, and check style and types
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo test test-all test-gpu lint format clean
+.PHONY: demo test test-all test-random test-gpu test-gpu-kernels test-gpu-callers lint format clean
 
 demo: $(VENV)/ready
 	$(BIN)/quire generate --file examples/prompts.txt --max-tokens 80 --temperature 0.5 --repetition-penalty 1.1 --seed 3
@@ -23,8 +24,18 @@ test-all: $(VENV)/ready
 	$(PYTEST) -n $(WORKERS)
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS)
 
-test-gpu: $(VENV)/ready
-	$(PYTEST) -n 15 -m gpu
+test-random: export QUIRE_TEST_SEED ?= random
+test-random: test-all
+
+KERNEL_TESTS := tests/definition tests/kernels
+
+test-gpu: test-gpu-kernels test-gpu-callers
+
+test-gpu-kernels: $(VENV)/ready
+	$(PYTEST) -n 15 -m gpu $(KERNEL_TESTS)
+
+test-gpu-callers: $(VENV)/ready
+	$(PYTEST) -n 15 -m gpu $(KERNEL_TESTS:%=--ignore=%) tests
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,10 +1,11 @@
-"""Random inputs are fresh in each run; the seed is printed, and QUIRE_TEST_SEED repeats a run."""
+"""Random inputs are those of the run's seed, which is in the header (helpers/seeds.py)."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,11 @@ from numba.core.caching import IndexDataCacheFile  # noqa: E402
 
 from helpers.interpret import COUNTS, INTERPRETED, check_counts, is_chosen  # noqa: E402
 from helpers.paths import TESTS  # noqa: E402
-
-SEED = int(os.environ.setdefault("QUIRE_TEST_SEED", str(random.randrange(1 << 31))))  # also of processes of xdist
+from helpers.seeds import ORIGIN, SEED  # noqa: E402
 
 
 def pytest_report_header() -> str:
-    return f"quire: random inputs from QUIRE_TEST_SEED={SEED}"
+    return f"quire: random inputs from QUIRE_TEST_SEED={SEED} ({ORIGIN})"
 
 
 def pytest_configure() -> None:
@@ -66,10 +66,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """Random numbers of one test: the run's seed and the test's name, so that a test repeats on its own."""
+    """Random numbers of one test, from the run's seed and the test's name, so that a test repeats on its own. They seed
+    the global generators, too.
+    """
     generator = random.Random(f"{SEED} {request.node.nodeid}")
-    torch.manual_seed(generator.randrange(1 << 31))
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(generator.randrange(1 << 31))
     return generator
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cpu_by_default() -> Iterator[None]:
+    """An LLM is on the CPU unless a test names a device, on a machine with a GPU, too: expected texts and bounds are
+    those of float32 there. Processes that tests start must be told so.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.engine.arguments.default_device", lambda: "cpu")
+        yield
 
 
 @pytest.fixture

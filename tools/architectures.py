@@ -204,7 +204,7 @@ def attempt(name: str, folder: Path, windows: bool = True) -> tuple[str, str]:
         return "untried", f"{type(error).__name__}: {error}"
     try:
         for page_size, most in ((4, 7), (16, 2048)):
-            with LLM(folder, num_pages=256, page_size=page_size, max_batched_tokens=most) as llm:
+            with LLM(folder, device="cpu", num_pages=256, page_size=page_size, max_batched_tokens=most) as llm:
                 for _ in range(2):  # prompts are in the prefix cache the second time
                     check(network, llm, prompts, expected)
     except AssertionError as error:

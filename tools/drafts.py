@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    llms = {most: LLM(speculative_tokens=most) for most in args.drafts}
+    llms = {most: LLM(device="cpu", speculative_tokens=most) for most in args.drafts}
     cells: dict[tuple[str, int], dict[str, object]] = {}
     outputs: dict[tuple[str, int], list[list[int]]] = {}
     best: dict[tuple[str, int], float] = {}

@@ -102,6 +102,7 @@ def main() -> None:
         engine._launch(chunks)
         launched = time.thread_time()
         engine._read(1)
+        engine._report()
         end = time.thread_time()
         spans = (scheduled - start, launched - scheduled, end - launched, end - start)
         for name, span in zip(times, spans, strict=True):

@@ -86,24 +86,22 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 def masks(tokenizer: Any) -> dict[str, Any]:
     """Times of one tokenizer, in microseconds but for its own preparation."""
     grammars = Grammars(SimpleNamespace(tokenizer=tokenizer, vocab_size=len(tokenizer), folder="here"))  # type: ignore[arg-type]
-    first, _ = timed(lambda: grammars.matcher(SamplingParams(regex="a+"), frozenset()))
+    first, _ = timed(lambda: grammars.prepare(SamplingParams(regex="a+")))
     found: dict[str, Any] = {"vocab": len(tokenizer), "tokenizer_s": first / 1e6}
     tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     for name, schema in SCHEMAS.items():
         params = SamplingParams(json_schema=schema)
-        compiled, matcher = timed(lambda params=params: grammars.matcher(params, frozenset([0])))  # type: ignore[misc]
+        compiled, grammar = timed(lambda params=params: grammars.prepare(params))  # type: ignore[misc]
         alone, pushed, together = [], [], []
         for again in range(4):  # the first time, the lexer finds its states
-            matcher = grammars.matcher(params, frozenset([0]))
-            beside = [grammars.matcher(params, frozenset([0])) for _ in range(32)]
-            assert matcher is not None
+            matcher = grammar.matcher(frozenset([0]))
+            beside = [grammar.matcher(frozenset([0])) for _ in range(32)]
             for token in tokens:
                 alone.append(timed(lambda one=matcher: grammars.masks([one]))[0])  # type: ignore[misc]
                 if again:
                     together.append(timed(lambda all=beside: grammars.masks(all))[0])  # type: ignore[misc]
                 pushed.append(timed(lambda one=matcher, token=token: one.push(token))[0])  # type: ignore[misc]
                 for other in beside:
-                    assert other is not None
                     other.push(token)
         found[name] = {
             "compile": compiled,
@@ -123,7 +121,7 @@ def engine(rounds: int) -> dict[str, float]:
     bound = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, json_schema=long)
     kinds = {"free": [free] * 32, "constrained": [bound] * 32, "one constrained": [bound] + [free] * 31}
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    with LLM(num_pages=400) as llm:
+    with LLM(device="cpu", num_pages=400) as llm:
         for turn in range(rounds + 1):
             for name, params in kinds.items():
                 steps, start = llm.stats.steps, time.process_time()

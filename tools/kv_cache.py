@@ -85,7 +85,7 @@ def main() -> None:
     for name, (keys, values) in MODELS.items():
         with tempfile.TemporaryDirectory() as place:
             folder = changed(Path(place) / "model", keys, values)
-            scales = calibrate(folder, [source(module) for module in MEASURED], Path(place) / "scales")
+            scales = calibrate(folder, [source(module) for module in MEASURED], Path(place) / "scales", device=device)
             model, rounded = Model(folder, device, None), Model(folder, device, torch.bfloat16)
         texts = [model.tokenizer(source(module))["input_ids"][: model.context] for module in COMPARED]
         caches: dict[str, tuple[Model, dict[str, Any]]] = {

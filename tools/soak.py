@@ -51,7 +51,7 @@ def make_cases(count: int, rng: random.Random, longest: int) -> list[Case]:
         sampled = {"temperature": rng.choice([0.0, 1.0]), "seed": rng.randrange(1 << 32), "ignore_eos": True}
         n = rng.choice([1, 1, 1, 1, 2, 4])
         bodies.append({"prompt": prompt, "n": n, "max_tokens": rng.randint(1, longest), **sampled})
-    with LLM(num_pages=8000) as llm:
+    with LLM(device="cpu", num_pages=8000) as llm:
         texts = iter(generate(llm, bodies))
     return [Case(body, [next(texts) for _ in range(body["n"])]) for body in bodies]
 
@@ -85,7 +85,7 @@ def verdicts(found: list[Differs]) -> list[str]:
     said = []
     with patch.object(sampling, "sample", rounded):
         for one in found:
-            with LLM(num_pages=8000) as llm:
+            with LLM(device="cpu", num_pages=8000) as llm:
                 possible, tries = set(one.case.texts), 0
                 while not possible.issuperset(one.texts) and tries < 1024:
                     possible.update(generate(llm, [one.case.body] * 64))
@@ -116,7 +116,8 @@ class Server:
 
     def __init__(self, log: Path, port: int = 0, options: tuple[str, ...] = ()) -> None:
         begun = time.monotonic()
-        command = [sys.executable, "-m", "quire", "serve", "--port", str(port), "--grace", "5", *options]
+        given = ("--port", str(port), "--grace", "5", "--device", "cpu")
+        command = [sys.executable, "-m", "quire", "serve", *given, *options]
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stderr=file)
         while not (found := re.search(r"at (http://\S+)", log.read_text())):
@@ -267,12 +268,13 @@ async def run_ends(log: Path, cases: list[Case]) -> dict[str, Any]:
     return result
 
 
-async def run_openapi(server: Server, folder: Path, examples: int) -> dict[str, Any]:
+async def run_openapi(server: Server, folder: Path, examples: int, seed: int) -> dict[str, Any]:
     """Requests that schemathesis makes from the server's OpenAPI document, right and wrong ones."""
     report = folder / "report.json"
     config = Path(__file__).resolve().with_name("schemathesis.toml")
     command = ["--config-file", str(config), "run", f"{server.url}/openapi.json"]
-    options = ["--max-examples", str(examples), "--report", "json", "--report-json-path", str(report)]
+    options = ["--max-examples", str(examples), "--seed", str(seed)]
+    options += ["--report", "json", "--report-json-path", str(report)]
     arguments = (sys.executable, "-m", "schemathesis.cli", "--no-color", *command, *options)
     process = await asyncio.create_subprocess_exec(*arguments, cwd=folder, stdout=sys.stderr)
     code = await process.wait()
@@ -346,7 +348,7 @@ def main() -> int:
                 elif part == "random":
                     runs[part] = asyncio.run(run_random(server, cases, rng, args.clients, args.minutes))
                 else:
-                    runs[part] = asyncio.run(run_openapi(server, Path(folder), args.examples))
+                    runs[part] = asyncio.run(run_openapi(server, Path(folder), args.examples, args.seed))
                 runs[part]["log"] = sorted(set(log.read_text().splitlines()))[:20]
             finally:
                 server.end()

@@ -42,7 +42,7 @@ class LoraxRunner(Runner):
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute decodes before prompts, since a prompt may share a page that a decode of this step fills."""
-        decodes, prompts = [c for c in chunks if c.count == 1], [c for c in chunks if c.count > 1]
+        decodes, prompts = self.split(chunks)
         logits: dict[int, Tensor] = {}
         for group in (decodes, prompts):
             if group:
@@ -52,6 +52,22 @@ class LoraxRunner(Runner):
                 logits |= dict(zip((id(c) for c in group if c.samples), rows, strict=True))
         sampled = [logits[id(c)] for c in chunks if c.samples]
         return torch.stack(sampled) if sampled else rows
+
+    def split(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+        """The decodes and the prompts of a step. A chunk of one token belongs to the prompts if it reads pages that a
+        prompt of this step writes. That prompt comes before it in the step.
+        """
+        decodes: list[Chunk] = []
+        prompts: list[Chunk] = []
+        written: set[int] = set()
+        for chunk in chunks:
+            pages = chunk.request.pages
+            if chunk.count == 1 and written.isdisjoint(pages):
+                decodes.append(chunk)
+            else:
+                prompts.append(chunk)
+                written.update(pages[chunk.start // self.page_size :])
+        return decodes, prompts
 
     def replay(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute decodes by a graph for the next power of two of requests, whose state copies this batch's tables."""

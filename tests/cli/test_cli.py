@@ -65,10 +65,11 @@ def test_json_has_a_line_per_prompt_and_a_summary(capsys):
 
 
 def test_prompts_from_stdin():
-    done = quire("generate", "--max-tokens", "3", "--json", stdin="import os\n\nimport sys\n")
+    given = ("generate", "--max-tokens", "3", "--json", "--device", "cpu")
+    done = quire(*given, stdin="import os\n\nimport sys\n")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
-    done = quire("generate", "--max-tokens", "3", "--json", stdin="a\nb\n---\nc\n")
+    done = quire(*given, stdin="a\nb\n---\nc\n")
     assert [json.loads(line).get("prompt") for line in done.stdout.splitlines()] == ["a\nb", "c", None]
 
 
@@ -221,13 +222,16 @@ MISTAKES = {
     "dtype": (["generate", "x", "--dtype", "int3"], "int3"),
     "pages": (["generate", "x", "--num-pages", "0"], "num_pages = 0"),
     "no scales": (
-        ["serve", "--kv-cache-dtype", "fp8", "--kv-cache-scales", "/nowhere"],
+        ["serve", "--port", "0", "--kv-cache-dtype", "fp8", "--kv-cache-scales", "/nowhere"],
         "kv_cache_scales = '/nowhere': there is no such file",
     ),
-    "nothing to scale": (["serve", "--kv-cache-scales", "/nowhere"], "only an fp8 cache (kv_cache_dtype) has scales"),
+    "nothing to scale": (
+        ["serve", "--port", "0", "--kv-cache-scales", "/nowhere"],
+        "only an fp8 cache (kv_cache_dtype) has scales",
+    ),
     "nothing to measure": (["calibrate", "/tmp/scales"], "there are no prompts"),
     "nowhere to write": (["calibrate", "/nowhere/scales", "import os", "--num-pages", "9"], "/nowhere/scales"),
-    "no folder to serve": (["serve", "/nowhere"], "there is no model folder /nowhere"),
+    "no folder to serve": (["serve", "/nowhere", "--port", "0"], "there is no model folder /nowhere"),
     "limit": (["serve", "--max-n", "0"], "max_n = 0: it must be above 0"),
     "grace": (["serve", "--grace", "inf"], "grace = inf"),
     "port": (["serve", "--port", "70000", "--num-pages", "2"], "port = 70000: it must be from 0 to 65535"),

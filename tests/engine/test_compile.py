@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import numba
 import pytest
 import torch
 
@@ -20,16 +19,8 @@ from quire.engine.regions import Regions
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Compile without Inductor, which takes long.
-
-    A parallel kernel of Numba leaves its number of threads to torch in the thread that calls it, and compiled code is
-    for one number of threads: with another number, torch would compile once more after the first attention.
-    """
+    """Compile without Inductor, which takes long."""
     monkeypatch.setattr(model, "Regions", partial(Regions, backend="aot_eager"))
-    before = torch.get_num_threads()
-    torch.set_num_threads(numba.get_num_threads())
-    yield
-    torch.set_num_threads(before)
 
 
 def complete(folder, rng_prompts, **options):

@@ -41,11 +41,13 @@ def random_requests(rng, count):
         {"temperature": 0, "logprobs": 0},
         {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
         {"temperature": 1.0, "top_k": 3, "presence_penalty": 1.0, "logprobs": 1},
+        {"temperature": 0, "logit_bias": dict.fromkeys(range(9), 5.0), "min_tokens": 3},
+        {"temperature": 1.0, "top_k": 3, "allowed_token_ids": range(4, VOCAB), "logprobs": 1},
     ]
     prompts, params = [], []
     for _ in range(count):
         prompts.append(repeating(rng, rng.randint(1, 30)))
-        ends = {"max_tokens": rng.randint(1, 24), "stop_token_ids": rng.sample(range(VOCAB), rng.choice((0, 0, 8)))}
+        ends = {"max_tokens": rng.randint(3, 24), "stop_token_ids": rng.sample(range(VOCAB), rng.choice((0, 0, 8)))}
         params.append(SamplingParams(**rng.choice(options), **ends, seed=rng.randrange(1000)))
     return prompts, params
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
 import subprocess
 import sys
@@ -271,7 +272,7 @@ def test_a_missing_package_is_named():
 import sys
 sys.modules["llguidance"] = None
 from quire.engine import LLM, SamplingParams
-with LLM(num_pages=8) as llm:
+with LLM(num_pages=8, device="cpu") as llm:
     print(llm.generate("x", SamplingParams(max_tokens=2))[0].finish_reason, flush=True)
     llm.generate("x", SamplingParams(json_schema={}))
 """
@@ -297,3 +298,76 @@ def test_a_gpu_that_is_a_step_ahead_computes_the_same(random_weights, rng):
             if schema is not None and completion.finish_reason == "stop":
                 assert is_valid(schema, json.loads(completion.text))
         same(completions, done[0], llm, prompts, params)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        pytest.param({"regex": "(((a{100}){100}){100}){7}"}, id="too many expressions"),
+        pytest.param(
+            {"grammar": "start: r0\n" + "".join(f'r{i}: r{i + 1} "a"\n' for i in range(3000)) + 'r3000: "b"\n'},
+            id="stack overflow",
+        ),
+    ],
+)
+def test_prepare_hostile_grammar_is_refused_and_remembered(llm, hostile, monkeypatch):
+    """The process lives on, and a second request does no work."""
+    params, fine = SamplingParams(**hostile), SamplingParams(regex="[0-9]{3}")
+    with pytest.raises(ValueError, match=r"are the most|SIGSEGV") as first:
+        llm.prepare(params)
+    llm.prepare(fine)
+    assert llm.prepared(fine)
+    monkeypatch.setattr(llm._engine.grammars, "_compile", None)
+    for known in (llm.prepare, llm.prepared):
+        with pytest.raises(ValueError, match=r"are the most|SIGSEGV") as second:
+            known(params)
+        assert str(second.value) == str(first.value)
+
+
+def test_prepare_endless_work_ends_at_the_bound_of_time(llm, monkeypatch):
+    from quire.engine import grammar_compiler
+
+    monkeypatch.setattr(grammar_compiler, "CPU_SECONDS", 0.05)
+
+    def endless(*arguments):
+        while True:
+            pass
+
+    monkeypatch.setattr(grammar_compiler, "_refusal", endless)
+    assert "more than 0.05 s" in grammar_compiler._answer(None, 0, "regex", "a")
+
+
+def test_prepare_compiler_that_raises_is_a_refusal(monkeypatch):
+    from quire.engine import grammar_compiler
+
+    def panic(*arguments):
+        raise BaseException("panic")
+
+    monkeypatch.setattr(grammar_compiler, "_refusal", panic)
+    assert grammar_compiler._answer(None, 0, "regex", "a") == "regex = 'a': llguidance fails"
+
+
+def test_start_grammar_that_is_held_is_not_compiled_again(llm, monkeypatch):
+    """The engine has forgotten it since it was prepared."""
+    params, parts = SamplingParams(regex="held [0-9]{2}", max_tokens=30), queue.SimpleQueue()
+    grammar = llm.prepare(params)
+    llm._engine.grammars.forget(grammar)
+    assert llm.prepared(params) is None
+    monkeypatch.setattr(llm._engine.grammars, "_compile", lambda *given: pytest.fail("it is compiled again"))
+    llm.start([PROMPTS[0]] * 2, params, lambda index, part: parts.put((index, part)), grammar)
+    ended = {}
+    while len(ended) < 2:
+        index, part = parts.get(timeout=60)
+        ended |= {index: part.finish_reason} if part.finish_reason else {}
+    assert set(ended.values()) <= {"stop", "length"}
+
+
+def test_start_grammar_of_other_params_is_not_used(llm):
+    other, parts = llm.prepare(SamplingParams(regex="[a-z]{9}")), queue.SimpleQueue()
+    params = SamplingParams(regex="[0-9]{3}", max_tokens=30)
+    llm.start(PROMPTS[0], params, lambda index, part: parts.put(part), other)
+    text, reason = "", None
+    while reason is None:
+        part = parts.get(timeout=60)
+        text, reason = text + part.text, part.finish_reason
+    assert re.fullmatch("[0-9]{3}", text)

@@ -15,6 +15,7 @@ from quire.engine.chunks import Decodes
 from quire.engine.graphs import StepGraphs, decode_sizes, mixed_sizes
 from quire.engine.inputs import InputBuffers, Shape
 from quire.engine.request import Request
+from quire.engine.runner import Runner
 from quire.engine.scheduler import Scheduler
 from quire.steps import StepTables
 
@@ -129,6 +130,40 @@ def compare(inputs, shape, chunks, size, width, sampled):
     assert inputs.sampled[: len(last)].tolist() == last
 
 
+def test_captured_steps_read_the_buffers_themselves(monkeypatch):
+    """The buffers stay, so that graphs may be replayed after later plans of their wrappers. Capture is made up, on the
+    CPU.
+    """
+    monkeypatch.setattr(Runner, "overlaps", property(lambda runner: True))
+    monkeypatch.setattr(StepGraphs, "capture", lambda graphs, progress: True)
+    state, read = {"capturing": False}, []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    with LLM(num_pages=50, page_size=4, cuda_graphs=False) as llm:
+        runner = llm._engine.runner
+
+        def run(*given):
+            for wrapper in runner._active.values():
+                wrapper._capture._gpu = True
+                wrapper._capture.note()
+                read.extend((wrapper.planned.qo.indptr, *wrapper.planned.kv.tables))
+            return torch.empty(0)
+
+        monkeypatch.setattr(runner.model, "logits", run)
+        runner.capture(6, 40)
+        graphs = runner.step_graphs
+        for shape in graphs.shapes:
+            buffers = graphs._buffers
+            buffers.fill_padding(shape)
+            inputs = buffers.views(shape)
+            # Tables on the host are checked, and a row must own all entries then.
+            inputs.last_page_len.fill_(4)
+            for state["capturing"] in (False, True):
+                read.clear()
+                graphs._forward(inputs, shape)
+                given = (inputs.qo_indptr, inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len)
+                assert [x.data_ptr() for x in read] == [x.data_ptr() for x in given]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     torch.manual_seed(17)
@@ -170,7 +205,7 @@ def test_steps_that_sample_within_their_graphs(folders, rng, kind):
     """Plain requests, and plain ones with others among them, that end at different times and are preempted: the tokens
     are those without graphs, and sampling is launched for steps with prompts, and for requests that are not plain.
     """
-    others = [{"temperature": 0.8, "seed": 1}, {"frequency_penalty": 0.5}, {"logprobs": 1}]
+    others = [{"temperature": 0.8, "seed": 1}, {"frequency_penalty": 0.5}, {"logprobs": 1}, {"logit_bias": {5: 9.0}}]
     prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(48)]
     params = []
     for _ in prompts:

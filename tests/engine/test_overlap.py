@@ -40,6 +40,8 @@ def random_params(rng, **more):
         {"temperature": 0.7, "seed": rng.randrange(1000), "top_k": 20, "top_p": 0.9, "min_p": 0.01},
         {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
         {"temperature": 1.0, "seed": rng.randrange(1000), "presence_penalty": 1.0, "logprobs": rng.randrange(4)},
+        {"temperature": 0, "logit_bias": {rng.randrange(VOCAB): 5.0 for _ in range(5)}, "min_tokens": 1},
+        {"temperature": 1.0, "seed": rng.randrange(1000), "allowed_token_ids": rng.sample(range(VOCAB), 40)},
     ]
     ends = {"max_tokens": rng.randint(1, 20), "stop_token_ids": rng.sample(range(VOCAB), rng.choice((0, 0, 10)))}
     return SamplingParams(**{**rng.choice(options), **ends, **more})

@@ -142,10 +142,17 @@ BAD = {
     "repetition_penalty": [0, -1, math.nan, math.inf, 10**400],
     "presence_penalty": [math.nan, "much", None, -(10**400)],
     "frequency_penalty": [math.inf, True],
-    "max_tokens": [-1, 0, 2.5, True, 2**63, "all"],
+    "max_tokens": [-1, 2.5, True, 2**63, "all"],
+    "min_tokens": [-1, 2.5, True, None, 2**63],
     "stop": [[""], [3], 3, b"x", {"x": 1}, "\ud83d", ["x", "\udcff"]],
     "stop_token_ids": [["a"], [1.5], 7, [-1], [True], [2**63], b"abc", {1: 2}],
+    "include_stop_str_in_output": [1, "no", None],
     "ignore_eos": [1, "no", None],
+    "logit_bias": [{"a": 1}, {1.5: 1}, {-1: 1}, {True: 1}, {2**63: 1}, {1: 101}, {1: -100.5}, {1: math.nan}, [1], 7],
+    "allowed_token_ids": [[], ["a"], [1.5], 7, [-1], [True], [2**63], b"abc", {1: 2}],
+    "bad_words": ["word", [""], ["  "], [3], 3, b"x", {"x": 1}, ["\ud83d"]],
+    "truncate_prompt_tokens": [0, -2, 1.5, True, "2", 2**63],
+    "prompt_logprobs": [-1, 0.5, True, 2**63],
     "logprobs": [-1, 0.5, True, 2**63],
 }
 
@@ -154,6 +161,14 @@ BAD = {
 def test_bad_parameters_are_named(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
+
+
+def test_min_tokens_beyond_max_tokens_is_refused():
+    with pytest.raises(ValueError, match="min_tokens = 5: it must be at most max_tokens, which is 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    with pytest.raises(ValueError, match="min_tokens = 200: it must be at most max_tokens, which is 128"):
+        SamplingParams(min_tokens=200).over(LIBRARY_DEFAULTS)
+    assert SamplingParams(min_tokens=200, max_tokens=None).min_tokens == 200
 
 
 # The ends of what is allowed, and what lies just inside.
@@ -166,7 +181,11 @@ ENDS = {
     "repetition_penalty": [5e-324, 1e-300, 1, 10**300, 1.7e308],
     "presence_penalty": [-1.7e308, -2, 0, 2, 10**300, 1.7e308],
     "frequency_penalty": [-1.7e308, -2, 0, 2, 10**300, 1.7e308],
-    "max_tokens": [1, 2**63 - 1, None, "auto"],
+    "max_tokens": [9, 2**63 - 1, None, "auto"],
+    "min_tokens": [0, 1, 9],
+    "logit_bias": [{}, {0: -100}, {VOCAB - 1: 100, 5: -0.5}],
+    "allowed_token_ids": [range(VOCAB), None],
+    "truncate_prompt_tokens": [-1, 1, 2**63 - 1],
     "stop_token_ids": [[0], [2**63 - 1], range(9)],
     "logprobs": [0, 1, 2**63 - 1],
 }

@@ -10,7 +10,9 @@ from quire.engine.scheduler import Scheduler
 def request(rng, starts, longest):
     prompt = rng.choice(starts)[: rng.randint(1, 20)] + [rng.randrange(5) for _ in range(rng.randint(1, 9))]
     params = SamplingParams(max_tokens=rng.randint(1, longest - len(prompt)))
-    return Request(prompt, params, None, frozenset(), lambda update: None)
+    made = Request(prompt, params, None, frozenset(), lambda update: None)
+    made.group = rng.choice((made, 0, 1))
+    return made
 
 
 def run_step(scheduler, slots, rng):

@@ -37,22 +37,30 @@ def random_requests(rng, count):
         asked = {"prompt_logprobs": rng.choice((None, None, 0, 1, 5)), "logprobs": rng.choice((None, 2))}
         temperature = rng.choice((0, 1.0))
         prompts.append(prompt)
-        params.append(SamplingParams(temperature, max_tokens=rng.randint(1, 20), seed=rng.randrange(1000), **asked))
+        most = rng.choice((0, rng.randint(1, 20)))
+        params.append(SamplingParams(temperature, max_tokens=most, seed=rng.randrange(1000), **asked))
     return prompts, params
 
 
 def check(model, prompt, params, done):
     """Compare the report of a prompt with logits in float64."""
     report, count = done.prompt_logprobs, params.prompt_logprobs
+    if params.max_tokens == 0:
+        assert (done.token_ids, done.text, done.finish_reason) == ([], "", "length")
     if count is None:
         assert report is None
+        assert done.prompt_ranks is None
         return
     assert done.reused_tokens == 0
+    assert done.prompt_ranks[0] is None
+    assert len(done.prompt_ranks) == len(prompt)
     assert report[0] is None
     assert len(report) == len(prompt)
     with torch.inference_mode():
         exact = model(torch.tensor([prompt], device=model.device)).logits[0].log_softmax(-1)
-    for token, values, given in zip(prompt[1:], exact, report[1:], strict=False):
+    for token, values, given, rank in zip(prompt[1:], exact, report[1:], done.prompt_ranks[1:], strict=False):
+        likelier, as_likely = (int((values > values[token] + error).sum()) for error in (1e-4, -1e-4))
+        assert likelier + 1 <= rank <= as_likely
         least = values.topk(max(count, 1)).values[-1] - 1e-4
         assert token in given
         assert count <= len(given) <= count + 1
@@ -105,6 +113,41 @@ def test_each_element_of_a_stream_has_them(folder):
         (done,) = llm.generate([[5, 6, 7]], params, on_update=lambda i, part: parts.append(part))
     assert len(parts) == 3
     assert all(part.prompt_logprobs == done.prompt_logprobs for part in parts)
+
+
+@pytest.mark.parametrize("asked", [None, 1])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_of_which_no_token_is_wanted_ends_when_it_is_computed(folder, rng, asked, depth):
+    """Alone and beside others, in one chunk or in several, of one token, of a cached prefix, and of the whole context;
+    the pages that it leaves in the prefix tree are right.
+    """
+    only = SamplingParams(max_tokens=0, prompt_logprobs=asked)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(folder, page_size=4, num_pages=100, max_batched_tokens=16) as llm:
+        llm._engine.depth = depth
+        for size in (1, 2, 4, 5, 9, 17, 40, llm.max_len):
+            prompt = [rng.randrange(VOCAB) for _ in range(size)]
+            expected = llm.generate([prompt[:40]], greedy)
+            llm._engine.scheduler.tree.clear()
+            steps = llm.stats.steps
+            done = llm.generate([prompt] * 2, only)
+            assert llm.stats.steps - steps <= 2 * -(-size // 16)
+            for completion in done:
+                assert (completion.token_ids, completion.finish_reason) == ([], "length")
+                assert asked is None or len(completion.prompt_logprobs) == size
+            assert llm.generate([prompt, [3, 4]], [only, greedy])[1].finish_reason == "length"
+            again = llm.generate([prompt[:40]], greedy)
+            assert again[0].reused_tokens == (min(size, 40) - 1) // 4 * 4
+            until_idle(llm)
+            same(again, expected, llm, [prompt[:40]], [greedy])
+        assert pages_add_up(llm)
+        generated = llm.stats.generated_tokens
+        llm.generate([[1, 2, 3]], only)
+        assert llm.stats.generated_tokens == generated
+        with pytest.raises(ValueError, match="leaves no room"):
+            llm.generate([[1] * llm.max_len], greedy)
+        with pytest.raises(ValueError, match="leaves no room"):
+            llm.generate([[1] * (llm.max_len + 1)], only)
 
 
 def test_a_runner_without_such_logits_is_refused():

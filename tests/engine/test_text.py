@@ -8,8 +8,10 @@ pytest.importorskip("transformers")
 
 from transformers import AutoTokenizer
 
+from helpers.tokenizers import byte_fallback
 from quire.engine import shipped_model
-from quire.engine.text import TextStream
+from quire.engine.params import SamplingParams
+from quire.engine.text import TextStream, text_stream
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,14 @@ def test_random_text(tokenizer, rng):
         assert "".join(parts) == made.text == text
 
 
+@pytest.mark.parametrize("count", range(1, 8))
+def test_a_prompt_of_single_bytes_changes_no_text_that_follows(count):
+    tokenizer = byte_fallback()
+    for text in ("漢é", "🙂a漢", "ab🙂🙂"):
+        parts, made = stream(tokenizer, text, prompt="漢🙂é" * count)
+        assert "".join(parts) == made.text == " " + text  # to this tokenizer, a text begins with a space
+
+
 def test_a_broken_character_at_the_end_is_shown_as_such(tokenizer):
     made = TextStream(tokenizer, [], ())
     made.push(tokenizer("漢", add_special_tokens=False)["input_ids"][0])
@@ -73,6 +83,48 @@ def test_text_ends_before_a_stop_string(tokenizer):
     parts, made = stream(tokenizer, "for x in y:\n    pass\n\ndef g():\n", stops=["\n\n", "never"])
     assert made.stopped
     assert made.text == "".join(parts) == "for x in y:\n    pass"
+
+
+def test_a_text_may_include_the_stop_string(tokenizer, rng):
+    text = "for x in y:\n    pass\n\ndef g():\n"
+    for _ in range(30):
+        begin = rng.randrange(len(text) - 1)
+        stop = text[begin : begin + rng.randint(1, 9)]
+        made = TextStream(tokenizer, (), (stop, f"{stop}?", "never"), True)
+        parts = []
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            stopped = made.push(token)
+            parts.append(made.take(last=stopped))
+            if stopped:
+                break
+        assert made.stopped
+        assert "".join(parts) == made.text == text[: text.index(stop) + len(stop)]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_that_end_in_the_first_tokens_do_not_count(tokenizer, rng, include):
+    text = "ab ab ab def ab(ab):\n    return ab\n" * 2
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for least in range(len(tokens)):
+        params = SamplingParams(stop=["ab", "b(a"], min_tokens=least, include_stop_str_in_output=include)
+        made = text_stream(tokenizer, (), params)
+        first = len(tokenizer.decode(tokens[:least]))
+        pushed = 0
+        for token in tokens:
+            pushed += 1
+            if made.push(token):
+                break
+            made.take()
+        places = [(text.find(stop, max(0, first - len(stop) + 1)), len(stop)) for stop in params.stop]
+        start, length = min(place for place in places if place[0] >= 0) if max(places)[0] >= 0 else (None, 0)
+        made.finish()
+        made.take(last=True)
+        if start is None:
+            assert not made.stopped
+            assert made.text == text
+        else:
+            assert pushed > least
+            assert made.text == text[: start + include * length]
 
 
 def test_the_first_of_several_stop_strings_counts(tokenizer):

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from helpers.engines import until_idle
 from quire.engine import LLM, SamplingParams
 from quire.engine.chunks import Chunk
 from quire.engine.engine import Engine
@@ -23,15 +22,6 @@ class OfAPrompt:
 
 def chunk_of(request, start, count):
     return Chunk(request, start, count, True)
-
-
-def recorded(llm, count):
-    """The steps, once there are `count`: the last one is recorded after its sinks have been called."""
-    end = time.monotonic() + 5
-    while len(llm.timeline.steps()) < count:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return llm.timeline.steps()
 
 
 def test_steps_are_told_by_their_chunks():
@@ -101,9 +91,7 @@ def test_the_engine_records_every_token(rng, depth):
         llm._engine.depth = depth
         prompts = [[rng.randrange(4000) for _ in range(rng.randint(10, 150))] for _ in range(6)]
         done = llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
-        until_idle(llm)
-        stats = llm.stats
-        steps = recorded(llm, stats.steps)
+    stats, steps = llm.stats, llm.timeline.steps()
     assert len(steps) == steps[-1].number == stats.steps
     singles = sum(step.decode_tokens for step in steps) - sum(len(c.token_ids) - 1 for c in done)
     assert 0 <= singles <= len(prompts)  # a prompt's last token alone
@@ -120,7 +108,6 @@ def test_a_step_that_raises_is_recorded_and_closed(monkeypatch):
     with LLM(num_pages=50) as llm:
         monkeypatch.setattr(Engine, "_launch", broken)
         assert llm.generate([[1, 2, 3]])[0].finish_reason == "error"
-        until_idle(llm)
         monkeypatch.undo()
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0].finish_reason == "length"
-        assert [step.number for step in recorded(llm, 3)] == [1, 2, 3]
+        assert [step.number for step in llm.timeline.steps()] == [1, 2, 3]

@@ -194,6 +194,35 @@ def test_a_captured_plan_is_not_replaced(batch):
         wrapper.plan(*again, q_data_type=BF16)
 
 
+@pytest.mark.parametrize("kind", ["Paged", "Ragged"])
+def test_forget_cuda_graph_with_kept_tables_leaves_graphs_right(kind, rng):
+    """Graphs of one prefill wrapper are replayed after later plans, and after freed memory was overwritten."""
+    layer, graphs = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16), []
+    empty = torch.empty(0, dtype=torch.uint8, device="cuda")
+    wrapper = getattr(quire, f"BatchPrefillWith{kind}KVCacheWrapper")(empty)
+    for requests in (1, 3, 3, 8, 2, 2):
+        q_lens = [rng.randint(1, 40) for _ in range(requests)]
+        batch = random_batch(layer, q_lens, [n + rng.randint(0, 900) for n in q_lens], 16, device="cuda")
+        tables, cache = (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len), ((batch.k, batch.v),)
+        if kind == "Ragged":
+            k, v, kv_indptr = batch.rows()
+            tables, cache = (kv_indptr,), (k, v)
+        sizes = (8, 2, 64, 16) if kind == "Paged" else (8, 2, 64)
+        wrapper.plan(batch.qo.indptr, *tables, *sizes, causal=True, q_data_type=BF16)
+        wrapper.run(batch.q, *cache)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = wrapper.run(batch.q, *cache)
+        wrapper.forget_cuda_graph()
+        graphs.append((graph, out, batch, tables, cache))
+    others = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (2, 3, 4, 8, 9, 60, 200) for _ in range(99)]
+    for graph, out, batch, *_ in graphs * 2:
+        out.fill_(torch.nan)
+        graph.replay()
+        assert relative_error(out, batch.exact()[0]) < 3e-3
+    assert not any(x.any() for x in others)
+
+
 def test_runs_wait_for_nothing(batch):
     wrapper, kv = planned(batch, "auto"), (batch.k.cuda(), batch.v.cuda())
     q, given = batch.q.cuda(), tables(batch)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,21 @@ def save_with_tokenizer(name: str, folder: Path, columns: int = 11) -> Path:
     own.train([__file__], trainer)
     PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|end|>").save_pretrained(folder)
     return save(name, folder, vocab_size=own.get_vocab_size() + columns)
+
+
+def change_config(folder: Path, **changes: Any) -> Path:
+    """The checkpoint, with other values in its config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """The checkpoint, with weights that `change` has altered in place."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def enlarge(folder: Path, target: Path, keys: float, values: float) -> Path:

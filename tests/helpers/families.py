@@ -17,7 +17,8 @@ from quire.kernels.call import Call
 
 FAMILIES = ["cpu", pytest.param("triton", marks=() if INTERPRETED else pytest.mark.gpu)]
 BOUNDS = {
-    "cpu": {torch.float32: 2e-6},  # for all dtypes, beside the rounding of the output; 1e-6 is exceeded once in 6,000
+    # For all dtypes, beside the rounding of the output.
+    "cpu": {torch.float32: 1e-6},
     # Triton's interpreter rounds to bf16 by cutting off.
     "triton": {torch.float32: 2e-6, torch.bfloat16: 5e-3 if INTERPRETED else 3e-3, torch.float16: 5e-4},
     "hopper": {torch.bfloat16: 3e-3, torch.float16: 5e-4},
@@ -85,12 +86,15 @@ def move(x, device):
 
 def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor, family: str = "cpu") -> None:
     exact, exact_lse = batch.exact()
+    finite = exact_lse.isfinite()
     if family == "cpu":  # which computes in float32 and rounds once
-        bound = BOUNDS["cpu"][torch.float32] + 1.01 * relative_error(exact.to(out.dtype), exact)
+        # The relative error of a weight is the absolute error of its logit, which grows with the logit.
+        largest = float(exact_lse[finite].max()) if finite.any() else 0.0
+        bound = BOUNDS["cpu"][torch.float32] * max(1.0, largest / 6)
+        bound += 1.01 * relative_error(exact.to(out.dtype), exact)
     else:
         bound = BOUNDS[family][batch.spec.q_dtype]
     assert relative_error(out, exact) < bound
-    finite = exact_lse.isfinite()
     assert torch.equal(lse[~finite].double(), exact_lse[~finite])
     torch.testing.assert_close(lse[finite].double(), exact_lse[finite], rtol=1e-5, atol=1e-5)
 

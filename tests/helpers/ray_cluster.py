@@ -70,6 +70,7 @@ class RayServer:
         self.url = f"http://127.0.0.1:{port}"
 
     def deploy(self, **settings: Any) -> None:
+        settings["engine"] = {"device": "cpu", **settings.get("engine", {})}
         serve.run(app(Settings(ingress_actor_options={"num_cpus": 0, "resources": {"head": 0.01}}, **settings)))
 
     def replicas(self) -> dict[str, dict[str, Any]]:

@@ -41,8 +41,8 @@ def served(llm: LLM, port: int = 0, **options: Any) -> Iterator[str]:
 
 @contextmanager
 def serving_process(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`quire serve` on a free port: the process, and the URL that it prints."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments]
+    """`quire serve` on a free port and the CPU: the process, and the URL that it prints."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--device", "cpu", *arguments]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stderr is not None

@@ -154,6 +154,7 @@ def test_serve_run_with_a_prefix_of_paths(server):
     command = [Path(sys.executable).with_name("serve"), "run", "--non-blocking", "--address", server.address]
     command += ["--name", "second", "--route-prefix", "/second", "--runtime-env-json", json.dumps(RUNTIME)]
     command += ["quire.integrations.ray:app", "served_model_name=other", 'ray_actor_options={"num_cpus": 0}']
+    command += ['engine={"device": "cpu"}']
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **RUNTIME["env_vars"]})
     assert done.returncode == 0, done.stderr
     with openai.OpenAI(base_url=f"{server.url}/second/v1", api_key="none", max_retries=0) as client:

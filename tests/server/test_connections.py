@@ -19,7 +19,7 @@ pytest.importorskip("fastapi")
 from helpers.engines import pages_add_up, until_idle
 from helpers.server import served
 from quire.engine import LLM
-from quire.server import Limits
+from quire.server import Limits, bind
 
 LIMITS = Limits(max_connections=40, max_head=8192, header_timeout=1, keep_alive=2, send_timeout=1)
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -35,20 +35,20 @@ def llm():
 @pytest.fixture(scope="module")
 def url(llm):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "create_server", with_small_buffers(socket.create_server))
+        patch.setattr("quire.server.run.bind", with_small_buffers(bind))
         with served(llm, limits=LIMITS) as url:
             yield url
 
 
-def with_small_buffers(create):
-    """A listener whose connections buffer little in the system."""
+def with_small_buffers(bind):
+    """`bind` of a socket whose connections buffer little in the system."""
 
-    def create_server(*args, **options):
-        listener = create(*args, **options)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return listener
+    def small(*args):
+        bound = bind(*args)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return bound
 
-    return create_server
+    return small
 
 
 def post(body, head="", version="1.1"):

@@ -163,11 +163,12 @@ def test_sigkill_closes_connections_and_a_new_server_serves(rng):
 
 
 @pytest.mark.slow
-def test_random_clients_and_generated_requests_for_a_while(tmp_path):
+def test_random_clients_and_generated_requests_for_a_while(tmp_path, rng):
     """The tool whose figures the documents have, for a shorter time and with fewer clients."""
     pytest.importorskip("schemathesis")
     out = tmp_path / "result.json"
     options = ["--streams", "40", "--clients", "8", "--minutes", "0.5", "--examples", "5", "--out", str(out)]
+    options += ["--seed", str(rng.randrange(1 << 32))]
     command = [sys.executable, str(ROOT / "tools" / "soak.py"), "streams", "ends", "random", "openapi", *options]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "QUIRE_API_KEY": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=variables)

@@ -107,7 +107,11 @@ def test_the_server_tells_its_state(llm, url):
     assert info["stats"]["pages"] == 400
     paths = httpx.get(f"{url}/openapi.json").json()["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/metrics"} <= set(paths)
-    assert httpx.get(f"{url}/docs").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_pages_whose_scripts_are_elsewhere_are_not_found(url, path):
+    assert httpx.get(f"{url}{path}").status_code == 404
 
 
 def test_a_failed_completion_is_answered_and_the_next_one_succeeds(llm, url, monkeypatch):

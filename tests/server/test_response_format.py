@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -205,3 +208,105 @@ def test_the_event_loop_goes_on_while_a_schema_is_compiled(llm, url, monkeypatch
             return (await waiting).status_code
 
     assert asyncio.run(both()) == 200
+
+
+def connections(url):
+    return httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=200))
+
+
+async def body_for(client):
+    model = (await client.get("/v1/models")).json()["data"][0]["id"]
+    return {"model": model, "prompt": TEXT, "max_tokens": 2}
+
+
+def test_completions_new_grammars_wait_others_are_served(llm, monkeypatch):
+    """A hundred new grammars, none of which ends: 16 wait, the others are refused, and all else is served."""
+    known, release = {"regex": "[0-9]{3}"}, threading.Event()
+    llm.prepare(SamplingParams(**known))
+    monkeypatch.setattr(llm, "prepare", lambda params: release.wait() and None)
+
+    async def attack(url):
+        async with connections(url) as client:
+            body = await body_for(client)
+            new = [{**body, "structured_outputs": {"regex": f"x{i}"}} for i in range(100)]
+            waiting = [asyncio.create_task(client.post("/v1/completions", json=each)) for each in new]
+            try:
+                while sum(task.done() for task in waiting) < 84:
+                    await asyncio.sleep(0.05)
+                for more in ({}, {"structured_outputs": known}):
+                    assert (await client.post("/v1/completions", json={**body, **more})).status_code == 200
+                assert [task.done() for task in waiting].count(False) == 16
+                refused = [task.result() for task in waiting if task.done()]
+                assert {answer.status_code for answer in refused} == {429}
+                assert "16 grammars wait to be compiled, and 16 are the most" in refused[0].text
+            finally:
+                release.set()
+                monkeypatch.undo()
+            assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200, 429}
+
+    with served(llm, limits=Limits(max_grammars=16)) as url:
+        asyncio.run(attack(url))
+
+
+def test_completions_many_new_grammars_at_once_are_all_served(url):
+    async def every():
+        async with connections(url) as client:
+            body = await body_for(client)
+            new = [{**body, "structured_outputs": {"regex": f"[0-9]{{3}} of {i}"}} for i in range(120)]
+            return await asyncio.gather(*(client.post("/v1/completions", json=each) for each in new))
+
+    assert {answer.status_code for answer in asyncio.run(every())} == {200}
+
+
+def test_completions_equal_new_grammars_are_compiled_once(llm, monkeypatch):
+    """They are one in the queue, and the end of one request leaves the others' work alone."""
+    release, compiled = threading.Event(), []
+
+    def slow(params, prepare=llm.prepare):
+        compiled.append(params.regex)
+        release.wait()
+        return prepare(params)
+
+    monkeypatch.setattr(llm, "prepare", slow)
+
+    async def every(url):
+        async with connections(url) as client:
+            body = {**await body_for(client), "structured_outputs": {"regex": "equal [0-9]{3}"}}
+            tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(40)]
+            await asyncio.sleep(0.5)
+            tasks.pop(0).cancel()
+            await asyncio.sleep(0.2)
+            release.set()
+            return await asyncio.gather(*tasks)
+
+    with served(llm, limits=Limits(max_grammars=1)) as url:
+        assert {answer.status_code for answer in asyncio.run(every(url))} == {200}
+    assert compiled == ["equal [0-9]{3}"]
+
+
+def test_completions_grammar_forgotten_before_the_start_is_not_compiled_again(llm, url, monkeypatch):
+    """Others may be compiled while the prompt of a request is tokenized."""
+    params, grammars = SamplingParams(regex="forgotten [0-9]{3}"), llm._engine.grammars
+
+    def encode(prompt, name, encode=llm.encode):
+        grammars.forget(grammars.prepared(params))
+        monkeypatch.setattr(grammars, "_compile", lambda *given: pytest.fail("it is compiled again"))
+        return encode(prompt, name)
+
+    monkeypatch.setattr(llm, "encode", encode)
+    body = {"prompt": TEXT, "max_tokens": 2, "structured_outputs": {"regex": params.regex}}
+    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+
+
+def test_completions_waiting_for_grammars_at_the_end_are_answered(llm, monkeypatch):
+    """When the time for requests to finish is over, grammars that wait are not compiled."""
+    release, compiled = threading.Event(), []
+    monkeypatch.setattr(llm, "prepare", lambda params: compiled.append(params) or (release.wait() and None))
+    monkeypatch.setattr(llm, "close", release.set)
+    bodies = [{"prompt": TEXT, "structured_outputs": {"regex": f"last {i}"}} for i in range(9)]
+    with ThreadPoolExecutor(9) as clients:
+        with served(llm, limits=Limits(grace=0.3)) as url:
+            answers = [clients.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=30) for body in bodies]
+            time.sleep(1)
+        assert [answer.result().status_code for answer in answers] == [503] * 9
+    assert len(compiled) == 1

@@ -241,6 +241,18 @@ def test_forget_cuda_graph_allows_plans_again(kind, monkeypatch):
         case.plan()
 
 
+@pytest.mark.parametrize("kind", [Prefill, Ragged])
+def test_plan_of_a_prefill_wrapper_reads_the_given_tables_themselves(kind):
+    """So that a graph may be replayed after later plans if the caller keeps them, see `forget_cuda_graph`."""
+    case = kind()
+    for window in (5, 5, 7):
+        case.plan(window_left=window)
+        plan = case.wrapper.planned
+        given = (case.rows.indptr, case.rows.indptr) if kind is Ragged else case.tables()
+        for held, own in zip((plan.qo.indptr, *plan.kv.tables), given, strict=True):
+            assert held.data_ptr() == own.data_ptr()
+
+
 @pytest.mark.parametrize(
     "outer",
     [

@@ -19,6 +19,7 @@ from quire.bench import dense
 from quire.bench.batches import Batch
 from quire.bench.calls import Sample, planned
 from quire.bench.cells import Cell
+from quire.kernels.cpu.jit import num_threads
 
 DECODE = (
     "decode gqa4 p16 8x2k",
@@ -78,7 +79,7 @@ def machine() -> dict[str, Any]:
     )
     return {
         "device": names[0] if names else platform.processor() or platform.machine(),
-        "threads": numba.get_num_threads(),
+        "threads": num_threads(),
         "date": date.today().isoformat(),
         "quire": __version__,
         "python": platform.python_version(),

@@ -112,13 +112,16 @@ class Transformers:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         dtype = torch.float32 if device == "cpu" else "auto"
+        code = options.get("trust_remote_code", False)
         if _load_format(folder) == "auto":
-            network = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
+            network = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, dtype=dtype, trust_remote_code=code
+            )
         else:
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=code)
             with torch.device(device):
                 dtype = config.dtype if dtype == "auto" else dtype
-                network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+                network = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=code)
         self.network, self.device = network.to(device).eval(), device
 
     def run(self, work: Sequence[Work]) -> list[Times]:
@@ -181,6 +184,7 @@ class VLLM:
         self.llm = vllm.LLM(
             str(folder),
             load_format=_load_format(folder),
+            trust_remote_code=options.get("trust_remote_code", False),
             skip_tokenizer_init=True,
             max_model_len=longest,
             max_num_seqs=most,

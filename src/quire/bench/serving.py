@@ -19,6 +19,7 @@ from typing import Any
 from quire.bench.engines import ENGINES, Times
 from quire.bench.figures import markdown, percentiles
 from quire.bench.workloads import LatencyCell, Work, random_work
+from quire.engine.checkpoint import read_config
 from quire.engine.experts import expert_modules
 
 Row = dict[str, Any]
@@ -35,7 +36,7 @@ class Setup:
         name: of the model, in results.
         engines: of `quire.bench.engines.ENGINES`.
         most: the largest number of requests that run at once, for all engines.
-        options: further arguments of Quire's LLM.
+        options: further arguments of Quire's LLM, of which others take trust_remote_code, too.
     """
 
     folder: Path
@@ -49,9 +50,7 @@ class Setup:
     @property
     def config(self) -> Any:
         """Transformers' configuration of the model."""
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(self.folder, local_files_only=True).get_text_config()
+        return read_config(self.folder, self.options.get("trust_remote_code", False)).get_text_config()
 
 
 def throughput(setup: Setup, work: Sequence[Work], name: str, context: Row) -> Iterator[Row]:

@@ -35,6 +35,8 @@ _CALIBRATE = (
 _SERVE = "Serve a model over HTTP with OpenAI's interface, until SIGINT or SIGTERM."
 _DRAFTS = "next tokens that are guessed from a request's own and verified in one step (0)"
 _INVARIANT = "give a request the same tokens whatever runs beside it; steps cost as much as full ones then"
+_DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one, and else the CPU (auto)"
+_CODE = "run Python code that comes with the checkpoint, if it needs that"
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
 
@@ -95,7 +97,7 @@ def _sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 def _engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="cpu")
+    engine.add_argument("--device", default="auto", help=_DEVICE)
     engine.add_argument("--dtype", default="auto", help="of weights and cache; auto is float32 on the CPU")
     engine.add_argument("--backend", default="auto", help="kernel family (see quire env)")
     engine.add_argument("--max-model-len", type=int, help="tokens of a prompt and its output; default: the context")
@@ -105,6 +107,7 @@ def _engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step computes (8192 on a GPU, else 2048)")
     engine.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help=_DRAFTS)
     engine.add_argument("--batch-invariant", action="store_true", help=_INVARIANT)
+    engine.add_argument("--trust-remote-code", action="store_true", help=_CODE)
     return engine
 
 
@@ -182,6 +185,7 @@ def _bench(commands: Any) -> None:
     engine.add_argument(
         "--shape", help="random weights instead: qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, [half-]llama-3.1-8b"
     )
+    engine.add_argument("--trust-remote-code", action="store_true", help=_CODE)
     engine.add_argument("--file", type=Path, help='throughput: JSON lines with "prompt" and "max_tokens"')
     engine.add_argument("--requests", type=int, default=256, help="throughput: requests of random tokens (256)")
     engine.add_argument("--input", default="100:1024", metavar="MIN:MAX", help="tokens of their prompts (100:1024)")

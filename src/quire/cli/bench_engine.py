@@ -35,6 +35,7 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
     with _folder(args) as (folder, model):
         options = {key: getattr(args, key) for key in ("max_batched_tokens", "page_size", "num_pages")}
         options = {"backend": args.backend, **{key: value for key, value in options.items() if value is not None}}
+        options |= {"trust_remote_code": True} if args.trust_remote_code else {}
         most = args.max_num_seqs
         if args.operation == "latency":  # a batch runs together, and one more comes
             most = max(most, *(LatencyCell.parse(name).batch + 1 for name in names))
@@ -81,14 +82,11 @@ def _folder(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
 
 def _work(args: argparse.Namespace, setup: Any) -> tuple[Any, str]:
     """The requests, and their description."""
-    from transformers import AutoTokenizer
-
     from quire.bench.workloads import as_range, random_work, read_work
+    from quire.engine.checkpoint import load_tokenizer
 
     if args.file is not None:
-        known = (setup.folder / "tokenizer.json").is_file()
-        tokenizer = AutoTokenizer.from_pretrained(setup.folder, local_files_only=True) if known else None
-        work = read_work(args.file, tokenizer)
+        work = read_work(args.file, load_tokenizer(setup.folder, args.trust_remote_code))
         return work, f"{len(work)} requests of {args.file.name}"
     if args.requests < 1:
         raise ValueError(f"--requests {args.requests}: it must be at least 1")

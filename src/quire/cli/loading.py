@@ -19,7 +19,7 @@ from typing import Any
 
 _ENGINE = (
     "device dtype backend max_model_len page_size num_pages max_num_seqs max_batched_tokens speculative_tokens "
-    "batch_invariant"
+    "batch_invariant trust_remote_code"
 )
 INTERRUPTED = 130  # the exit code that shells use for SIGINT
 

@@ -19,8 +19,14 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} = {value!r}: it must be a positive integer")
 
 
+def default_device() -> str:
+    """The device that "auto" means."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def usable_device(device: str | torch.device) -> torch.device:
     """The device, with its index; ValueError if this machine cannot use it."""
+    device = default_device() if device == "auto" else device
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts

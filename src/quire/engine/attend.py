@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from quire.steps import Heads, Layer
 
-NAME = "quire"
+NAME = "quire_engine"
 _IGNORED = {"dropout", "is_causal", "logits_to_keep", "output_attentions", "position_ids", "use_cache"}
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
 from operator import index
 from typing import Any
@@ -24,15 +25,18 @@ import torch
 from torch import Tensor
 
 from quire.engine.chunks import Chunk, Computed, Decodes
-from quire.engine.grammar import Grammars
+from quire.engine.grammar import Grammar, Grammars
+from quire.engine.logits_processors import word_tokens
 from quire.engine.params import SamplingParams
+from quire.engine.prompt_size import check_size, longest_token
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
-from quire.engine.sampler import NOT_FINITE, UNDEFINED, Choice, Sampled, Sampler, sample
+from quire.engine.sampler import UNDEFINED, Choice, Sampled, Sampler, sample, undefined
 from quire.engine.scheduler import Scheduler
 from quire.engine.scoring import score
 from quire.engine.timeline import Timeline
 
+_WORDS = 64  # how many lists of bad words are kept as tokens
 _LEAST_SPARE = 4e-3  # seconds; half of it is enough to wake up and launch a step
 
 
@@ -75,11 +79,13 @@ class Engine:
         self.scheduler = Scheduler(*sizes)
         self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
         self.grammars = Grammars(self.model)
+        self._word_tokens = lru_cache(_WORDS)(partial(word_tokens, self.model.tokenizer))
         self._sampler = Sampler(self.model.device, self.scheduler.max_rows)
         self._requests: Sequence[Request] = []  # those of the last launched step that samples; they have their rows
         self._masked = False  # whether any of them has a grammar
         # Steps whose results have not been read, and their chunks that sample.
         self._launched: deque[tuple[Sampled, Sequence[Chunk]]] = deque()
+        self._updates: deque[Update] = deque()  # those that have not been sent, in order
         self.timeline = Timeline()
         self.launch_at = 0.0
         self._pause = 0.0  # seconds from the end of the last `step` to launch_at
@@ -88,38 +94,68 @@ class Engine:
         runner.warm_up()
 
     def request(
-        self, prompt: str | Sequence[int], params: SamplingParams, sink: Callable[[Update], None], name: str = "prompt"
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        sink: Callable[[Update], None],
+        name: str = "prompt",
+        grammar: Grammar | None = None,
     ) -> Request:
-        """Make a request and check it; the model's defaults replace parameters that are left out.
+        """Make a request and check it; the model's defaults replace parameters that are left out. A grammar that has
+        been prepared is used if it is that of the parameters.
 
         Raises:
             ImportError: the request has a grammar, and llguidance is not installed.
             ValueError: the prompt is empty, leaves no room for a token or has unknown tokens; the message has `name`.
-                Or the grammar is not one; the message has the attribute of `params`.
+                Or the grammar is not one, or other parameters do not fit the model; the message has the attribute of
+                `params`.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
         params = params.over(self.model.default_params)
-        tokens = self.tokens(prompt, name)
-        if not tokens:
-            raise ValueError(f"{name} is empty: there must be at least one token")
-        if min(tokens) < 0 or max(tokens) >= self.model.vocab_size:
-            bad = next(t for t in tokens if not 0 <= t < self.model.vocab_size)
-            raise ValueError(f"{name} has token {bad}: tokens are 0 to {self.model.vocab_size - 1}")
-        if len(tokens) >= self.model.context:
-            raise ValueError(
-                f"{name} has {len(tokens)} tokens: the model's context of {self.model.context} leaves no room"
-            )
-        if len(tokens) >= self.max_len:
-            raise ValueError(f"{name} has {len(tokens)} tokens: the cache of {self.max_len} tokens leaves no room")
+        if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
+            check_size(prompt, name, self._longest_token, self.max_len)
+        tokens = params.truncated(self.tokens(prompt, name), self.max_len)
+        self._check_length(name, len(tokens), params)
         if params.prompt_logprobs is not None and type(self.runner).run is not Runner.run:
             what = f"{type(self.runner).__name__} has a `run` of its own, without logits of prompts"
             raise ValueError(f"prompt_logprobs = {params.prompt_logprobs}: {what}")
-        if self.model.tokenizer is None and params.stop:
-            raise ValueError(f"{name} has stop strings, but {self.model.folder} has no tokenizer")
-        request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink, self.grammars)
+        for what, ids in (
+            (name, tokens),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids),
+        ):
+            self._check_tokens(what, ids or ())
+        if self.model.tokenizer is None and (params.stop or params.bad_words):
+            what = "stop strings" if params.stop else "bad_words"
+            raise ValueError(f"{name} has {what}, but {self.model.folder} has no tokenizer")
+        words = self._word_tokens(params.bad_words) if params.bad_words else ()
+        if grammar is None or grammar.constraint != params.constraint:
+            grammar = self.grammars.prepare(params)
+        request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink, grammar, words)
         request.limit = min(request.limit, self.max_len)
         return request
+
+    def _check_length(self, name: str, count: int, params: SamplingParams) -> None:
+        """Refuse a prompt without tokens, or without room for a token of the output, if there is to be one."""
+        if not count:
+            raise ValueError(f"{name} is empty: there must be at least one token")
+        end = count + (params.max_tokens != 0)
+        if end > self.model.context:
+            raise ValueError(f"{name} has {count} tokens: the model's context of {self.model.context} leaves no room")
+        if end > self.max_len:
+            raise ValueError(f"{name} has {count} tokens: the cache of {self.max_len} tokens leaves no room")
+
+    def _check_tokens(self, name: str, ids: Collection[int]) -> None:
+        """Refuse tokens that the model does not have."""
+        size = self.model.vocab_size
+        if ids and (min(ids) < 0 or max(ids) >= size):
+            bad = next(t for t in ids if not 0 <= t < size)
+            raise ValueError(f"{name} has token {bad}: tokens are 0 to {size - 1}")
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        return longest_token(self.model.tokenizer)
 
     def tokens(self, prompt: str | Sequence[int], name: str) -> list[int]:
         """The token ids of a prompt; a ValueError has `name`."""
@@ -130,7 +166,8 @@ class Engine:
             if surrogate is not None:
                 what = f"{surrogate!r} at {prompt.index(surrogate)} is half a character or a byte that is not UTF-8"
                 raise ValueError(f"{name} is not text: {what}")
-            return self.model.tokenizer(prompt)["input_ids"] if prompt else []
+            # `verbose` is for warnings of texts beyond the tokenizer's own length, which is no bound here.
+            return self.model.tokenizer(prompt, verbose=False)["input_ids"] if prompt else []
         try:
             if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)):
                 raise TypeError
@@ -146,11 +183,15 @@ class Engine:
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
+        if request.prompt_only and request.prompt_len == 1:  # there is nothing to compute
+            self._end(request, "length")
+            self._report()
 
     def cancel(self, request: Request) -> None:
         """Cancel a waiting or running request."""
         if request.finish_reason is None:
             self._end(request, "cancelled")
+            self._report()
 
     def step(self) -> None:
         """Launch one step, and send the updates of the step before it (with depth 0, its own) to the sinks of its
@@ -163,16 +204,25 @@ class Engine:
                 self.timeline.launch(chunks)
                 self._launch(chunks)
             self._read(self.depth if chunks else 0)
+            self._report()
         except Exception as error:
             self._launched.clear()
-            for request in self.scheduler.reset():
-                request.sink(request.fail("error", _describe(error)))
+            self._updates.extend(request.fail("error", _describe(error)) for request in self.scheduler.reset())
+            self._report()
         finally:
-            self.timeline.read(len(self._launched))
             if not self._launched:
                 self._spare = 0.0  # of other requests than those that come next, whose first token must not wait for it
             self._pause = self._spare / 2 if self._spare > _LEAST_SPARE else 0.0
             self.launch_at = time.perf_counter() + self._pause
+
+    def _report(self) -> None:
+        """Send the updates of the requests to their sinks. This is the last thing that a step does, and all counts, the
+        pages and the timeline include its tokens by then, so that they agree with what the sinks' readers know.
+        """
+        self.timeline.read(len(self._launched))
+        while self._updates:
+            update = self._updates.popleft()
+            update.request.sink(update)
 
     def _launch(self, chunks: Sequence[Chunk]) -> None:
         """Start to compute a step and to sample its tokens."""
@@ -192,6 +242,9 @@ class Engine:
             for chunk in ordered:  # drafts have not been verified
                 chunk.request.computed = chunk.start + chunk.count - len(chunk.drafts)
             sampling, logits = [c for c in ordered if c.samples], score(ordered, logits)
+            for request in [c.request for c in ordered if c.request.prompt_only]:
+                if request.computed == request.prompt_len - 1:
+                    self._end(request, "length")
             greedy_done = greedy_done and logits is computed.logits  # otherwise their rows are others
         if not sampling:
             return
@@ -220,7 +273,7 @@ class Engine:
         self._launched.append((sampled, sampling))
 
     def _read(self, leave: int = 0) -> None:
-        """Wait for launched steps except the last `leave` ones, and report their tokens."""
+        """Wait for launched steps except the last `leave` ones, and add their tokens to the requests."""
         while len(self._launched) > leave:
             sampled, chunks = self._launched.popleft()
             start = time.perf_counter()
@@ -244,7 +297,7 @@ class Engine:
                 continue
             request.pending -= 1
             if token == UNDEFINED:
-                self._end(request, "error", NOT_FINITE)
+                self._end(request, "error", undefined(request))
                 continue
             count += 1
             try:
@@ -255,7 +308,7 @@ class Engine:
             if request.finish_reason is not None:
                 self.scheduler.remove(request)
             if update is not None:
-                request.sink(update)
+                self._updates.append(update)
         self.scheduler.stats.generated_tokens += count
 
     def _verify(self, chunk: Chunk, choices: Sequence[Choice]) -> Sequence[Choice]:
@@ -269,7 +322,7 @@ class Engine:
         return choices[: accepted + 1]
 
     def _sample_each(self, requests: Sequence[Request], logits: Tensor, error: Exception) -> None:
-        """Sample the rows of a step whose sampling raised one by one, and report them. No step is launched."""
+        """Sample the rows of a step whose sampling raised one by one. No step is launched."""
         count = 0
         for row, request in zip(logits, requests, strict=True):
             if request.finish_reason is None:
@@ -310,9 +363,7 @@ class Engine:
         return Computed(done, torch.cat(logits) if logits else torch.empty(0))
 
     def _push(self, request: Request, choices: Sequence[Choice]) -> None:
-        """Add the sampled tokens to a request until it ends, and send its update; end the request with the error of a
-        choice, if there is one.
-        """
+        """Add the sampled tokens to a request until it ends; end it with the error of a choice, if there is one."""
         added: list[int] = []
         try:
             for choice in choices:
@@ -332,14 +383,14 @@ class Engine:
         if request.finish_reason is not None:
             self.scheduler.remove(request)
         if update is not None:
-            request.sink(update)
+            self._updates.append(update)
         if choice.token is None:
             self._end(request, "error", choice.error)
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """Remove a waiting or running request and send the reason to its sink."""
+        """Remove a waiting or running request, which ends for this reason."""
         self.scheduler.remove(request)
-        request.sink(request.fail(reason, error))
+        self._updates.append(request.fail(reason, error))
 
 
 def _rows(chunks: Sequence[Chunk]) -> tuple[list[Request], list[int] | None]:

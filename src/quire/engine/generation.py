@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
+from quire.engine.checkpoint import read_json
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
 
 # Transformers' names of the attributes of `SamplingParams`.
@@ -50,11 +50,7 @@ def read_generation_config(folder: Path, network: Any) -> tuple[SamplingParams, 
     from transformers import GenerationConfig
 
     path = folder / "generation_config.json"
-    if path.is_file():  # Transformers ignores a file that it cannot parse
-        try:
-            json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} could not be loaded: {error}") from error
+    read_json(path)  # Transformers ignores a file that it cannot parse
     config = network.generation_config or GenerationConfig()
     settings = {name: value for name, value in config.to_dict().items() if value not in (None, [], {})}
     defaults = GenerationConfig._get_default_generation_params()

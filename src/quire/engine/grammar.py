@@ -1,39 +1,58 @@
 """Structured output: the tokens that a request's grammar allows next, by llguidance.
 
-A grammar is compiled when a request is made, in the caller's thread, and each request has a matcher of its own, which
-follows the tokens of the output. Tokens of the prompt are no part of it. Before a step samples, the matchers of its
-requests fill bit masks on the host, and the tokens that a mask forbids get the logit -inf. End tokens are not left to
-llguidance: they are allowed where the grammar accepts the output so far, whatever ends the output of the request.
+A grammar is compiled when a request is made, in the caller's thread, unless it is kept from an earlier request, and
+after a process of its own has shown that this is within bounds (`grammar_process.py`). Each request has a matcher of
+its own, which follows the tokens of the output. Tokens of the prompt are no part of it. Before a step samples, the
+matchers of its requests fill bit masks on the host, and the tokens that a mask forbids get the logit -inf. End tokens
+are not left to llguidance: they are allowed where the grammar accepts the output so far, whatever ends the output of
+the request.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
-from reprlib import repr as shortened
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.grammar_compiler import compiled, reason
+from quire.engine.grammar_process import GrammarProcess
 from quire.engine.model import Model
 from quire.engine.params import SamplingParams
 from quire.steps import upload
 
+_T = TypeVar("_T")
 _END = "<|end of quire's grammar|>"
 _COMPILED = 64  # grammars that are kept for further requests
-# Between the tokens of JSON: a few spaces, or one new line and its indentation. Without a bound, a model can fill its
-# output with white space.
-_SPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
+_REFUSED = 256  # grammars whose errors are kept
+
+
+class Grammar:
+    """A compiled grammar.
+
+    Args:
+        grammars: those of the model.
+        constraint: the attribute of SamplingParams that has the grammar, and its value.
+        state: llguidance's matcher at the start of an output. Its copies share the states that the lexer has found, and
+            the limit of their number.
+    """
+
+    def __init__(self, grammars: Grammars, constraint: tuple[str, str], state: Any) -> None:
+        self.grammars, self.constraint, self._state = grammars, constraint, state
+
+    def matcher(self, ends: frozenset[int]) -> Matcher:
+        """The matcher of a new request, whose output ends with a token of `ends`."""
+        return Matcher(self, self._state.deep_copy(), ends)
 
 
 class Matcher:
     """Follows the output of one request through its grammar; for use in the engine's thread.
 
     Args:
-        grammars: those of the model.
+        grammar: that of the request.
         state: llguidance's matcher, of this request alone.
         ends: tokens that end the output, allowed where the grammar accepts the text before them.
 
@@ -41,8 +60,8 @@ class Matcher:
         count: tokens of the output.
     """
 
-    def __init__(self, grammars: Grammars, state: Any, ends: frozenset[int]) -> None:
-        self.grammars, self.state, self.ends, self.count = grammars, state, ends, 0
+    def __init__(self, grammar: Grammar, state: Any, ends: frozenset[int]) -> None:
+        self.grammar, self.state, self.ends, self.count = grammar, state, ends, 0
 
     def push(self, token: int) -> bool:
         """Add a token to the output; return whether the output is complete, so that no token may follow.
@@ -51,7 +70,8 @@ class Matcher:
             ValueError: the grammar does not allow the token.
         """
         if not self.state.consume_token(token):
-            raise ValueError(f"the grammar does not allow token {token} after {self.count}: {_reason(self.state)}")
+            self.grammar.grammars.forget(self.grammar)
+            raise ValueError(f"the grammar does not allow token {token} after {self.count}: {reason(self.state)}")
         self.count += 1
         return self.state.is_stopped()
 
@@ -66,20 +86,49 @@ class Grammars:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._tokenizer: Any = None
+        # Why the tokenizer does not work with grammars.
+        self._unusable = ""
+        self._process: GrammarProcess | None = None
+        # Of all above, and held while a grammar is compiled.
         self._lock = threading.Lock()
-        self._compiled = lru_cache(_COMPILED)(self._compile)
+        self._compiled: _Recent[Grammar] = _Recent(_COMPILED)
+        self._refused: _Recent[str] = _Recent(_REFUSED)
 
-    def matcher(self, params: SamplingParams, ends: frozenset[int]) -> Matcher | None:
-        """The matcher of a new request, whose output ends with a token of `ends`; None if params have no grammar.
+    def prepare(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of a request, which is compiled unless it is kept; None if there is none.
 
         Raises:
             ImportError: llguidance is not installed.
-            ValueError: the grammar is not one, or the model's tokenizer does not work with grammars; the message has
-                the attribute of SamplingParams.
+            ValueError: the grammar is not one, exceeds a limit, or the model's tokenizer does not work with grammars;
+                the message has the attribute of SamplingParams.
         """
         if params.constraint is None:
             return None
-        return Matcher(self, self._compiled(*params.constraint).deep_copy(), ends)
+        grammar = self.prepared(params)
+        if grammar is None:
+            with self._lock:
+                # Another thread may have compiled it meanwhile.
+                grammar = self.prepared(params) or self._compile(*params.constraint)
+        return grammar
+
+    def prepared(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of a request; None if it is not kept, or if there is none.
+
+        Raises:
+            ValueError: it is known that `prepare` would raise it.
+        """
+        if params.constraint is None:
+            return None
+        error = self._refused.get(params.constraint)
+        if error is not None:
+            raise ValueError(error)
+        return self._compiled.get(params.constraint)
+
+    def forget(self, grammar: Grammar) -> None:
+        """Have the next request compile a grammar anew, since a matcher of it has failed. If that is because the lexer
+        has found as many states as it may, all further matchers would fail, too.
+        """
+        self._compiled.drop(grammar.constraint, grammar)
 
     def masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
         """The tokens that each matcher allows next, as bits: int32 [len(matchers), words], the lowest bit first.
@@ -93,7 +142,8 @@ class Grammars:
         fill_next_token_bitmask_par(self._executor, [(matcher.state, i) for i, matcher in enumerate(matchers)], bits)
         for row, matcher in zip(bits.view(np.uint8), matchers, strict=True):
             if matcher.state.is_error():
-                raise ValueError(f"the grammar can't go on after {matcher.count} tokens: {_reason(matcher.state)}")
+                self.forget(matcher.grammar)
+                raise ValueError(f"the grammar can't go on after {matcher.count} tokens: {reason(matcher.state)}")
             _set(row, self._end, False)
             for token in matcher.ends:
                 _set(row, token, matcher.state.is_accepting())
@@ -103,56 +153,71 @@ class Grammars:
             raise ValueError(f"the grammar allows none of the model's tokens after {count} tokens")
         return bits
 
-    def _compile(self, name: str, text: str) -> Any:
-        """The matcher, of llguidance, of a grammar at its start; `name` is the attribute of SamplingParams."""
-        tokenizer = self._prepared(name)
-        from llguidance import LLMatcher, LLParserLimits
-
-        make = {
-            "json_schema": lambda: LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _SPACE}),
-            "regex": lambda: LLMatcher.grammar_from_regex(text),
-            "grammar": lambda: LLMatcher.grammar_from_lark(text),
-        }
-        limits = LLParserLimits(verbose_errors=False)
+    def _compile(self, name: str, text: str) -> Grammar:
+        self._prepare(name)
+        assert self._process is not None
         try:
-            state = LLMatcher(tokenizer, make[name](), log_level=0, limits=limits)
-        except ValueError as error:
-            raise ValueError(f"{name} = {shortened(text)}: {error}") from None
-        # The first masks take the longest, copies share what they have found, and errors of some grammars come with
-        # the first token.
-        first = np.unpackbits(np.frombuffer(state.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        first[self._end] = 0
-        probe = state.deep_copy()
-        if first.any():
-            probe.consume_token(int(first.argmax()))
-            probe.compute_bitmask()
-        elif state.is_accepting() or _reason(state) == "NoExtensionBias":
-            what = "only the empty text" if state.is_accepting() else "no text"
-            raise ValueError(f"{name} = {shortened(text)}: it allows {what}")
-        if probe.is_error():
-            raise ValueError(f"{name} = {shortened(text)}: {_reason(probe)}")
-        return state
+            error = self._process.refusal(name, text)
+        except RuntimeError:
+            self._process = None
+            raise
+        if error:
+            self._refused.put((name, text), error)
+            raise ValueError(error)
+        grammar = Grammar(self, (name, text), compiled(self._tokenizer, self._end, name, text))
+        self._compiled.put(grammar.constraint, grammar)
+        return grammar
 
-    def _prepared(self, name: str) -> Any:
-        """The model's tokenizer as llguidance needs it."""
+    def _prepare(self, name: str) -> None:
+        """Prepare the model's tokenizer for llguidance, and a process that has it, too."""
+        if self._unusable:
+            raise ValueError(f"{name} {self._unusable}")
+        if self._process is not None:
+            return
         try:
             from llguidance import LLExecutor, LLTokenizer
         except ImportError as error:
             raise ImportError(f"{name} needs llguidance: pip install 'quire[structured]' ({error})") from error
+        folder, own = self._model.folder, self._model.tokenizer
+        if own is None:
+            raise ValueError(f"{name} needs a tokenizer, but {folder} has none")
+        try:
+            source, self._end = _with_end(own)
+            size = max(self._model.vocab_size, self._end + 1)
+            self._tokenizer = LLTokenizer(source, n_vocab=size, eos_token=self._end)
+        except Exception as error:  # of a tokenizer of another library, or of an unknown kind
+            kind = f"the tokenizer of {folder}, of type {type(own).__name__}"
+            self._unusable = f"can't be used: llguidance does not read {kind}: {error}"
+            raise ValueError(f"{name} {self._unusable}") from error
+        self._words, self._executor = -(-size // 32), LLExecutor()
+        self._process = GrammarProcess(source, size, self._end)
+
+
+class _Recent(Generic[_T]):
+    """The values of the keys that were used last; for use in any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._values: dict[tuple[str, str], _T] = {}
+
+    def get(self, key: tuple[str, str]) -> _T | None:
         with self._lock:
-            if self._tokenizer is None:
-                folder, own = self._model.folder, self._model.tokenizer
-                if own is None:
-                    raise ValueError(f"{name} needs a tokenizer, but {folder} has none")
-                try:
-                    text, self._end = _with_end(own)
-                    size = max(self._model.vocab_size, self._end + 1)
-                    self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=self._end)
-                except Exception as error:  # of a tokenizer of another library, or of an unknown kind
-                    kind = f"the tokenizer of {folder}, of type {type(own).__name__}"
-                    raise ValueError(f"{name} can't be used: llguidance does not read {kind}: {error}") from error
-                self._words, self._executor = -(-size // 32), LLExecutor()
-        return self._tokenizer
+            if key not in self._values:
+                return None
+            value = self._values[key] = self._values.pop(key)  # the last one from now on
+            return value
+
+    def put(self, key: tuple[str, str], value: _T) -> None:
+        with self._lock:
+            self._values[key] = value
+            if len(self._values) > self._most:
+                del self._values[next(iter(self._values))]
+
+    def drop(self, key: tuple[str, str], value: _T) -> None:
+        """Forget a value, unless there is another one meanwhile."""
+        with self._lock:
+            if self._values.get(key) is value:
+                del self._values[key]
 
 
 def _with_end(tokenizer: Any) -> tuple[str, Any]:
@@ -179,7 +244,7 @@ def masked(logits: Tensor, matchers: Sequence[Matcher | None]) -> Tensor:
     if not rows:
         return logits
     given = list(rows.values())
-    bits = upload(given[0].grammars.masks(given), logits.device).view(torch.uint8)
+    bits = upload(given[0].grammar.grammars.masks(given), logits.device).view(torch.uint8)
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
     forbidden = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
     # A sum with -inf, unlike a replacement by it, keeps NaN and turns +inf into it.
@@ -192,9 +257,3 @@ def _set(mask: np.ndarray, token: int, on: bool) -> None:
     if token < 8 * len(mask):
         bit = np.uint8(1 << token % 8)
         mask[token // 8] = mask[token // 8] | bit if on else mask[token // 8] & ~bit
-
-
-def _reason(state: Any) -> str:
-    """Why a matcher has failed, without its state or a backtrace; lines that quote a long grammar are cut."""
-    lines = state.get_error().partition("\n<")[0].strip().splitlines()
-    return "\n".join(line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}" for line in lines)

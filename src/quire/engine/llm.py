@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import queue
-import threading
-import time
 import warnings
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +24,7 @@ from quire.engine.arguments import (
     usable_device,
 )
 from quire.engine.engine import Engine
+from quire.engine.grammar import Grammar
 from quire.engine.inputs import Shape
 from quire.engine.memory import free_pages, profiled_pages
 from quire.engine.model import Model
@@ -37,6 +34,7 @@ from quire.engine.runner import Runner
 from quire.engine.scales import Scales, read_scales
 from quire.engine.scheduler import Stats
 from quire.engine.timeline import Timeline
+from quire.engine.worker import Worker, check_process
 from quire.steps import fp8_dtype
 
 
@@ -59,6 +57,8 @@ class Completion:
         error: the type and message of the exception, if finish_reason is "error".
         prompt_logprobs: for each token of the prompt, its log-probability and those of the likeliest tokens, if
             requested; None for the first token. Each element of a stream has the whole list.
+        prompt_ranks: with prompt_logprobs, one more than the number of tokens that are likelier than each token of the
+            prompt; None for the first token.
     """
 
     prompt_token_ids: list[int]
@@ -69,6 +69,7 @@ class Completion:
     reused_tokens: int = 0
     error: str | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    prompt_ranks: list[int | None] | None = None
 
 
 def _completion(request: Request) -> Completion:
@@ -81,39 +82,10 @@ def _delta(update: Update) -> Completion:
 
 
 def _part(request: Request, text: str, tokens: list[int], reason: str | None, logprobs: Any) -> Completion:
-    known = (request.reused, request.error, request.prompt_logprobs)
+    ranks = None if request.prompt_logprobs is None else request.prompt_ranks
+    error = request.error if reason == "error" else None
+    known = (request.reused, error, request.prompt_logprobs, ranks)
     return Completion(request.prompt, text, tokens, reason, logprobs, *known)
-
-
-_Command = tuple[Callable[[Request], None], Sequence[Request]]  # a method of the engine to call with each request
-
-
-def _work(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
-    """The loop of the engine's thread: execute commands between steps, and steps while requests exist. The command None
-    cancels all requests and ends the thread.
-    """
-    # A full collection looks at each object of the model, of torch and of Transformers, half a million. No step should
-    # wait a fraction of a second for that, so what exists by now is left out until the thread ends.
-    gc.freeze()
-    try:
-        _serve(engine, inbox)
-    finally:
-        gc.unfreeze()
-
-
-def _serve(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
-    while True:
-        try:
-            wait = max(0.0, engine.launch_at - time.perf_counter()) if engine.busy else None
-            command = inbox.get(timeout=wait)
-        except queue.Empty:
-            engine.step()
-            continue
-        method, requests = command or (engine.cancel, [*engine.scheduler.running, *engine.scheduler.waiting])
-        for request in requests:
-            method(request)
-        if command is None:
-            return
 
 
 class LLM:
@@ -123,7 +95,7 @@ class LLM:
 
     Args:
         folder: a Hugging Face checkpoint folder; by default the model that comes with Quire.
-        device: "cpu", "cuda", ...
+        device: "cpu", "cuda", "cuda:1", ...; "auto" is "cuda" where there is a GPU, and else "cpu".
         dtype: of weights and cache, or its name; "auto" is float32 on the CPU and the checkpoint's dtype on other
             devices.
         page_size: tokens in a page.
@@ -138,6 +110,8 @@ class LLM:
         compile: whether torch.compile compiles the model's decoder layers; "auto": on a GPU. A model that it cannot
             compile runs as Transformers has it, and a RuntimeWarning says why.
         load_format: "dummy" makes random weights instead of reading them, so that the folder needs only a config.json.
+        trust_remote_code: whether to run Python code that comes with the checkpoint, which may do anything. Without it,
+            a checkpoint that needs such code is refused.
         runner: the class that computes steps; see docs/backends.md for those of serving backends.
         cuda_graphs: on a GPU, capture CUDA graphs of steps before the first request. A model that cannot be captured
             runs without them, after a warning that says why.
@@ -155,14 +129,15 @@ class LLM:
 
     Raises:
         FileNotFoundError: the folder or its files are missing.
-        ValueError: an argument is invalid, the checkpoint is broken, or the model is not supported.
+        RuntimeError: the process was forked from one in which an LLM was made.
+        ValueError: an argument is invalid, the checkpoint is broken, or the model is not supported (docs/engine.md).
     """
 
     def __init__(
         self,
         folder: str | Path | None = None,
         *,
-        device: str | torch.device = "cpu",
+        device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         max_model_len: int | None = None,
         page_size: int = 16,
@@ -172,6 +147,7 @@ class LLM:
         backend: str = "auto",
         compile: bool | Literal["auto"] = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
+        trust_remote_code: bool = False,
         runner: type[Runner] = Runner,
         cuda_graphs: bool = True,
         gpu_memory_utilization: float = 0.9,
@@ -180,6 +156,7 @@ class LLM:
         batch_invariant: bool = False,
         speculative_tokens: int = 0,
     ) -> None:
+        check_process()
         optional = {"num_pages": num_pages, "max_model_len": max_model_len, "max_batched_tokens": max_batched_tokens}
         given = {name: value for name, value in optional.items() if value is not None}
         check_sizes(page_size=page_size, max_num_seqs=max_num_seqs, **given)
@@ -204,9 +181,8 @@ class LLM:
             max_batched_tokens = default_batched_tokens(on, max_num_seqs, batch_invariant)
         if batch_invariant:
             backend = invariant_backend(backend, on)
-        self.model = Model(
-            shipped_model() if folder is None else folder, on, chosen, max_model_len, compile, load_format
-        )
+        folder = shipped_model() if folder is None else folder
+        self.model = Model(folder, on, chosen, max_model_len, compile, load_format, trust_remote_code)
         if batch_invariant:
             self.model.pad_steps(max_batched_tokens)
         # What subclasses that run a serving backend do not take is only passed if it is asked for.
@@ -235,12 +211,7 @@ class LLM:
         if cuda_graphs:
             rows = min(self._engine.scheduler.max_rows, max_batched_tokens)
             chosen_runner.capture(rows, max_batched_tokens, _progress)
-        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_work, args=(self._engine, self._inbox), name="quire-engine", daemon=True
-        )
-        self._thread.start()
-        self._closer = weakref.finalize(self, self._inbox.put, None)
+        self._worker = Worker(self._engine)
 
     @property
     def stats(self) -> Stats:
@@ -270,7 +241,7 @@ class LLM:
     @property
     def alive(self) -> bool:
         """Whether requests are accepted: the LLM has not been closed, and its thread runs."""
-        return self._closer.alive and self._thread.is_alive()
+        return self._worker.alive
 
     @property
     def default_params(self) -> SamplingParams:
@@ -283,13 +254,20 @@ class LLM:
         """Raise the ValueError that `generate` would raise for this prompt."""
         self._engine.request(prompt, params or SamplingParams(), lambda update: None, name)
 
-    def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of sampling parameters, if they have one, so that requests with it start at once.
+    def prepare(self, params: SamplingParams) -> Grammar | None:
+        """Compile the grammar of sampling parameters, so that requests with it start at once, and return it; None if
+        there is none. The engine keeps the last grammars only, `start` takes one that is not kept any more, too.
 
         Raises:
             ImportError, ValueError: as for `generate`.
         """
-        self._engine.grammars.matcher(params, frozenset())
+        return self._engine.grammars.prepare(params)
+
+    def prepared(self, params: SamplingParams) -> Grammar | None:
+        """What `prepare` returns if it has nothing to compile, else None; the ValueError of a grammar that was refused
+        before.
+        """
+        return self._engine.grammars.prepared(params)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """The tokens of a prompt, with the special tokens that the tokenizer adds to text.
@@ -318,6 +296,7 @@ class LLM:
 
         Raises:
             ImportError: params have a JSON schema, a regular expression or a grammar, and llguidance is not installed.
+            RuntimeError: this LLM has been closed, or was made in another process, from which this one was forked.
             ValueError: a prompt or its params are invalid; the message has its index, or the attribute of the params,
                 and no request has been started.
         """
@@ -326,19 +305,19 @@ class LLM:
         for request in requests:
             request.silent = on_update is None
         index = {id(request): i for i, request in enumerate(requests)}
-        self._submit(requests)
+        self._worker.submit(requests)
         try:
-            for update in _until_done(updates, len(requests)):
+            for update in self._worker.until_done(updates, len(requests)):
                 if on_update is not None:
                     on_update(index[id(update.request)], _delta(update))
         except BaseException:
-            self._cancel(requests)
+            self._worker.cancel(requests)
             raise
         return [_completion(request) for request in requests]
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Completion]:
         """Complete one prompt and yield, for each step, the text and tokens that it added; the last element has a
-        finish_reason. Leaving the loop (or cancelling the task) cancels the request.
+        finish_reason. Leaving the loop (or cancelling the task) cancels the request. Errors are those of `generate`.
         """
         loop = asyncio.get_running_loop()
         updates: asyncio.Queue[Completion] = asyncio.Queue()
@@ -362,6 +341,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         sink: Callable[[int, Completion], None],
+        grammar: Grammar | None = None,
     ) -> Callable[[], None]:
         """Begin to complete prompts, all at once, and return without waiting.
 
@@ -369,22 +349,22 @@ class LLM:
             prompts, params: as for `generate`.
             sink: called in the engine's thread with the index of a prompt and what a step added to it, with a
                 finish_reason the last time. The engine waits for it, and it must not raise.
+            grammar: what `prepare` has returned. Grammars of params that equal it are not compiled again.
 
         Returns:
             a function that cancels the requests that have not ended; each gets the finish_reason "cancelled".
 
         Raises:
             ValueError: as for `generate`.
-            RuntimeError: this LLM has been closed.
+            RuntimeError: as for `generate`.
         """
-        requests = self._requests(prompts, params, lambda i: lambda update: sink(i, _delta(update)))
-        self._submit(requests)
-        return lambda: self._cancel(requests)
+        requests = self._requests(prompts, params, lambda i: lambda update: sink(i, _delta(update)), grammar)
+        self._worker.submit(requests)
+        return lambda: self._worker.cancel(requests)
 
     def close(self) -> None:
         """Cancel all requests and end the engine's thread."""
-        self._closer()
-        self._thread.join()
+        self._worker.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -410,27 +390,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         sink: Callable[[int], Callable[[Update], None]],
+        grammar: Grammar | None = None,
     ) -> list[Request]:
         """Check prompts and make their requests, each with the sink that `sink` returns for its index."""
         listed = as_list(prompts)
         each = enumerate(zip(listed, one_each(params, len(listed)), strict=True))
-        return [self._engine.request(prompt, p, sink(i), f"prompt {i}") for i, (prompt, p) in each]
-
-    def _submit(self, requests: Sequence[Request]) -> None:
-        if not self._closer.alive:
-            raise RuntimeError("this LLM has been closed")
-        self._inbox.put((self._engine.add, requests))
-
-    def _cancel(self, requests: Sequence[Request]) -> None:
-        if any(request.finish_reason is None for request in requests):
-            self._inbox.put((self._engine.cancel, requests))
-
-
-def _until_done(updates: queue.SimpleQueue[Update], count: int) -> Iterator[Update]:
-    while count:
-        update = updates.get()
-        yield update
-        count -= update.finish_reason is not None
+        return [self._engine.request(prompt, p, sink(i), f"prompt {i}", grammar) for i, (prompt, p) in each]
 
 
 def _progress(shapes: Sequence[Any]) -> Iterable[Any]:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.engine import experts, projections
-from quire.engine.attend import NAME, Padded, Record, Step, attention, running
+from quire.engine.attend import NAME, Padded, Record, Step, running
+from quire.engine.checkpoint import check_files, load_network, load_tokenizer, read_config
 from quire.engine.generation import read_generation_config
 from quire.engine.regions import Regions, compile_errors, compiling, decoder_layers, last_norms, recorded_norms
 from quire.steps import Layer
@@ -28,7 +29,6 @@ _READERS = 8  # threads that copy weights to a device
 # Where a library's tiles do not divide the number of rows of a product, it may compute some rows otherwise than others,
 # as MKL does with 7 rows and two threads.
 _TILE = 64
-_OTHER = "it does not use Transformers' attention interface"
 
 
 class Model:
@@ -42,6 +42,8 @@ class Model:
         compile: whether torch.compile compiles the decoder layers; "auto": on a GPU. Layers that it cannot compile run
             as Transformers has them, and a RuntimeWarning says why.
         load_format: "dummy" makes random weights instead of reading them, so that the folder needs only a config.json.
+        trust_remote_code: whether to run Python code that comes with the checkpoint, which may do anything. Without it,
+            a checkpoint that needs such code is refused.
 
     Attributes:
         layers: the parameters of each layer's attention.
@@ -53,7 +55,7 @@ class Model:
 
     Raises:
         FileNotFoundError: the folder, its config.json or its weights are missing.
-        ValueError: the checkpoint is broken or of an unsupported kind, or max_model_len exceeds its context.
+        ValueError: the checkpoint is broken, quantized or of an unsupported kind, or max_model_len exceeds its context.
     """
 
     def __init__(
@@ -64,16 +66,22 @@ class Model:
         max_model_len: int | None = None,
         compile: bool | Literal["auto"] = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
+        trust_remote_code: bool = False,
     ) -> None:
         if compile not in (True, False, "auto"):
             raise ValueError(f"compile = {compile!r}: it must be True, False or 'auto'")
         self.folder, self.device = Path(folder), device
         self.width: int | None = None
-        self._check_files(load_format)
-        self.network = self._load(dtype, load_format == "dummy")
+        if load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format = {load_format!r}: it must be 'auto' or 'dummy'")
+        dummy = load_format == "dummy"
+        check_files(self.folder, dummy)
+        config = read_config(self.folder, trust_remote_code)
+        network = load_network(self.folder, config, device, dtype, dummy, trust_remote_code)
+        self.network = _moved(network, device).eval().requires_grad_(False)
         self.config = self.network.config.get_text_config()
         self.dtype: torch.dtype = self.network.dtype
-        self.tokenizer = self._load_tokenizer()
+        self.tokenizer = load_tokenizer(self.folder, trust_remote_code)
         self.context = self._find_context(max_model_len)
         self.vocab_size: int = self.config.vocab_size
         self.default_params, ends = read_generation_config(self.folder, self.network)
@@ -125,71 +133,6 @@ class Model:
         )
         logits: Tensor = result.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]  # not all models support logits_to_keep
-
-    def _check_files(self, load_format: str) -> None:
-        if load_format not in ("auto", "dummy"):
-            raise ValueError(f"load_format = {load_format!r}: it must be 'auto' or 'dummy'")
-        if not self.folder.is_dir():
-            raise FileNotFoundError(f"there is no model folder {self.folder}")
-        if not (self.folder / "config.json").is_file():
-            raise FileNotFoundError(f"{self.folder} has no config.json: it is not a Hugging Face checkpoint")
-        if load_format == "auto" and not any(self.folder.glob("*.safetensors")):
-            raise FileNotFoundError(f"{self.folder} has no *.safetensors file: the weights are missing")
-
-    def _load(self, dtype: torch.dtype | None, dummy: bool) -> Any:
-        try:
-            from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-            from transformers.utils import logging
-        except ImportError as error:
-            raise ImportError(f"running models needs Transformers: pip install 'quire[engine]' ({error})") from error
-
-        AttentionInterface.register(NAME, attention)
-        if dtype is None and self.device.type == "cpu":
-            dtype = torch.float32
-        bars = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        report: dict[str, Any] = {}
-        try:
-            if dummy:
-                config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
-                with torch.device(self.device):
-                    network = AutoModelForCausalLM.from_config(
-                        config, dtype=dtype or config.dtype or torch.float32, attn_implementation=NAME
-                    )
-                return network.eval().requires_grad_(False)
-            network, report = AutoModelForCausalLM.from_pretrained(
-                self.folder,
-                dtype=dtype or "auto",
-                attn_implementation=NAME,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # Transformers, safetensors and json raise exceptions of many types
-            if isinstance(error, KeyError) and error.args == (NAME,):  # the model has its own table of functions
-                raise ValueError(f"{self.folder} can't be run: {_OTHER}") from error
-            raise ValueError(f"{self.folder} could not be loaded: {type(error).__name__}: {error}") from error
-        finally:
-            if bars:
-                logging.enable_progress_bar()
-        for kind in ("missing_keys", "mismatched_keys"):
-            if report.get(kind):
-                names = sorted(str(key) for key in report[kind])
-                raise ValueError(
-                    f"{self.folder} has broken weights: {len(names)} {kind.replace('_', ' ')}, {names[0]} first"
-                )
-        return _moved(network, self.device).eval().requires_grad_(False)
-
-    def _load_tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        if not any(
-            (self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-        ):
-            return None
-        try:
-            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        except Exception as error:
-            raise ValueError(f"the tokenizer of {self.folder} could not be loaded: {error}") from error
 
     def _find_context(self, max_model_len: int | None) -> int:
         names = ("max_position_embeddings", "max_target_positions")  # the latter for Whisper's decoder
@@ -301,7 +244,7 @@ class Model:
         except Exception as error:
             what = f"a forward pass of positions {positions} fails with {type(error).__name__}: {error}"
             if not self.network.is_backend_compatible():
-                what = f"{_OTHER}, and {what}"
+                what = f"it does not use Transformers' attention interface, and {what}"
             raise ValueError(f"{self.folder} can't be run: {what}") from error
 
     def _check_layers(self, layers: dict[int, Layer]) -> None:

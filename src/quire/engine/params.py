@@ -11,6 +11,7 @@ from reprlib import repr as shortened
 from typing import Any, Literal
 
 _INT64 = 2**63 - 1
+_WHOLE = f"it must be a whole number, at most {_INT64}"
 _CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 
@@ -36,6 +37,26 @@ def _whole(value: Any, low: int, high: int = _INT64) -> bool:
 def _text(value: Any) -> bool:
     """Whether a value is a non-empty string without surrogates, which stand for bytes that are not UTF-8."""
     return isinstance(value, str) and value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The tokens of an attribute that must be a list of token ids."""
+    ids = _several(name, value)
+    plain = set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _INT64))  # as most, and long
+    if not plain:
+        _check(all(_whole(i, 0) for i in ids), name, ids, f"they must be whole numbers from 0 to {_INT64}")
+    return ids
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """A dict of logit_bias, as a copy."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias = {shortened(value)}: it must be a dict of numbers by token id")
+    _token_ids("logit_bias", value.keys())
+    for token, bias in value.items():
+        if not _number(bias) or not -100 <= bias <= 100:
+            raise ValueError(f"logit_bias has {bias!r} for token {token}: it must be a number from -100 to 100")
+    return {token: float(bias) for token, bias in value.items()}
 
 
 def _several(name: str, value: Any) -> tuple[Any, ...]:
@@ -86,22 +107,33 @@ class SamplingParams:
             the checkpoint's (1).
         presence_penalty: subtracted from the logits of tokens in the output.
         frequency_penalty: subtracted from the logits of tokens in the output, once per occurrence.
-        max_tokens: tokens to generate at most; None: up to the model's context. "auto": the checkpoint's (128).
+        max_tokens: tokens to generate at most; 0 computes the prompt only. None: up to the model's context. "auto": the
+            checkpoint's (128).
+        min_tokens: tokens to generate at least: among the first min_tokens, no end token and no stop token is sampled,
+            and stop strings do not end the text. JSON, a regular expression or a grammar that is complete ends it.
         stop: one or several strings that end the text, which excludes them. None: the checkpoint's (none).
         stop_token_ids: tokens that end the output (as its last token), besides the model's own.
+        include_stop_str_in_output: the text includes the stop string or stop token that ended it.
         ignore_eos: do not stop at the model's own end tokens.
+        logit_bias: numbers from -100 to 100 by token id, which are added to the logits. None: none.
+        allowed_token_ids: the only tokens that are sampled. None: all.
+        bad_words: texts that are not generated: where the output ends with all tokens of a text but the last, the last
+            one is not sampled. Each text is tokenized as it is, and with a space before it.
         logprobs: report log-probabilities of the chosen token and of this number of likeliest tokens, before
             temperature and penalties; None: report none.
         prompt_logprobs: report log-probabilities of each token of the prompt but the first, given those before it, and
             of this number of likeliest tokens; None: report none. Such a prompt is computed anew, without the tokens
             that are in the cache.
+        truncate_prompt_tokens: use only so many tokens of a longer prompt, the last ones; -1: as many as leave room for
+            max_tokens. None: all.
         json_schema: the output is JSON that this schema allows, and ends when it is complete: a dict, or its JSON text,
             which the attribute then has. {"type": "object"} allows all objects. None: the output is free.
         regex: the output matches this regular expression, from its first to its last character.
         grammar: the output is a text of this grammar, in llguidance's dialect of Lark's language.
 
-    At most one of the last three may be set. They need llguidance (quire[structured]), which refuses what it does not
-    know of a schema, an expression or a grammar when the request is made.
+    Biases and forbidden tokens come before penalties and temperature. At most one of the last three may be set. They
+    need llguidance (quire[structured]), which refuses what it does not know of a schema, an expression or a grammar
+    when the request is made.
 
     Raises:
         ValueError: a value is invalid; the message names the attribute, its value and the allowed values.
@@ -116,25 +148,38 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     max_tokens: int | Literal["auto"] | None = "auto"
+    min_tokens: int = 0
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        if self.stop is not None:
-            listed = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
-            object.__setattr__(self, "stop", listed)
-        ids = () if self.stop_token_ids is None else _several("stop_token_ids", self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", ids)
+        self._check_distribution()
+        self._check_tokens()
+        self._check_end()
+        for name in ("logprobs", "prompt_logprobs"):
+            n = getattr(self, name)
+            _check(n is None or _whole(n, 0), name, n, f"{_WHOLE}, and 0 or larger; or None")
+        cut = self.truncate_prompt_tokens
+        allowed = f"{_WHOLE}, and 1 or larger; -1 for as many as there is room for; or None"
+        _check(cut is None or cut == -1 or _whole(cut, 1), "truncate_prompt_tokens", cut, allowed)
+        self._check_constraint()
+
+    def _check_distribution(self) -> None:
         t, p, m, r = self.temperature, self.top_p, self.min_p, self.repetition_penalty
         _check(t is None or (_number(t) and t >= 0), "temperature", t, "it must be a number, 0 or larger")
-        k, whole = self.top_k, f"it must be a whole number, at most {_INT64}"
-        _check(k is None or _whole(k, -1), "top_k", k, f"{whole}; 0 or -1 for all")
+        k = self.top_k
+        _check(k is None or _whole(k, -1), "top_k", k, f"{_WHOLE}; 0 or -1 for all")
         _check(p is None or (_number(p) and 0 < p <= 1), "top_p", p, "it must be above 0, and 1 at most")
         _check(m is None or (_number(m) and 0 <= m <= 1), "min_p", m, "it must be between 0 and 1")
         allowed = "it must be a whole number from -2**63 to 2**64 - 1, or None"
@@ -142,33 +187,66 @@ class SamplingParams:
         _check(r is None or (_number(r) and r > 0), "repetition_penalty", r, "it must be a positive number")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(_number(getattr(self, name)), name, getattr(self, name), "it must be a number")
-        most = self.max_tokens
-        allowed = f'{whole}, and 1 or larger; None for no limit; or "auto"'
-        _check(most is None or most == "auto" or _whole(most, 1), "max_tokens", most, allowed)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if getattr(self, name) is not None:  # a Python integer may exceed the range of torch's
+                self._set(name, float(getattr(self, name)))
+
+    def _check_tokens(self) -> None:
+        if self.logit_bias is not None:
+            self._set("logit_bias", _biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            _check(bool(ids), "allowed_token_ids", ids, "there must be at least one token, or None for all")
+            self._set("allowed_token_ids", ids)
+        words = self.bad_words
+        _check(not isinstance(words, str), "bad_words", words, "they must be a list of strings")
+        words = () if words is None else _several("bad_words", words)
+        allowed = "they must be strings of more than spaces"
+        _check(all(_text(word) and word.strip(" ") for word in words), "bad_words", words, allowed)
+        self._set("bad_words", words)
+
+    def _check_end(self) -> None:
+        if self.stop is not None:
+            self._set("stop", (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop))
         stops = () if self.stop is None else self.stop
         _check(all(_text(s) for s in stops), "stop", stops, "they must be non-empty strings")
-        allowed = f"they must be whole numbers from 0 to {_INT64}"
-        _check(all(_whole(i, 0) for i in ids), "stop_token_ids", ids, allowed)
-        _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "it must be True or False")
-        for name in ("logprobs", "prompt_logprobs"):
-            n = getattr(self, name)
-            _check(n is None or _whole(n, 0), name, n, f"{whole}, and 0 or larger; or None")
+        ids = () if self.stop_token_ids is None else _token_ids("stop_token_ids", self.stop_token_ids)
+        self._set("stop_token_ids", ids)
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "it must be True or False")
+        most, least = self.max_tokens, self.min_tokens
+        allowed = f'{_WHOLE}, and 0 or larger; None for no limit; or "auto"'
+        _check(most is None or most == "auto" or _whole(most, 0), "max_tokens", most, allowed)
+        _check(_whole(least, 0), "min_tokens", least, f"{_WHOLE}, and 0 or larger")
+        if isinstance(most, int):
+            _check(least <= most, "min_tokens", least, f"it must be at most max_tokens, which is {most}")
+
+    def _check_constraint(self) -> None:
         if self.json_schema is not None:
-            object.__setattr__(self, "json_schema", _schema(self.json_schema))
+            self._set("json_schema", _schema(self.json_schema))
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             _check(value is None or _text(value), name, value, "it must be a non-empty string, or None")
         chosen = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
         if len(chosen) > 1:
             raise ValueError(f"{chosen[0]} and {chosen[1]} can't be combined: give one of {', '.join(_CONSTRAINTS)}")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            if getattr(self, name) is not None:  # a Python integer may exceed the range of torch's
-                object.__setattr__(self, name, float(getattr(self, name)))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """These parameters, with those of `defaults` for the ones that are left out."""
         unset = {f.name: None for f in fields(self)} | {"max_tokens": "auto"}
         return replace(self, **{k: getattr(defaults, k) for k, none in unset.items() if getattr(self, k) == none})
+
+    def truncated(self, prompt: list[int], max_len: int) -> list[int]:
+        """The tokens of a prompt that are used, if prompt and output have at most `max_len` tokens."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == -1:
+            most = max(1, max_len - (self.max_tokens if isinstance(self.max_tokens, int) else 1))
+        return prompt[-most:]
 
     @property
     def constraint(self) -> tuple[str, str] | None:

@@ -11,9 +11,10 @@ from typing import Any
 
 from quire.cache import Node
 from quire.engine.drafts import Lookup
-from quire.engine.grammar import Grammars
+from quire.engine.grammar import Grammar
+from quire.engine.logits_processors import TokenRules
 from quire.engine.params import SamplingParams
-from quire.engine.text import TextStream
+from quire.engine.text import text_stream
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class Request:
         tokenizer: for text and stop strings; None: tokens only.
         end_ids: the model's own end tokens.
         sink: called with each Update, in the engine's thread.
-        grammars: compile the grammar of `params`, if it has one.
+        grammar: that of `params`, if they have one.
+        bad_words: the token sequences of `params.bad_words`.
 
     Attributes:
         prompt: the tokens of the prompt.
@@ -45,19 +47,24 @@ class Request:
             when a step is scheduled.
         row: the row of the last launched step's tokens that has the pending token.
         limit: the largest number of tokens, prompt and output.
+        prompt_only: whether no token is sampled, so the last one of the prompt is not computed.
         prompt_logprobs: log-probabilities of the prompt's tokens as far as they are known, None for the first token, as
             in `Completion`; None if they are not wanted.
+        prompt_ranks: as many places of these tokens among all tokens, as in `Completion`.
         computed: the number of tokens whose keys and values are in the cache, or will be when the launched steps end.
         pages: the pages of the computed tokens and of those of the current step, in order.
         node: the last of these pages in the prefix tree, if any is.
         seed: makes the random numbers of the request: `params.seed` or a random one.
         matcher: follows the output through the request's grammar; None: there is no grammar.
-        plain: whether the likeliest token is taken as it is, without a grammar, penalties or reports.
+        rules: biases and forbidden tokens; None: there are none.
+        needs_last_tokens: whether penalties or rules depend on the tokens of prompt or output.
+        plain: whether the likeliest token is taken as it is, without a grammar, rules, penalties or reports.
         silent: whether the sink needs no update but the last one: others are left out, but for those with
             log-probabilities or drafts.
         lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
-            tokens by more than the model: one with penalties or a grammar.
+            tokens by more than the model: one with penalties, bad words of several tokens or a grammar.
         reused: tokens of the prompt that were in the cache when the request was first admitted.
+        group: identifies the requests of one call, see `quire.engine.waiting`.
     """
 
     def __init__(
@@ -67,31 +74,38 @@ class Request:
         tokenizer: Any,
         end_ids: frozenset[int],
         sink: Callable[[Update], None],
-        grammars: Grammars | None = None,
+        grammar: Grammar | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         self.prompt_len, self.params, self.sink = len(prompt), params, sink
         self.prompt = list(prompt)
         self.tokens = list(prompt)
         self.pending, self.row = 0, 0
         self.limit = self.prompt_len + params.max_tokens if isinstance(params.max_tokens, int) else sys.maxsize
+        self.prompt_only = params.max_tokens == 0
         self.computed = 0
         self.pages = array("i")
         self.node: Node | None = None
         self.reused = 0
+        self.group = object()
         self.admitted = False
         self.silent = False
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None if params.prompt_logprobs is None else [None]
+        self.prompt_ranks: list[int | None] = [None]
         self.seed = random.getrandbits(64) if params.seed is None else params.seed
-        own_ends = frozenset() if params.ignore_eos else end_ids
-        self._ends = own_ends | frozenset(params.stop_token_ids)
-        self.matcher = None if grammars is None else grammars.matcher(params, self._ends)
-        free = self.matcher is None and not params.penalised
+        stops = frozenset(params.stop_token_ids)
+        self._ends = stops if params.ignore_eos else stops | end_ids
+        self.matcher = None if grammar is None else grammar.matcher(self._ends)
+        self.rules = TokenRules.of(params, stops | end_ids, bad_words)
+        words = self.rules is not None and bool(self.rules.words)
+        self.needs_last_tokens = params.penalised or words
+        free = self.matcher is None and not params.penalised and self.rules is None
         self.plain = free and params.greedy and params.logprobs is None
-        self.lookup = Lookup() if free else None
-        self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, params.stop or ())
+        self.lookup = None if self.matcher is not None or self.needs_last_tokens else Lookup()
+        self._stream = None if tokenizer is None else text_stream(tokenizer, prompt, params)
 
     @property
     def scored(self) -> int:
@@ -123,7 +137,12 @@ class Request:
         """Add a sampled token; return whether the output goes on, and set finish_reason if it does not."""
         tokens, stream = self.tokens, self._stream
         tokens.append(token)
-        ended = token in self._ends or (stream is not None and stream.push(token))
+        if token in self._ends:
+            ended = True
+            if stream is not None and self.params.include_stop_str_in_output:
+                stream.push(token)
+        else:
+            ended = stream is not None and stream.push(token)
         if ended or (self.matcher is not None and self.matcher.push(token)):
             self.finish_reason = "stop"
         elif len(tokens) >= self.limit:

@@ -213,7 +213,9 @@ class Runner:
             self.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.longest)
             logits = self.model.logits(ids, inputs.positions, inputs.sampled, self)
             for wrapper in wrappers.values():
-                wrapper.forget_cuda_graph()  # the tables that the graph reads are those of `buffers`, which stay
+                # The graph will be replayed, which is safe: it reads the tables of `buffers` themselves, and the
+                # workspace of `wrappers`, and `StepGraphs` keeps both.
+                wrapper.forget_cuda_graph()
             return logits
 
         graphs = StepGraphs(compute, self.sampler.sample_greedy, buffers, rows, tokens)

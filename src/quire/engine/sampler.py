@@ -6,7 +6,8 @@ reproducible in any batch, on any device, and after a preemption.
 
 Nothing here waits for a GPU except `Sampled.read`: tables go to the device and results to the host through pinned
 memory. What a batch of requests needs on the device stays there as long as the batches have the same requests: their
-parameters, the number of tokens of each, which every step counts up, and for penalties the tokens themselves.
+parameters, the number of tokens of each, which every step counts up, and for penalties and bad words the tokens
+themselves.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from torch import Tensor
 from quire import sampling
 from quire.definition.tensors import check_tensor
 from quire.engine.grammar import masked
+from quire.engine.logits_processors import LogitsProcessors
 from quire.engine.request import Request
 from quire.engine.token_lists import TokenLists
 from quire.steps import greedy_rows, upload
 
 UNDEFINED = -1  # in place of a token, where a row of logits is not finite
-NOT_FINITE = "the model's logits are not finite"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -84,9 +85,16 @@ class Sampled:
                 if asked is not None:
                     choice.logprobs = likeliest(asked, choice.token, chosen, ids, values)
         if UNDEFINED in tokens:
-            broken = Choice(None, error=NOT_FINITE)
-            choices = [broken if token == UNDEFINED else choice for token, choice in zip(tokens, choices, strict=True)]
+            for choice, request in zip(choices, self.requests, strict=True):
+                if choice.token == UNDEFINED:
+                    choice.token, choice.logprobs, choice.error = None, None, undefined(request)
         return choices
+
+
+def undefined(request: Request) -> str:
+    """Why the next token of a request is undefined."""
+    reason = "the model's logits are not finite"
+    return reason if request.rules is None else f"none of the tokens that the request allows is possible, or {reason}"
 
 
 def likeliest(
@@ -104,7 +112,8 @@ class _Batch:
     Args:
         requests: one for each row of logits.
         ahead: how many drafts come before the token of each row; None: none.
-        lists: has the tokens of requests with penalties.
+        lists: has the tokens of requests with penalties or bad words of several tokens.
+        vocab_size: the number of columns of the logits.
         device: where the logits are.
 
     Attributes:
@@ -113,16 +122,22 @@ class _Batch:
     """
 
     def __init__(
-        self, requests: Sequence[Request], ahead: Sequence[int] | None, lists: TokenLists, device: torch.device
+        self,
+        requests: Sequence[Request],
+        ahead: Sequence[int] | None,
+        lists: TokenLists,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
         params = [r.params for r in requests]
         asked = [p.logprobs for p in params if p.logprobs is not None]
         self.logprobs = max(asked) if asked else None
-        penalised = [i for i, p in enumerate(params) if p.penalised]
+        penalised = any(p.penalised for p in params)
+        listed = [i for i, r in enumerate(requests) if r.needs_last_tokens]
         lens = [len(r.tokens) + r.pending for r in requests]
         slots = [-1] * len(requests)
-        if penalised:
-            for i, slot in zip(penalised, lists.hold([requests[i] for i in penalised]), strict=True):
+        if listed:
+            for i, slot in zip(listed, lists.hold([requests[i] for i in listed]), strict=True):
                 slots[i] = slot
         prompts, top_k = [r.prompt_len for r in requests], [p.top_k for p in params]
         seeds = np.array([r.seed % (1 << 64) for r in requests], dtype=np.uint64).view(np.int64)
@@ -130,17 +145,21 @@ class _Batch:
         names = ["temperature", "top_p", "min_p"]
         factors = ["repetition_penalty", "presence_penalty", "frequency_penalty"] if penalised else []
         floats = _floats([[getattr(p, name) for p in params] for name in [*names, *factors]], device)
-        self._filters, self._factors = floats[:3], floats[3:]
+        self._filters, self._factors = floats[:3], list(floats[3:])
         self._seeds, self._top_k, self._prompts, self._lens, self._slots = whole
         self.index, self._lists = self._lens - self._prompts, lists
         if ahead is not None:
             self.index += upload(np.array(ahead), device)
-        self._penalised = upload(np.array(penalised), device) if penalised else None
+        self._listed = upload(np.array(listed), device) if listed else None
+        rules = [r.rules for r in requests]
+        self._processors = LogitsProcessors(rules, slots, vocab_size, device) if any(rules) else None
 
     def sample(self, logits: Tensor) -> sampling.Sampled:
         """Sample a token for each row."""
         penalties = None
-        if self._penalised is not None:
+        if self._processors is not None:
+            logits = self._processors.apply(logits, self.index, self._lens, self._lists.tokens)
+        if self._factors:
             tables = (self._lists.tokens, self._prompts, self._lens, self._slots)
             penalties = sampling.Penalties(*tables, *self._factors)
         heat, top_p, min_p = self._filters
@@ -150,8 +169,8 @@ class _Batch:
 
     def count(self, tokens: Tensor) -> None:
         """Count the sampled tokens, int32 [rows], so that the requests' next tokens can be sampled."""
-        if self._penalised is not None:
-            at = self._penalised
+        if self._listed is not None:
+            at = self._listed
             self._lists.append(self._slots[at], self._lens[at], tokens[at])
         self._lens += 1
         self.index += 1
@@ -212,7 +231,7 @@ class Sampler:
     ) -> Sampled:
         if requests != self._requests or ahead is not None:
             plain = all(request.plain for request in requests)
-            self._batch = None if plain else _Batch(requests, ahead, self._lists, self.last.device)
+            self._batch = None if plain else _Batch(requests, ahead, self._lists, logits.shape[1], self.last.device)
             self._requests = requests if ahead is None else ()  # of drafts, the host knows later how many count
         batch, reports = self._batch, None
         if batch is None:

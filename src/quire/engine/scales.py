@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from quire.engine.checkpoint import read_json
 
 Scales = list[tuple[float, float]]  # of keys and values, for each layer
 
@@ -98,15 +98,10 @@ def _of_all_layers(found: dict[str, dict[tuple[int, str], float]], num_layers: i
 
 def _check_kind(folder: Path) -> None:
     """Refuse a checkpoint whose scales map keys and values to the range of other elements than those of 8 bits."""
-    quantization = _json(folder / "config.json").get("quantization_config") or {}
+    quantization = read_json(folder / "config.json").get("quantization_config") or {}
     scheme = quantization.get("kv_cache_scheme") or {}
-    bits, model_opt = scheme.get("num_bits", 8), _json(folder / "hf_quant_config.json").get("quantization") or {}
+    bits, model_opt = scheme.get("num_bits", 8), read_json(folder / "hf_quant_config.json").get("quantization") or {}
     algorithm = model_opt.get("kv_cache_quant_algo") or "FP8"
     if bits != 8 or algorithm not in ("FP8", "INT8"):
         kind = f"{bits} bits" if bits != 8 else algorithm
         raise ValueError(f"{folder} has scales for a cache of {kind}, which do not fit an fp8 cache")
-
-
-def _json(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return content

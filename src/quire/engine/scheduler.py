@@ -1,9 +1,9 @@
 """Scheduling: which requests compute how many tokens in the next step, and on which pages.
 
 The scheduler uses continuous batching. Running requests come first, in the order of their arrival: a decode needs one
-token, a prefill takes the rest of the token budget (a chunk). Then waiting requests are admitted. When pages run out,
-the prefix tree evicts pages that no request holds, and after that the last request is preempted: its pages are
-released, and it waits to be computed again from its tokens.
+token, a prefill takes the rest of the token budget (a chunk). Then waiting requests are admitted, in turn from each of
+their calls. When pages run out, the prefix tree evicts pages that no request holds, and after that the last request is
+preempted: its pages are released, and it waits to be computed again from its tokens.
 
 The scheduler works with the numbers of tokens, not with the tokens. A step can thus be scheduled while the last token
 of its requests is pending, that is, sampled by a step whose results the host has not read. Pages can be released and
@@ -13,7 +13,6 @@ given to other requests meanwhile, since the device computes steps in order. Onl
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ import numpy as np
 from quire.cache import PageAllocator, PrefixTree
 from quire.engine.chunks import Chunk, Decodes
 from quire.engine.request import Request
+from quire.engine.waiting import WaitingQueue
 
 # The most tokens of a step whose next tokens are scored, as logits of all tokens of a long prompt would take too much
 # memory. A prompt whose log-probabilities are wanted is computed in chunks of so many tokens.
@@ -96,7 +96,7 @@ class Scheduler:
         self.max_rows = max(max_num_seqs, 1 + speculative_tokens) if speculative_tokens else max_num_seqs
         self.allocator = PageAllocator(num_pages)
         self.tree = PrefixTree(self.allocator, page_size)
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.stats = Stats()
         self._decodes: Decodes | None = None  # the last step, if it was one token of each running request
@@ -148,7 +148,7 @@ class Scheduler:
         """Remove a waiting or running request that has ended; its full pages stay in the prefix tree."""
         if request in self.running:
             self.running.remove(request)
-        elif request in self.waiting:
+        else:
             self.waiting.remove(request)
         if request.finish_reason in ("stop", "length"):
             self._share(request, request.computed)
@@ -193,7 +193,7 @@ class Scheduler:
     def _continue_running(self) -> tuple[list[Chunk], bool]:
         """Chunks of running requests, and whether any was preempted."""
         running, size = self.running, self.page_size
-        lefts = [len(r.tokens) + r.pending - r.computed for r in running]
+        lefts = [len(r.tokens) + r.pending - r.prompt_only - r.computed for r in running]
         budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - lefts.count(1)
         spare_rows = self.max_rows - min(self.max_num_seqs, len(running) + len(self.waiting))
         chunks: list[Chunk] = []
@@ -207,7 +207,7 @@ class Scheduler:
                 return chunks, True
             if count > 1 or (end - request.pending) % size == 0:  # a page may have become full of known tokens
                 self._share(request, end)
-            chunk = Chunk(request, start, count, count == left, scores=scores)
+            chunk = Chunk(request, start, count, count == left and not request.prompt_only, scores=scores)
             chunks.append(chunk)
             budget -= count
             self._scores_left -= scores
@@ -259,10 +259,10 @@ class Scheduler:
         """Chunks of waiting requests, within the token budget, max_num_seqs and the free pages."""
         chunks: list[Chunk] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
+            request = self.waiting.first
             if request.pending:  # it was preempted, and its tokens are known before the next step
                 break
-            length = len(request.tokens)
+            length = len(request.tokens) - request.prompt_only
             known = length - 1 if request.prompt_logprobs is None else request.scored  # the last token is computed
             pages, request.node = self.tree.find(request.tokens[:known])
             request.pages, request.computed = array("i", pages), len(pages) * self.page_size
@@ -278,7 +278,7 @@ class Scheduler:
                 self.stats.reused_tokens += request.reused
                 self.stats.admitted_tokens += request.prompt_len
             self._share(request, request.computed + count)
-            samples = request.computed + count == length
+            samples = request.computed + count == length and not request.prompt_only
             chunks.append(Chunk(request, request.computed, count, samples, scores=scores))
             budget -= count
             self._scores_left -= scores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -28,20 +29,23 @@ def score(chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
     scoring = [c for c in chunks if c.scores]
     if not scoring:
         return logits
-    rows = np.array([c.rows for c in chunks])
+    counts = np.array([c.rows for c in chunks])
     scores = np.array([c.scores for c in chunks])
-    index = np.arange(rows.sum()) - np.repeat(rows.cumsum() - rows, rows)  # of each row within its chunk
-    scored = index < np.repeat(scores, rows)
+    index = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # of each row within its chunk
+    scored = index < np.repeat(scores, counts)
     following = [token for c in scoring for token in _following(c)]
     most = max(c.request.params.prompt_logprobs or 0 for c in scoring)
     at, tokens = (upload(np.asarray(x), logits.device) for x in (np.flatnonzero(scored), following))
-    report = sampling.token_logprobs(logits[at], tokens, min(most, logits.shape[1]))
+    rows = logits[at]
+    report = sampling.token_logprobs(rows, tokens, min(most, rows.shape[1]))
+    ranks = iter(((rows > rows.gather(1, tokens[:, None])).sum(1) + 1).tolist())
     lines = zip(following, *(x.tolist() for x in report), strict=True)
     for chunk in scoring:
         request, count = chunk.request, chunk.request.params.prompt_logprobs
         assert count is not None
         assert request.prompt_logprobs is not None
         request.prompt_logprobs += [likeliest(count, *next(lines)) for _ in range(chunk.scores)]
+        request.prompt_ranks += islice(ranks, chunk.scores)
     return logits[upload(np.flatnonzero(~scored), logits.device)]
 
 

@@ -6,9 +6,13 @@ own, which is decoded once for all requests. Other tokens are decoded together w
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from quire.engine.params import SamplingParams
 
 _CONTEXT = 6  # last tokens of the prompt, decoded with the output since a token's text can depend on those before it
 _WINDOW = 4  # tokens that are decoded at once; then the window starts anew at the token that was added last
@@ -49,6 +53,37 @@ def decoder(tokenizer: Any) -> tuple[Callable[..., str], _OwnTexts | None]:
     return library.decode, _own_texts.get(tokenizer)
 
 
+class TokenBytes:
+    """The bytes of single tokens of a Transformers tokenizer. Of tokens that are a part of a character, they are known
+    if the tokenizer is a byte-level one or has tokens for single bytes, and otherwise those of U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        self._tokenizer = tokenizer
+        self._added = {token: added.content for token, added in tokenizer.added_tokens_decoder.items()}
+        library = tokenizer.backend_tokenizer.decoder if getattr(tokenizer, "is_fast", False) else None
+        form = {} if library is None else json.loads(library.__getstate__())
+        self._kinds = {kind["type"] for kind in (form, *form.get("decoders", ())) if kind}
+        self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
+
+    def __call__(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        if "ByteLevel" in self._kinds:
+            piece = self._tokenizer.convert_ids_to_tokens(token) or ""
+            known = all(character in self._bytes for character in piece)
+            return bytes(self._bytes[character] for character in piece) if known else piece.encode()
+        if "ByteFallback" in self._kinds:
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", self._tokenizer.convert_ids_to_tokens(token) or "")
+            if byte:
+                return bytes.fromhex(byte[1])
+        # A token that begins a text may lose its space, so the text is that of the token after itself.
+        once, twice = (self._tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        return twice[len(once) :].encode()
+
+
 class TextStream:
     """The text of a request's output.
 
@@ -56,13 +91,29 @@ class TextStream:
         tokenizer: a Transformers tokenizer.
         prompt: the prompt's tokens.
         stops: strings that end the text.
+        include_stop: whether the text includes the stop string that ends it.
+        skip_special: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._stops = stops
+    searches = True  # whether stop strings end the text
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._stops, self._include_stop, self._skip_special = stops, include_stop, skip_special
         self._decoder, self._own_texts = decoder(tokenizer)
         self._window = list(prompt[-_CONTEXT:])  # the last tokens, which are decoded together
         self._known = self._decode()  # their text, without what is not in the stream's text yet
+        if self._known.startswith(_BROKEN):  # a decoder of single bytes needs all those of the first character
+            suffixes = (self._window[i:] for i in range(1, len(self._window)))
+            whole = (w for w in suffixes if not self._decoder(w, skip_special_tokens=True).startswith(_BROKEN))
+            self._window = next(whole, self._window)
+            self._known = self._decode()
         self._read = len(self._window)  # how many of them have all their text in the stream's
         self._taken: list[str] = []  # the text that has been taken, in parts
         self._held = ""  # the text after that, in which stop strings begin
@@ -72,6 +123,11 @@ class TextStream:
     def text(self) -> str:
         """All text so far, without the stop string."""
         return "".join([*self._taken, self._held])
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the text of the last tokens is not known, because they may be a part of a character."""
+        return self._read < len(self._window) and self._decode().endswith(_BROKEN)
 
     def push(self, token: int) -> bool:
         """Add a token; return whether the text contains a stop string, before which it then ends."""
@@ -84,12 +140,12 @@ class TextStream:
                 self._extend(own)
                 return self.stopped
         window.append(token)
-        full, length = self._decoder(window, skip_special_tokens=True), len(self._known)
+        full, length = self._decoder(window, skip_special_tokens=self._skip_special), len(self._known)
         if len(full) > length and not full.endswith(_BROKEN):
             self._known = full
             if len(window) > _WINDOW:
                 del window[: self._read]
-                self._known = self._decoder(window, skip_special_tokens=True)
+                self._known = self._decoder(window, skip_special_tokens=self._skip_special)
             self._read = len(window)
             self._extend(full[length:])
         return self.stopped
@@ -113,17 +169,36 @@ class TextStream:
         return new
 
     def _decode(self) -> str:
-        return self._decoder(self._window, skip_special_tokens=True) if self._window else ""
+        return self._decoder(self._window, skip_special_tokens=self._skip_special) if self._window else ""
 
     def _extend(self, text: str) -> None:
         old = len(self._held)
         self._held += text
-        if not self._stops:
+        if not self._stops or not self.searches:
             return
-        indices = [self._held.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
-        indices = [i for i in indices if i >= 0]
-        if indices:
-            self._held, self.stopped = self._held[: min(indices)], True
+        found = [(self._held.find(stop, max(0, old - len(stop) + 1)), len(stop)) for stop in self._stops]
+        found = [place for place in found if place[0] >= 0]
+        if found:
+            start, length = min(found)
+            self._held, self.stopped = self._held[: start + (length if self._include_stop else 0)], True
+
+
+class _LateStops(TextStream):
+    """A text that no stop string ends before the first `min_tokens` tokens have been added."""
+
+    def __init__(self, min_tokens: int, *given: Any) -> None:
+        super().__init__(*given)
+        self._left = min_tokens
+
+    def push(self, token: int) -> bool:
+        self.searches, self._left = self._left <= 0, self._left - 1
+        return super().push(token)
+
+
+def text_stream(tokenizer: Any, prompt: Sequence[int], params: SamplingParams) -> TextStream:
+    """The text of the output of a request with these parameters."""
+    given = tokenizer, prompt, params.stop or (), params.include_stop_str_in_output
+    return _LateStops(params.min_tokens, *given) if params.min_tokens and params.stop else TextStream(*given)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -16,8 +16,8 @@ class Step(NamedTuple):
     Attributes:
         number: 1 for the first step of the engine.
         start: when it was launched, in seconds since the engine started.
-        duration: seconds from its launch until its results had been read and reported. On a GPU the next step is
-            launched before that, so steps overlap.
+        duration: seconds from its launch until its results had been read, before they are reported. On a GPU the next
+            step is launched before that, so steps overlap.
         requests: those that had tokens in the step.
         prompt_tokens: tokens of prompts. A single one, the rest of a prompt that was in the cache, is among
             decode_tokens, since it is computed as these are.

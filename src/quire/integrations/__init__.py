@@ -1,1 +1,3 @@
-"""Doors into other people's programs; `quire.integrations.ray` serves an engine on several machines, by Ray Serve."""
+"""Doors into other people's programs: `quire.integrations.transformers` is an attention function of Transformers, and
+`quire.integrations.ray` serves an engine on several machines, by Ray Serve.
+"""

@@ -17,6 +17,6 @@ else:
 
 from quire.server.app import create_app
 from quire.server.limits import Limits
-from quire.server.run import serve
+from quire.server.run import bind, serve
 
-__all__ = ["Limits", "create_app", "serve"]
+__all__ = ["Limits", "bind", "create_app", "serve"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from fastapi.responses import JSONResponse
@@ -16,31 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine import Completion
 from quire.server.errors import ApiError
+from quire.server.protocol import Sampled
 from quire.server.service import Generation
 
 _T = TypeVar("_T")
 _DONE = "data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-_LEAST = -9999.0  # in place of a log-probability of -inf, which JSON does not have
-
-
-@dataclass
-class Whole:
-    """A completion, put together from its parts."""
-
-    text: str = ""
-    finish_reason: str | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    prompt_token_ids: list[int] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, float] | None] | None = None
-
-    def add(self, part: Completion) -> None:
-        self.prompt_token_ids, self.prompt_logprobs = part.prompt_token_ids, part.prompt_logprobs
-        self.text += part.text
-        self.finish_reason = part.finish_reason
-        self.token_ids += part.token_ids
-        self.logprobs += part.logprobs or []
 
 
 class Form(Protocol):
@@ -53,28 +33,31 @@ class Form(Protocol):
     head: dict[str, Any]
     chunk_object: str
 
-    def choice(self, index: int, whole: Whole) -> dict[str, Any]:
+    def choice(self, index: int, whole: Completion) -> dict[str, Any]:
         """The element of "choices" for a whole completion."""
 
-    def chunk(self, index: int, part: Completion) -> dict[str, Any]:
+    def chunk(self, index: int, part: Completion, first: bool) -> dict[str, Any]:
         """The element of "choices" for a part of a completion; the parts of a completion come in order."""
 
+    def beside(self, part: Completion, whole: bool) -> dict[str, Any]:
+        """What is beside "choices" for a prompt: of whole completions, or of the first part of one."""
 
-async def answer(request: Request, generation: Generation, form: Form, stream: bool, usage: bool) -> Response:
+
+async def answer(request: Request, generation: Generation, form: Form, body: Sampled) -> Response:
     """The response to a request whose completions have been started.
 
     Args:
         request: of HTTP; its body has been read.
         generation: its completions.
         form: of the answer.
-        stream: as server-sent events, the first of which is sent when there is one.
-        usage: whether a stream ends with the numbers of tokens.
+        body: says whether it is a stream of server-sent events, the first of which is sent when there is one, and what
+            they have.
 
     Raises:
         ApiError: a completion failed, and the answer is not a stream.
     """
-    if stream:
-        return _EventStream(_events(generation, form, usage), generation)
+    if body.stream:
+        return _EventStream(_events(generation, form, body), generation)
     try:
         done = await _while_connected(request.receive, _collect(generation))
     finally:
@@ -82,30 +65,44 @@ async def answer(request: Request, generation: Generation, form: Form, stream: b
     if done is None:
         return Response(status_code=499)  # nobody reads it
     choices = [form.choice(i, whole) for i, whole in enumerate(done)]
-    return JSONResponse({**form.head, "choices": choices, "usage": generation.usage()})
+    return JSONResponse(
+        {**form.head, **form.beside(done[0], whole=True), "choices": choices, "usage": generation.usage()}
+    )
 
 
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can have."""
-    return max(logprob, _LEAST) if not math.isnan(logprob) else _LEAST
-
-
-async def _collect(generation: Generation) -> list[Whole]:
-    done = [Whole() for _ in range(generation.count)]
+async def _collect(generation: Generation) -> list[Completion]:
+    parts: list[list[Completion]] = [[] for _ in range(generation.count)]
     async for i, part in generation:
-        done[i].add(part)
-    return done
+        parts[i].append(part)
+    return [_whole(own) for own in parts]
 
 
-async def _events(generation: Generation, form: Form, usage: bool) -> AsyncIterator[str]:
+def _whole(parts: Sequence[Completion]) -> Completion:
+    """A completion, put together from its parts."""
+    tokens = [token for part in parts for token in part.token_ids]
+    logprobs = [report for part in parts for report in part.logprobs or ()]
+    return replace(parts[-1], text="".join(part.text for part in parts), token_ids=tokens, logprobs=logprobs)
+
+
+async def _events(generation: Generation, form: Form, body: Sampled) -> AsyncIterator[str]:
     head = _encode({**form.head, "object": form.chunk_object}).removesuffix("}")
-    none = ',"usage":null' if usage else ""
+    usage, each = body.includes_usage, body.includes_each_usage
+    none, tokens = ',"usage":null' if usage else "", [0] * generation.count
     begun = set()
     try:
         async for i, part in generation:
-            if part.text or part.logprobs or part.finish_reason is not None or i not in begun:
-                begun.add(i)
-                yield f'data: {head},"choices":[{_encode(form.chunk(i, part))}]{none}}}\n\n'
+            tokens[i] += len(part.token_ids)
+            first = i not in begun
+            silent = not (part.text or part.logprobs or part.finish_reason is not None or first)
+            if silent and not (part.token_ids and (each or body.return_token_ids)):
+                continue
+            begun.add(i)
+            choice, rest = _encode(form.chunk(i, part, first)), none
+            if each:
+                rest = f',"usage":{_encode(generation.usage_of(i, tokens[i]))}'
+            if first and (beside := form.beside(part, whole=False)):
+                rest = f",{_encode(beside)[1:-1]}{rest}"
+            yield f'data: {head},"choices":[{choice}]{rest}}}\n\n'
         if usage:
             yield f'data: {head},"choices":[],"usage":{_encode(generation.usage())}}}\n\n'
     except ApiError as error:

@@ -23,6 +23,7 @@ from quire.server.metrics import Metrics
 from quire.server.page import add_page
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.service import Service
+from quire.server.unsupported import refuse
 
 
 def create_app(
@@ -53,7 +54,8 @@ def create_app(
         raise ValueError(f"metrics_prefix = {metrics_prefix!r}: it must have letters, digits and _ only")
     limits = limits or Limits()
     name = name or llm.model.folder.resolve().name
-    app = FastAPI(title="Quire", version=__version__, responses=documents.ERRORS, redoc_url=None)
+    # The pages that FastAPI has for the OpenAPI document load their scripts from a host on the internet.
+    app = FastAPI(title="Quire", version=__version__, responses=documents.ERRORS, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, name, limits, Metrics(llm, name, metrics_prefix))
     app.include_router(completions.router)
     app.include_router(chat.router)
@@ -98,10 +100,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad("prompt", "there must be either a prompt or messages")
+        refuse(body.model_extra or {}, special=body.prompt is not None)
         if body.prompt is None:
-            tokens = await asyncio.to_thread(chat.render, service, body)
+            tokens = await chat.tokenized(service, body, any_length=True)
         else:
-            tokens = await service.encode(body.prompt, "prompt")
+            tokens = await service.encode(body.prompt, "prompt", any_length=True)
         return {"count": len(tokens), "max_model_len": service.llm.max_len, "tokens": tokens}
 
     @app.post("/detokenize")

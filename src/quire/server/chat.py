@@ -12,11 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import Completion
-from quire.server.answers import Whole, answer, finite
+from quire.server.answers import answer
 from quire.server.documents import ChatCompletion, completed
 from quire.server.errors import bad
 from quire.server.protocol import ChatRequest, Message, Messages, TokenizeRequest
 from quire.server.service import Service
+from quire.server.tokens import finite, id_name, prompt_report
 
 router = APIRouter()
 
@@ -26,19 +27,29 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer messages."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs = true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = body.params(service.limits, most, logprobs)
-    await service.prepare(params[0], body.form_field)
-    tokens = await asyncio.to_thread(render, service, body)
-    generation = service.start([tokens], params, "messages")
-    return await answer(request, generation, _Form(service, logprobs), bool(body.stream), body.includes_usage)
+    params = body.params(service.limits, logprobs, body.prompt_logprobs)
+    grammar = await service.prepare(params[0], body.form_field)
+    whole = await tokenized(service, body, any_length=params[0].truncate_prompt_tokens is not None)
+    tokens = params[0].truncated(whole, service.llm.max_len)
+    generation = service.start([tokens], params, "messages", body.asked_tokens, grammar)
+    return await answer(request, generation, _Form(service, body, logprobs), body)
 
 
-def render(service: Service, body: Messages | TokenizeRequest) -> list[int]:
-    """The tokens of messages.
+async def tokenized(service: Service, body: Messages | TokenizeRequest, any_length: bool = False) -> list[int]:
+    """The tokens of messages, or an ApiError; see `Service.encode` for `any_length`."""
+    text = await asyncio.to_thread(_rendered, service, body)
+
+    def encode(text: str) -> list[int]:
+        return service.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    return await service.tokenize(encode, text, "messages", "messages", any_length)
+
+
+def _rendered(service: Service, body: Messages | TokenizeRequest) -> str:
+    """The text of messages.
 
     Raises:
         ApiError: the checkpoint has no chat template, or the template refuses the messages.
@@ -62,7 +73,7 @@ def render(service: Service, body: Messages | TokenizeRequest) -> list[int]:
         raise bad("messages", f"the chat template refuses the messages: {error}") from None
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise bad("messages", "messages are not text: they have half a character")
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
@@ -77,13 +88,19 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
 
 
 class _Form:
-    """Chat completions; the arguments are those of text completions."""
+    """Chat completions.
+
+    Args:
+        service: has the model's name and tokens' texts.
+        body: says what is reported.
+        logprobs: likeliest tokens to report; None: no report.
+    """
 
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, service: Service, logprobs: int | None) -> None:
-        self._service, self._logprobs = service, logprobs
-        self._begun: set[int] = set()
+    def __init__(self, service: Service, body: ChatRequest, logprobs: int | None) -> None:
+        self._service, self._body, self._logprobs = service, body, logprobs
+        self._name = id_name if body.return_tokens_as_token_ids else service.token_name
         self.head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
@@ -91,32 +108,39 @@ class _Form:
             "model": service.name,
         }
 
-    def choice(self, index: int, whole: Whole) -> dict[str, Any]:
+    def choice(self, index: int, whole: Completion) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": whole.text, "refusal": None},
-            "logprobs": self._report(whole.token_ids, whole.logprobs),
-            "finish_reason": whole.finish_reason,
+            **self._rest(whole),
         }
 
-    def chunk(self, index: int, part: Completion) -> dict[str, Any]:
-        delta = {"content": part.text} if part.text or index not in self._begun else {}
-        if index not in self._begun:
+    def chunk(self, index: int, part: Completion, first: bool) -> dict[str, Any]:
+        delta = {"content": part.text} if part.text or first else {}
+        if first:
             delta = {"role": "assistant", **delta}
-        self._begun.add(index)
-        report = self._report(part.token_ids, part.logprobs or [])
-        return {"index": index, "delta": delta, "logprobs": report, "finish_reason": part.finish_reason}
+        return {"index": index, "delta": delta, **self._rest(part)}
 
-    def _report(self, tokens: list[int], logprobs: list[dict[int, float]]) -> dict[str, Any] | None:
+    def beside(self, part: Completion, whole: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {"prompt_token_ids": part.prompt_token_ids} if self._body.return_token_ids else {}
+        if whole and self._body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_report(part, self._body.prompt_logprobs, self._service.token_name)
+        return fields
+
+    def _rest(self, part: Completion) -> dict[str, Any]:
+        fields: dict[str, Any] = {"logprobs": self._report(part), "finish_reason": part.finish_reason}
+        return {**fields, "token_ids": part.token_ids} if self._body.return_token_ids else fields
+
+    def _report(self, part: Completion) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
         content = []
-        for token, report in zip(tokens, logprobs, strict=True):
+        for token, report in zip(part.token_ids, part.logprobs or (), strict=True):
             likeliest = list(report.items())[: self._logprobs]
             top = [self._one(other, value) for other, value in likeliest]
             content.append({**self._one(token, report[token]), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._service.token_text(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        own = list(self._service.token_bytes(token))
+        return {"token": self._name(token), "logprob": finite(logprob), "bytes": own}

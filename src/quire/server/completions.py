@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import Completion
-from quire.server.answers import Whole, answer, finite
+from quire.server.answers import answer
 from quire.server.documents import TextCompletion, completed
 from quire.server.errors import bad
 from quire.server.protocol import CompletionRequest
-from quire.server.service import Service
+from quire.server.service import Generation, Service
+from quire.server.tokens import Echo, Offsets, by_name, echo, finite, id_name, limited, prompt_report
 
 router = APIRouter()
-_MAX_TOKENS = 16  # of OpenAI's interface, where a request does not say
 
 
 @router.post("/v1/completions", responses=completed(TextCompletion))
@@ -27,42 +26,61 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Complete a prompt, or several."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    if body.logprobs is not None or body.echo:
+    if body.logprobs is not None or body.prompt_logprobs is not None or body.echo:
         service.tokenizer  # noqa: B018 - tokens are reported as text
-    most = body.max_tokens
-    if most is None:
-        most = min(_MAX_TOKENS, service.limits.max_tokens or _MAX_TOKENS)
-    params = body.params(service.limits, most, body.logprobs)
-    if body.echo:  # log-probabilities are those of all tokens of the text
-        params = [replace(p, prompt_logprobs=body.logprobs) for p in params]
+    scored = [body.prompt_logprobs, body.logprobs if body.echo else None]  # echoes have the prompt's log-probabilities
+    most_scored = max((count for count in scored if count is not None), default=None)
+    params = body.params(service.limits, body.logprobs, most_scored)
     given = body.prompts()
     if len(given) * len(params) > service.room:
         raise bad("prompt", f"prompt has {len(given)} elements: this server holds {service.room} completions at most")
-    await service.prepare(params[0], body.form_field)
-    prompts = list(await asyncio.gather(*(service.encode(p, f"prompt {i}") for i, p in enumerate(given))))
-    generation = service.start(prompts, params, "prompt")  # which refuses what are not tokens
-    echoes = [""] * len(prompts)
-    if body.echo:
-        echoes = [p if isinstance(p, str) else service.tokenizer.decode(p) for p in given]
-    form = _Form(service, [echo for echo in echoes for _ in params], body.logprobs)
-    return await answer(request, generation, form, bool(body.stream), body.includes_usage)
+    grammar = await service.prepare(params[0], body.form_field)
+    cuts = params[0].truncate_prompt_tokens is not None
+    whole = await asyncio.gather(*(service.encode(p, f"prompt {i}", any_length=cuts) for i, p in enumerate(given)))
+    prompts = [params[0].truncated(tokens, service.llm.max_len) for tokens in whole]
+    # This refuses what are not tokens.
+    generation = service.start(prompts, params, "prompt", body.asked_tokens, grammar)
+    uncut = [
+        p if isinstance(p, str) and len(w) == len(t) else None for p, w, t in zip(given, whole, prompts, strict=True)
+    ]
+    try:
+        echoes = await asyncio.to_thread(_echoes, service, body, uncut, prompts) if body.echo else []
+    except BaseException:
+        generation.close()
+        raise
+    return await answer(request, generation, _Form(service, generation, body, echoes), body)
+
+
+def _echoes(service: Service, body: CompletionRequest, texts: list[str | None], prompts: list[list[int]]) -> list[Echo]:
+    """The echo of each prompt, and of the text that it was, if it was one."""
+    wanted = body.logprobs is not None
+    pairs = zip(texts, prompts, strict=True)
+    return [echo(service.tokenizer, service.token_bytes, text, prompt, wanted) for text, prompt in pairs]
 
 
 class _Form:
     """Text completions.
 
     Args:
-        service: has the model's name and tokens' text.
-        echoes: the text before each completion.
-        logprobs: likeliest tokens to report; None: no report.
+        service: has the model's name and tokens' texts.
+        generation: the completions.
+        body: says what is reported.
+        echoes: of the prompts; empty: the texts do not begin with them.
     """
 
     chunk_object = "text_completion"
 
-    def __init__(self, service: Service, echoes: list[str], logprobs: int | None) -> None:
-        self._service, self._echoes, self._logprobs = service, echoes, logprobs
-        self._ends = [len(echo) for echo in echoes]  # where the reported tokens of each text end
-        self._begun: set[int] = set()
+    def __init__(self, service: Service, generation: Generation, body: CompletionRequest, echoes: list[Echo]) -> None:
+        self._service, self._body = service, body
+        samples = generation.count // len(generation.prompts)
+        self._echoes = [each for each in echoes or [Echo("", [])] * len(generation.prompts) for _ in range(samples)]
+        self._name = id_name if body.return_tokens_as_token_ids else service.token_name
+        self._sent = [len(each.text) for each in self._echoes]  # characters of each text so far
+        self._offsets: list[Offsets] = []
+        if body.logprobs is not None:
+            starts = zip((p for p in generation.prompts for _ in range(samples)), self._sent, strict=True)
+            given = service.tokenizer, service.token_bytes
+            self._offsets = [Offsets(*given, prompt, start) for prompt, start in starts]
         self.head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -70,39 +88,45 @@ class _Form:
             "model": service.name,
         }
 
-    def choice(self, index: int, whole: Whole) -> dict[str, Any]:
-        return {
+    def choice(self, index: int, whole: Completion) -> dict[str, Any]:
+        made = self.chunk(index, whole, first=True)
+        if self._body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_report(whole, self._body.prompt_logprobs, self._service.token_name)
+        return made
+
+    def chunk(self, index: int, part: Completion, first: bool) -> dict[str, Any]:
+        self._sent[index] += len(part.text)
+        made = {
             "index": index,
-            "text": self._echoes[index] + whole.text,
-            "logprobs": self._report(index, whole, first=True),
-            "finish_reason": whole.finish_reason,
+            "text": self._echoes[index].text * first + part.text,
+            "logprobs": self._report(index, part, first),
+            "finish_reason": part.finish_reason,
         }
+        if self._body.return_token_ids:
+            made["token_ids"] = part.token_ids
+            if first:
+                made["prompt_token_ids"] = part.prompt_token_ids
+        return made
 
-    def chunk(self, index: int, part: Completion) -> dict[str, Any]:
-        first = index not in self._begun
-        self._begun.add(index)
-        text, report = self._echoes[index] * first + part.text, self._report(index, part, first)
-        return {"index": index, "text": text, "logprobs": report, "finish_reason": part.finish_reason}
+    def beside(self, part: Completion, whole: bool) -> dict[str, Any]:
+        return {}
 
-    def _report(self, index: int, part: Whole | Completion, first: bool) -> dict[str, Any] | None:
+    def _report(self, index: int, part: Completion, first: bool) -> dict[str, Any] | None:
         """The log-probabilities of a part's tokens, and before the first one of those of an echoed prompt."""
-        if self._logprobs is None:
+        count = self._body.logprobs
+        if count is None:
             return None
         tokens, reports = part.token_ids, list[dict[int, float] | None](part.logprobs or ())
-        if first and part.prompt_logprobs is not None:
+        offsets = [self._offsets[index](token) for token in tokens]
+        if part.finish_reason is not None:  # a stop string may have taken the text of the last tokens
+            offsets = [min(offset, self._sent[index]) for offset in offsets]
+        if first and self._body.echo and part.prompt_logprobs is not None:
             tokens, reports = part.prompt_token_ids + tokens, part.prompt_logprobs + reports
-            self._ends[index] = 0
-        texts, offsets, chosen, top = [], [], [], []
+            offsets = self._echoes[index].offsets + offsets
+        chosen, top = [], []
         for token, report in zip(tokens, reports, strict=True):
-            texts.append(self._service.token_text(token))
-            offsets.append(self._ends[index])
-            self._ends[index] += len(texts[-1])
             chosen.append(None if report is None else finite(report[token]))
-            top.append(None if report is None else self._likeliest(report))
-        return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
-
-    def _likeliest(self, report: dict[int, float]) -> dict[str, float]:
-        likeliest: dict[str, float] = {}
-        for token, value in report.items():  # the likeliest first; several tokens may have the same text
-            likeliest.setdefault(self._service.token_text(token), finite(value))
-        return likeliest
+            named = None if report is None else by_name(limited(report, count, token), token, self._name)
+            top.append(named and {name: finite(value) for name, value in named.items()})
+        names = [self._name(token) for token in tokens]
+        return {"tokens": names, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}

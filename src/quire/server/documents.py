@@ -37,18 +37,33 @@ class Usage(BaseModel):
     prompt_tokens_details: CachedTokens
 
 
+class Logprob(BaseModel):
+    """The log-probability of a token, its rank among all tokens, and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# For each token of a prompt but the first: its log-probability, and those of the likeliest tokens, by token id.
+PromptLogprobs = list[dict[str, Logprob] | None] | None
+
+
 class Choice(BaseModel):
     """A completion."""
 
     index: int
     finish_reason: Literal["stop", "length"]
     logprobs: dict[str, Any] | None
+    token_ids: list[int] | None = None
 
 
 class TextChoice(Choice):
     """A completion of a prompt."""
 
     text: str
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs = None
 
 
 class Answer(BaseModel):
@@ -86,6 +101,8 @@ class ChatCompletion(Completed):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs = None
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}

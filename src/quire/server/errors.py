@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,9 +56,9 @@ def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
 
 
 def invalid(error: ValueError, param: str | None = None) -> ApiError:
-    """The error for a ValueError of the engine, whose message may begin with "name = value:"."""
-    name, equals, _ = str(error).partition(" = ")
-    return bad(name if equals and name.isidentifier() else param, str(error))
+    """The error for a ValueError of the engine, whose message may begin with "name = " or "name has "."""
+    named = re.match(r"(\w+) (?:=|has) ", str(error))
+    return bad(named[1] if named else param, str(error))
 
 
 def add_handlers(app: FastAPI) -> None:

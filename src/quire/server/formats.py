@@ -15,7 +15,10 @@ _OBJECT = {"type": "object"}
 class JsonSchema(BaseModel):
     """A JSON schema and its name. Completions are always as strict as llguidance is."""
 
+    model_config = ConfigDict(extra="allow")  # for fields that are refused by name
+
     name: str | None = None
+    description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
@@ -23,18 +26,25 @@ class JsonSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """OpenAI's field: "text", "json_object", or "json_schema" with a schema."""
 
+    model_config = ConfigDict(extra="allow")  # for fields that are refused by name
+
     type: str
     json_schema: JsonSchema | None = None
 
     def constraint(self) -> dict[str, Any]:
         """The keyword argument of SamplingParams; an ApiError names what is wrong."""
+        if self.type not in ("text", "json_object", "json_schema"):
+            what = f"response_format.type = {self.type!r}: it must be 'text', 'json_object' or 'json_schema'"
+            raise bad("response_format", what, "unsupported_value")
+        schema = self.json_schema
+        for where, extra in (("", self.model_extra), (".json_schema", schema.model_extra if schema else None)):
+            for name in extra or ():
+                what = f"response_format{where}.{name} is not supported: a schema belongs into"
+                raise bad("response_format", f"{what} response_format.json_schema.schema", "unsupported_parameter")
         if self.type == "text":
             return {}
         if self.type == "json_object":
             return {"json_schema": _OBJECT}
-        if self.type != "json_schema":
-            what = f"response_format.type = {self.type!r}: it must be 'text', 'json_object' or 'json_schema'"
-            raise bad("response_format", what, "unsupported_value")
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise bad("response_format", "response_format.json_schema.schema is missing: it must be a JSON schema")
         return {"json_schema": self.json_schema.schema_}

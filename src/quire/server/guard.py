@@ -12,7 +12,7 @@ from quire.server.errors import ApiError
 from quire.server.limits import Limits
 from quire.server.page import PATHS
 
-_OPEN = ("/health", "/docs", "/openapi.json", *PATHS)  # without the key
+_OPEN = ("/health", "/openapi.json", *PATHS)  # without the key
 _DROPPED = 4  # times the size of the largest body are read of one that is too large
 
 
@@ -27,7 +27,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, limits: Limits, api_key: str | None) -> None:
         self._app, self._limits = app, limits
-        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,8 +56,9 @@ class Guard:
     def _check_key(self, request: Request) -> None:
         if self._key is None or request.url.path in _OPEN:
             return
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, self._key):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+        if not right or scheme.lower() != "bearer":
             message = "the API key is missing or wrong: it belongs into the header Authorization: Bearer <key>"
             headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)

@@ -16,7 +16,9 @@ class Limits:
         max_n: completions of each prompt.
         max_tokens: tokens of a completion; None: as many as the context has room for.
         max_stop, max_stop_length: stop strings of a request, also its stop tokens, and characters of a stop string.
+        max_bad_words: texts that a completion must not have; each has at most max_stop_length characters.
         max_grammar: characters of a JSON schema, a regular expression or a grammar.
+        max_grammars: different ones that are compiled or wait for it, one at a time; more are answered 429.
         max_logprobs: likeliest tokens that are reported for each token.
         max_connections: open connections; beyond them the one that has been without a request longest is closed.
         max_head: bytes of a request's line and headers, unless they arrive in one piece, of 256 KiB at most.
@@ -34,7 +36,9 @@ class Limits:
     max_tokens: int | None = None
     max_stop: int = 16
     max_stop_length: int = 256
+    max_bad_words: int = 256
     max_grammar: int = 128 << 10
+    max_grammars: int = 256
     max_logprobs: int = 20
     max_connections: int = 4096
     max_head: int = 64 << 10
@@ -45,8 +49,9 @@ class Limits:
     grace: float = 30.0
 
     def __post_init__(self) -> None:
-        sizes = ("max_body", "max_n", "max_stop", "max_stop_length", "max_grammar", "max_connections", "max_head")
-        for name in (*sizes, "keep_alive", "header_timeout", "body_timeout", "send_timeout"):
+        sizes = ("max_body", "max_n", "max_stop", "max_stop_length", "max_bad_words", "max_grammar", "max_grammars")
+        times = ("keep_alive", "header_timeout", "body_timeout", "send_timeout")
+        for name in (*sizes, "max_connections", "max_head", *times):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: it must be above 0")
         for name in ("max_queue", "max_logprobs", "grace"):

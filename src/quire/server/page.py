@@ -28,7 +28,7 @@ _HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page and its files, which are not part of the interface that /docs shows."""
+    """Serve the page and its files, which are not part of the interface that /openapi.json describes."""
     for path, name in _FILES.items():
         app.add_route(path, _endpoint(name), methods=["GET"], include_in_schema=False)
 

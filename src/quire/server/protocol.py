@@ -1,7 +1,10 @@
-"""The bodies of requests: fields of OpenAI's interface, and those that vLLM adds. Unknown fields are ignored."""
+"""The bodies of requests: fields of OpenAI's interface, and those that vLLM adds. `unsupported.py` has those that are
+refused; unknown ones are ignored.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
@@ -10,15 +13,12 @@ from quire.engine import SamplingParams
 from quire.server.errors import bad, invalid
 from quire.server.formats import ResponseFormat, StructuredOutputs
 from quire.server.limits import Limits
+from quire.server.unsupported import refuse
 
 _Prompt = str | list[StrictInt] | list[str] | list[list[StrictInt]]
 _SAMPLING = (
-    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids ignore_eos"
-)
-# Fields that would change the answer and are not supported: they are refused unless they have no effect.
-_ABSENT = (
-    "best_of suffix logit_bias tools functions prompt_logprobs guided_json guided_regex guided_choice guided_grammar "
-    "chat_template audio documents"
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids "
+    "min_tokens include_stop_str_in_output ignore_eos logit_bias allowed_token_ids bad_words truncate_prompt_tokens"
 )
 
 
@@ -26,6 +26,7 @@ class StreamOptions(BaseModel):
     """How a stream reports."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampled(BaseModel):
@@ -33,6 +34,8 @@ class Sampled(BaseModel):
 
     model_config = ConfigDict(extra="allow")  # for fields that are refused by name
     logprobs_field: ClassVar[str] = "logprobs"  # the one with the number of likeliest tokens
+    default_tokens: ClassVar[int | None] = None  # of a completion at most, if the body does not say
+    adds_special_tokens: ClassVar[bool] = False  # to the text of prompts
 
     model: str | None = None
     max_tokens: int | None = None
@@ -47,9 +50,18 @@ class Sampled(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -62,48 +74,65 @@ class Sampled(BaseModel):
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def params(self, limits: Limits, most: int | None, logprobs: int | None) -> list[SamplingParams]:
+    @property
+    def includes_each_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def asked_tokens(self) -> tuple[str, int] | None:
+        """The field that says how many tokens a completion has at most, and its value; None: none says it."""
+        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
+
+    def params(self, limits: Limits, logprobs: int | None, prompt_logprobs: int | None = None) -> list[SamplingParams]:
         """The sampling parameters of each of the n completions of a prompt.
 
         Args:
             limits: of the server.
-            most: tokens of a completion at most, as requested; None for no limit.
-            logprobs: likeliest tokens to report.
+            logprobs, prompt_logprobs: likeliest tokens to report.
 
         Raises:
             ApiError: a field is invalid, beyond a limit or not supported.
         """
-        self._refuse_absent()
-        self._check(limits, most, logprobs)
+        refuse(self.model_extra or {}, self.n, special=self.adds_special_tokens)
+        self._check(limits, logprobs)
         given = {name: getattr(self, name) for name in _SAMPLING.split() if getattr(self, name) is not None}
         given |= self._constraint(limits)
-        most = limits.max_tokens if most is None else most
+        most = [n for n in (self.default_tokens, limits.max_tokens) if n is not None]
+        tokens = self.asked_tokens[1] if self.asked_tokens else min(most, default=None)
+        given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         try:
-            first = SamplingParams(**given, seed=self.seed, max_tokens=most, logprobs=logprobs)
+            first = SamplingParams(**given, seed=self.seed, max_tokens=tokens)
         except ValueError as error:
             raise invalid(error) from None
         count = 1 if self.n is None else self.n
         if self.seed is None:
             return [first] * count
-        seeds = [self.seed, *((self.seed + i) % (1 << 64) for i in range(1, count))]
-        return [SamplingParams(**given, seed=seed, max_tokens=most, logprobs=logprobs) for seed in seeds]
+        return [first, *(replace(first, seed=(self.seed + i) % (1 << 64)) for i in range(1, count))]
 
-    def _check(self, limits: Limits, most: int | None, logprobs: int | None) -> None:
+    def _check(self, limits: Limits, logprobs: int | None) -> None:
         if self.n is not None and not 1 <= self.n <= limits.max_n:
             raise bad("n", f"n = {self.n}: it must be from 1 to {limits.max_n}")
-        if most is not None and limits.max_tokens is not None and most > limits.max_tokens:
-            chosen = "max_tokens" if most == self.max_tokens else "max_completion_tokens"
-            raise bad(chosen, f"{chosen} = {most}: this server allows {limits.max_tokens} at most")
-        if logprobs is not None and logprobs > limits.max_logprobs:
-            name = self.logprobs_field
-            raise bad(name, f"{name} = {logprobs}: this server reports {limits.max_logprobs} at most")
+        name, most = self.asked_tokens or ("max_tokens", 0)
+        if limits.max_tokens is not None and most > limits.max_tokens:
+            raise bad(name, f"{name} = {most}: this server allows {limits.max_tokens} at most")
+        for name, count in ((self.logprobs_field, logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and count > limits.max_logprobs:
+                raise bad(name, f"{name} = {count}: this server reports {limits.max_logprobs} at most")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad("prompt_logprobs", "prompt_logprobs can't be combined with stream")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        for name, listed in (("stop", stops), ("stop_token_ids", self.stop_token_ids or [])):
-            if len(listed) > limits.max_stop:
-                raise bad(name, f"{name} has {len(listed)} elements: this server allows {limits.max_stop} at most")
-        longest = max(map(len, stops), default=0)
-        if longest > limits.max_stop_length:
-            raise bad("stop", f"stop has {longest} characters: this server allows {limits.max_stop_length} at most")
+        words = self.bad_words or []
+        for name, listed, largest in (
+            ("stop", stops, limits.max_stop),
+            ("stop_token_ids", self.stop_token_ids or [], limits.max_stop),
+            ("bad_words", words, limits.max_bad_words),
+        ):
+            if len(listed) > largest:
+                raise bad(name, f"{name} has {len(listed)} elements: this server allows {largest} at most")
+        for name, texts in (("stop", stops), ("bad_words", words)):
+            longest = max(map(len, texts), default=0)
+            if longest > limits.max_stop_length:
+                raise bad(name, f"{name} has {longest} characters: this server allows {limits.max_stop_length} at most")
 
     def _constraint(self, limits: Limits) -> dict[str, str]:
         """The keyword argument of SamplingParams for the form of completions; empty if they are free."""
@@ -123,16 +152,12 @@ class Sampled(BaseModel):
             raise bad(self.form_field, f"{self.form_field} has {size}")
         return {name: text}
 
-    def _refuse_absent(self) -> None:
-        extra = self.model_extra or {}
-        for name in _ABSENT.split():
-            value = extra.get(name)
-            if value not in (None, False, "", [], {}) and (name, value) != ("best_of", self.n or 1):
-                raise bad(name, f"{name} is not supported by this server", "unsupported_parameter")
-
 
 class CompletionRequest(Sampled):
     """The body of /v1/completions."""
+
+    default_tokens: ClassVar[int | None] = 16  # as in OpenAI's interface
+    adds_special_tokens: ClassVar[bool] = True
 
     prompt: _Prompt
     echo: bool | None = None
@@ -180,9 +205,16 @@ class ChatRequest(Messages, Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
 
+    @property
+    def asked_tokens(self) -> tuple[str, int] | None:
+        most = self.max_completion_tokens
+        return super().asked_tokens if most is None else ("max_completion_tokens", most)
+
 
 class TokenizeRequest(BaseModel):
     """The body of /tokenize: a prompt, or messages."""
+
+    model_config = ConfigDict(extra="allow")  # for fields that are refused by name
 
     model: str | None = None
     prompt: str | None = None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,29 +23,17 @@ from quire.server.limits import Limits
 from quire.server.service import Service
 
 _AFTER = 5.0  # seconds for answers to leave after the grace time
+_HURRY = 1.0  # seconds for them to leave after a second SIGINT
 _FILES = 256  # of the process beside its connections
 _RECEIVED = 1 << 18  # bytes that are received at once, by which a head may be too large before that is seen
 
 
-def serve(
-    app: FastAPI,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    log_level: str = "warning",
-    started: Callable[[Server], None] | None = None,
-) -> None:
-    """Serve an application of `create_app` until SIGINT or SIGTERM, or until `started`'s server is told to exit.
-
-    The end is orderly: no connections are accepted, new requests on open ones are answered 503, and those in progress
-    have `Limits.grace` seconds to finish. Then the engine is closed, and they are answered with an error. A second
-    SIGINT ends at once.
+def bind(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
+    """A socket that has the address and does not listen yet, for `serve`: a program that loads a model binds before, so
+    that an address in use is an error before the model is loaded.
 
     Args:
-        app: the application.
         host, port: where to listen; port 0 takes a free one.
-        log_level: of uvicorn: "info" logs each request.
-        started: called with the server when it listens; it has `address` and `should_exit`.
 
     Raises:
         OSError: the address is in use or is not there.
@@ -49,14 +41,66 @@ def serve(
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"port = {port}: it must be from 0 to 65535")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=2048)
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        with _naming(host, port):
+            if bound.family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            if os.name == "posix":  # as connections of a server that has ended may keep its port
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+@contextmanager
+def _naming(host: str, port: int) -> Iterator[None]:
+    """A context whose OSError names the address, and what to do if it is in use."""
+    try:
+        yield
+    except OSError as error:
+        message = f"host = {host!r}, port = {port}: can't listen there: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            remedy = "end the program that listens there, or choose another port (0 takes a free one)"
+            message = f"port {port} of {host} is in use: {remedy}"
+        named = OSError(message)
+        named.errno = error.errno
+        raise named from None
+
+
+def serve(
+    app: FastAPI,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    bound: socket.socket | None = None,
+    log_level: str = "warning",
+    started: Callable[[Server], None] | None = None,
+) -> None:
+    """Serve an application of `create_app` until SIGINT or SIGTERM, or until `started`'s server is told to exit.
+
+    The end is orderly: no connections are accepted, new requests on open ones are answered 503, and those in progress
+    have `Limits.grace` seconds to finish. Then the engine is closed, and they are answered with an error. A second
+    SIGINT ends the grace time, and connections whose clients have not read their answers a second later are closed.
+
+    Args:
+        app: the application.
+        host, port: where to listen; port 0 takes a free one.
+        bound: a socket of `bind`, which is closed in the end, instead of host and port.
+        log_level: of uvicorn: "info" logs each request.
+        started: called with the server when it listens; it has `address` and `should_exit`.
+
+    Raises:
+        OSError: the address is in use or is not there.
+        ValueError: the port is not one.
+    """
+    listener = bind(host, port) if bound is None else bound
     service: Service = app.state.service
     limits = _within_files(service.limits)
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         log_level=log_level,
         access_log=log_level in ("info", "debug", "trace"),
         server_header=False,
@@ -67,6 +111,8 @@ def serve(
         timeout_graceful_shutdown=int(limits.grace + _AFTER),
     )
     with listener:
+        with _naming(*listener.getsockname()[:2]):  # as another program may have bound to it, and listen by now
+            listener.listen(config.backlog)
         server = Server(config, service, listener.getsockname(), started)
         server.run(sockets=[listener])
 
@@ -97,7 +143,7 @@ class Server(uvicorn.Server):
         self, config: uvicorn.Config, service: Service, name: tuple, started: Callable[[Server], None] | None
     ) -> None:
         super().__init__(config)
-        self._service, self._started = service, started
+        self._service, self._started, self._hurried = service, started, False
         self.address: tuple[str, int] = name[:2]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -116,9 +162,23 @@ class Server(uvicorn.Server):
             self._watching.cancel()
 
     async def _fail_later(self) -> None:
-        await asyncio.sleep(self._service.limits.grace)
-        print(f"quire: {self._service.running} completions are ended after the grace time", file=sys.stderr, flush=True)
+        end = time.monotonic() + self._service.limits.grace
+        while time.monotonic() < end and not self._hurried:
+            await asyncio.sleep(min(0.05, max(0.0, end - time.monotonic())))
+        when = "at the second SIGINT" if self._hurried else "after the grace time"
+        print(f"quire: {self._service.running} completions are ended {when}", file=sys.stderr, flush=True)
         await asyncio.to_thread(self._service.fail_all)
+        if self._hurried:
+            await asyncio.sleep(_HURRY)
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the orderly end, and hurry at a second SIGINT. At a third one uvicorn cancels what is left."""
+        if self.should_exit and sig == signal.SIGINT and not self._hurried:
+            self._hurried = True
+        else:
+            super().handle_exit(sig, frame)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -6,15 +6,23 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from quire.engine import LLM, Completion, SamplingParams
+from quire.engine.grammar import Grammar
+from quire.engine.prompt_size import check_size, longest_token
+from quire.engine.text import TokenBytes
 from quire.server.errors import ApiError, bad, invalid
 from quire.server.limits import Limits
 from quire.server.metrics import Metrics
+from quire.server.tokens import text_name
+
+# Characters of texts that are tokenized in milliseconds.
+_SHORT = 1 << 16
 
 
 class Service:
@@ -39,7 +47,14 @@ class Service:
         self.running, self.draining = 0, False
         self.room = llm.max_num_seqs + limits.max_queue
         self.relay = _Relay()
-        self.token_text: Callable[[int], str] = lru_cache(1 << 16)(self._token_text)
+        # Grammars have a thread of their own, so that the prompts of others do not wait for them.
+        self._compiler = ThreadPoolExecutor(1, "quire-grammars")
+        self._compiling: dict[tuple[str, str] | None, Future[Grammar | None]] = {}
+        # Long texts take seconds: they are tokenized one at a time, and short ones do not wait for them.
+        self._short_texts = ThreadPoolExecutor(2, "quire-short-texts")
+        self._long_texts = ThreadPoolExecutor(1, "quire-long-texts")
+        self._longest_token = longest_token(llm.model.tokenizer)
+        self.token_bytes = lru_cache(1 << 16)(lambda token: self._token_bytes(token))
 
     def check_model(self, model: str | None) -> None:
         """Raise the ApiError for a request to another model."""
@@ -57,30 +72,88 @@ class Service:
         """The time of an answer, in seconds since 1970."""
         return int(time.time())
 
-    async def encode(self, prompt: str | Sequence[int], name: str) -> list[int]:
-        """The tokens of a prompt. Text is encoded in a thread, since long texts take long."""
+    async def encode(self, prompt: str | Sequence[int], name: str, any_length: bool = False) -> list[int]:
+        """The tokens of a prompt.
+
+        Args:
+            prompt: text or tokens.
+            name: of the prompt in messages.
+            any_length: whether text that cannot fit is tokenized, too, since the caller counts or cuts the tokens.
+
+        Raises:
+            ApiError: the prompt is not text or tokens, or text that cannot fit.
+        """
         try:
             if isinstance(prompt, str):
-                return await asyncio.to_thread(self.llm.encode, prompt, name)
+                return await self.tokenize(partial(self.llm.encode, name=name), prompt, name, "prompt", any_length)
             return self.llm.encode(prompt, name)
         except ValueError as error:
             raise invalid(error, "prompt") from None
 
-    async def prepare(self, params: SamplingParams, field: str) -> None:
-        """Compile the grammar of completions, in a thread, since that of a large schema takes long."""
-        if params.constraint is not None:
+    async def tokenize(
+        self, encode: Callable[[str], list[int]], text: str, name: str, field: str, any_length: bool
+    ) -> list[int]:
+        """`encode(text)`, in a thread. Unless it may have any length, text that cannot fit is refused before."""
+        if not any_length:
             try:
-                await asyncio.to_thread(self.llm.prepare, params)
-            except (ImportError, ValueError) as error:
-                raise bad(field, f"{field}: {error}") from None
+                check_size(text, name, self._longest_token, self.llm.max_len)
+            except ValueError as error:
+                raise bad(field, str(error), "context_length_exceeded") from None
+        pool = self._short_texts if len(text) <= _SHORT else self._long_texts
+        return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
 
-    def start(self, prompts: list[list[int]], params: list[SamplingParams], field: str) -> Generation:
+    async def prepare(self, params: SamplingParams, field: str) -> Grammar | None:
+        """The grammar of completions for `start`; None if they have none. It is compiled in a thread, since that of a
+        large schema takes long.
+
+        Raises:
+            ApiError: the grammar is refused, or too many others wait to be compiled.
+        """
+        if params.constraint is None:
+            return None
+        try:
+            return self.llm.prepared(params) or await self._compile(params)
+        except (ImportError, ValueError) as error:
+            raise bad(field, f"{field}: {error}") from None
+
+    async def _compile(self, params: SamplingParams) -> Grammar | None:
+        key, loop = params.constraint, asyncio.get_running_loop()
+        work = self._compiling.get(key)
+        if work is None:
+            if self.draining:
+                raise _unavailable("the server is being shut down")
+            most = self.limits.max_grammars
+            if len(self._compiling) >= most:
+                message = f"{len(self._compiling)} grammars wait to be compiled, and {most} are the most"
+                raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+            work = self._compiling[key] = self._compiler.submit(self.llm.prepare, params)
+            # Counted until the thread is done, also if the requests are closed before.
+            work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._compiling.pop, key))
+        try:
+            # Other requests may wait for the same grammar, so that the end of one must not cancel it.
+            return await asyncio.shield(asyncio.wrap_future(work))
+        except asyncio.CancelledError:
+            if work.cancelled():
+                raise _unavailable("the server is being shut down") from None
+            raise
+
+    def start(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        field: str,
+        asked: tuple[str, int] | None = None,
+        grammar: Grammar | None = None,
+    ) -> Generation:
         """Begin to complete prompts, each once for every element of params.
 
         Args:
             prompts: tokens.
             params: of each completion of a prompt.
             field: the request's field that has the prompts.
+            asked: the field with the most tokens of a completion, and its value, for which there must be room; None:
+                there is none, and completions have as many tokens as there is room for, at most those of params.
+            grammar: that of params, by `prepare`.
 
         Raises:
             ApiError: a prompt is invalid or too long, or there is no room.
@@ -91,31 +164,40 @@ class Service:
         if count > self.room:
             raise bad("n", f"the request is for {count} completions: this server holds {self.room} at most")
         for i, prompt in enumerate(prompts):
-            self._check_length(f"{field} {i}" if len(prompts) > 1 else field, prompt, params[0].max_tokens, field)
+            name = f"{field} {i}" if len(prompts) > 1 else field
+            self._check_length(name, prompt, asked, 0 if params[0].max_tokens == 0 else 1, field)
         if self.draining or not self.llm.alive:
             raise _unavailable("the server is being shut down" if self.draining else "the engine has ended")
         if self.running + count > self.room:
             self.metrics.rejected.inc(count)
             message = f"{self.running} completions are running or waiting, and the server holds {self.room} at most"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-        return Generation(self, prompts, params, field)
+        return Generation(self, prompts, params, field, grammar)
 
     def fail_all(self) -> None:
         """End the engine, and thereby all requests, which are answered with an error."""
         self.draining = True
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         self.llm.close()
 
-    def _check_length(self, name: str, prompt: list[int], most: Any, field: str) -> None:
+    def _check_length(
+        self, name: str, prompt: list[int], asked: tuple[str, int] | None, least: int, field: str
+    ) -> None:
         room = self.llm.max_len - len(prompt)
         if not prompt:
             raise bad(field, f"{name} is empty: there must be at least one token")
-        if room < 1 or (isinstance(most, int) and most > room):
-            asked = f" and max_tokens is {most}" if isinstance(most, int) else ""
-            message = f"{name} has {len(prompt)} tokens{asked}: {self.llm.max_len} are the most, prompt and completion"
-            raise bad(field if room < 1 else "max_tokens", message, "context_length_exceeded")
+        if room < least or (asked and asked[1] > room):
+            what = f" and {asked[0]} is {asked[1]}" if asked else ""
+            message = f"{name} has {len(prompt)} tokens{what}: {self.llm.max_len} are the most, prompt and completion"
+            raise bad(field if room < least or not asked else asked[0], message, "context_length_exceeded")
 
-    def _token_text(self, token: int) -> str:
-        return self.tokenizer.decode([token], skip_special_tokens=False)
+    def token_name(self, token: int) -> str:
+        """The name by which reports have a token."""
+        return text_name(self.token_bytes(token))
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self.tokenizer)
 
 
 class Generation:
@@ -125,7 +207,14 @@ class Generation:
     completion j of prompt i has the index `i * len(params) + j`. An ApiError is raised when a completion fails.
     """
 
-    def __init__(self, service: Service, prompts: list[list[int]], params: list[SamplingParams], field: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        field: str,
+        grammar: Grammar | None,
+    ) -> None:
         self._service, self._arrival = service, time.perf_counter()
         self.prompts, self.count = prompts, len(prompts) * len(params)
         self.output_tokens, self.cached_tokens = 0, [0] * len(prompts)
@@ -137,7 +226,7 @@ class Generation:
         put = partial(service.relay.put, asyncio.get_running_loop(), self._add)
         repeated = [prompt for prompt in prompts for _ in params]
         try:
-            self._cancel = service.llm.start(repeated, params * len(prompts), put)
+            self._cancel = service.llm.start(repeated, params * len(prompts), put, grammar)
         except ValueError as error:
             raise invalid(error, field) from None
         service.running += self.count
@@ -167,6 +256,11 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
         }
 
+    def usage_of(self, index: int, tokens: int) -> dict[str, Any]:
+        """Tokens of the prompt of a completion, and of the completion, which has `tokens` so far."""
+        prompt = len(self.prompts[index * len(self.prompts) // self.count])
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
     def _add(self, index: int, part: Completion) -> None:
         """Count a part, which a completion that was closed has, too, and keep it for the reader."""
         metrics, now = self._service.metrics, time.perf_counter()
@@ -177,8 +271,8 @@ class Generation:
             self._last[index] = now
             self._tokens[index] += len(part.token_ids)
             self.output_tokens += len(part.token_ids)
-            if index % samples == 0:
-                self.cached_tokens[index // samples] = part.reused_tokens
+        if index % samples == 0:
+            self.cached_tokens[index // samples] = part.reused_tokens
         if part.finish_reason is not None:
             self._open.discard(index)
             self._service.running -= 1

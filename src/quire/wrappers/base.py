@@ -151,7 +151,12 @@ class AttentionWrapper(Planner):
         """Kept for code that calls it; there is nothing to end."""
 
     def forget_cuda_graph(self) -> None:
-        """Allow plans again after runs were captured in a CUDA graph without `use_cuda_graph`. The graph must not be
-        replayed any more: it reads the tables of the plan that it was captured with, which the next plan may free.
+        """Allow plans again after runs were captured in a CUDA graph without `use_cuda_graph`.
+
+        The graph reads the tables of the plan that it was captured with. It may be replayed after the next plan only
+        while these tables, the cache and this wrapper, whose workspaces it uses, exist. A prefill wrapper reads the
+        tensors that its plan was given, where they are contiguous int32 vectors on the wrapper's device and there are
+        neither masks nor items: the caller can keep them. All other tables belong to the plan, also decode's query
+        rows, and the next plan may free them: then the graph must not be replayed any more.
         """
         self._capture.captured = False

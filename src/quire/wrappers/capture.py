@@ -32,6 +32,6 @@ class CaptureGuard:
             raise RuntimeError(
                 f"{wrapper}: a run of the plan before this one was captured in a CUDA graph, which reads "
                 "that plan's tables. Make the wrapper with use_cuda_graph=True, whose graphs see later plans, or call "
-                "forget_cuda_graph() if no such graph will be replayed any more"
+                "forget_cuda_graph() if no such graph will be replayed any more, or you keep the tables that it reads"
             )
         self.captured = False

@@ -10,9 +10,15 @@ import time
 
 import numba
 import pytest
+import torch
 
+from helpers.families import DTYPES, check, compute
 from helpers.forks import Attention, in_child
+from quire.bench.batches import random_batch
+from quire.definition import AttentionSpec
 from quire.kernels.cpu import jit
+from quire.kernels.cpu.stream import stream
+from quire.kernels.cpu.tile import tile
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 
@@ -51,6 +57,21 @@ def test_processes_are_forked_while_a_thread_computes():
     errors = done.stdout.split()
     assert len(errors) == 7, done.stdout
     assert all(float(error) < 1e-6 for error in errors)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_kernels_called_with_many_dtypes_are_compiled_once_per_dtype_of_keys(masked):
+    """The streaming kernel is compiled for each dtype of keys and values, the tiled one once, and neither for anything
+    else, by all tests of a process.
+    """
+    for q_dtype, kv_dtype in DTYPES:
+        for o_dtype in (torch.float32, q_dtype):
+            given = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 16, "custom_mask": masked, "sinks": masked}
+            spec = AttentionSpec(**given, q_dtype=q_dtype, kv_dtype=kv_dtype, o_dtype=o_dtype)
+            batch = random_batch(spec, [1, 20], [7, 30], 4, padding=1)
+            check(batch, *compute(batch, "cpu"))
+    assert len(stream.signatures) == len({kv_dtype for _, kv_dtype in DTYPES})
+    assert len(tile.signatures) == 1
 
 
 def test_only_what_is_compiled_is_said_to_be(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,8 @@ import torch
 from numba import njit
 
 from quire.kernels.cpu import simd
-from quire.kernels.cpu.simd import exp2, load, load_wide, store, tanh
+from quire.kernels.cpu.rows import load_rows, scale_rows, store_rows
+from quire.kernels.cpu.simd import exp2, load, load_wide, store, tanh, transpose_block
 
 STORAGE = {
     torch.bfloat16: torch.int16,
@@ -69,6 +70,50 @@ def test_storing_rounds_as_torch_does(dtype):
     nan = torch.full((8,), torch.nan)
     run_load(nan.numpy(), narrow.view(STORAGE[dtype]).numpy())
     assert narrow[:8].isnan().all()
+
+
+@njit
+def run_rows(from_storage, x, x_offsets, factors, dim, to_storage, y, y_offsets):
+    n = len(factors)
+    rows = np.full((n + 2) * dim, np.nan, np.float32)
+    load_rows(from_storage, x, x_offsets, n, dim, rows, dim)
+    scale_rows(rows, dim, n, dim, factors)
+    store_rows(to_storage, rows, dim, n, dim, y, y_offsets)
+    return rows
+
+
+DTYPES = [torch.float32, *STORAGE]
+
+
+@pytest.mark.parametrize("given", DTYPES, ids=str)
+def test_rows_of_any_storage_type_are_loaded_scaled_and_stored_in_others(given, rng):
+    n, dim = rng.randint(1, 9), 8 * rng.randint(1, 5)
+    x, factors = torch.randn(n + 3, dim + 8).to(given), torch.rand(n) + 0.5
+    chosen = torch.tensor([rng.randrange(n + 3) for _ in range(n)])
+    exact = x[chosen, 8:].float() * factors[:, None]
+    for index, dtype in enumerate(DTYPES[:3]):
+        y, places = torch.full((n + 3, dim), torch.nan).to(dtype), torch.randperm(n + 3)[:n]
+        x_offsets, y_offsets = chosen * (dim + 8) + 8, places * dim
+        arrays = [z.view(-1).view(torch.uint8).numpy() for z in (x, y)]
+        rows = run_rows(
+            DTYPES.index(given), arrays[0], x_offsets.numpy(), factors.numpy(), dim, index, arrays[1], y_offsets.numpy()
+        )
+        assert np.isnan(rows[:dim]).all()
+        assert np.isnan(rows[-dim:]).all()
+        assert torch.equal(y[places], exact.to(dtype))
+        assert y.isnan().sum() == 3 * dim, "rows that were not named are as before"
+
+
+@njit
+def run_transpose(x, x0, x_step, y, y0, y_step):
+    transpose_block(x, x0, x_step, y, y0, y_step)
+
+
+def test_blocks_of_eight_by_eight_are_transposed():
+    x, y = np.random.randn(11, 13).astype(np.float32), np.full((9, 17), np.nan, np.float32)
+    run_transpose(x.reshape(-1), 2 * 13 + 3, 13, y.reshape(-1), 17 + 4, 17)
+    np.testing.assert_array_equal(y[1:, 4:12], x[2:10, 3:11].T)
+    assert np.isnan(y).sum() == y.size - 64
 
 
 def padded(x):

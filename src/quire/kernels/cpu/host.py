@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,30 +15,34 @@ from torch import Tensor
 from quire.definition.masks import PackedMask
 from quire.definition.spec import FLOATS, LOG2E, AttentionSpec
 from quire.kernels.call import Call, Replay
-from quire.kernels.cpu.jit import launch
+from quire.kernels.cpu.jit import launch, num_threads
 from quire.kernels.cpu.mask import MASKS, window
 from quire.kernels.cpu.params import Params
 from quire.kernels.cpu.schedule import ROWS, query_tiles
+from quire.kernels.cpu.simd import f32
 from quire.kernels.cpu.stream import stream
 from quire.kernels.cpu.tile import tile
 from quire.kernels.family import BASIC, Family
 
 STREAMED_ROWS = 16  # query rows per KV head up to which `stream` computes a request
+# The storage type of each dtype, in the order of `simd.STORAGE_TYPES`.
 _STORAGE = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.uint16,
-    torch.float8_e4m3fn: torch.int8,
-    torch.float8_e5m2: torch.uint8,
+    torch.float32: np.float32,
+    torch.bfloat16: np.int16,
+    torch.float16: np.uint16,
+    torch.float8_e4m3fn: np.int8,
+    torch.float8_e5m2: np.uint8,
 }
+_INDEX = {dtype: index for index, dtype in enumerate(_STORAGE)}
+_STREAMED = {dtype: f"keys and values of {str(dtype).removeprefix('torch.')}" for dtype in _STORAGE}
 _NONE = np.zeros(0, np.float32)
 _NO_MASK = PackedMask(torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int32))
 
 
 def _flat(x: Tensor) -> np.ndarray:
-    """All elements that a tensor's strides reach, as a vector of its storage type."""
+    """The bytes of all elements that a tensor's strides reach."""
     span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    return x.detach().as_strided((span,), (1,)).view(_STORAGE[x.dtype]).numpy()
+    return x.detach().as_strided((span,), (1,)).view(torch.uint8).numpy()
 
 
 def _strides(x: Tensor) -> np.ndarray:
@@ -47,11 +50,11 @@ def _strides(x: Tensor) -> np.ndarray:
     return np.array(x.stride()[:-1], np.int64)
 
 
-def _per_head(scale: float | Tensor, heads: int) -> Tensor:
+def _per_head(scale: float | Tensor, heads: int) -> np.ndarray:
     """A scale, which is a number or a tensor with one per (KV) head, as float32 [heads]."""
     if not isinstance(scale, Tensor):
-        return torch.full((heads,), float(scale))
-    return scale.float().reshape(-1).repeat_interleave(heads // scale.numel())
+        return np.full(heads, scale, np.float32)
+    return scale.float().reshape(-1).repeat_interleave(heads // scale.numel()).numpy()
 
 
 def _starts_and_lengths(indptr: Tensor, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,6 +95,9 @@ def _params(call: Call, out: Tensor, lse: Tensor) -> Params:
         k=_flat(k),
         v=_flat(v),
         out=_flat(out),
+        q_storage=_INDEX[call.q.dtype],
+        kv_storage=_INDEX[k.dtype],
+        out_storage=_INDEX[out.dtype],
         lse=lse.view(-1).numpy(),
         q_strides=_strides(call.q),
         k_strides=_strides(k),
@@ -108,8 +114,8 @@ def _params(call: Call, out: Tensor, lse: Tensor) -> Params:
         group=spec.group_size,
         dim_qk=spec.head_dim_qk,
         dim_vo=spec.head_dim_vo,
-        scale=(_per_head(call.q_scale, heads) * _per_head(call.k_scale, heads) * spec.sm_scale * LOG2E).numpy(),
-        v_scale=_per_head(call.v_scale, heads).numpy(),
+        scale=_per_head(call.q_scale, heads) * _per_head(call.k_scale, heads) * f32(spec.sm_scale) * f32(LOG2E),
+        v_scale=_per_head(call.v_scale, heads),
         slopes=(spec.alibi_slopes() * LOG2E).numpy() if spec.pos_encoding == "ALIBI" else _NONE,
         sinks=(call.sinks.float() * LOG2E).numpy() if call.sinks is not None else _NONE,
         mask=mask.bits.contiguous().numpy(),
@@ -121,12 +127,13 @@ def _params(call: Call, out: Tensor, lse: Tensor) -> Params:
     )
 
 
-def _stream(p: Params, requests: np.ndarray, dtypes: str) -> None:
-    programs = 4 * numba.get_num_threads()
+def _stream(p: Params, requests: np.ndarray, kv_dtype: torch.dtype) -> None:
+    programs = 4 * num_threads()
     rows = p.num_kv_heads * -(-int(p.q_len[requests].max()) * p.group // ROWS) * ROWS
     acc = np.empty((2 * programs, rows * p.dim_vo), np.float32)
     m, l = np.empty((2 * programs, rows), np.float32), np.empty((2 * programs, rows), np.float32)
-    launch(stream, dtypes, p, requests, programs, acc, m, l)
+    k, v = (x.view(_STORAGE[kv_dtype]) for x in (p.k, p.v))
+    launch(stream, _STREAMED[kv_dtype], p, k, v, requests, programs, acc, m, l)
 
 
 class _Cpu(Family):
@@ -152,16 +159,13 @@ class _Cpu(Family):
         if p.q_len.sum() < len(call.q):  # some rows belong to no request
             target.zero_()
             target_lse.fill_(-torch.inf)
-        dtypes = " x ".join(str(t).removeprefix("torch.") for t in (spec.q_dtype, spec.kv_dtype))
-        if target.dtype != spec.q_dtype:
-            dtypes += f" to {str(target.dtype).removeprefix('torch.')}"
         # Only `tile` rotates keys, and only its results do not depend on how work is divided among programs.
         tiled = p.q_len > (0 if len(p.rope) or spec.batch_invariant else STREAMED_ROWS // p.group)
         streamed = np.flatnonzero(~tiled & (p.q_len > 0))
         if len(streamed):
-            _stream(p, streamed, dtypes)
+            _stream(p, streamed, spec.kv_dtype)
         if tiled.any():
-            launch(tile, dtypes, p, query_tiles(p, np.flatnonzero(tiled)), numba.get_num_threads())
+            launch(tile, "all dtypes", p, query_tiles(p, np.flatnonzero(tiled)), num_threads())
         if target is not out:
             out.copy_(target)
         if lse is not None and target_lse is not lse:

@@ -7,11 +7,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numba
+import torch
 from numba.core import event
 
 # Kernels run one at a time, each on all threads, because concurrent ones abort Numba's workqueue threading layer.
@@ -76,8 +78,24 @@ class _Announcement(event.Listener):
         pass
 
 
+def num_threads() -> int:
+    """The number of threads that kernels run in: what torch.set_num_threads was given in the calling thread, but at
+    most NUMBA_NUM_THREADS, which is the number of cores by default.
+    """
+    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+
+
+@lru_cache(maxsize=1)
+def _load_threading_layer() -> None:
+    """Load Numba's threading layer in a thread of its own. The layer of OpenMP calls omp_set_num_threads, which sets
+    the number of threads of torch, too, in the thread that loads the layer.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(numba.get_num_threads).result()
+
+
 def launch(compiled: Any, dtypes: str, *args: Any) -> None:
-    """Run a kernel. `dtypes` names the dtypes of its arguments, for each of which it is compiled once.
+    """Run a kernel, in `num_threads()` threads. `dtypes` says for which dtypes it is compiled, once for each value.
 
     Raises:
         RuntimeError: the process was forked from one whose kernels ran in threads of GNU OpenMP, which a fork loses.
@@ -90,10 +108,20 @@ def launch(compiled: Any, dtypes: str, *args: Any) -> None:
             "NUMBA_THREADING_LAYER=workqueue, which is slower"
         )
     with _one_at_a_time:
-        key = (compiled.__name__, dtypes)
-        if key in _compiled:
-            compiled(*args)
-            return
-        with event.install_listener("numba:compile", _Announcement(compiled, dtypes)):
-            compiled(*args)
-        _compiled.add(key)
+        _load_threading_layer()
+        own = numba.get_num_threads()
+        numba.set_num_threads(num_threads())
+        try:
+            _run(compiled, dtypes, args)
+        finally:
+            numba.set_num_threads(own)
+
+
+def _run(compiled: Any, dtypes: str, args: tuple[Any, ...]) -> None:
+    key = (compiled.__name__, dtypes)
+    if key in _compiled:
+        compiled(*args)
+        return
+    with event.install_listener("numba:compile", _Announcement(compiled, dtypes)):
+        compiled(*args)
+    _compiled.add(key)

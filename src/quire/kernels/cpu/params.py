@@ -13,16 +13,19 @@ from numba.extending import register_jitable
 
 
 class Params(NamedTuple):
-    """One call of attention. `simd` says which integer type an array has for each dtype that NumPy lacks.
+    """One call of attention. q, k, v and out are flat: an array has the bytes of all elements that the tensor's strides
+    reach, and strides count elements. Storage types are indices in `simd.STORAGE_TYPES`.
 
-    q, k, v and out are flat: an array covers all elements that the tensor's strides reach, and strides count elements.
     Logits are in base 2, so that scale, slopes, sinks and cap come multiplied by log2(e).
     """
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    out: np.ndarray
+    q: np.ndarray  # uint8
+    k: np.ndarray  # uint8
+    v: np.ndarray  # uint8
+    out: np.ndarray  # uint8
+    q_storage: int
+    kv_storage: int
+    out_storage: int
     lse: np.ndarray  # float32 [tokens * heads]
     q_strides: np.ndarray  # int64 [2]: token, head
     k_strides: np.ndarray  # int64 [3]: page, token, head

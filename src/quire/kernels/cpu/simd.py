@@ -8,6 +8,9 @@ Arrays are flat. The dtype of an array stands for a storage type:
 
     float32 float32 · int16 bfloat16 · uint16 float16 · int8 float8_e4m3fn · uint8 float8_e5m2
 
+Kernels are compiled for each storage type of such an array. `rows.py` has functions for arrays of bytes, whose storage
+type is known at run time.
+
 Loads and stores do not check offsets: callers keep them within the arrays.
 """
 
@@ -59,8 +62,10 @@ def _const(vector, x):
     return ir.Constant(vector, [x] * vector.count)
 
 
-def _pointer(context, builder, array_type, array, offset):
-    return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
+def _pointer(context, builder, storage, array_type, array, offset):
+    """The address of the element at `offset` of an array whose bytes are elements of a storage type."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(builder.bitcast(data, context.get_data_type(storage).as_pointer()), [offset])
 
 
 def _load_as(builder, pointer, element, lanes: int):
@@ -101,6 +106,7 @@ def _widen_e4m3(builder, pointer, vec):
     return builder.select(is_nan, _const(vec.floats, float("nan")), value)
 
 
+STORAGE_TYPES = (types.float32, types.int16, types.uint16, types.int8, types.uint8)
 _WIDEN = {
     types.float32: lambda builder, pointer, vec: _load_as(builder, pointer, _F32, vec.lanes),
     types.int16: _widen_bf16,
@@ -127,34 +133,49 @@ def _narrow_f16(builder, value, vec):
 _NARROW = {types.float32: lambda builder, value, vec: value, types.int16: _narrow_bf16, types.uint16: _narrow_f16}
 
 
-def _loader(vec):
-    """A function (array, offset) that loads array[offset : offset + lanes] and widens it to float32."""
+def _loader(vec, storage=None):
+    """A function (array, offset) that loads array[offset : offset + lanes] and widens it to float32. `storage` is the
+    storage type of an array of bytes.
+    """
 
     @intrinsic
     def load(typingctx, array, offset):
+        kind = storage or array.dtype
+
         def codegen(context, builder, signature, args):
-            return _WIDEN[array.dtype](builder, _pointer(context, builder, signature.args[0], *args), vec)
+            return _WIDEN[kind](builder, _pointer(context, builder, kind, signature.args[0], *args), vec)
 
         return vec(array, types.intp), codegen
 
     return load
 
 
-load, load_wide = _loader(_EIGHT), _loader(_WIDE)
+def _storer(storage=None):
+    """A function (array, offset, value) that stores a vector at array[offset : offset + lanes], rounded to the storage
+    type, which is float32, bfloat16 or float16. `storage` is that of an array of bytes.
+    """
+
+    @intrinsic
+    def store(typingctx, array, offset, value):
+        kind = storage or array.dtype
+
+        def codegen(context, builder, signature, args):
+            narrowed = _NARROW[kind](builder, args[2], value)
+            pointer = _pointer(context, builder, kind, signature.args[0], *args[:2])
+            builder.store(narrowed, builder.bitcast(pointer, narrowed.type.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp, value), codegen
+
+    return store
 
 
-@intrinsic
-def store(typingctx, array, offset, value):
-    """array[offset : offset + lanes] = value, rounded to the array's storage type (float32, bfloat16 or float16)."""
-    narrow = _NARROW[array.dtype]
+load, load_wide, store = _loader(_EIGHT), _loader(_WIDE), _storer()
 
-    def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, signature.args[0], *args[:2])
-        narrowed = narrow(builder, args[2], value)
-        builder.store(narrowed, builder.bitcast(pointer, narrowed.type.as_pointer()), align=1)
-        return context.get_dummy_value()
 
-    return types.void(array, types.intp, value), codegen
+# Of arrays of bytes, for each storage type; outputs have one of the first three.
+LOADERS = [_loader(_EIGHT, t) for t in STORAGE_TYPES]
+STORERS = [_storer(t) for t in STORAGE_TYPES[:3]]
 
 
 @intrinsic
@@ -162,7 +183,7 @@ def prefetch(typingctx, array, offset):
     """Prefetch the cache line of array[offset]."""
 
     def codegen(context, builder, signature, args):
-        pointer = builder.bitcast(_pointer(context, builder, signature.args[0], *args), _I8.as_pointer())
+        pointer = builder.bitcast(_pointer(context, builder, array.dtype, signature.args[0], *args), _I8.as_pointer())
         read, near, data = (ir.Constant(_I32, x) for x in (0, 3, 1))
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, near, data)
         return context.get_dummy_value()
@@ -264,6 +285,29 @@ def store4(x, o, step, four):
     """Store four vectors at offsets o, o + step, o + 2 * step and o + 3 * step."""
     for i in range(4):
         store(x, o + i * step, four[i])
+
+
+@intrinsic
+def transpose(typingctx, eight):
+    """Of eight vectors of eight lanes: vector i of the result has lane i of each."""
+    low, high = ([*zip(range(i, i + 4), range(i + 8, i + 12), strict=True)] for i in (0, 4))
+    masks = [ir.Constant(ir.VectorType(_I32, 8), [lane for pair in half for lane in pair]) for half in (low, high)]
+
+    def codegen(context, builder, signature, args):
+        x = cgutils.unpack_tuple(builder, args[0])
+        for _ in range(3):  # each interleaves the first half of all 64 lanes with the second half
+            x = [builder.shuffle_vector(x[i], x[i + 4], mask) for i in range(4) for mask in masks]
+        return context.make_tuple(builder, signature.return_type, x)
+
+    return eight(eight), codegen
+
+
+@function
+def transpose_block(x, x0, x_step, y, y0, y_step):
+    """y[y0 + i * y_step + j] = x[x0 + j * x_step + i] for i and j below 8."""
+    eight = transpose(load4(x, x0, x_step) + load4(x, x0 + 4 * x_step, x_step))
+    store4(y, y0, y_step, eight[:4])
+    store4(y, y0 + 4 * y_step, y_step, eight[4:])
 
 
 @function

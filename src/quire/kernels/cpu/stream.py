@@ -16,8 +16,9 @@ from numba import prange
 from quire.kernels.cpu.jit import function, kernel
 from quire.kernels.cpu.mask import apply_mask, visible_to_all
 from quire.kernels.cpu.params import key_offset
+from quire.kernels.cpu.rows import load_rows, scale_rows, store_rows
 from quire.kernels.cpu.schedule import BLOCK, ROWS, block_range, request_starts, segments
-from quire.kernels.cpu.simd import LANES, f32, fma4, load, load4, prefetch, reduce_add, splat, store, store4
+from quire.kernels.cpu.simd import LANES, f32, fma4, load, load4, prefetch, reduce_add, splat, store4
 from quire.kernels.cpu.softmax import finalize, merge_states, transform_row, update_row
 
 PREFETCH = 32  # elements between prefetches: a cache line of 16-bit elements
@@ -73,18 +74,20 @@ def prefetch_head(x, offsets, h_offset, n, dim):
 @function
 def load_queries(p, b, rows):
     """A request's queries, scaled: float32 [kv heads, rows, dim_qk], with zeros in rows past the request's."""
-    q = np.zeros(p.num_kv_heads * rows * p.dim_qk, np.float32)
+    n, q = p.q_len[b] * p.group, np.zeros(p.num_kv_heads * rows * p.dim_qk, np.float32)
+    offsets, factors = np.empty(n, np.int64), np.empty(n, np.float32)
     for h in range(p.num_kv_heads):
-        for r in range(p.q_len[b] * p.group):
+        for r in range(n):
             head = h * p.group + r % p.group
-            source = (p.q_start[b] + r // p.group) * p.q_strides[0] + head * p.q_strides[1]
-            for d in range(0, p.dim_qk, LANES):
-                store(q, (h * rows + r) * p.dim_qk + d, load(p.q, source + d) * splat(p.scale[head]))
+            offsets[r] = (p.q_start[b] + r // p.group) * p.q_strides[0] + head * p.q_strides[1]
+            factors[r] = p.scale[head]
+        load_rows(p.q_storage, p.q, offsets, n, p.dim_qk, q, h * rows * p.dim_qk)
+        scale_rows(q, h * rows * p.dim_qk, n, p.dim_qk, factors)
     return q
 
 
 @function
-def attend_segment(p, b, start, end, acc, m, l):
+def attend_segment(p, k, v, b, start, end, acc, m, l):
     """Compute the state (acc, m, l) of a request over blocks start to end, counted from the first one that it sees."""
     rows = padded_rows(p, b)
     q = load_queries(p, b, rows)
@@ -94,7 +97,7 @@ def attend_segment(p, b, start, end, acc, m, l):
     m[: p.num_kv_heads * rows] = -np.inf
     l[: p.num_kv_heads * rows] = 0
     skipped = block_range(p, b)[0]
-    k, v, dim_qk, dim_vo = p.k, p.v, p.dim_qk, p.dim_vo  # each use of an array of p would count references, atomically
+    dim_qk, dim_vo = p.dim_qk, p.dim_vo
     k_head, v_head = p.k_strides[2], p.v_strides[2]
     transformed = len(p.slopes) > 0 or p.cap > 0
     for j0 in range((skipped + start) * BLOCK, (skipped + end) * BLOCK, BLOCK):
@@ -121,14 +124,14 @@ def attend_segment(p, b, start, end, acc, m, l):
 
 @function
 def store_output(p, b, acc, m, l):
-    """Write a request's rows of out and lse from its state."""
-    rows = padded_rows(p, b)
+    """Write a request's rows of out and lse from its state, whose acc is scaled."""
+    rows, n = padded_rows(p, b), p.q_len[b] * p.group
+    offsets, factors = np.empty(n, np.int64), np.empty(n, np.float32)
     for h in range(p.num_kv_heads):
-        for r in range(p.q_len[b] * p.group):
-            row = h * rows + r
-            start, factor = finalize(p, b, h, r, m[row], l[row])
-            for d in range(0, p.dim_vo, LANES):
-                store(p.out, start + d, load(acc, row * p.dim_vo + d) * splat(factor))
+        for r in range(n):
+            offsets[r], factors[r] = finalize(p, b, h, r, m[h * rows + r], l[h * rows + r])
+        scale_rows(acc, h * rows * p.dim_vo, n, p.dim_vo, factors)
+        store_rows(p.out_storage, acc, h * rows * p.dim_vo, n, p.dim_vo, p.out, offsets)
 
 
 @function
@@ -143,8 +146,9 @@ def combine(p, b, first, last, acc, m, l):
 
 
 @kernel
-def stream(p, requests, programs, acc, m, l):
-    """Compute attention of the given requests, int64 [n], by `programs` programs.
+def stream(p, k, v, requests, programs, acc, m, l):
+    """Compute attention of the given requests, int64 [n], by `programs` programs. k and v are those of p, as arrays of
+    their storage type, for each of which the kernel is compiled.
 
     The workspace is float32: acc [2 * programs, rows * dim_vo], m and l [2 * programs, rows], with as many rows as the
     largest request has over all KV heads. Program i stores its partial state of a request that an earlier program
@@ -159,7 +163,7 @@ def stream(p, requests, programs, acc, m, l):
     for program in prange(programs):
         for i, start, end in segments(program, programs, starts, blocks):
             b, slot = requests[i], 2 * program + (1 if start == 0 else 0)
-            attend_segment(p, b, start, end, acc[slot], m[slot], l[slot])
+            attend_segment(p, k, v, b, start, end, acc[slot], m[slot], l[slot])
             if start == 0 and end == blocks[i]:
                 store_output(p, b, acc[slot], m[slot], l[slot])
     for program in range(programs):  # too little work for a second parallel loop

@@ -1,0 +1,389 @@
+"""A checkpoint folder: reading it with Transformers, and refusing what would not run as the model that it is.
+
+Transformers loads much that it does not understand. It leaves out tensors that no parameter takes, casts weights of 8
+bits without their scales, and asks on the terminal whether to run code of the folder. All that is an error here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.engine.attend import NAME, attention
+
+_CAN_RUN = "only causal language models of text can be run"
+_UNQUANTIZED = "only weights of float32, bfloat16 and float16 can be run"
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+# The types of more than 8 bits, as safetensors names them. All others are of quantized weights, or masks.
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_WIDE = {*_FLOATS, "BOOL", "I16", "I32", "I64", "U16", "U32", "U64"}
+# The type and the shape of each tensor of a checkpoint.
+Headers = dict[str, tuple[str, list[int]]]
+
+# Tensors that checkpoints have beside the parameters of their model: buffers that the code computes by itself, scales
+# of an fp8 cache and of fp8 queries (`scales.py` reads those of keys and values), and heads of further tokens.
+_HARMLESS = re.compile(
+    r"(.*\.)?("
+    r"(\w+_)?inv_freq|(cos|sin)_cached|position_ids|masked_bias|causal_mask|decoder\.version"
+    r"|(q|k|v|kv|prob)_scale|[qkv]_proj\.output_scale"
+    r"|mtp(_\w+)?\..*"
+    r")"
+)
+# Old checkpoints have causal masks of this name, with four dimensions. A bias has one.
+_MASK = re.compile(r"(.*\.)?(attn|attention)\.bias")
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
+_OF_QUANTIZATION = re.compile(r"scale|zero|absmax|quant|packed|qweight|g_idx|SCB", re.IGNORECASE)
+# What a model is, by the end of its class's name.
+_HEADS = {
+    r"\w*Classification|QuestionAnswering|MultipleChoice|\w*RewardModel": "a classifier",
+    r"MaskedLM": "a masked language model",
+    r"(?<!Head)Model": "a model without a language-model head, as for embeddings",
+}
+
+
+def check_files(folder: Path, dummy: bool) -> None:
+    """Refuse what is not a checkpoint folder.
+
+    Args:
+        folder: the checkpoint.
+        dummy: whether its weights are made, so that the folder needs no files of them.
+
+    Raises:
+        FileNotFoundError: the folder, its config.json or its weights are missing.
+        ValueError: it has an adapter.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(_no_folder(folder))
+    has_config, adapter = (folder / "config.json").is_file(), folder / "adapter_config.json"
+    if adapter.is_file() and not has_config:
+        content = read_json(adapter)
+        kind, base = content.get("peft_type") or "LORA", content.get("base_model_name_or_path") or "another model"
+        raise ValueError(
+            f"{folder} is an adapter ({kind}) of {base}, and adapters can't be run: merge it into that model (PEFT's "
+            "merge_and_unload), and give the folder of the merged checkpoint"
+        )
+    if adapter.is_file():
+        raise ValueError(
+            f"{folder} has an adapter_config.json beside its model, and adapters can't be run: merge the adapter into "
+            "the model (PEFT's merge_and_unload), or remove its files to run the model without it"
+        )
+    if not has_config:
+        raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
+    if not dummy and not any(folder.glob("*.safetensors")):
+        others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern))
+        what = f"; {others[0]} is of a format that is not read" if others else ""
+        raise FileNotFoundError(f"{folder} has no *.safetensors file: the weights are missing{what}")
+
+
+def read_config(folder: Path, trust_remote_code: bool) -> Any:
+    """Transformers' configuration of a checkpoint.
+
+    Args:
+        folder: the checkpoint, which `check_files` accepts.
+        trust_remote_code: whether to run Python code that comes with the checkpoint.
+
+    Raises:
+        ImportError: Transformers is not installed.
+        ValueError: config.json is broken, or it describes what can't be run.
+    """
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig, __version__
+    except ImportError as error:
+        raise ImportError(f"running models needs Transformers: pip install 'quire[engine]' ({error})") from error
+
+    content = read_json(folder / "config.json")
+    kind, code = content.get("model_type"), content.get("auto_map") or {}
+    if kind not in CONFIG_MAPPING and "AutoConfig" not in code:
+        what = f"Transformers {__version__} does not know it" if kind else "it is missing in config.json"
+        raise ValueError(f"{folder} can't be run: model_type = {kind!r}: {what}")
+    with _reading(str(folder), trust_remote_code):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    _check_kind(folder, config, trust_remote_code)
+    _check_quantization(folder, config)
+    return config
+
+
+def load_network(
+    folder: Path, config: Any, device: torch.device, dtype: torch.dtype | None, dummy: bool, trust_remote_code: bool
+) -> Any:
+    """Transformers' model of a checkpoint, with Quire's attention function. Its weights are pages of the mapped files,
+    in the memory of the host; those of `dummy` models are random, and on the device.
+
+    Args:
+        folder: the checkpoint.
+        config: what `read_config` returned.
+        device: where the model will run.
+        dtype: of the weights; None: float32 on the CPU, the checkpoint's dtype on other devices.
+        dummy: whether to make random weights instead of reading them.
+        trust_remote_code: as for `read_config`.
+
+    Raises:
+        FileNotFoundError: a file of the weights is missing.
+        ValueError: the weights are broken, quantized, or not those of the model.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(NAME, attention)
+    if dtype is None and device.type == "cpu":
+        dtype = torch.float32
+    if dummy:
+        dtype = dtype or config.dtype or torch.float32
+        with _reading(str(folder), trust_remote_code), torch.device(device):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
+            )
+    headers = _read_headers(folder, config)
+    _check_types(folder, config, headers)
+    with _reading(str(folder), trust_remote_code), _quiet():
+        # Weights of other shapes are in the report, by which `_check_report` refuses them.
+        network, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            attn_implementation=NAME,
+            trust_remote_code=trust_remote_code,
+        )
+    _check_report(folder, config, network, report, headers)
+    return network
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """The Transformers tokenizer of a checkpoint; None if it has none.
+
+    Raises:
+        ValueError: its files are broken, or it needs code of the folder.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        return None
+    with _reading(f"the tokenizer of {folder}", trust_remote_code):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} if there is no such file; ValueError if it is broken."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} could not be loaded: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} could not be loaded: it is not a JSON object")
+    return content
+
+
+def _no_folder(folder: Path) -> str:
+    if folder.is_file():
+        return f"{folder} is a file: a model is a folder with config.json and *.safetensors"
+    message = f"there is no model folder {folder}"
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(folder)) or folder.parent.exists():
+        return message
+    remedy = f"download it (hf download {folder} --local-dir FOLDER), and give the folder"
+    return f"{message}, and names of the Hugging Face hub can't be run: {remedy}"
+
+
+@contextmanager
+def _reading(what: str, trust_remote_code: bool) -> Iterator[None]:
+    """Turn exceptions of Transformers, safetensors and json, which are of many types, into a ValueError that says what
+    could not be loaded.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"{what} could not be loaded: {error}") from error
+    except Exception as error:
+        # A model that has a table of attention functions of its own does not find Quire's there.
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise ValueError(f"{what} can't be run: it does not use Transformers' attention interface") from error
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ValueError(_untrusted(what)) from error
+        reason = _conversion_error(error) or f"{type(error).__name__}: {error}"
+        raise ValueError(f"{what} could not be loaded: {reason}") from error
+
+
+def _untrusted(what: str) -> str:
+    return f"{what} needs code that comes with it, which is run with trust_remote_code=True (--trust-remote-code) only"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Transformers' progress bars, and without its messages about tensors, which `_check_report` refuses."""
+    from transformers.utils import logging as settings
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not any(text in record.getMessage() for text in ("LOAD REPORT", "seem corrupted"))
+
+    logger, bars = logging.getLogger("transformers.modeling_utils"), settings.is_progress_bar_enabled()
+    logger.addFilter(is_other)
+    settings.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+        if bars:
+            settings.enable_progress_bar()
+
+
+def _check_kind(folder: Path, config: Any, trust_remote_code: bool) -> None:
+    """Refuse a model that is not a causal language model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    is_known, name = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING, _class_name(config)
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        if trust_remote_code:
+            return
+        if not is_known:
+            raise ValueError(_untrusted(str(folder)))
+    # A class without a head may run, since some models compute logits with the weights of their embeddings.
+    has_other_head = config.is_encoder_decoder or _head(name) not in (None, _head("Model"))
+    if not is_known or (has_other_head and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        raise ValueError(f"{folder} is {_described(config)}: {_CAN_RUN}")
+
+
+def _class_name(config: Any) -> str:
+    """The name of the class that saved a checkpoint, "" if config.json does not have it."""
+    return str(next(iter(config.architectures or ()), ""))
+
+
+def _head(name: str) -> str | None:
+    """What a model is by the end of its class's name, if that tells."""
+    return next((what for end, what in _HEADS.items() if re.search(f"({end})$", name)), None)
+
+
+def _described(config: Any) -> str:
+    """What a model is, with the name of its class."""
+    parts = {"vision_config": "a vision-language model", "audio_config": "a model of audio"}
+    what = next((what for part, what in parts.items() if getattr(config, part, None) is not None), None)
+    if what is None and config.is_encoder_decoder:
+        what = "an encoder-decoder model"
+    name = _class_name(config)
+    what = what or _head(name) or f"a model of type {config.model_type}"
+    return f"{what} ({name})" if name else what
+
+
+def _check_quantization(folder: Path, config: Any) -> None:
+    """Refuse weights that are quantized, by what the configuration says of them. What it says of the cache alone is
+    removed, since Transformers would ask for the package that quantized it.
+    """
+    own = folder / "hf_quant_config.json"
+    settings = read_json(own).get("quantization") or {}
+    if own.is_file() and not _is_of_cache("modelopt", settings):
+        what = f"{own.name}: quant_algo = {settings.get('quant_algo')!r}"
+        raise ValueError(f"{folder} is quantized ({what}): {_UNQUANTIZED}")
+    for part in {id(x): x for x in (config, config.get_text_config())}.values():
+        settings = getattr(part, "quantization_config", None)
+        if settings is None:
+            continue
+        settings = settings if isinstance(settings, dict) else settings.to_dict()
+        method = settings.get("quant_method")
+        if not _is_of_cache(method, settings):
+            what = f"quantization_config.quant_method = {method!r}"
+            raise ValueError(f"{folder} is quantized (config.json: {what}): {_UNQUANTIZED}")
+        del part.quantization_config
+
+
+def _is_of_cache(method: Any, settings: dict[str, Any]) -> bool:
+    """Whether a configuration of compressed-tensors or ModelOpt quantizes the cache and no weights."""
+    has_cache = "kv_cache_scheme" in settings or "kv_cache_quant_algo" in settings
+    weights = settings.get("config_groups") or settings.get("quant_algo")
+    return method in ("compressed-tensors", "modelopt") and has_cache and not weights
+
+
+def _read_headers(folder: Path, config: Any) -> Headers:
+    """The types and shapes of the tensors in the files that Transformers will read."""
+    from safetensors import safe_open
+
+    names = [getattr(config, "transformers_weights", None), "model.safetensors", "model.safetensors.index.json"]
+    file = next((folder / name for name in names if name and (folder / name).is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"{folder} has neither a {names[1]} nor a {names[2]}: the weights are missing")
+    files, headers = [file], Headers()
+    if file.name.endswith(".json"):
+        files = [folder / name for name in sorted(set(read_json(file).get("weight_map", {}).values()))]
+    for path in files:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}, which {file.name} names, is missing")
+        with _reading(str(path), False), safe_open(path, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                headers[name] = part.get_dtype(), part.get_shape()
+    return headers
+
+
+def _check_types(folder: Path, config: Any, headers: Headers) -> None:
+    """Refuse tensors of 8 bits and less, and integer weights, which Transformers would cast without their scales."""
+    quantized = [name for name, (kind, _) in headers.items() if kind not in _WIDE]
+    quantized += [name for name, (kind, _) in headers.items() if kind in _WIDE - _FLOATS and name.endswith(".weight")]
+    found = [name for name in quantized if not _is_harmless(name, config, headers)]
+    if found:
+        what = f"{found[0]} is {headers[found[0]][0]}{_more(found)}"
+        raise ValueError(f"{folder} has quantized weights: {what}: {_UNQUANTIZED}")
+
+
+def _is_harmless(name: str, config: Any, headers: Headers) -> bool:
+    """Whether the model computes the same without a tensor of its checkpoint."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    predicting = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    layer = _LAYER.fullmatch(name)
+    if layer is not None and layers is not None and layers <= int(layer[1]) < layers + predicting:
+        return True
+    is_mask = _MASK.fullmatch(name) is not None and name in headers and len(headers[name][1]) == 4
+    return is_mask or _HARMLESS.fullmatch(name) is not None
+
+
+def _check_report(folder: Path, config: Any, network: Any, report: dict[str, Any], headers: Headers) -> None:
+    """Refuse weights that are not those of the model, by Transformers' report of the tensors that it loaded. The report
+    has the names of parameters, which those of the file may have been changed to.
+    """
+    kind, said = type(network).__name__, _class_name(config)
+    is_other = said not in ("", kind) and not re.search("CausalLM|LMHead", said)
+    hint = f"; by config.json it is {_described(config)}, and {_CAN_RUN}" if is_other else ""
+    unknown = [name for name in sorted(report["unexpected_keys"]) if not _is_harmless(name, config, headers)]
+    scales = [name for name in unknown if _OF_QUANTIZATION.search(name)]
+    if scales:
+        what = f"{kind} does not take {scales[0]}{_more(scales)}"
+        raise ValueError(f"{folder} seems to be quantized: {what}, and {_UNQUANTIZED}")
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(f"{folder} has no weights for {missing[0]} of {kind}{_more(missing)}{hint}")
+    others = sorted(report["mismatched_keys"])
+    if others:
+        name, found, wanted = others[0]
+        what = f"{name} is {list(found)}, and {list(wanted)} by config.json{_more(others)}"
+        raise ValueError(f"{folder} has weights of other shapes than {kind}: {what}{hint}")
+    if unknown:
+        raise ValueError(f"{folder} has tensors that {kind} does not take: {unknown[0]}{_more(unknown)}{hint}")
+
+
+def _conversion_error(error: Exception) -> str | None:
+    """Which parameter Transformers could not make of the checkpoint's tensors, as of those of experts, and why. It logs
+    that, and raises an exception without it; the report is a variable on the stack.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        errors = getattr(frame.f_locals.get("loading_info"), "conversion_errors", None)
+        if errors:
+            name, text = min(errors.items())
+            why = re.search(r"^\w+(Error|Exception): (.*)$", text, re.MULTILINE)
+            return f"{name} can't be made of the checkpoint's tensors{_more(errors)}: {why[2] if why else text}"
+    return None
+
+
+def _more(names: Iterable[Any]) -> str:
+    count = sum(1 for _ in names) - 1
+    return f" (and {count} more)" if count else ""

@@ -1,0 +1,130 @@
+"""The thread that an engine runs in, and how other threads reach it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from quire.engine.engine import Engine
+from quire.engine.request import Request, Update
+
+_Command = tuple[Callable[[Request], None], Sequence[Request]]  # a method of the engine to call with each request
+
+# Seconds without an update after which a waiting thread looks whether the engine's thread has ended.
+_LOOK = 1.0
+_REMEDY = "Start processes by spawn or forkserver, or fork before the first LLM is made, and make one in each process"
+# The process that made the last worker: this one, or one that it was forked from.
+_made_in: int | None = None
+
+
+def check_process() -> None:
+    """Refuse to make an engine in a process where torch would wait for ever.
+
+    Raises:
+        RuntimeError: the process was forked from one that has made an engine, and does not have the threads of GNU
+            OpenMP in which torch computes since then.
+    """
+    if _made_in not in (None, os.getpid()) and torch.get_num_threads() > 1 and sys.platform == "linux":
+        what = "an LLM was made before this process was forked, which has none of the threads that torch computes in"
+        raise RuntimeError(f"{what}. {_REMEDY}")
+
+
+class Worker:
+    """Runs an engine in a thread, which ends when the worker is closed or is not referred to any more.
+
+    Attributes:
+        thread: the engine's thread.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        global _made_in
+        self._engine, self._process = engine, os.getpid()
+        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_work, args=(engine, self._inbox), name="quire-engine", daemon=True)
+        self.thread.start()
+        self._closer = weakref.finalize(self, self._inbox.put, None)
+        _made_in = self._process
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are accepted."""
+        return self._closer.alive and self.thread.is_alive()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests to the engine; RuntimeError if it takes none."""
+        if not self.alive:
+            raise self._error()
+        group = object()
+        for request in requests:
+            request.group = group
+        self._inbox.put((self._engine.add, requests))
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Cancel those of the requests that have not ended."""
+        if any(request.finish_reason is None for request in requests):
+            self._inbox.put((self._engine.cancel, requests))
+
+    def until_done(self, updates: queue.SimpleQueue[Update], count: int) -> Iterator[Update]:
+        """The updates that arrive until `count` requests have ended; RuntimeError if the engine's thread has ended
+        before, or is not in this process.
+        """
+        while count:
+            ended = not self.thread.is_alive()
+            try:
+                update = updates.get(timeout=0 if ended else _LOOK)
+            except queue.Empty:
+                if ended:
+                    raise self._error() from None
+                continue
+            yield update
+            count -= update.finish_reason is not None
+
+    def close(self) -> None:
+        """Cancel all requests and end the thread."""
+        self._closer()
+        self.thread.join()
+
+    def _error(self) -> RuntimeError:
+        """Why requests are not accepted."""
+        if not self._closer.alive:
+            return RuntimeError("this LLM has been closed")
+        if self._process != os.getpid():
+            what = "this LLM was made before this process was forked, which does not have the LLM's thread"
+            return RuntimeError(f"{what}. {_REMEDY}")
+        return RuntimeError("the thread of this LLM has ended by an error")
+
+
+def _work(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
+    """The loop of the engine's thread: execute commands between steps, and steps while requests exist. The command None
+    cancels all requests and ends the thread.
+    """
+    # A full collection looks at each object of the model, of torch and of Transformers, half a million. No step should
+    # wait a fraction of a second for that, so what exists by now is left out until the thread ends.
+    gc.freeze()
+    try:
+        _serve(engine, inbox)
+    finally:
+        gc.unfreeze()
+
+
+def _serve(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
+    while True:
+        try:
+            wait = max(0.0, engine.launch_at - time.perf_counter()) if engine.busy else None
+            command = inbox.get(timeout=wait)
+        except queue.Empty:
+            engine.step()
+            continue
+        method, requests = command or (engine.cancel, [*engine.scheduler.running, *engine.scheduler.waiting])
+        for request in requests:
+            method(request)
+        if command is None:
+            return
