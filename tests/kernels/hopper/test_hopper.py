@@ -150,8 +150,8 @@ def test_spans_cover_all_work_units(off, monkeypatch, rng):
 
 
 def test_find_span_of_programs_that_start_first_is_last(monkeypatch, rng):
-    """A program waits for partial states of later spans alone. Where programs start in the order of their numbers, those
-    that have these have started, so that no program waits forever.
+    """A program waits for partial states of later spans alone. Where programs start in the order of their numbers,
+    those that have these have started, so that no program waits forever.
     """
     from quire.kernels.hopper import mask, schedule
     from quire.kernels.hopper.config import TileConfig
