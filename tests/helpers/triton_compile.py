@@ -109,7 +109,8 @@ def compile_prefill(spec: AttentionSpec, page_size: int = 16) -> tuple[prefill_h
     what it is compiled for.
     """
     copied = spec.kv_dtype.itemsize == 1 or page_size in range(1, 8) or spec.custom_mask or spec.items
-    box = 0 if copied else page_size or prefill_host.block_size(spec)
+    block_n = prefill_host.block_size(spec)
+    box = 0 if copied else min(page_size or block_n, block_n)
     c = prefill_host.config(spec, page_size, box, (False,) * 3 + (True, False, False, False))
     number = _NAMES[spec.q_dtype]
     given = {"q": f"*{number}", "out": f"*{_NAMES[spec.o_dtype]}"} | dict.fromkeys("kv", f"*{_NAMES[spec.kv_dtype]}")
