@@ -5,7 +5,7 @@ need to run on the host.
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
+from dataclasses import make_dataclass
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ class HostGluon:
     convert_layout, static_range = staticmethod(lambda x, layout: x), range
     full = staticmethod(lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype))
     full_like, ceil = staticmethod(torch.full_like), staticmethod(torch.ceil)
+    to_tensor = staticmethod(torch.as_tensor)
     maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
     minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
     arange = staticmethod(lambda a, b, layout: torch.arange(a, b))
@@ -70,33 +71,44 @@ class Pointer:
 
 
 def on_host(monkeypatch: pytest.MonkeyPatch, *modules) -> HostGluon:
-    """Let the functions of modules run on the host, with the Gluon that is returned."""
+    """Let the functions and aggregates of modules run on the host, with the Gluon that is returned."""
     gl = HostGluon()
     for module in modules:
         monkeypatch.setattr(module, "gl", gl)
         for name, x in vars(module).copy().items():
             if hasattr(x, "fn"):
                 monkeypatch.setattr(module, name, x.fn)
+            elif hasattr(x, "__triton_aggregate__"):
+                monkeypatch.setattr(module, name, host_class(x))
     return gl
 
 
-def listed(request, row: int, last_row: int, first: int, last: int, given, c) -> tuple[set[int], set[int]]:
-    """Of a request's key blocks from the first to the last, by `visible_blocks`: those of which some row may see a key,
-    and those of which all rows see all keys.
-    """
-    from quire.kernels.hopper import mask
+@functools.lru_cache
+def host_class(aggregate: type) -> type:
+    """An aggregate as a dataclass with its methods, for the host."""
+    methods = {name: method.fn for name, method in vars(aggregate).items() if hasattr(method, "fn")}
+    return make_dataclass(aggregate.__name__, aggregate.fields, namespace=methods)
 
+
+def listed(mask, request, row: int, last_row: int, first: int, last: int, warps: int = 1) -> tuple[set[int], set[int]]:
+    """Of a request's key blocks from the first to the last, by `Mask.visible_blocks`: those of which some row may see a
+    key, and those of which all rows see all keys.
+    """
     found: tuple[set[int], set[int]] = set(), set()
     for base in range(last - 31, first - 32, -32):
-        for blocks, word in zip(found, mask.visible_blocks(request, row, last_row, first, base, given, c), strict=True):
+        words = mask.visible_blocks(request, row, last_row, first, base, warps)
+        for blocks, word in zip(found, words, strict=True):
             blocks |= {base + i for i in range(32) if int(word) >> i & 1 and base + i >= first}
     return found
 
 
-def ragged_tables(q_lens: list[int], kv_lens: list[int], window: int) -> SimpleNamespace:
-    """The `Tables` of requests whose keys are ragged rows, to be read by `HostGluon`."""
-    ends = [Pointer(torch.tensor([0, *n]).cumsum(0)) for n in (q_lens, kv_lens)]
-    return SimpleNamespace(
-        qo_indptr=ends[0], kv_indptr=ends[1], batch=len(q_lens), tokens=sum(q_lens), entries=sum(kv_lens),
-        mask=SimpleNamespace(window=window),
-    )  # fmt: skip
+def ragged_tables(q_lens: list[int], kv_lens: list[int], window: int, mask_config, config):
+    """The `Tables` of requests whose keys are ragged rows, for a MaskConfig and a ScheduleConfig. The modules `mask`
+    and `schedule` must be on the host.
+    """
+    from quire.kernels.hopper import mask, schedule
+
+    qo_indptr, kv_indptr = (Pointer(torch.tensor([0, *n]).cumsum(0)) for n in (q_lens, kv_lens))
+    sizes = len(q_lens), sum(q_lens), sum(kv_lens), sum(kv_lens)
+    masks = mask.Mask(window, *[None] * 6, mask_config)
+    return schedule.Tables(qo_indptr, kv_indptr, None, None, *sizes, masks, config)

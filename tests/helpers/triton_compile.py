@@ -75,17 +75,17 @@ def compile_decode(spec: AttentionSpec, max_q_len: int = 1, page_size: int = 16)
     c = decode_host.config(spec, page_size, 64, max_q_len, (False,) * 3 + (True, True, False))
     q, kv = _NAMES[spec.q_dtype], _NAMES[spec.kv_dtype]
     pointers = {
-        "q": q, "k": kv, "v": kv, "out": q, "lse": "fp32", "sinks": "fp32" if c.sinks else None,
-        "partials": None if c.whole_tiles else "i32",
+        "q": q, "k": kv, "v": kv, "out": q, "lse": "fp32", "sinks": "fp32" if spec.sinks else None,
+        "partials": None if c.schedule.whole_tiles else "i32",
         "qo_indptr": "i32", "kv_indptr": "i32", "last_page_len": "i32", "indices": "i32",
-        "mask_bits": "u8" if c.mask else None, "mask_indptr": "i32" if c.mask else None,
+        "mask_bits": "u8" if spec.mask.custom_mask else None, "mask_indptr": "i32" if spec.mask.custom_mask else None,
         "q_pe": None, "k_pe": None, "q_scale": None, "k_scale": None, "v_scale": None,
     }  # fmt: skip
     given = {name: None if dtype is None else f"*{dtype}" for name, dtype in pointers.items()}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
     registers = decode_host.tune(spec, max_q_len).registers
     return compile_kernel(
-        decode_host.decode, "sm_90", given, num_warps=4, maxnreg=registers, enable_fp_fusion=not c.run
+        decode_host.decode, "sm_90", given, num_warps=4, maxnreg=registers, enable_fp_fusion=not c.split_group
     )
 
 
@@ -98,7 +98,7 @@ def compile_latent(
     pointers = dict.fromkeys(("q", "q_pe", "k", "v", "k_pe", "out"), number) | {"partials": "fp32", "lse": "fp32"}
     pointers |= dict.fromkeys(("arrivals", "qo_indptr", "kv_indptr", "last_page_len", "indices"), "i32")
     given = {name: f"*{dtype}" for name, dtype in pointers.items()}
-    given |= {"sinks": "*fp32" if c.sinks else None, "q_scale": None, "k_scale": None, "v_scale": None}
+    given |= {"sinks": "*fp32" if spec.sinks else None, "q_scale": None, "k_scale": None, "v_scale": None}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32"}
     kernel = mla_host.prefill_latent if many_rows else mla_host.decode_latent
     return compile_kernel(kernel, "sm_90", given, num_warps=4, maxnreg=mla_host.REGISTERS)
@@ -109,7 +109,8 @@ def compile_prefill(spec: AttentionSpec, page_size: int = 16) -> tuple[prefill_h
     what it is compiled for.
     """
     copied = spec.kv_dtype.itemsize == 1 or page_size in range(1, 8) or spec.mask.custom_mask or spec.mask.items
-    box = 0 if copied else page_size or prefill_host.block_size(spec)
+    block_n = prefill_host.block_size(spec)
+    box = 0 if copied else min(page_size or block_n, block_n)
     c = prefill_host.config(spec, page_size, box, (False,) * 3 + (True, False, False, False))
     number = _NAMES[spec.q_dtype]
     given = {"q": f"*{number}", "out": f"*{_NAMES[spec.o_dtype]}"} | dict.fromkeys("kv", f"*{_NAMES[spec.kv_dtype]}")
@@ -118,13 +119,14 @@ def compile_prefill(spec: AttentionSpec, page_size: int = 16) -> tuple[prefill_h
             layout = gl.NVMMASharedLayout.get_default_for([box, width], gl.bfloat16)
             given[x] = f"tensordesc<{number}[{box},{width}],{layout!r}>"
     given |= dict.fromkeys(("counter", "qo_indptr", "kv_indptr", "last_page_len", "indices"), "*i32")
-    given |= {"lse": "*fp32", "partials": "*fp32" if c.split else None, "q_pe": None, "k_pe": None}
-    given |= {"sinks": "*fp32" if c.sinks else None}
-    given |= {"mask_bits": "*u8" if c.mask else None, "mask_indptr": "*i32" if c.mask else None}
-    given |= {"prefix_lens": "*u32" if c.items else None, "item_positions": "*u16" if c.items else None}
+    given |= {"lse": "*fp32", "partials": "*fp32" if c.scheduler.split else None, "q_pe": None, "k_pe": None}
+    given |= {"sinks": "*fp32" if spec.sinks else None}
+    mask = spec.mask
+    given |= {"mask_bits": "*u8" if mask.custom_mask else None, "mask_indptr": "*i32" if mask.custom_mask else None}
+    given |= {"prefix_lens": "*u32" if mask.items else None, "item_positions": "*u16" if mask.items else None}
     given |= {"slopes": "*fp32" if c.alibi else None, "q_scale": None, "k_scale": None, "v_scale": None}
     given |= {"c": c, "scale": "fp32", "v_gain": "fp32", "cap": "fp32"}
-    return c, compile_kernel(prefill_host.prefill, "sm_90", given, num_warps=4, enable_fp_fusion=c.split)
+    return c, compile_kernel(prefill_host.prefill, "sm_90", given, num_warps=4, enable_fp_fusion=c.scheduler.split)
 
 
 def disassemble(usage: Usage) -> str:

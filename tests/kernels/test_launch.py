@@ -11,6 +11,7 @@ from helpers.page_tables import empty_table
 from quire.definition import PageTable
 from quire.definition.pages import LengthTable, RaggedLayout
 
+triton = pytest.importorskip("triton")
 launch = pytest.importorskip("quire.kernels.gpu.launch")
 
 
@@ -131,15 +132,14 @@ def test_a_launch_that_takes_descriptors(monkeypatch):
     """Keys and values go to the function behind Triton's own, as descriptors that are encoded once for each address."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, wrap_handle_tensordesc
 
-    tma, given, encoded = launch.descriptors.__wrapped__.__globals__, [], []
+    given, encoded = [], []
     kind = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [16, 64], "fp4_padded": False}
     launcher = lambda *x: given.append(x[-21:])  # noqa: E731  (what is launched is told by its name)
     compiled = Compiled()
     compiled.launch = wrap_handle_tensordesc(launcher, {"k": "tensordesc<bf16[16,64]>", "v": "*fp32"}, [kind])
     compiled.metadata = SimpleNamespace(tensordesc_meta=[kind, kind])
     utils = SimpleNamespace(fill_tma_descriptor=lambda *x: encoded.append(x) or ("map", x[0]))
-    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
-    monkeypatch.setitem(tma, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=driver)))
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
     matrices = launch.Matrix(160, 1024, 1024, 16, 128), launch.Matrix(320, 128, 256, 16, 128)
     table, rows = empty_table(8), rows_of()
     others = (torch.zeros(4), *read(rows, table))
@@ -170,7 +170,7 @@ class Kernel:
 
 def test_a_small_launch_is_compiled_once_and_then_made_by_address(monkeypatch):
     """Anew for other dtypes, sizes and constants; by Triton's own path wherever an address is not aligned."""
-    monkeypatch.setattr(launch, "DIRECT", True)
+    monkeypatch.setattr(launch, "has_direct_launch", lambda: True)
     monkeypatch.setattr(launch, "INTERPRETED", True)  # tensors on the CPU have no current device
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "the stream", raising=False)
     kernel = Kernel()

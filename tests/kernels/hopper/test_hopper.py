@@ -12,7 +12,7 @@ import torch
 
 import quire
 from helpers.families import check, compute, spoil
-from helpers.hopper import Recorded, gpu, shifted
+from helpers.hopper import Recorded, gpu, host_class, on_host, ragged_tables, shifted
 from quire.bench.batches import random_batch, relative_error
 from quire.definition import RaggedLayout, attention_spec
 from quire.kernels import registry
@@ -82,29 +82,29 @@ def test_every_part_is_collected_once(monkeypatch, rng):
     gl, left, taken, written = MagicMock(), [], [], []
     gl.minimum, gl.where, gl.num_programs = min, lambda x, a, b: a if x else b, lambda axis: 264
 
-    def merge_slots(acc, m, l, partials, first, end, count, *rest):
+    def merge_slots(state, first, end, count, row):
         taken.extend(range(first, min(first + count - 1, end) + 1))
-        return acc, m, l
+        return state
 
-    stubs = {"gl": gl, "FAN_IN": 8, "MAX_ROWS": 16, "_merge_slots": merge_slots}
+    stubs = {"gl": gl, "FAN_IN": 8, "MAX_ROWS": 16, "one_per_row": lambda state: state}
     stubs |= {name: getattr(combine, name).fn for name in ("_two_levels", "slot_of")}
-    stubs |= {"save_state": MagicMock(), "restore_rows": lambda *given: (MagicMock(),) * 3}
-    stubs |= {"store_partial": lambda *given: left.append(given[4])}
-    stubs |= {"store_rows": lambda *given: written.append(given)}
     for name, stub in stubs.items():
         monkeypatch.setattr(combine, name, stub)
-    c, request = SimpleNamespace(partial_rows=4, dim=128, group=4), SimpleNamespace(q_len=1, q_start=0)
+    partials = host_class(combine.Partials)(None, None, 264, rows=4, dim=128)
+    partials._merge_slots, partials.store = merge_slots, lambda state, slot, *rows: left.append(slot)
+    output = SimpleNamespace(store_rows=lambda *given: written.append(given))
+    request = SimpleNamespace(q_start=0, rows=lambda: 4)
     for _ in range(300):
         costs = [rng.choice((1, 5, 30, 200, rng.randint(1, 1000))) for _ in range(rng.randint(1, 6))]
-        share, begin, cut = max(-(-sum(costs) // 264), rng.randint(1, 9)), 0, 0
+        size, begin, cut = max(-(-sum(costs) // 264), rng.randint(1, 9)), 0, 0
         left.clear(), taken.clear(), written.clear()
         for cost in costs:
-            owner, last = begin // share, (begin + cost - 1) // share
+            owner, last = begin // size, (begin + cost - 1) // size
             for program in range(owner, last + 1) if owner < last else ():
                 if combine.combines.fn(program, owner, last):
                     # The pipeline's shared memory is used, so no tile may follow.
-                    assert begin + cost > (program + 1) * share
-                    combine.combine.fn(*[None] * 5, request, 0, program, owner, last, None, None, c)
+                    assert begin + cost > (program + 1) * size
+                    partials.combine(MagicMock(), output, request, 0, program, owner, last)
                 else:
                     left.append(combine.slot_of(program, owner, last))
             begin, cut = begin + cost, cut + (owner < last)
@@ -136,22 +136,46 @@ def test_spans_cover_all_work_units(off, monkeypatch, rng):
     bits, programs = torch.randint(0, 26, (100_000,)), torch.randint(1, 265, (100_000,))
     total = (2.0**bits * (1 + torch.rand(100_000))).long()
     longest = (total * torch.rand(100_000) ** 3).long().clamp(min=1)
-    longest[::7] = total[::7] // programs[::7].clamp(max=9).clamp(min=1)  # tiles that shares fit, or nearly
+    longest[::7] = total[::7] // programs[::7].clamp(max=9).clamp(min=1)  # tiles that spans fit, or nearly
     longest, least = longest.clamp(min=1), torch.randint(1, 9, (100_000,))
-    share = schedule._span_size.fn(total, longest, programs, None)
+    size = schedule._span_size.fn(total, longest, programs, None)
     fair = torch.maximum(-(-total // programs), least)
-    assert (share >= fair).all()
-    assert (share * 16 <= (fair + 2 * (fair >> 20) + 2) * 17).all()
+    assert (size >= fair).all()
+    assert (size * 16 <= (fair + 2 * (fair >> 20) + 2) * 17).all()
     whole = -(-fair // longest) * longest
     if off == 0:
-        assert torch.equal(share[usual := fair < 1 << 20], torch.where(whole * 16 <= fair * 17, whole, fair)[usual])
+        assert torch.equal(size[usual := fair < 1 << 20], torch.where(whole * 16 <= fair * 17, whole, fair)[usual])
     a, b = torch.randint(0, 1 << 30, (100_000,)), torch.randint(1 << 10, 1 << 24, (100_000,))
     assert torch.equal(schedule.quotient(a, b), a // b)
 
 
+def test_find_span_of_programs_that_start_first_is_last(monkeypatch, rng):
+    """A program waits for partial states of later spans alone. Where programs start in the order of their numbers,
+    those that have these have started, so that no program waits forever.
+    """
+    from quire.kernels.hopper import mask, schedule
+    from quire.kernels.hopper.config import TileConfig
+
+    on_host(monkeypatch, schedule, mask)
+    for name in ("FEW_BLOCKS", "WARP_SCAN", "MAX_SCAN"):
+        monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
+    for name in ("quotient", "_approximate_quotient"):
+        monkeypatch.setattr(schedule, name, lambda a, b: a // b)
+    monkeypatch.setattr(schedule, "leading_zeros", lambda x: 32)
+    config = TileConfig(heads=2, group=4, rows=0, block_n=64, unit_size=64)
+    configs = mask.MaskConfig(config, 0, False, False, False), schedule.ScheduleConfig(config, 0, False, False)
+    span_config = schedule.SpanConfig(scan=32, programs=2)
+    for _ in range(20):
+        kv_lens = [rng.choice((0, 1, 64, 300, rng.randint(1, 20_000))) for _ in range(rng.randint(1, 9))]
+        tables, programs = ragged_tables([1] * len(kv_lens), kv_lens, -1, *configs), torch.tensor(2 * 8)
+        spans = [tables.find_span(torch.tensor(p), programs, torch.tensor(8), span_config) for p in range(16)]
+        units = [unit for span in reversed(spans) for unit in range(int(span.start), int(span.end))]
+        assert units == list(range(sum(2 * max(-(-n // 64), 1) for n in kv_lens)))
+
+
 @gpu
 def test_partial_states_are_combined_in_two_levels(rng):
-    """Tiles that many programs have, which begin and end anywhere in their shares."""
+    """Tiles that many programs have, which begin and end anywhere in their spans."""
     zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
     for i in range(40):
         group, dim = ((8, 128), (2, 128), (20, 64), (8, 256))[i % 4]
@@ -318,7 +342,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rn
         hopper.decode_host.launch(call, batch.q, None, 132)
         given = Recorded.last
         assert (given["programs"], given["processors"]) == (132, 132)
-        assert (given["c"].page_size, given["entries"], given["pages"]) == (page_size, entries, len(keys["k"]))
+        assert (given["c"].schedule.page_size, given["entries"], given["pages"]) == (page_size, entries, len(keys["k"]))
         for x in "kv":
             assert tuple(given[f"{x}_{axis}"] for axis in ("page", "token", "head")) == strides
         assert (given["q_token"], given["q_head"], given["mask_size"]) == (1024, 128, 88)
@@ -335,13 +359,13 @@ def test_one_program_for_each_multiprocessor_where_little_is_read(rng):
         spec = attention_spec(num_qo_heads=heads * group, num_kv_heads=heads, head_dim_qk=dim, q_dtype=torch.bfloat16)
         page_size, counts = rng.choice((1, 16, 64)), [rng.choice((0, 1, rng.randint(1, 200))) for _ in range(9)]
         c = calls.config(spec, page_size, len(counts), 1, (False,) * 6)
-        blocks = c.heads * sum(max(-(-n * page_size // c.block_n), 1) for n in counts)
+        blocks = c.tile.heads * sum(max(-(-n * page_size // c.tile.block_n), 1) for n in counts)
         if sum(counts) <= calls._few_entries(c, 132, len(counts)):
-            assert blocks <= 6 * c.programs * 132
+            assert blocks <= 6 * c.span.programs * 132
             few += 1
     assert 0 < few < 300
-    assert calls._few_entries(replace(c, whole_tiles=True), 132, 1) < 0
-    assert calls._few_entries(replace(c, programs=1), 132, 1) < 0
+    assert calls._few_entries(replace(c, schedule=replace(c.schedule, whole_tiles=True)), 132, 1) < 0
+    assert calls._few_entries(replace(c, span=replace(c.span, programs=1)), 132, 1) < 0
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

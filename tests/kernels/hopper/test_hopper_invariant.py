@@ -276,6 +276,11 @@ def test_partial_states_take_128_mib_at_most():
         assert hopper.decode_host.int_workspace_size(spec, 132, 65, 64, 64 << 12) == 0
 
 
+def split_of(c) -> tuple[int, int, bool, int]:
+    """How a decode kernel's Config cuts tiles, and how far rows see to the right."""
+    return c.tile.unit_size, c.split_group, c.schedule.whole_tiles, c.mask.right
+
+
 def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     """Decode has memory for partial states; whole tiles need none."""
     monkeypatch.setattr(hopper.decode_host, "Launcher", Recorded)
@@ -291,7 +296,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     assert given["programs"] == 132
     assert given["partials"] is zeros
     assert size == given["slots"] * 4 * 130
-    assert (given["c"].unit_size, given["c"].run, given["c"].whole_tiles, given["c"].right) == (128, 8, False, -1)
+    assert split_of(given["c"]) == (128, 8, False, -1)
     call.int_workspace = zeros[1:]
     hopper.decode_host.launch(call, batch.q, None, 132)
     assert Recorded.last["partials"].numel() == size
@@ -300,7 +305,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     given = Recorded.last
     assert given["programs"] == 264
     assert given["partials"] is None
-    assert (given["c"].unit_size, given["c"].run, given["c"].whole_tiles, given["c"].right) == (128, 8, True, 0)
+    assert split_of(given["c"]) == (128, 8, True, 0)
     hopper.decode_host._launcher.cache_clear()
 
 
@@ -330,10 +335,11 @@ def test_kernels_that_are_launched(group, max_q_len, names, monkeypatch, rng):
     call = Call(q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=max_q_len)
     assert hopper._launch(call, batch.q, None) is None
     assert [name for name, _ in launched] == names
-    limits = [(given["c"].least_q_len, given["c"].most_q_len) for _, given in launched]
+    schedules = [given["c"].schedule for _, given in launched]
+    limits = [(x.least_q_len, x.most_q_len) for x in schedules]
     few = 64 // group
     assert limits == {1: [(few + 1, 0)] if names == ["prefill"] else [(0, 0)], 2: [(few + 1, 0), (0, few)]}[len(names)]
     for name, given in launched:
-        assert name == "decode" or (given["partials"], given["slots"], given["c"].split) == (None, 0, False)
+        assert name == "decode" or (given["partials"], given["slots"], given["c"].scheduler.split) == (None, 0, False)
     for host in (hopper.decode_host, hopper.prefill_host):
         host._launcher.cache_clear()

@@ -15,6 +15,8 @@ from quire.definition.items import Items
 
 mask = pytest.importorskip("quire.kernels.hopper.mask")
 
+from quire.kernels.hopper.config import TileConfig  # noqa: E402
+
 
 def items_of(rng, kv_lens, dtype):
     """Random prefixes and items of a batch: short and long items, also prompts that are all prefix or all items."""
@@ -58,16 +60,15 @@ def test_blocks_that_no_row_sees_are_left_out(monkeypatch, rng):
         group, n = rng.choice((1, 4, 7)), rng.choice((100, rng.randint(1, 3000), 5000))
         request = SimpleNamespace(b=torch.tensor(0), q_len=rng.choice((n, rng.randint(1, n))), kv_len=n)
         q_len, items = request.q_len, items_of(rng, [n], torch.int32)
-        c = SimpleNamespace(
-            group=group, tile_rows=128, block_n=128, load_warps=1, right=0, window=False, items=True, mask=False
-        )  # fmt: skip
-        given = mask.Mask(None, None, None, None, Pointer(items.prefix_lens), Pointer(items.positions), items.length)
+        tile = TileConfig(heads=1, group=group, rows=128, block_n=128, unit_size=128)
+        config = mask.MaskConfig(tile, right=0, window=False, custom=False, items=True)
+        given = mask.Mask(*[None] * 4, Pointer(items.prefix_lens), Pointer(items.positions), items.length, config)
         seen = items.mask(0, q_len, n) & torch.ones(q_len, n).tril(n - q_len).bool()
         for row in range(0, q_len * group, 128):
             last_row = min(row + 128, q_len * group) - 1
             rows = seen[row // group : last_row // group + 1]
             last = (n - q_len + last_row // group) // 128
-            some, every = listed(request, row, last_row, 0, last, given, c)
+            some, every = listed(given, request, row, last_row, 0, last)
             assert all(rows[:, b * 128 : (b + 1) * 128].all() for b in every)
             empty = {b for b in range(last + 1) if not rows[:, b * 128 : (b + 1) * 128].any()}
             assert set(range(last + 1)) - empty <= some

@@ -181,7 +181,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
     calls.launch(call, torch.empty(2, 128, 512), None, 132)
     given = Recorded.last
     assert "partial_rows" in given
-    assert (given["programs"], given["c"].programs_per_span, given["c"].page_size) == (132, 2, 16)
+    assert (given["programs"], given["c"].programs_per_span, given["c"].schedule.page_size) == (132, 2, 16)
     assert (given["entries"], given["pages"], given["batch"], given["tokens"]) == (44, len(k), 2, 2)
     assert (given["k_page"], given["k_token"], given["k_pe_token"]) == (16 * 576, 576, 576)
     assert (given["q"].data_ptr(), given["q_pe"].data_ptr()) == (q.data_ptr(), q_pe.data_ptr())
@@ -190,7 +190,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
     call = Call(q, k, k, batch.qo, batch.kv, spec, q_pe=q_pe, k_pe=k_pe)
     calls.launch(call, torch.empty(65, 128, 512), None, 132)
     given = Recorded.last
-    assert (given["programs"], given["slots"], given["c"].tile_rows, given["tokens"]) == (132, 264, 64, 65)
+    assert (given["programs"], given["slots"], given["c"].tile.rows, given["tokens"]) == (132, 264, 64, 65)
     assert given["partials"].numel() == 264 * 128 * 258
     call.k_pe = shifted(k_pe.contiguous())
     assert "aligned to 16 bytes" in calls.refuses(call)

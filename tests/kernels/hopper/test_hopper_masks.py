@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +17,8 @@ from quire.definition import attention_spec
 from quire.definition.masks import PackedMask
 
 mask = pytest.importorskip("quire.kernels.hopper.mask")
+
+from quire.kernels.hopper.config import TileConfig  # noqa: E402
 
 
 def mask_of_blocks(rng, q_len, kv_len):
@@ -83,7 +86,6 @@ def test_a_mask_at_any_address(rng):
 def test_blocks_are_found_by_the_bits_of_a_mask(monkeypatch, rng):
     """Blocks that no row of a tile sees are left out, and those of which all rows see all keys need no mask."""
     on_host(monkeypatch, mask)
-    monkeypatch.setattr(mask, "_words_of", lambda given: mask.Words(Pointer(given.bits), len(given.bits), 0))
     shift = mask._shift_word
     monkeypatch.setattr(mask, "_shift_word", lambda low, high, n: shift(low, high, n) & 0xFFFFFFFF)
     left_out = unmasked = 0
@@ -94,11 +96,10 @@ def test_blocks_are_found_by_the_bits_of_a_mask(monkeypatch, rng):
         q_lens, kv_lens = torch.tensor(lens, dtype=torch.int32).T
         packed = PackedMask.from_bool(torch.cat([x.flatten() for x in masks]), q_lens, kv_lens)
         words = torch.nn.functional.pad(packed.bits, (0, -len(packed.bits) % 4)).view(torch.int32).long() & 0xFFFFFFFF
-        given = mask.Mask(None, words, Pointer(packed.indptr), None, None, None, None)
-        c = SimpleNamespace(
-            group=group, tile_rows=128, block_n=size, load_warps=rng.choice((1, 4)), right=right, window=False,
-            items=False, mask=True,
-        )  # fmt: skip
+        tile, warps = TileConfig(heads=1, group=group, rows=128, block_n=size, unit_size=size), rng.choice((1, 4))
+        config = mask.MaskConfig(tile, right, window=False, custom=True, items=False)
+        given = mask.Mask(None, None, Pointer(packed.indptr), *[None] * 4, config)
+        given._words = functools.partial(mask.Words, Pointer(words), len(words), 0)
         for b, ((q_len, kv_len), seen) in enumerate(zip(lens, masks, strict=True)):
             request = SimpleNamespace(b=torch.tensor(b), q_len=q_len, kv_len=kv_len)
             for row in range(0, q_len * group, 128):
@@ -107,7 +108,7 @@ def test_blocks_are_found_by_the_bits_of_a_mask(monkeypatch, rng):
                 if right == 0:
                     rows = rows & torch.ones(q_len, kv_len).tril(kv_len - q_len).bool()[row // group :][: len(rows)]
                     last = max((kv_len - q_len + last_row // group) // size, 0)
-                some, every = listed(request, row, last_row, 0, last, given, c)
+                some, every = listed(given, request, row, last_row, 0, last, warps)
                 blocks = {j: rows[:, j * size : (j + 1) * size] for j in range(last + 1)}
                 assert {j for j, x in blocks.items() if x.any()} <= some
                 assert every == {j for j, x in blocks.items() if x.all() and x.shape[1] == size}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -18,6 +18,12 @@ from quire.kernels.call import Call
 
 hopper = pytest.importorskip("quire.kernels.hopper.host")
 host = hopper.prefill_host
+
+from quire.kernels.hopper.config import TileConfig  # noqa: E402
+from quire.kernels.hopper.mask import MaskConfig  # noqa: E402
+from quire.kernels.hopper.schedule import ScheduleConfig  # noqa: E402
+from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig  # noqa: E402
+
 LAYERS = {
     "plain": {},
     "not causal": {"causal": False},
@@ -257,50 +263,55 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     host._launcher.cache_clear()
 
 
-def scheduled(patch, c, q_lens, kv_lens, window, programs, slots):
-    """All jobs of a batch in the order in which programs take them, by the kernel's own code."""
+def scheduled(patch, configs, q_lens, kv_lens, window, programs, slots):
+    """All work tiles of a batch in the order in which programs take them, by the kernel's own code. configs: a
+    MaskConfig, a ScheduleConfig and a TileSchedulerConfig.
+    """
     from quire.kernels.hopper import mask, schedule
     from quire.kernels.hopper import tile_scheduler as scheduler
 
     gl = on_host(patch, schedule, scheduler, mask)
     gl.num_programs = lambda axis: torch.tensor(programs)
-    for name in ("LANES", "L2_BYTES", "UNSPLIT", "UNIT_COST", "SPLIT_COST", "END"):
+    gl.program_id = lambda axis: torch.tensor(0)
+    for name in ("LANES", "UNSPLIT", "TILE_COST", "SPLIT_COST", "END"):
         patch.setattr(scheduler, name, getattr(scheduler, name).value)
     patch.setattr(scheduler, "_level", lambda x: x.clamp(min=1).double().log2().floor().long())
     patch.setattr(scheduler, "quotient", lambda a, b: a // torch.as_tensor(b).clamp(min=1))
-    tables = ragged_tables(q_lens, kv_lens, window)
-    split = scheduler.plan_units(tables, torch.tensor(slots), c)
-    walk, jobs = scheduler.first_walk(split, c), []
-    for unit in range(int(split.total) + 1):
-        walk, job = scheduler.find_unit(walk, torch.tensor(unit), tables, split, c)
-        jobs.append(type(job)(*(int(x) for x in job)))
-    assert jobs[-1].h == -1
-    return jobs[:-1]
+    tables = ragged_tables(q_lens, kv_lens, window, *configs[:2])
+    found = scheduler.tile_scheduler(tables, None, torch.tensor(slots), configs[2])
+    it, tiles = found.begin(), []
+    for index in range(int(found.num_tiles) + 1):
+        it, tile = found.find(replace(it, index=torch.tensor(index)))
+        tiles.append(type(tile)(*(int(x) for x in astuple(tile))))
+    assert tiles[-1].h == -1
+    return tiles[:-1]
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_work_units_cover_all_tiles(split, monkeypatch, rng):
-    """Units have each block that a row of their tile sees once; partial states have slots of their own; long requests
-    come first. If batch-invariant, no tile is cut, and there are none of requests of few query rows.
+def test_work_tiles_cover_all_tiles(split, monkeypatch, rng):
+    """Work tiles have each block that a row of their tile sees once; partial states have slots of their own; long
+    requests come first. If batch-invariant, no tile is cut, and there are none of requests of few query rows.
     """
     cut = 0
     for _ in range(60):
         group, heads, window = rng.choice((1, 4, 7)), rng.choice((1, 3, 8)), rng.choice((-1, -1, 70, 5000))
         tile_rows, size = rng.choice(((128, 128), (192, 64), (64, 64)))  # rows, and keys of a block
-        c = SimpleNamespace(
-            group=group, heads=heads, tile_rows=tile_rows, block_n=size, unit_size=size, load_warps=1, dim=128,
-            dim_qk=128, window=window >= 0, right=rng.choice((0, 0, -1)), page_size=0, split=split, most_q_len=0,
-            least_q_len=0 if split else 64 // group + 1,
-        )  # fmt: skip
+        config, right = TileConfig(heads, group, tile_rows, size, unit_size=size), rng.choice((0, 0, -1))
+        configs = (
+            MaskConfig(config, right, window >= 0, custom=False, items=False),
+            ScheduleConfig(config, 0, False, False, least_q_len=0 if split else 64 // group + 1),
+            TileSchedulerConfig.of(1, split, 256),
+        )
         count = rng.choice((1, 2, 5, 40, 70))
         kv_lens = [rng.choice((0, 1, 300, rng.randint(1, 3000), 20_000 if count < 9 else 7)) for _ in range(count)]
         q_lens = [rng.choice((0, 1, 4, 130, min(n, 700))) for n in kv_lens]
         slots = rng.choice((0, 264, 1056))
         with monkeypatch.context() as patch:
-            jobs = [x for x in scheduled(patch, c, q_lens, kv_lens, window, 132, slots) if x.first <= x.last]
+            found = scheduled(patch, configs, q_lens, kv_lens, window, 132, slots)
+        work_tiles = [x for x in found if x.first <= x.last]
         tiles = {}
-        for job in jobs:
-            tiles.setdefault((job.b, job.h, job.row), []).append(job)
+        for x in work_tiles:
+            tiles.setdefault((x.b, x.h, x.row), []).append(x)
         expected = {
             (b, h, row)
             for b, n in enumerate(q_lens)
@@ -309,19 +320,19 @@ def test_work_units_cover_all_tiles(split, monkeypatch, rng):
             for row in range(0, n * group, tile_rows)
         }
         assert tiles.keys() == expected
-        for (b, _h, row), units in tiles.items():
+        for (b, _h, row), parts in tiles.items():
             past, last_row = kv_lens[b] - q_lens[b], min(row + tile_rows, q_lens[b] * group) - 1
-            end = kv_lens[b] if c.right < 0 else min(kv_lens[b], past + last_row // group + 1)
+            end = kv_lens[b] if right < 0 else min(kv_lens[b], past + last_row // group + 1)
             start = max(past + row // group - window, 0) if window >= 0 else 0
             last = max((end - 1) // size, 0)
-            blocks = sorted(x for job in units for x in range(job.first, job.last + 1))
+            blocks = sorted(j for x in parts for j in range(x.first, x.last + 1))
             assert blocks == list(range(min(start // size, last), last + 1))
-            assert sorted(job.index for job in units) == list(range(units[0].splits))
-            assert len({(job.slot, job.splits) for job in units}) == 1
-        used = [job.slot + job.index for job in jobs if job.splits > 1]
+            assert sorted(x.split for x in parts) == list(range(parts[0].splits))
+            assert len({(x.slot, x.splits) for x in parts}) == 1
+        used = [x.slot + x.split for x in work_tiles if x.splits > 1]
         assert len(used) == len(set(used))
         assert not used or max(used) < slots
-        levels = [max(-(-kv_lens[job.b] // size), 1).bit_length() for job in jobs]
+        levels = [max(-(-kv_lens[x.b] // size), 1).bit_length() for x in work_tiles]
         assert window >= 0 or levels == sorted(levels, reverse=True)
         cut += bool(used)
     assert cut > 3 if split else cut == 0
@@ -347,7 +358,7 @@ def test_kernels_compile(name):
     order = "".join(re.findall(r"(MUFU\.EX2|FFMA|HGMMA|DEPBAR\.LE gsb0, 0x[01]|STL|LDL)", text))
     assert "setmaxnreg" in usage.asm["ptx"]
     loops = re.findall(r"HGMMADEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", order)
-    assert len(loops) >= 2 * c.consumers  # blocks with and without a mask
+    assert len(loops) >= 2 * c.pipeline.consumers  # blocks with and without a mask
     if name != "all":
         block_n = host.block_size(spec)
         assert all(x.count("MUFU.EX2") >= block_n // 2 for x in loops)

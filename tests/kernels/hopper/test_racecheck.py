@@ -27,8 +27,8 @@ CELLS = [
     "prefill mla16 p16 2x300",
 ]  # fmt: skip
 EXPECTED = (  # lines of source
-    r"def (decode|prefill)(_latent)?\(|    (    )?gl.warp_specialize\(|    if c.consumers == 2:|"
-    r"            (x = v.load|v.store)\("
+    r"def (decode|prefill)(_latent)?\(|    (    )?gl.warp_specialize\(|    if c.pipeline.consumers == 2:|"
+    r"                (x = v.load|v.store)\("
 )
 PROGRAM = """
 import sys, torch

@@ -13,22 +13,14 @@ import triton
 from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime.interpreter import InterpretedFunction
 
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import FLOATS
 from quire.kernels.call import Call, Keys, Replay
 from quire.kernels.gpu.tma import Matrix, descriptors
-
-
-@triton.jit
-def _empty_kernel():
-    pass
-
+from quire.kernels.gpu.triton_internals import INTERPRETED, direct_launch, has_direct_launch
 
 NUM_ALIGNED = 6  # leading tensors of a launch whose alignment a kernel is compiled for
-DIRECT = torch.version.cuda is not None and triton.__version__.startswith("3.6.")  # versions whose launcher is known
-INTERPRETED = isinstance(_empty_kernel, InterpretedFunction)  # TRITON_INTERPRET=1: kernels run on the CPU, slowly
 
 
 @lru_cache
@@ -43,17 +35,6 @@ def wait_for_launch_before(overlaps: tl.constexpr):
     if overlaps:
         gdc_wait()
         gdc_launch_dependents()
-
-
-def direct(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function that launches a compiled kernel, and its arguments between the stream and the kernel's own."""
-    if DIRECT and compiled.run.global_scratch_size == compiled.run.profile_scratch_size == 0:
-        # Triton's Python launcher takes a microsecond to find that it has no scratch memory to allocate. This is the
-        # function that it calls.
-        launcher = compiled.run
-        modes = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-        return launcher.launch, (compiled.function, *modes, None, None, compiled.packed_metadata, None, None, None)
-    return compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
 
 
 class LaunchReplay:
@@ -81,7 +62,7 @@ class LaunchReplay:
         """
         self._others, self._tables, self._entries = others, tables, entries
         self._rest = (*[None if x is None else x.data_ptr() for x in others], *rest)
-        self._grid, (self._run, self._handle) = (programs, 1, 1), direct(compiled)
+        self._grid, (self._run, self._handle) = (programs, 1, 1), direct_launch(compiled)
         self._descriptors = None
         if matrices is not None:
             self._descriptors = descriptors(compiled, matrices)
@@ -191,7 +172,7 @@ class Launcher:
                 k, v = (m.descriptor(x) for m, x in zip(matrices, tensors[2:4], strict=True))  # type: ignore[arg-type]
                 given = (*tensors[:2], k, v, *tensors[4:])
             compiled = self._kernel[(programs,)](*given, *others, *rest, **self._options)
-            if low_bits & 15 or compiled is None or not (DIRECT or matrices is None):
+            if low_bits & 15 or compiled is None or not (matrices is None or has_direct_launch()):
                 return None
             self._compiled[key] = compiled
             return LaunchReplay(compiled, programs, others, rest, *at, matrices)
@@ -238,8 +219,8 @@ class SmallLauncher:
             return None
         options = {"launch_pdl": True} if getattr(constants, "launch_pdl", False) else {}
         compiled = self._kernel[grid](*tensors, *numbers, *sizes, constants, num_warps=constants.num_warps, **options)
-        if DIRECT and compiled is not None and not low_bits & 15:
-            self._compiled[key] = direct(compiled)
+        if compiled is not None and not low_bits & 15 and has_direct_launch():
+            self._compiled[key] = direct_launch(compiled)
         return None
 
 

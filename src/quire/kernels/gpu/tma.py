@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from inspect import getclosurevars
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 
-_MOST_KEPT = 1024  # pairs of addresses; models have one for each layer
+from quire.kernels.gpu.triton_internals import descriptor_formats, descriptor_launch
+
+# Pairs of addresses. Models have one for each layer.
+_MAX_KEPT = 1024
 
 
 class Matrix(NamedTuple):
@@ -39,27 +40,20 @@ class Descriptors(dict[tuple[int, int], tuple[Any, ...]]):
     launch; here they are encoded when they are first looked up.
 
     Attributes:
-        launch: the function to which Triton 3.6's launch function passes descriptors after it has encoded them.
+        launch: the function that takes these arguments, in place of the kernel's own launch function.
     """
 
     def __init__(self, compiled: Any, matrices: tuple[Matrix, Matrix]) -> None:
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-        self.launch = getclosurevars(compiled.run.launch).nonlocals["launcher"]
-        self._kinds = [
-            ((x.rows, x.columns), (x.stride, 1), tuple(of["block_size"]), of["swizzle"], of["elem_size"],
-             TMA_DTYPE_DEVICE_TO_HOST[of["elem_type"]])
-            for x, of in zip(matrices, compiled.metadata.tensordesc_meta, strict=True)
-        ]  # fmt: skip
+        self.launch = descriptor_launch(compiled)
+        self._matrices = list(zip(descriptor_formats(compiled), matrices, strict=True))
 
     def __missing__(self, addresses: tuple[int, int]) -> tuple[Any, ...]:
-        if len(self) >= _MOST_KEPT:
+        if len(self) >= _MAX_KEPT:
             self.clear()
-        fill = triton.runtime.driver.active.utils.fill_tma_descriptor
         arguments: tuple[Any, ...] = ()
-        for address, (shape, strides, block, swizzle, size, dtype) in zip(addresses, self._kinds, strict=True):
-            descriptor = fill(address, swizzle, size, dtype, block, shape, strides, 0)
-            arguments = (*arguments, descriptor, *shape, *strides)
+        for address, (kind, x) in zip(addresses, self._matrices, strict=True):
+            shape, strides = (x.rows, x.columns), (x.stride, 1)
+            arguments = (*arguments, kind.encode(address, shape, strides), *shape, *strides)
         self[addresses] = arguments
         return arguments
 

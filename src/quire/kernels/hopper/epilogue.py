@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.gpu.triton_internals import aggregate
+from quire.kernels.hopper.config import TileConfig
 from quire.kernels.hopper.softmax import add_sinks
 
 
-class Output(NamedTuple):
-    """out: [tokens, heads, head_dim] with strides in elements; lse: float32 [tokens, heads]; sinks: a logit per query
-    head; v_scale: a factor per KV head; v_gain: a factor of all.
+@dataclass(frozen=True, slots=True)
+class OutputConfig:
+    """What is written.
+
+    Attributes:
+        tile: whose heads rows belong to.
+        dim: elements of a row that a consumer has.
+        sinks: each query head has one more logit.
+        lse: it is written, too.
+        v_scale: each KV head has a factor.
     """
 
-    out: tl.tensor
-    lse: tl.tensor
-    o_token: tl.tensor
-    o_head: tl.tensor
-    sinks: tl.tensor
-    v_scale: tl.tensor
-    v_gain: tl.tensor
+    tile: TileConfig
+    dim: int
+    sinks: bool
+    lse: bool
+    v_scale: bool
 
 
 @gluon.constexpr_function
@@ -37,48 +43,67 @@ def _wide_layout(rows, dim):
     )
 
 
-@gluon.jit
-def store_rows(acc, m, l, output, q_start, h, row, row_end, c: gl.constexpr, wide: gl.constexpr = False):
-    """Normalize and store a state whose first row is `row`, up to row_end; a row that saw no key is 0 and -inf. wide:
-    acc has the layout of a product, and the threads of a warp exchange elements, so that each stores 16 bytes at once.
+@aggregate
+class Output:
+    """out: [tokens, heads, head_dim] with strides in elements; lse: float32 [tokens, heads]; sinks: a logit per query
+    head; v_scale: a factor per KV head; v_gain: a factor of all; config: an OutputConfig.
     """
-    layout: gl.constexpr = acc.type.layout
-    m, l = gl.convert_layout(m, gl.SliceLayout(1, layout)), gl.convert_layout(l, gl.SliceLayout(1, layout))
-    r = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
-    head, valid = h * c.group + r % c.group, r < row_end
-    if c.sinks:
-        acc, m, l = add_sinks(acc, m, l, gl.load(output.sinks + head, valid, 0.0))
-    acc = acc * (output.v_gain / gl.where(l == 0.0, 1.0, l))[:, None]
-    if c.v_scale:
-        acc = acc * gl.load(output.v_scale + head // (c.group // c.packed_heads), valid, 0.0)[:, None]
-    if c.lse:
-        at = (q_start + r // c.group) * (c.heads * c.group) + head
-        gl.store(output.lse + at, gl.where(l == 0.0, -float("inf"), m + gl.log2(l)), valid)
-    x = acc.to(output.out.dtype.element_ty)
-    if wide:
-        x = gl.convert_layout(x, _wide_layout(acc.shape[0], c.dim))
-    r = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, x.type.layout))
-    d = gl.arange(0, c.dim, gl.SliceLayout(0, x.type.layout))
-    token, head = q_start + r // c.group, h * c.group + r % c.group
-    at = token.to(gl.int64) * output.o_token + head.to(gl.int64) * output.o_head
-    gl.store(output.out + at[:, None] + d[None, :], x, (r < row_end)[:, None])
 
+    out: gl.tensor
+    lse: gl.tensor | None
+    o_token: gl.tensor
+    o_head: gl.tensor
+    sinks: gl.tensor | None
+    v_scale: gl.tensor | None
+    v_gain: gl.tensor
+    config: gl.constexpr
 
-@gluon.jit
-def clear_padding(tables, output, c: gl.constexpr):
-    """Zero the rows after the last request's, spread over all programs."""
-    q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
-    q_end = gl.minimum(gl.maximum(q_end, 0), tables.tokens)
-    layout: gl.constexpr = gl.BlockedLayout([1, c.dim // 32], [1, 32], [4, 1], [1, 0])
-    d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))[None, :]
-    row = gl.arange(0, 4, gl.SliceLayout(1, layout))
-    heads: gl.constexpr = c.heads * c.group
-    for i in range(q_end + gl.program_id(0), tables.tokens, gl.num_programs(0)):
-        token = gl.to_tensor(i)
-        for h0 in range(0, heads, 4):
-            head = h0 + row
-            at = token.to(gl.int64) * output.o_token + head.to(gl.int64) * output.o_head
-            zero = gl.full([4, c.dim], 0.0, output.out.dtype.element_ty, layout)
-            gl.store(output.out + at[:, None] + d, zero, (head < heads)[:, None])
-            if c.lse:
-                gl.store(output.lse + token * heads + head, -float("inf"), head < heads)
+    @gluon.jit
+    def store_rows(self, state, q_start, h, row, row_end, wide: gl.constexpr = False):
+        """Normalize and store a state whose first row is `row`, up to row_end; a row that saw no key is 0 and -inf.
+        wide: acc has the layout of a product, and the threads of a warp exchange elements, so that each stores 16 bytes
+        at once.
+        """
+        tile: gl.constexpr = self.config.tile
+        acc = state.acc
+        layout: gl.constexpr = acc.type.layout
+        flat: gl.constexpr = gl.SliceLayout(1, layout)
+        m, l = gl.convert_layout(state.m, flat), gl.convert_layout(state.l, flat)
+        r = row + gl.arange(0, acc.shape[0], flat)
+        head, valid = h * tile.group + r % tile.group, r < row_end
+        if self.config.sinks:
+            acc, m, l = add_sinks(acc, m, l, gl.load(self.sinks + head, valid, 0.0))
+        acc = acc * (self.v_gain / gl.where(l == 0.0, 1.0, l))[:, None]
+        if self.config.v_scale:
+            acc = acc * gl.load(self.v_scale + head // (tile.group // tile.packed_heads), valid, 0.0)[:, None]
+        if self.config.lse:
+            at = (q_start + r // tile.group) * (tile.heads * tile.group) + head
+            gl.store(self.lse + at, gl.where(l == 0.0, -float("inf"), m + gl.log2(l)), valid)
+        x = acc.to(self.out.dtype.element_ty)
+        if wide:
+            x = gl.convert_layout(x, _wide_layout(acc.shape[0], self.config.dim))
+        r = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, x.type.layout))
+        d = gl.arange(0, self.config.dim, gl.SliceLayout(0, x.type.layout))
+        token, head = q_start + r // tile.group, h * tile.group + r % tile.group
+        at = token.to(gl.int64) * self.o_token + head.to(gl.int64) * self.o_head
+        gl.store(self.out + at[:, None] + d[None, :], x, (r < row_end)[:, None])
+
+    @gluon.jit
+    def clear_padding(self, tables):
+        """Zero the rows after the last request's, spread over all programs."""
+        dim: gl.constexpr = self.config.dim
+        heads: gl.constexpr = self.config.tile.heads * self.config.tile.group
+        q_end = gl.load(tables.qo_indptr + tables.batch, tables.batch > 0, 0)
+        q_end = gl.minimum(gl.maximum(q_end, 0), tables.tokens)
+        layout: gl.constexpr = gl.BlockedLayout([1, dim // 32], [1, 32], [4, 1], [1, 0])
+        d = gl.arange(0, dim, gl.SliceLayout(0, layout))[None, :]
+        row = gl.arange(0, 4, gl.SliceLayout(1, layout))
+        for i in range(q_end + gl.program_id(0), tables.tokens, gl.num_programs(0)):
+            token = gl.to_tensor(i)
+            for h0 in range(0, heads, 4):
+                head = h0 + row
+                at = token.to(gl.int64) * self.o_token + head.to(gl.int64) * self.o_head
+                zero = gl.full([4, dim], 0.0, self.out.dtype.element_ty, layout)
+                gl.store(self.out + at[:, None] + d, zero, (head < heads)[:, None])
+                if self.config.lse:
+                    gl.store(self.lse + token * heads + head, -float("inf"), head < heads)

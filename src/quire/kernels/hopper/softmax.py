@@ -10,8 +10,20 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.gpu.triton_internals import aggregate
+
 LOG2E = tl.constexpr(1.4426950408889634)
-LARGEST_GROWTH = gl.constexpr(8.0)  # of maxima in base 2, up to which a state is not rescaled
+# The growth of maxima in base 2 up to which a state is not rescaled.
+LARGEST_GROWTH = gl.constexpr(8.0)
+
+
+@aggregate
+class SoftmaxState:
+    """The state of several rows. acc: [rows, head_dim], or as the kernel says; m, l: [rows]."""
+
+    acc: gl.tensor | tl.tuple
+    m: gl.tensor
+    l: gl.tensor
 
 
 @gluon.jit
@@ -33,7 +45,8 @@ def next_m(m, s, scale):
     blocks, and probabilities are at most 2**LARGEST_GROWTH.
     """
     top = gl.max(s, 1) * scale
-    return gl.where(top - m > LARGEST_GROWTH, top, m)  # m if both are -inf, since their difference is NaN
+    # If both are -inf, their difference is NaN, and m stays.
+    return gl.where(top - m > LARGEST_GROWTH, top, m)
 
 
 @gluon.jit
@@ -49,7 +62,8 @@ def _rescaling(count):
     """
     copies = "".join(f"mov.b32 ${i}, ${count + i}; " for i in range(count))
     products = "".join(f"mul.f32 ${i}, ${count + i}, ${2 * count + i % 4 // 2 * 2}; " for i in range(count))
-    factors = f"${2 * count}", f"${2 * count + 2}"  # accumulators alternate in pairs between the two rows
+    # Accumulators alternate in pairs between the two rows.
+    factors = f"${2 * count}", f"${2 * count + 2}"
     changed = "setp.neu.f32 p, {}, 0f3F800000; setp.neu.or.f32 p, {}, 0f3F800000, p;".format(*factors)
     return (
         f"{{ .reg .pred p; {copies} {changed} vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni ONES; "
@@ -92,7 +106,7 @@ def merge_acc(acc, acc_2, alpha, alpha_2):
 
 @gluon.jit
 def add_sinks(acc, m, l, sink):
-    """The state with one more logit per row, in base e, that has no value."""
+    """Return acc, m and l with one more logit per row, in base e, that has no value."""
     sink = sink * LOG2E
     top = gl.maximum(m, sink)
     alpha = gl.exp2(m - top)

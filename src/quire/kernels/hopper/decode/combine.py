@@ -10,27 +10,16 @@ needs no counter. Readers set slots to 0 again. No reader waits forever, because
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.epilogue import store_rows
-from quire.kernels.hopper.softmax import exponent_base
+from quire.kernels.gpu.triton_internals import aggregate
+from quire.kernels.hopper.softmax import SoftmaxState, exponent_base
 
-MAX_ROWS = gl.constexpr(16)  # rows that are combined at a time
-FAN_IN = gl.constexpr(8)  # programs of a group of the first level, for tiles of more than twice as many programs
-
-
-class Partials(NamedTuple):
-    """Slots for partial states as int32, the bits of float32. acc: [slots, c.partial_rows, head_dim]; ml: pairs (m, l),
-    [slots, c.partial_rows, 2]; slots: how many there are, which the invariant split needs.
-    """
-
-    acc: tl.tensor
-    ml: tl.tensor
-    slots: tl.tensor
+# Rows that are combined at a time.
+MAX_ROWS = gl.constexpr(16)
+# Programs of a group of the first level, for tiles of more than twice as many programs.
+FAN_IN = gl.constexpr(8)
 
 
 @gluon.jit
@@ -55,33 +44,6 @@ def slot_of(program, owner, last):
     if _two_levels(owner, last):
         i = gl.where(i % FAN_IN == 0, i // FAN_IN, i - i // FAN_IN + (last - owner) // FAN_IN)
     return gl.minimum(owner + i, gl.num_programs(0) - 1)
-
-
-@gluon.jit
-def store_partial(acc, m, l, partials, slot, row, row_end, c: gl.constexpr):
-    """Store a state to a slot, [rows, head_dim] from `row` on. Rows up to row_end are stored, and those after them that
-    are combined together with them.
-    """
-    layout: gl.constexpr = acc.type.layout
-    flat: gl.constexpr = gl.SliceLayout(1, layout)
-    r = row + gl.arange(0, acc.shape[0], flat)
-    d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
-    step: gl.constexpr = min(c.partial_rows, MAX_ROWS)
-    valid = (r < c.partial_rows) & (r // step * step < row_end)
-    at = partials.acc + slot * (c.partial_rows * c.dim) + (r[:, None] * c.dim + d[None, :])
-    _store_flagged(at, acc, valid[:, None])
-    ml = partials.ml + slot * (c.partial_rows * 2) + r * 2
-    _store_flagged(ml, gl.convert_layout(m, flat), valid)
-    _store_flagged(ml + 1, gl.convert_layout(l, flat), valid)
-
-
-@gluon.jit
-def _store_flagged(at, x, valid):
-    """Store float32 numbers, -0.0 for 0.0. If several threads have the same element, only one of them stores it: a
-    second store might come after the reader has cleared the slot.
-    """
-    bits = x.to(gl.int32, bitcast=True)
-    gl.store(at, gl.where(bits == 0, -(1 << 31), bits), valid)
 
 
 @gluon.constexpr_function
@@ -126,127 +88,182 @@ def _floats(count):
     return (gl.float32,) * count
 
 
-@gluon.jit
-def combine(acc, m, l, partials, output, request, h, program, owner, last, free, free_ml, c: gl.constexpr):
-    """Merge partial states of a tile of programs owner to last, in their order, into this program's state, [rows,
-    head_dim], and write the tile or store the merged state. free, free_ml: shared memory that is no longer in use.
+@aggregate
+class Partials:
+    """Slots for partial states as int32, the bits of float32. acc: [slots, rows, dim]; ml: pairs (m, l),
+    [slots, rows, 2]; slots: how many there are, which the invariant split needs. There is none with whole tiles.
     """
-    R: gl.constexpr = min(c.partial_rows, MAX_ROWS)
-    # Slots at a time: up to eight, as registers allow, and few for the rest. More variants would be more code, whose
-    # loading takes time however few slots there are.
-    many: gl.constexpr = max(min((64 if R < MAX_ROWS else 32) * 128 // (R * c.dim), 8), 1)
-    few: gl.constexpr = max(8 * 128 // (R * c.dim), 1)
-    save_state(acc, m, l, free, free_ml, 0, 1)
-    gl.thread_barrier()
-    row_end = request.q_len * c.group
-    last_read, levels = last, 1
-    if _two_levels(owner, last):
-        last_read = gl.minimum(program + FAN_IN - 1, last)
-        levels = gl.where(program == owner, 2, 1)
-    for row in range(0, gl.minimum(row_end, c.partial_rows), R):
-        acc_r, m_r, l_r = restore_rows(free, free_ml, 0, 1, row // R, c)
-        slot = slot_of(program + 1, owner, last)
-        slot_last = slot + last_read - program - 1
-        for _ in range(levels):
-            slot_last = gl.minimum(slot_last, gl.num_programs(0) - 1)
-            while slot_last - slot >= few:
-                acc_r, m_r, l_r = _merge_slots(acc_r, m_r, l_r, partials, slot, slot_last, many, row, c)
-                slot += many
-            while slot_last >= slot:
-                acc_r, m_r, l_r = _merge_slots(acc_r, m_r, l_r, partials, slot, slot_last, few, row, c)
-                slot += few
-            slot, slot_last = owner + 1, owner + (last - owner) // FAN_IN
-        if program == owner:
-            store_rows(acc_r, gl.max(m_r, 1), gl.max(l_r, 1), output, request.q_start, h, row, row_end, c)
-        else:
-            slot = slot_of(program, owner, last)
-            store_partial(acc_r, gl.max(m_r, 1), gl.max(l_r, 1), partials, slot, row, row_end, c)
+
+    acc: gl.tensor | None
+    ml: gl.tensor | None
+    slots: gl.tensor
+    rows: gl.constexpr
+    dim: gl.constexpr
+
+    @gluon.jit
+    def store(self, state, slot, row, row_end):
+        """Store a state to a slot, [rows, head_dim] from `row` on. Rows up to row_end are stored, and those after them
+        that are combined together with them.
+        """
+        layout: gl.constexpr = state.acc.type.layout
+        flat: gl.constexpr = gl.SliceLayout(1, layout)
+        r = row + gl.arange(0, state.acc.shape[0], flat)
+        d = gl.arange(0, self.dim, gl.SliceLayout(0, layout))
+        step: gl.constexpr = min(self.rows, MAX_ROWS)
+        valid = (r < self.rows) & (r // step * step < row_end)
+        at = self.acc + slot * (self.rows * self.dim) + (r[:, None] * self.dim + d[None, :])
+        _store_flagged(at, state.acc, valid[:, None])
+        ml = self.ml + slot * (self.rows * 2) + r * 2
+        _store_flagged(ml, gl.convert_layout(state.m, flat), valid)
+        _store_flagged(ml + 1, gl.convert_layout(state.l, flat), valid)
+
+    @gluon.jit
+    def poll(self, like, first, last, N: gl.constexpr, row):
+        """Wait for and load R rows, from `row` on, of the partial states in N slots from `first` on; slots after `last`
+        give the state of no keys. Returns six tensors like `like`, [R, head_dim / 4], for each slot: four neighbouring
+        elements of acc, m and l; and the addresses. Loads of all slots overlap, and a thread polls only what it loads.
+        """
+        R: gl.constexpr = like.shape[0]
+        threads: gl.constexpr = min(self.dim // 4, 32)
+        # Vectors of a thread in a slot.
+        vectors: gl.constexpr = max(R * threads // 128, 1) * (self.dim // 4 // threads)
+        acc_step: gl.constexpr = self.rows * self.dim * 4
+        ml_step: gl.constexpr = self.rows * 2 * 4
+        r = row + gl.arange(0, R, gl.SliceLayout(1, like.type.layout))[:, None]
+        d = gl.arange(0, self.dim // 4, gl.SliceLayout(0, like.type.layout))[None, :]
+        acc = self.acc + first * (self.rows * self.dim) + (r * self.dim + d * 4)
+        ml = self.ml + first * (self.rows * 2) + (r * 2 + d * 0)
+        count = gl.zeros_like(r + d) + (last - first + 1)
+        ptx: gl.constexpr = _poll_ptx(N, vectors, acc_step, ml_step)
+        constraints: gl.constexpr = _constraints(6 * N * vectors, vectors)
+        x = gl.inline_asm_elementwise(ptx, constraints, [acc, ml, count], _floats(6 * N), False, vectors)
+        return x, (acc, ml, count)
+
+    @gluon.jit
+    def clear(self, addresses, N: gl.constexpr):
+        """Store zeros again where `poll` has loaded."""
+        acc_step: gl.constexpr = self.rows * self.dim * 4
+        ml_step: gl.constexpr = self.rows * 2 * 4
+        # All threads have loaded.
+        gl.thread_barrier()
+        gl.inline_asm_elementwise(_clear_ptx(N, acc_step, ml_step), _constraints(1, 1), addresses, gl.int32, False, 1)
+
+    @gluon.jit
+    def _merge_slots(self, state, first, last, N: gl.constexpr, row):
+        """Merge what `poll` loads into a state with the layouts of `SavedState.rows`."""
+        x, addresses = self.poll(state.m, first, last, N, row)
+        top = state.m
+        for i in gl.static_range(N):
+            top = gl.maximum(top, x[6 * i + 4])
+        base = exponent_base(top)
+        alpha = gl.exp2(state.m - base)
+        total, zero = state.l * alpha, gl.zeros_like(state.l)
+        x_0, x_1, x_2, x_3 = zero, zero, zero, zero
+        for i in gl.static_range(N):
+            weight = gl.exp2(x[6 * i + 4] - base)
+            total += x[6 * i + 5] * weight
+            x_0, x_1 = x_0 + x[6 * i] * weight, x_1 + x[6 * i + 1] * weight
+            x_2, x_3 = x_2 + x[6 * i + 2] * weight, x_3 + x[6 * i + 3] * weight
+        self.clear(addresses, N)
+        alpha = interleave(alpha, alpha, alpha, alpha, state.acc)
+        return SoftmaxState(state.acc * alpha + interleave(x_0, x_1, x_2, x_3, state.acc), top, total)
+
+    @gluon.jit
+    def combine(self, saved, output, request, h, program, owner, last):
+        """Merge partial states of a tile of programs owner to last, in their order, into this program's state, and
+        write the tile or store the merged state. saved: the SavedState.
+        """
+        R: gl.constexpr = min(self.rows, MAX_ROWS)
+        # Slots at a time: up to eight, as registers allow, and few for the rest. More variants would be more code,
+        # whose loading takes time however few slots there are.
+        many: gl.constexpr = max(min((64 if R < MAX_ROWS else 32) * 128 // (R * self.dim), 8), 1)
+        few: gl.constexpr = max(8 * 128 // (R * self.dim), 1)
+        row_end = request.rows()
+        last_read, levels = last, 1
+        if _two_levels(owner, last):
+            last_read = gl.minimum(program + FAN_IN - 1, last)
+            levels = gl.where(program == owner, 2, 1)
+        for row in range(0, gl.minimum(row_end, self.rows), R):
+            state = saved.rows(row // R)
+            slot = slot_of(program + 1, owner, last)
+            slot_last = slot + last_read - program - 1
+            for _ in range(levels):
+                slot_last = gl.minimum(slot_last, gl.num_programs(0) - 1)
+                while slot_last - slot >= few:
+                    state = self._merge_slots(state, slot, slot_last, many, row)
+                    slot += many
+                while slot_last >= slot:
+                    state = self._merge_slots(state, slot, slot_last, few, row)
+                    slot += few
+                slot, slot_last = owner + 1, owner + (last - owner) // FAN_IN
+            if program == owner:
+                output.store_rows(one_per_row(state), request.q_start, h, row, row_end)
+            else:
+                self.store(one_per_row(state), slot_of(program, owner, last), row, row_end)
 
 
 @gluon.jit
-def save_state(acc, m, l, free, free_ml, index: gl.constexpr, states: gl.constexpr):
-    """Save a state, [rows, head_dim], in shared memory: acc to `free`; m and l to free_ml, which has room for those of
-    `states` states, as the index-th.
+def _store_flagged(at, x, valid):
+    """Store float32 numbers, -0.0 for 0.0. If several threads have the same element, only one of them stores it: a
+    second store might come after the reader has cleared the slot.
     """
-    rows: gl.constexpr = acc.shape[0]
-    gl.thread_barrier()
-    free._reinterpret(gl.float32, acc.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(acc)
-    ml = free_ml._reinterpret(gl.float32, [2 * states, rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ml.index(2 * index).store(m)
-    ml.index(2 * index + 1).store(l)
+    bits = x.to(gl.int32, bitcast=True)
+    gl.store(at, gl.where(bits == 0, -(1 << 31), bits), valid)
 
 
-@gluon.jit
-def restore_rows(free, free_ml, index: gl.constexpr, states: gl.constexpr, chunk, c: gl.constexpr):
-    """Rows of a state that `save_state` saved, the chunk-th R = min(c.partial_rows, MAX_ROWS) of them, in the layouts
-    of `load_partials`. acc: [R, head_dim], four neighbours in a thread; m, l: [R, head_dim / 4], the row's numbers once
-    for each four elements of acc.
+@aggregate
+class SavedState:
+    """Shared memory, no longer in use for anything else, that has a state: acc in `acc`; m and l in `ml`, which has
+    room for those of `states` states, as the index-th. config: decode's Config.
     """
-    R: gl.constexpr = min(c.partial_rows, MAX_ROWS)
-    chunks: gl.constexpr = c.block_m // R
-    threads: gl.constexpr = min(c.dim // 4, 32)  # of a warp, in a row
-    plane: gl.constexpr = gl.BlockedLayout([1, 4], [32 // threads, threads], [4, 1], [1, 0])
-    fours: gl.constexpr = gl.BlockedLayout([1, 1], [32 // threads, threads], [4, 1], [1, 0])
-    flat: gl.constexpr = gl.SliceLayout(1, plane)
-    acc = free._reinterpret(gl.float32, [chunks, R, c.dim], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(chunk)
-    ml = free_ml._reinterpret(gl.float32, [2 * states * chunks, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    m, l = ml.index(2 * index * chunks + chunk), ml.index((2 * index + 1) * chunks + chunk)
-    acc, m, l = acc.load(plane), m.load(flat), l.load(flat)
-    ones = gl.full([R, c.dim // 4], 1.0, gl.float32, fours)
-    m = gl.convert_layout(m, gl.SliceLayout(1, fours))[:, None] * ones
-    l = gl.convert_layout(l, gl.SliceLayout(1, fours))[:, None] * ones
-    return acc, m, l
+
+    acc: gl.shared_memory_descriptor
+    ml: gl.shared_memory_descriptor
+    index: gl.constexpr
+    states: gl.constexpr
+    config: gl.constexpr
+
+    @gluon.jit
+    def save(self, state):
+        """Save a state, [block_m, head_dim]. Its warps must meet at a barrier before rows are restored."""
+        gl.thread_barrier()
+        shape: gl.constexpr = [self.config.block_m, self.config.dim]
+        self.acc._reinterpret(gl.float32, shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(state.acc)
+        flat: gl.constexpr = [2 * self.states, self.config.block_m]
+        ml = self.ml._reinterpret(gl.float32, flat, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        ml.index(2 * self.index).store(state.m)
+        ml.index(2 * self.index + 1).store(state.l)
+
+    @gluon.jit
+    def rows(self, chunk):
+        """The chunk-th R rows of the state, as many as are combined at a time, in the layouts of `Partials.poll`. acc:
+        [R, head_dim], four neighbours in a thread; m, l: [R, head_dim / 4], the row's numbers once for each four
+        elements of acc.
+        """
+        R: gl.constexpr = min(self.config.partial_rows, MAX_ROWS)
+        dim: gl.constexpr = self.config.dim
+        chunks: gl.constexpr = self.config.block_m // R
+        # Threads of a warp in a row.
+        threads: gl.constexpr = min(dim // 4, 32)
+        plane: gl.constexpr = gl.BlockedLayout([1, 4], [32 // threads, threads], [4, 1], [1, 0])
+        fours: gl.constexpr = gl.BlockedLayout([1, 1], [32 // threads, threads], [4, 1], [1, 0])
+        flat: gl.constexpr = gl.SliceLayout(1, plane)
+        shape: gl.constexpr = [chunks, R, dim]
+        acc = self.acc._reinterpret(gl.float32, shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(chunk)
+        ml_shape: gl.constexpr = [2 * self.states * chunks, R]
+        ml = self.ml._reinterpret(gl.float32, ml_shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        m, l = ml.index(2 * self.index * chunks + chunk), ml.index((2 * self.index + 1) * chunks + chunk)
+        acc, m, l = acc.load(plane), m.load(flat), l.load(flat)
+        ones = gl.full([R, dim // 4], 1.0, gl.float32, fours)
+        m = gl.convert_layout(m, gl.SliceLayout(1, fours))[:, None] * ones
+        l = gl.convert_layout(l, gl.SliceLayout(1, fours))[:, None] * ones
+        return SoftmaxState(acc, m, l)
 
 
 @gluon.jit
-def load_partials(like, partials, first, last, N: gl.constexpr, row, c: gl.constexpr):
-    """Wait for and load R rows, from `row` on, of the partial states in N slots from `first` on; slots after `last`
-    give the state of no keys. Returns six tensors like `like`, [R, head_dim / 4], for each slot: four neighbouring
-    elements of acc, m and l; and the addresses. Loads of all slots overlap, and a thread polls only what it loads.
-    """
-    R: gl.constexpr = like.shape[0]
-    threads: gl.constexpr = min(c.dim // 4, 32)
-    vectors: gl.constexpr = max(R * threads // 128, 1) * (c.dim // 4 // threads)  # of a thread in a slot
-    acc_step: gl.constexpr = c.partial_rows * c.dim * 4
-    ml_step: gl.constexpr = c.partial_rows * 2 * 4
-    r = row + gl.arange(0, R, gl.SliceLayout(1, like.type.layout))[:, None]
-    d = gl.arange(0, c.dim // 4, gl.SliceLayout(0, like.type.layout))[None, :]
-    acc = partials.acc + first * (c.partial_rows * c.dim) + (r * c.dim + d * 4)
-    ml = partials.ml + first * (c.partial_rows * 2) + (r * 2 + d * 0)
-    count = gl.zeros_like(r + d) + (last - first + 1)
-    ptx: gl.constexpr = _poll_ptx(N, vectors, acc_step, ml_step)
-    constraints: gl.constexpr = _constraints(6 * N * vectors, vectors)
-    x = gl.inline_asm_elementwise(ptx, constraints, [acc, ml, count], _floats(6 * N), False, vectors)
-    return x, (acc, ml, count)
-
-
-@gluon.jit
-def clear_partials(addresses, N: gl.constexpr, c: gl.constexpr):
-    """Store zeros again where `load_partials` has loaded."""
-    acc_step: gl.constexpr = c.partial_rows * c.dim * 4
-    ml_step: gl.constexpr = c.partial_rows * 2 * 4
-    gl.thread_barrier()  # all threads have loaded
-    gl.inline_asm_elementwise(_clear_ptx(N, acc_step, ml_step), _constraints(1, 1), addresses, gl.int32, False, 1)
-
-
-@gluon.jit
-def _merge_slots(acc, m, l, partials, first, last, N: gl.constexpr, row, c: gl.constexpr):
-    """Merge what `load_partials` loads into a state with the layouts of `restore_rows`."""
-    x, addresses = load_partials(m, partials, first, last, N, row, c)
-    top = m
-    for i in gl.static_range(N):
-        top = gl.maximum(top, x[6 * i + 4])
-    base = exponent_base(top)
-    alpha = gl.exp2(m - base)
-    total, zero = l * alpha, gl.zeros_like(l)
-    x_0, x_1, x_2, x_3 = zero, zero, zero, zero
-    for i in gl.static_range(N):
-        weight = gl.exp2(x[6 * i + 4] - base)
-        total += x[6 * i + 5] * weight
-        x_0, x_1 = x_0 + x[6 * i] * weight, x_1 + x[6 * i + 1] * weight
-        x_2, x_3 = x_2 + x[6 * i + 2] * weight, x_3 + x[6 * i + 3] * weight
-    clear_partials(addresses, N, c)
-    return acc * interleave(alpha, alpha, alpha, alpha, acc) + interleave(x_0, x_1, x_2, x_3, acc), top, total
+def one_per_row(state):
+    """A state with the layouts of `SavedState.rows`, with m and l once for each row."""
+    return SoftmaxState(state.acc, gl.max(state.m, 1), gl.max(state.l, 1))
 
 
 @gluon.jit

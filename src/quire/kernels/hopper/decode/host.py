@@ -12,13 +12,26 @@ from torch import Tensor
 from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, kv_strides, split_scales
+from quire.kernels.hopper.config import TileConfig
 from quire.kernels.hopper.decode.kernel import Config, decode
-from quire.kernels.hopper.mask import keys_to_the_right
-from quire.kernels.hopper.schedule import DECODE_ROWS, FEW_BLOCKS, decode_tokens, scan_size
+from quire.kernels.hopper.epilogue import OutputConfig
+from quire.kernels.hopper.mask import MaskConfig, has_items, mask_arguments
+from quire.kernels.hopper.pipeline import PipelineConfig
+from quire.kernels.hopper.schedule import (
+    DECODE_ROWS,
+    FEW_BLOCKS,
+    ScheduleConfig,
+    SpanConfig,
+    decode_tokens,
+    scan_size,
+)
 
-_UNIT_SIZE, _RUN = 128, 8  # keys in a work unit, and units in a run, if batch-invariant
-_MAX_PARTIAL_BYTES = 120 << 20  # for partial states, if batch-invariant
-_BYTES_IN_FLIGHT = 128 << 10  # of a multiprocessor's pipelines: more loads would only wait for each other in memory
+# Keys in a work unit, and work units in a split group, if batch-invariant.
+_UNIT_SIZE, _SPLIT_GROUP = 128, 8
+# For partial states, if batch-invariant.
+_MAX_PARTIAL_BYTES = 120 << 20
+# Of a multiprocessor's pipelines. More loads would only wait for each other in memory.
+_BYTES_IN_FLIGHT = 128 << 10
 
 
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
@@ -27,7 +40,7 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     if not (0 < rows <= DECODE_ROWS or spec.batch_invariant):
         found = f", not {rows}" if rows else ""
         return f"it decodes: at most {DECODE_ROWS} query rows per request and KV head{found}"
-    if spec.mask.items or spec.pos_encoding != "NONE":
+    if has_items(spec) or spec.pos_encoding != "NONE":
         return "it knows no items, nor position encodings"
     if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
         return f"head_dim is 64, 128 or 256, not {spec.head_dim_qk} and {spec.head_dim_vo}"
@@ -61,13 +74,16 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
     """
     rows, stored_dim = max_q_len * spec.group_size, spec.head_dim_qk * spec.kv_dtype.itemsize // 2
     if _whole_tiles(spec, max_q_len):
-        rows = 16 if spec.group_size <= 16 else 32  # most have one query token; 32 columns spill registers
+        # Most requests have one query token, and 32 columns spill registers.
+        rows = 16 if spec.group_size <= 16 else 32
     packed = 2 if stored_dim == 64 and rows <= 4 and spec.num_kv_heads % 2 == 0 else 1
     rows *= packed
     block_m = max(8, triton.next_power_of_2(rows))
-    columns = block_m * (spec.head_dim_qk // stored_dim)  # of acc: with fp8, even and odd elements are apart
+    # Columns of acc: with fp8, even and odd elements are apart.
+    columns = block_m * (spec.head_dim_qk // stored_dim)
     programs, block_n = 2 if stored_dim <= 128 and columns <= 32 else 1, 64 * max(1, 128 // (stored_dim * packed))
-    if spec.batch_invariant:  # bits depend on how many keys are in a block, so that is the same for all rows
+    if spec.batch_invariant:
+        # Bits depend on how many keys are in a block, so that is the same for all rows.
         block_n = 64
     stages = _BYTES_IN_FLIGHT // (programs * 4 * stored_dim * packed * block_n)
     return Tuning(packed, rows, block_m, stored_dim, block_n, stages, programs, 128 if programs == 2 else 255)
@@ -81,7 +97,7 @@ def _whole_tiles(spec: AttentionSpec, max_q_len: int) -> bool:
 @lru_cache(maxsize=1024)
 def _launcher(c: Config, registers: int) -> Launcher:
     # If batch-invariant, what is rounded must not depend on the compiler: see `invariant.py`.
-    return Launcher(decode, c, num_warps=4, maxnreg=registers, launch_pdl=True, enable_fp_fusion=c.run == 0)
+    return Launcher(decode, c, num_warps=4, maxnreg=registers, launch_pdl=True, enable_fp_fusion=c.split_group == 0)
 
 
 @lru_cache(maxsize=1024)
@@ -89,37 +105,33 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
     """What the kernel is compiled for. flags: q_scale, k_scale, v_scale, lse, int64_offsets and by_length of Config."""
     tuning, whole_tiles = tune(spec, max_q_len), _whole_tiles(spec, max_q_len)
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length = flags
-    return Config(
+    partial_rows = _partial_rows(tuning)
+    tile = TileConfig(
         heads=spec.num_kv_heads // tuning.packed_heads,
         group=spec.group_size * tuning.packed_heads,
-        packed_heads=tuning.packed_heads,
-        dim=spec.head_dim_qk,
-        stored_dim=tuning.stored_dim,
-        page_size=page_size,
-        block_m=tuning.block_m,
+        rows=tuning.rows if whole_tiles else 0,
         block_n=tuning.block_n,
         unit_size=_UNIT_SIZE if spec.batch_invariant else tuning.block_n,
-        run=_RUN if spec.batch_invariant else 0,
-        whole_tiles=whole_tiles,
-        tile_rows=tuning.rows if whole_tiles else 0,
-        most_q_len=decode_tokens(spec) if whole_tiles else 0,
-        stages=tuning.stages,
-        programs=tuning.programs,
-        scan=scan_size(batch),
-        partial_rows=_partial_rows(tuning),
-        partial_cost=0 if spec.batch_invariant else _partial_rows(tuning) * spec.head_dim_vo // 128,
+        packed_heads=tuning.packed_heads,
+    )
+    most_q_len = decode_tokens(spec) if whole_tiles else 0
+    partial_cost = 0 if spec.batch_invariant else partial_rows * spec.head_dim_vo // 128
+    return Config(
+        mask=MaskConfig.of(spec, tile, max_q_len),
+        schedule=ScheduleConfig(
+            tile, page_size, by_length, int64_offsets, most_q_len=most_q_len, whole_tiles=whole_tiles
+        ),
+        span=SpanConfig(scan_size(batch), tuning.programs, partial_cost),
+        pipeline=PipelineConfig(tuning.stages, consumers=1, load_warps=4),
+        output=OutputConfig(tile, spec.head_dim_vo, spec.sinks, lse, v_scale),
+        stored_dim=tuning.stored_dim,
+        block_m=tuning.block_m,
+        partial_rows=partial_rows,
+        split_group=_SPLIT_GROUP if spec.batch_invariant else 0,
         load_registers=72 if tuning.programs == 2 else 152,
-        right=keys_to_the_right(spec, max_q_len),
-        window=spec.mask.window_left >= 0,
-        mask=spec.mask.custom_mask,
         cap=spec.logits_soft_cap > 0,
-        sinks=spec.sinks,
-        int64_offsets=int64_offsets,
-        by_length=by_length,
-        lse=lse,
         q_scale=q_scale,
         k_scale=k_scale,
-        v_scale=v_scale,
         fp8=spec.kv_dtype in FLOATS8,
         e5m2=spec.kv_dtype == torch.float8_e5m2,
     )
@@ -130,16 +142,17 @@ def _partial_rows(tuning: Tuning) -> int:
 
 
 def _slots(spec: AttentionSpec, max_q_len: int, processors: int, batch: int, keys: int) -> tuple[int, int]:
-    """Programs of a batch-invariant launch, and slots for their partial states: for each program the units of a run but
-    the first, and for each run of the schedule one. If partial states are large, fewer programs fit the memory.
+    """Programs of a batch-invariant launch, and slots for their partial states: for each program the units of a split
+    group but the first, and one for each split group of the schedule. If partial states are large, fewer programs fit
+    the memory.
     """
     tuning = tune(spec, max_q_len)
     each = _partial_rows(tuning) * (spec.head_dim_vo + 2) * 4
-    runs = spec.num_kv_heads // tuning.packed_heads * (keys // _UNIT_SIZE + batch) // _RUN
+    groups = spec.num_kv_heads // tuning.packed_heads * (keys // _UNIT_SIZE + batch) // _SPLIT_GROUP
     programs = processors * tuning.programs
-    room = (_MAX_PARTIAL_BYTES - runs * each) // (_RUN * each)
+    room = (_MAX_PARTIAL_BYTES - groups * each) // (_SPLIT_GROUP * each)
     programs = max(min(programs, room), processors // 2)
-    return programs, _RUN * programs + runs
+    return programs, _SPLIT_GROUP * programs + groups
 
 
 def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
@@ -172,13 +185,15 @@ def _few_entries(c: Config, processors: int, batch: int) -> int:
     """Up to so many page ids, `find_span` uses one program per multiprocessor whatever the table says; -1 if the kernel
     has only one, or if the number of tiles per request is unknown.
     """
-    blocks = processors * c.programs * FEW_BLOCKS.value // c.heads - batch  # per head
-    return -1 if c.whole_tiles or c.programs == 1 else blocks * c.block_n // max(c.page_size, 1)
+    if c.schedule.whole_tiles or c.span.programs == 1:
+        return -1
+    blocks_per_head = processors * c.span.programs * FEW_BLOCKS.value // c.tile.heads - batch
+    return blocks_per_head * c.tile.block_n // max(c.schedule.page_size, 1)
 
 
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> LaunchReplay | None:
     """Compute a call with as many programs as run at a time, or fewer if there is less memory for partial states."""
-    spec, kv, q, k, v, mask = call.spec, call.kv, call.q, call.k, call.v, call.mask
+    spec, kv, q, k, v = call.spec, call.kv, call.q, call.k, call.v
     page_size, indices, lengths, by_length, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
@@ -187,26 +202,27 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     c, tuning = config(spec, page_size, batch, call.max_q_len, flags), tune(spec, call.max_q_len)
     each, programs = c.partial_rows * (spec.head_dim_vo + 2), processors * tuning.programs
     slots, partials = 0, None
-    if spec.batch_invariant and not c.whole_tiles:
+    if spec.batch_invariant and not c.schedule.whole_tiles:
         programs, slots = _slots(spec, call.max_q_len, processors, batch, entries * max(page_size, 1))
         partials = call.int_workspace_for(slots * each, slots * each)
-    elif not c.whole_tiles:
+    elif not c.schedule.whole_tiles:
         partials = call.int_workspace_for(programs * each)
         programs = min(programs, partials.numel() // each)
     few = _few_entries(c, processors, batch)
     if entries <= few:
-        programs = min(programs, processors)  # any more would find an empty span
-    bits, bits_indptr, bits_size = (None, None, 0) if mask is None else (mask.bits, mask.indptr, mask.bits.shape[0])
+        # Any more would find an empty span.
+        programs = min(programs, processors)
+    (bits, bits_indptr, *_), (bits_size, _, window) = mask_arguments(call)
     scale, cap = spec.sm_scale * LOG2E * q_gain * k_gain, spec.logits_soft_cap * LOG2E
     replay = _launcher(c, tuning.registers)(
         programs,
         (q, None, k, v, None, out, lse, call.sinks),
         (partials, call.qo.indptr, kv.indptr, lengths, indices, bits, bits_indptr, q_scale, k_scale, v_scale),
-        (processors, slots, bits_size, batch, tokens, entries, k.shape[0], spec.mask.window_left, scale, v_gain, cap),
+        (processors, slots, bits_size, batch, tokens, entries, k.shape[0], window, scale, v_gain, cap),
         (*q.stride()[:2], *(n // _per_16_bits(x) for x in (k, v) for n in kv_strides(x)), *out.stride()[:2]),
     )
     if replay is not None and entries <= few:
         replay.max_entries = few
     # A launch that is repeated must read the caller's own tensors.
     own = (partials is None or partials is call.int_workspace) and q_scale is k_scale is v_scale is None
-    return replay if own else None  # a replay must not read what was allocated for one call
+    return replay if own else None

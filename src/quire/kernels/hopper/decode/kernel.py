@@ -14,80 +14,83 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.decode.combine import Partials, combine, combines, slot_of, store_partial
+from quire.kernels.hopper.config import TileConfig
+from quire.kernels.hopper.decode.combine import Partials, SavedState, combines, slot_of
 from quire.kernels.hopper.decode.invariant import consume_invariant
-from quire.kernels.hopper.decode.load import Cache, allocate_pipeline, load
-from quire.kernels.hopper.decode.tile import Queries, attend_keys, load_rows, tile_of, transpose_acc
-from quire.kernels.hopper.epilogue import Output, store_rows
-from quire.kernels.hopper.mask import Mask
-from quire.kernels.hopper.schedule import Tables, find_span, quotient, request_at, segment_at
+from quire.kernels.hopper.decode.load import Cache, allocate_kv_pipeline, load
+from quire.kernels.hopper.decode.tile import Queries, attend_keys, tile_of, transposed
+from quire.kernels.hopper.epilogue import Output, OutputConfig
+from quire.kernels.hopper.mask import Mask, MaskConfig
+from quire.kernels.hopper.pipeline import PipelineConfig, PipelineState
+from quire.kernels.hopper.schedule import ScheduleConfig, SpanConfig, Tables
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for.
 
-    heads: int  # KV heads; `packed_heads` of them count as one
-    group: int  # query heads of one of these
-    packed_heads: int  # 1, or 2 KV heads whose keys and values are loaded together and computed as one tile
-    dim: int  # head_dim
-    stored_dim: int  # 16-bit elements of a head in the cache: dim, or dim / 2 with fp8
-    page_size: int  # tokens in a page; 0 for ragged rows
-    block_m: int  # query rows of a tile, padded to a power of two
-    block_n: int  # keys in a block
-    stages: int  # blocks in the pipeline
-    programs: int  # on a multiprocessor
-    scan: int  # requests in one prefix sum of the schedule
-    partial_rows: int  # rows of a partial state, a power of two, at least 4
-    partial_cost: int  # time to merge a partial state, in 32nds of the time of a work unit
-    load_registers: int  # per thread of the producer
-    right: int  # keys to the right of its position that a row sees; -1: all
-    window: bool
-    mask: bool  # custom masks
-    cap: bool  # of logits
-    sinks: bool
-    int64_offsets: bool  # the cache has 2**31 elements or more
-    by_length: bool  # last_page_len has the key counts of whole requests
-    lse: bool  # is written
-    q_scale: bool  # factors per head
+    Attributes:
+        stored_dim: 16-bit elements of a head in the cache: dim, or dim / 2 with fp8.
+        block_m: query rows of a tile, padded to a power of two.
+        partial_rows: rows of a partial state, a power of two, at least 4.
+        split_group: work units of a split group of the batch-invariant split; 0: not batch-invariant.
+        load_registers: per thread of the producer.
+        cap: of logits.
+        q_scale, k_scale: factors per head.
+        fp8, e5m2: caches are of fp8, and that is float8_e5m2, not float8_e4m3fn.
+    """
+
+    mask: MaskConfig
+    schedule: ScheduleConfig
+    span: SpanConfig
+    pipeline: PipelineConfig
+    output: OutputConfig
+    stored_dim: int
+    block_m: int
+    partial_rows: int
+    split_group: int
+    load_registers: int
+    cap: bool
+    q_scale: bool
     k_scale: bool
-    v_scale: bool
     fp8: bool
-    e5m2: bool  # fp8 is float8_e5m2, not float8_e4m3fn
-    unit_size: int  # keys in a work unit: a block, unless batch-invariant
-    run: int  # work units in a run of the batch-invariant split; 0: not batch-invariant
-    whole_tiles: bool  # programs compute whole tiles
-    tile_rows: int  # query rows of a tile; 0: all of a request
-    most_q_len: int  # query tokens of the requests that this launch computes; 0: any number
-    least_q_len: int = 0
-    items: bool = False
+    e5m2: bool
+
+    @property
+    def tile(self) -> TileConfig:
+        """How the work is cut."""
+        return self.schedule.tile
+
+    @property
+    def dim(self) -> int:
+        """The head_dim."""
+        return self.output.dim
 
 
 @gluon.jit
 def consume(tables, queries, pipeline, partials, output, span, c: gl.constexpr):
     """Attend to the pipeline's blocks, tile by tile."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_m, 16])
-    flat: gl.constexpr = gl.SliceLayout(0, L)
     unit, request = span.start, span.request
-    n = span.start * 0
+    kv_state = PipelineState(gl.to_tensor(0), c.pipeline.stages)
     while unit < span.end:
-        segment = segment_at(request, unit, span.end, c)
-        rows = load_rows(queries, request, segment.h, 0, flat, tables.mask, c)
-        tile = tile_of(request, segment, tables.mask, c)
-        start, end = tile.kv_start, tile.kv_end
-        acc, m, l, n = attend_keys(queries, rows, request, pipeline, start, end, n, tables.mask, c)
-        acc, row_end = transpose_acc(acc, c), request.q_len * c.group
+        segment = request.segment(unit, span.end)
+        rows = queries.load(request, segment.h, 0, tables.mask)
+        tile = tile_of(request, segment, tables.mask)
+        state, kv_state = attend_keys(queries, rows, pipeline, kv_state, tile.kv_start, tile.kv_end)
+        state = transposed(state, c)
         tile_start = unit - segment.start
-        owner, last = quotient(tile_start, span.size), quotient(tile_start + request.units - 1, span.size)
+        owner, last = span.owner(tile_start), span.owner(tile_start + request.units - 1)
         if owner == last:
-            store_rows(acc, m, l, output, request.q_start, tile.h, 0, row_end, c)
+            output.store_rows(state, request.q_start, tile.h, 0, request.rows())
         elif combines(span.program, owner, last):
-            free, free_ml = pipeline.k, pipeline.v
-            combine(acc, m, l, partials, output, request, tile.h, span.program, owner, last, free, free_ml, c)
+            saved = SavedState(pipeline.k, pipeline.v, 0, 1, c)
+            saved.save(state)
+            gl.thread_barrier()
+            partials.combine(saved, output, request, tile.h, span.program, owner, last)
         else:
-            store_partial(acc, m, l, partials, slot_of(span.program, owner, last), 0, row_end, c)
+            partials.store(state, slot_of(span.program, owner, last), 0, request.rows())
         unit += segment.end - segment.start
-        request = request_at(tables, request, unit, span.end, c)
+        request = tables.request_at(request, unit, span.end)
 
 
 _POINTERS = (
@@ -106,38 +109,38 @@ def decode(
     c: gl.constexpr,
 ):  # fmt: skip
     """Attention of those requests of a batch that have at most 64 query rows per KV head, over pages or ragged rows.
-    With c.whole_tiles there may be others.
+    With whole tiles there may be others.
 
-    q, k, v, out: as in `quire.kernels.registry.Call` (q_pe and k_pe are None). lse: float32 [tokens, heads]. partials:
-    None with c.whole_tiles, otherwise int32 [n, c.partial_rows, dim] and after it [n, c.partial_rows, 2] for `Partials`
-    with n slots, `slots` if c.run > 0 and one per program if not; 0 before and after. Strides count 16-bit elements,
+    q, k, v, out: as in `quire.kernels.call.Call` (q_pe and k_pe are None). lse: float32 [tokens, heads]. partials: None
+    with whole tiles, otherwise int32 [n, c.partial_rows, dim] and after it [n, c.partial_rows, 2] for `Partials` with n
+    slots, `slots` if c.split_group > 0 and one per program if not; 0 before and after. Strides count 16-bit elements,
     and those of k and v are multiples of 16. scale and cap are in base 2.
     """
-    mask = Mask(window, mask_bits, mask_indptr, mask_size, None, None, None)
-    tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
+    mask = Mask(window, mask_bits, mask_indptr, mask_size, None, None, None, c.mask)
+    tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask, c.schedule)
     if c.fp8:
         k, v = k.to(gl.pointer_type(gl.int16), bitcast=True), v.to(gl.pointer_type(gl.int16), bitcast=True)
-    cache = Cache(k, v, k_page, k_token, k_head, v_page, v_token, v_head)
+    k_cache, v_cache = Cache(k, k_page, k_token, k_head), Cache(v, v_page, v_token, v_head)
     ml = partials
-    if not c.whole_tiles:
-        ml += (slots.to(gl.int64) if c.run > 0 else gl.num_programs(0)) * (c.partial_rows * c.dim)
-    partial_states = Partials(partials, ml, slots)
-    output = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain)
+    if not c.schedule.whole_tiles:
+        ml += (slots.to(gl.int64) if c.split_group > 0 else gl.num_programs(0)) * (c.partial_rows * c.dim)
+    states = Partials(partials, ml, slots, c.partial_rows, c.dim)
+    output = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
     stored: gl.constexpr = k.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if c.fp8 else stored
-    pipeline = allocate_pipeline(stored, c)
+    pipeline = allocate_kv_pipeline(stored, c)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_m, c.stored_dim], dtype)
     q_shared = gl.allocate_shared_memory(dtype, [c.dim // c.stored_dim, c.block_m, c.stored_dim], q_layout)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_m, c.block_n], dtype)
-    p_shared = gl.allocate_shared_memory(dtype, [c.block_m, c.block_n], p_layout)
-    queries = Queries(q, q_token, q_head, q_shared, p_shared, scale, cap, q_scale, k_scale)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_m, c.tile.block_n], dtype)
+    p_shared = gl.allocate_shared_memory(dtype, [c.block_m, c.tile.block_n], p_layout)
+    queries = Queries(q, q_token, q_head, q_shared, p_shared, scale, cap, q_scale, k_scale, c)
     gdc_launch_dependents()
     gdc_wait()
-    span = find_span(tables, gl.program_id(0), gl.num_programs(0), processors, c)
+    span = tables.find_span(gl.program_id(0), gl.num_programs(0), processors, gl.constexpr(c.span))
     gl.warp_specialize(
         [
-            (consume_invariant if c.run > 0 else consume, (tables, queries, pipeline, partial_states, output, span, c)),
-            (load, (tables, cache, pipeline, output, span, c)),
+            (consume_invariant if c.split_group > 0 else consume, (tables, queries, pipeline, states, output, span, c)),
+            (load, (tables, k_cache, v_cache, pipeline, output, span, c)),
         ],
         [4],
         [c.load_registers],

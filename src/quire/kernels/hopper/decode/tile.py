@@ -6,89 +6,135 @@ elements of values fill; the few query rows of a decode step are its columns, at
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from quire.kernels.hopper.mask import RowMask, row_mask, tile_keys, visible
-from quire.kernels.hopper.softmax import LOG2E, exponent_base
+from quire.kernels.gpu.triton_internals import aggregate
+from quire.kernels.hopper.mask import RowMask
+from quire.kernels.hopper.softmax import LOG2E, SoftmaxState, exponent_base
 
 
-class Tile(NamedTuple):
+@aggregate
+class Tile:
     """What is computed of a segment: head h's rows from `row` on, and keys kv_start to kv_end."""
 
-    h: tl.tensor
-    row: tl.tensor
-    kv_start: tl.tensor
-    kv_end: tl.tensor
-
-
-class Queries(NamedTuple):
-    """The tensor q with strides in elements; shared memory for a tile's queries and for P, the numerators of the
-    softmax; scale and cap of logits, in base 2; q_scale, k_scale: factors per query head and per KV head.
-    """
-
-    q: tl.tensor
-    token: tl.tensor
-    head: tl.tensor
-    q_shared: gl.shared_memory_descriptor
-    p_shared: gl.shared_memory_descriptor
-    scale: tl.tensor
-    cap: tl.tensor
-    q_scale: tl.tensor
-    k_scale: tl.tensor
-
-
-class Rows(NamedTuple):
-    """The rows of a tile. factor: of their logits; mask: which keys they see."""
-
-    factor: tl.tensor
-    mask: RowMask
+    h: gl.tensor
+    row: gl.tensor
+    kv_start: gl.tensor
+    kv_end: gl.tensor
 
 
 @gluon.jit
-def tile_of(request, segment, mask, c: gl.constexpr):
+def tile_of(request, segment, mask):
     """The Tile of a segment, without keys that no row of it sees."""
-    h, row, kv_start = segment.h, segment.h * 0, request.first_key + segment.start * c.unit_size
-    past, row_end = request.kv_len - request.q_len, request.q_len * c.group
+    c: gl.constexpr = request.config
+    kv_start = request.first_key + segment.start * c.tile.unit_size
+    h, row, row_end = segment.h, segment.h * 0, request.rows()
     if c.whole_tiles:
-        tiles = (row_end + c.tile_rows - 1) // c.tile_rows
-        h, row = segment.h // tiles, segment.h % tiles * c.tile_rows
-        row_end = gl.minimum(row + c.tile_rows, row_end)
-    kv_start, kv_end = tile_keys(past, row, row_end - 1, kv_start, segment.kv_end, mask, c)
+        tiles = request.tiles()
+        h, row = segment.h // tiles, segment.h % tiles * c.tile.rows
+        row_end = gl.minimum(row + c.tile.rows, row_end)
+    past = request.kv_len - request.q_len
+    kv_start, kv_end = mask.tile_keys(past, row, row_end - 1, kv_start, segment.kv_end)
     return Tile(h, row, kv_start, kv_end)
 
 
-@gluon.jit
-def load_rows(queries, request, h, row, flat: gl.constexpr, mask, c: gl.constexpr):
-    """Copy a tile's queries, head h's rows from `row` on, to shared memory, and return its Rows."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.dim, c.dim // 8], [4, 1], [1, 0])
-    r = row + gl.arange(0, c.block_m, gl.SliceLayout(1, layout))
-    d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
-    head = h * c.group + r % c.group
-    at = (request.q_start + r // c.group).to(gl.int64) * queries.token + head * queries.head
-    valid = r < request.q_len * c.group
-    x = gl.load(queries.q + at[:, None] + d[None, :], valid[:, None], 0.0)
-    factor = gl.full([c.block_m], 1.0, gl.float32, gl.SliceLayout(1, layout)) * queries.scale
-    if c.q_scale:
-        factor *= gl.load(queries.q_scale + head, valid, 1.0)
-    if c.k_scale:
-        factor *= gl.load(queries.k_scale + head // (c.group // c.packed_heads), valid, 1.0)
-    gl.thread_barrier()  # all warps have read the queries of the tile before
-    if c.fp8:
-        x, power = _scale_to_fp16(x)
-        factor *= power
-        even, odd = x.reshape([c.block_m, c.stored_dim, 2]).split()
-        queries.q_shared.index(0).store(even)
-        queries.q_shared.index(1).store(odd)
-    else:
-        queries.q_shared.index(0).store(x)
-    fence_async_shared()
-    gl.thread_barrier()
-    return Rows(gl.convert_layout(factor, flat), row_mask(request, row + gl.arange(0, c.block_m, flat), mask, c))
+@aggregate
+class Rows:
+    """The rows of a tile. factor: of their logits; mask: which keys they see."""
+
+    factor: gl.tensor
+    mask: RowMask
+
+
+@aggregate
+class Queries:
+    """The tensor q with strides in elements; shared memory for a tile's queries and for P, the numerators of the
+    softmax; scale and cap of logits, in base 2; q_scale, k_scale: factors per query head and per KV head; config: the
+    kernel's Config.
+    """
+
+    q: gl.tensor
+    token: gl.tensor
+    head: gl.tensor
+    q_shared: gl.shared_memory_descriptor
+    p_shared: gl.shared_memory_descriptor
+    scale: gl.tensor
+    cap: gl.tensor
+    q_scale: gl.tensor | None
+    k_scale: gl.tensor | None
+    config: gl.constexpr
+
+    @gluon.jit
+    def load(self, request, h, row, mask):
+        """Copy a tile's queries, head h's rows from `row` on, to shared memory, and return its Rows."""
+        c: gl.constexpr = self.config
+        group: gl.constexpr = c.tile.group
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.dim, c.dim // 8], [4, 1], [1, 0])
+        r = row + gl.arange(0, c.block_m, gl.SliceLayout(1, layout))
+        d = gl.arange(0, c.dim, gl.SliceLayout(0, layout))
+        head = h * group + r % group
+        at = (request.q_start + r // group).to(gl.int64) * self.token + head * self.head
+        valid = r < request.rows()
+        x = gl.load(self.q + at[:, None] + d[None, :], valid[:, None], 0.0)
+        factor = gl.full([c.block_m], 1.0, gl.float32, gl.SliceLayout(1, layout)) * self.scale
+        if c.q_scale:
+            factor *= gl.load(self.q_scale + head, valid, 1.0)
+        if c.k_scale:
+            factor *= gl.load(self.k_scale + head // (group // c.tile.packed_heads), valid, 1.0)
+        # All warps have read the queries of the tile before.
+        gl.thread_barrier()
+        if c.fp8:
+            x, power = _scale_to_fp16(x)
+            factor *= power
+            even, odd = x.reshape([c.block_m, c.stored_dim, 2]).split()
+            self.q_shared.index(0).store(even)
+            self.q_shared.index(1).store(odd)
+        else:
+            self.q_shared.index(0).store(x)
+        fence_async_shared()
+        gl.thread_barrier()
+        flat: gl.constexpr = rows_layout(c)
+        return Rows(gl.convert_layout(factor, flat), mask.rows(request, row + gl.arange(0, c.block_m, flat)))
+
+    @gluon.jit
+    def qk(self, k):
+        """S^T of one KV head's keys, [block_n, block_m]."""
+        L: gl.constexpr = product_layout(self.config)
+        zero = gl.full([self.config.tile.block_n, self.config.block_m], 0.0, gl.float32, L)
+        if self.config.fp8:
+            even, odd = _widen(k.load(gl.DotOperandLayout(0, L, 2)), self.config)
+            s = warpgroup_mma(even, self.q_shared.index(0).permute([1, 0]), zero, use_acc=False)
+            s = warpgroup_mma(odd, self.q_shared.index(1).permute([1, 0]), s)
+        else:
+            s = warpgroup_mma(k, self.q_shared.index(0).permute([1, 0]), zero, use_acc=False)
+        return s
+
+    @gluon.jit
+    def add_pv(self, acc, v):
+        """Add V^T P^T of one KV head's values to acc."""
+        L: gl.constexpr = product_layout(self.config)
+        p = self.p_shared.permute([1, 0])
+        if self.config.fp8:
+            even, odd = _widen(v.permute([1, 0]).load(gl.DotOperandLayout(0, L, 2)), self.config)
+            evens = warpgroup_mma(even, p, acc[0])
+            acc = evens, warpgroup_mma(odd, p, acc[1])
+        else:
+            acc = (warpgroup_mma(v.permute([1, 0]), p, acc[0]),)
+        return acc
+
+
+@gluon.constexpr_function
+def product_layout(c):
+    """The layout of both products."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_m, 16])
+
+
+@gluon.constexpr_function
+def rows_layout(c):
+    """The layout of a number for each row."""
+    return gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_m, 16]))
 
 
 @gluon.jit
@@ -114,35 +160,9 @@ def _widen(x, c: gl.constexpr):
 
 
 @gluon.jit
-def _qk(queries, k, L: gl.constexpr, c: gl.constexpr):
-    """S^T of one KV head's keys, [block_n, block_m]."""
-    zero = gl.full([c.block_n, c.block_m], 0.0, gl.float32, L)
-    if c.fp8:
-        even, odd = _widen(k.load(gl.DotOperandLayout(0, L, 2)), c)
-        s = warpgroup_mma(even, queries.q_shared.index(0).permute([1, 0]), zero, use_acc=False)
-        s = warpgroup_mma(odd, queries.q_shared.index(1).permute([1, 0]), s)
-    else:
-        s = warpgroup_mma(k, queries.q_shared.index(0).permute([1, 0]), zero, use_acc=False)
-    return s
-
-
-@gluon.jit
-def _pv(acc, p, v, L: gl.constexpr, c: gl.constexpr):
-    """Add V^T P^T of one KV head's values to acc."""
-    p = p.permute([1, 0])
-    if c.fp8:
-        even, odd = _widen(v.permute([1, 0]).load(gl.DotOperandLayout(0, L, 2)), c)
-        evens = warpgroup_mma(even, p, acc[0])
-        acc = evens, warpgroup_mma(odd, p, acc[1])
-    else:
-        acc = (warpgroup_mma(v.permute([1, 0]), p, acc[0]),)
-    return acc
-
-
-@gluon.jit
-def zero_acc(L: gl.constexpr, c: gl.constexpr):
+def zero_acc(c: gl.constexpr):
     """The acc of no keys, [head_dim, block_m]; with fp8, a tensor of even and a tensor of odd elements."""
-    zero = gl.full([c.stored_dim, c.block_m], 0.0, gl.float32, L)
+    zero = gl.full([c.stored_dim, c.block_m], 0.0, gl.float32, product_layout(c))
     acc = (zero,)
     if c.fp8:
         acc = zero, zero  # type: ignore[assignment]
@@ -150,13 +170,13 @@ def zero_acc(L: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def transpose_acc(acc, c: gl.constexpr):
-    """Return acc as [block_m, head_dim]."""
+def transposed(state, c: gl.constexpr):
+    """A state with acc as [block_m, head_dim]."""
     if c.fp8:
-        x = gl.join(acc[0], acc[1]).permute([1, 0, 2]).reshape([c.block_m, c.dim])
+        x = gl.join(state.acc[0], state.acc[1]).permute([1, 0, 2]).reshape([c.block_m, c.dim])
     else:
-        x = acc[0].permute([1, 0])
-    return x
+        x = state.acc[0].permute([1, 0])
+    return SoftmaxState(x, state.m, state.l)
 
 
 @gluon.constexpr_function
@@ -187,22 +207,22 @@ def _reduce_keys(x, largest: gl.constexpr):
 
 
 @gluon.jit
-def _attend_block(acc, m, l, queries, rows, t0, k, v, mask, c: gl.constexpr):
+def _attend_block(state, queries, rows, t0, k, v):
     """Add a block of keys, from t0 on, to the state of all rows. l is [block_n, block_m] here: its sum over keys is
     left to the end of the tile.
     """
+    c: gl.constexpr = queries.config
+    acc, m, l = state.acc, state.m, state.l
     L: gl.constexpr = l.type.layout
-    s = _qk(queries, k.slice(0, c.stored_dim, 1), L, c)
-    if c.packed_heads > 1:
-        second = gl.arange(0, c.block_m, gl.SliceLayout(0, L)) % c.group >= c.group // 2
-        s = gl.where(second[None, :], _qk(queries, k.slice(c.stored_dim, c.stored_dim, 1), L, c), s)
+    s = queries.qk(k.slice(0, c.stored_dim, 1))
+    if c.tile.packed_heads > 1:
+        second = gl.arange(0, c.block_m, gl.SliceLayout(0, L)) % c.tile.group >= c.tile.group // 2
+        s = gl.where(second[None, :], queries.qk(k.slice(c.stored_dim, c.stored_dim, 1)), s)
     s = s * rows.factor[None, :]
     if c.cap:
         s = queries.cap - 2.0 * queries.cap / (1.0 + gl.exp2(s * (2.0 * LOG2E / queries.cap)))
-    j = (t0 + gl.arange(0, c.block_n, gl.SliceLayout(1, L)))[:, None]
-    of = rows.mask
-    seen = visible(j, of.position[None, :], of.end[None, :], of.bit[None, :], mask, c)
-    s = gl.where(seen, s, -float("inf"))
+    j = (t0 + gl.arange(0, c.tile.block_n, gl.SliceLayout(1, L)))[:, None]
+    s = gl.where(rows.mask.visible(j), s, -float("inf"))
     m_new = gl.maximum(m, _reduce_keys(s, True))
     base = exponent_base(m_new)
     p = gl.exp2(s - base[None, :])
@@ -214,34 +234,32 @@ def _attend_block(acc, m, l, queries, rows, t0, k, v, mask, c: gl.constexpr):
         acc = acc[0] * alpha[None, :], acc[1] * alpha[None, :]
     else:
         acc = (acc[0] * alpha[None, :],)
-    acc_new = _pv(acc, queries.p_shared, v.slice(0, c.stored_dim, 1), L, c)
-    if c.packed_heads > 1:
+    acc_new = queries.add_pv(acc, v.slice(0, c.stored_dim, 1))
+    if c.tile.packed_heads > 1:
         # Each product has the rows of both heads, and those of its own head are selected: zeros in P instead would let
         # NaN in one head's values through to the other head's rows.
-        other = _pv(acc, queries.p_shared, v.slice(c.stored_dim, c.stored_dim, 1), L, c)
+        other = queries.add_pv(acc, v.slice(c.stored_dim, c.stored_dim, 1))
         if c.fp8:
             acc_new = gl.where(second[None, :], other[0], acc_new[0]), gl.where(second[None, :], other[1], acc_new[1])
         else:
             acc_new = (gl.where(second[None, :], other[0], acc_new[0]),)
-    return acc_new, m_new, l * alpha[None, :] + p
+    return SoftmaxState(acc_new, m_new, l * alpha[None, :] + p)
 
 
 @gluon.jit
-def attend_keys(queries, rows, request, pipeline, start, end, n, mask, c: gl.constexpr):
-    """The state (acc, m, l) of a tile's rows over keys start to end, which are the pipeline's blocks from the n-th on;
-    and n plus their number.
+def attend_keys(queries, rows, pipeline, kv_state, start, end):
+    """The SoftmaxState of a tile's rows over keys start to end, the pipeline's next blocks, with acc as in `zero_acc`;
+    and the pipeline's state after them.
     """
-    flat: gl.constexpr = rows.factor.type.layout
-    L: gl.constexpr = flat.parent
-    m = gl.full([c.block_m], -float("inf"), gl.float32, flat)
-    l = gl.full([c.block_n, c.block_m], 0.0, gl.float32, L)
-    acc = zero_acc(L, c)
-    for t0 in range(start, end, c.block_n):
-        stage = n % c.stages
-        mbarrier.wait(pipeline.full.index(stage), n // c.stages & 1)
+    c: gl.constexpr = queries.config
+    m = gl.full([c.block_m], -float("inf"), gl.float32, rows_layout(c))
+    l = gl.full([c.tile.block_n, c.block_m], 0.0, gl.float32, product_layout(c))
+    state = SoftmaxState(zero_acc(c), m, l)
+    for t0 in range(start, end, c.tile.block_n):
+        pipeline.barriers.consumer_wait(kv_state)
         fence_async_shared()
-        k, v = pipeline.k.index(stage), pipeline.v.index(stage)
-        acc, m, l = _attend_block(acc, m, l, queries, rows, t0, k, v, mask, c)
-        mbarrier.arrive(pipeline.empty.index(stage), count=1)
-        n += 1
-    return acc, m, _reduce_keys(l, False), n
+        k, v = pipeline.k.index(kv_state.stage()), pipeline.v.index(kv_state.stage())
+        state = _attend_block(state, queries, rows, t0, k, v)
+        pipeline.barriers.consumer_release_once(kv_state)
+        kv_state = kv_state.advance(1)
+    return SoftmaxState(state.acc, state.m, _reduce_keys(state.l, False)), kv_state

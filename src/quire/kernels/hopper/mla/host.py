@@ -11,16 +11,26 @@ from quire.definition.pages import PageTable
 from quire.definition.spec import LOG2E, AttentionSpec
 from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, split_scales
-from quire.kernels.hopper.mask import keys_to_the_right
-from quire.kernels.hopper.mla.kernel import REGISTERS, Config, decode_latent, prefill_latent
-from quire.kernels.hopper.schedule import scan_size
+from quire.kernels.hopper.config import TileConfig
+from quire.kernels.hopper.epilogue import OutputConfig
+from quire.kernels.hopper.mask import MaskConfig
+from quire.kernels.hopper.mla.kernel import BLOCK_M, REGISTERS, Config, decode_latent, prefill_latent
+from quire.kernels.hopper.pipeline import PipelineConfig
+from quire.kernels.hopper.schedule import ScheduleConfig, SpanConfig, scan_size
+from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig
 
-_BLOCK_M = 64  # query rows of a program's tile
-_MAX_PROGRAMS_PER_SPAN = 12  # a divisor of the number of multiprocessors, 132
-_MANY_TILES = 64  # per request
-_STAGES = {512: 2, 256: 4, 128: 7}  # by head_dim_vo: stages and queries fill 227 KiB of shared memory
-_COUNTERS = 6  # of arrivals, per program
-_SLOTS = 2  # for partial states of prefill, per program; their memory is that of decode's
+# Query rows of a program's tile, and keys in a block.
+_BLOCK_M, _BLOCK_N = BLOCK_M.value, 64
+# A divisor of the number of multiprocessors, 132.
+_MAX_PROGRAMS_PER_SPAN = 12
+# Per request.
+_MANY_TILES = 64
+# By head_dim_vo: stages and queries fill 227 KiB of shared memory.
+_STAGES = {512: 2, 256: 4, 128: 7}
+# Counters of arrivals, per program.
+_COUNTERS = 6
+# Slots for partial states of prefill, per program. Their memory is that of decode's.
+_SLOTS = 2
 
 
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
@@ -64,26 +74,19 @@ def config(
     """
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length, negative = flags
     programs = 1 if many_rows else programs_per_span(spec, max_q_len)
+    dim, load_warps = spec.head_dim_vo // 2, 4
+    tile = TileConfig(1, spec.num_qo_heads, _BLOCK_M * programs, _BLOCK_N, unit_size=_BLOCK_N)
     return Config(
-        group=spec.num_qo_heads,
-        dim=spec.head_dim_vo // 2,
-        dim_qk=spec.head_dim_qk,
-        page_size=page_size,
+        mask=MaskConfig.of(spec, tile, 0 if many_rows else max_q_len),
+        schedule=ScheduleConfig(tile, page_size, by_length, int64_offsets),
+        span=SpanConfig(scan_size(batch)),
+        scheduler=TileSchedulerConfig.of(load_warps, True, spec.head_dim_qk + dim),
+        pipeline=PipelineConfig(_STAGES[spec.head_dim_vo], consumers=2, load_warps=load_warps),
+        output=OutputConfig(tile, dim, spec.sinks, lse, v_scale),
         programs_per_span=programs,
-        tile_rows=_BLOCK_M * programs,
-        stages=_STAGES[spec.head_dim_vo],
-        scan=scan_size(batch),
-        merge_rows=8,
-        fan_in=8,
-        right=keys_to_the_right(spec, 0 if many_rows else max_q_len),
         transform=q_scale or k_scale or negative,
-        sinks=spec.sinks,
-        int64_offsets=int64_offsets,
-        by_length=by_length,
-        lse=lse,
         q_scale=q_scale,
         k_scale=k_scale,
-        v_scale=v_scale,
     )
 
 

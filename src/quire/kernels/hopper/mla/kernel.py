@@ -18,122 +18,112 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.combine import Partials, combine
-from quire.kernels.hopper.epilogue import Output, clear_padding, store_rows
-from quire.kernels.hopper.mask import Mask
-from quire.kernels.hopper.mla.combine import combine_span, partials_of, store_partial
-from quire.kernels.hopper.mla.load import Cache, allocate_pipeline, load_span, load_units
-from quire.kernels.hopper.mla.tile import Queries, attend, tile_of, tile_of_unit
-from quire.kernels.hopper.schedule import Tables, find_span, quotient, request_at, segment_at
-from quire.kernels.hopper.tile_scheduler import (
-    FIRST,
-    LAST,
-    Q_START,
-    ROW,
-    ROWS,
-    SPLITS,
-    H,
-    allocate_mailbox,
-    job_field,
-    job_request,
-    release_job,
-    wait_for_job,
+from quire.kernels.hopper.combine import Partials
+from quire.kernels.hopper.config import TileConfig
+from quire.kernels.hopper.epilogue import Output, OutputConfig
+from quire.kernels.hopper.mask import Mask, MaskConfig
+from quire.kernels.hopper.mla.combine import span_partials
+from quire.kernels.hopper.mla.load import (
+    BLOCK_M,
+    Cache,
+    Producer,
+    Queries,
+    allocate_latent_pipeline,
+    load_span,
+    load_work_tiles,
+    tile_of,
+    tile_of_blocks,
 )
+from quire.kernels.hopper.mla.tile import Consumer
+from quire.kernels.hopper.pipeline import PipelineConfig, PipelineState
+from quire.kernels.hopper.schedule import ScheduleConfig, SpanConfig, Tables
+from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig, allocate_work_tiles
 
-REGISTERS = 168  # per thread at the start; the producer gives some to the consumers
-CONSUMER_REGISTERS = gl.constexpr(216)  # per thread
+# Registers per thread at the start, of which the producer gives some to the consumers, and those of consumers then.
+REGISTERS = 168
+CONSUMER_REGISTERS = gl.constexpr(216)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the kernel is compiled for. Fields without a comment are as in `decode/kernel.py`. Those with a value are
-    the same in all latent layers.
+    """What the kernels are compiled for. A consumer's output is one half of the first part of a head.
+
+    Attributes:
+        span: how `decode_latent` finds spans.
+        scheduler: how `prefill_latent` finds work tiles.
+        programs_per_span: programs that read the same keys, for 64 query rows each.
+        transform: logits are scaled before the softmax.
+        q_scale, k_scale: factors per head, and a factor.
     """
 
-    group: int
-    dim: int  # half of the first part of a head: the columns of a consumer's acc
-    dim_qk: int  # elements of queries and keys
-    page_size: int
-    programs_per_span: int  # programs that read the same keys, for block_m query rows each
-    tile_rows: int  # query rows of all of these
-    stages: int
-    scan: int
-    merge_rows: int  # rows of partial states that are merged at a time
-    fan_in: int  # partial states that one program merges
-    right: int  # keys to the right of its position that a row sees; -1: all
-    transform: bool  # logits are scaled before the softmax
-    sinks: bool
-    int64_offsets: bool
-    by_length: bool
-    lse: bool
+    mask: MaskConfig
+    schedule: ScheduleConfig
+    span: SpanConfig
+    scheduler: TileSchedulerConfig
+    pipeline: PipelineConfig
+    output: OutputConfig
+    programs_per_span: int
+    transform: bool
     q_scale: bool
     k_scale: bool
-    v_scale: bool
-    pe_dim: int = 64  # the second part of a head
-    block_m: int = 64
-    block_n: int = 64
-    unit_size: int = 64
-    heads: int = 1
-    packed_heads: int = 1
-    programs: int = 1
-    partial_cost: int = 0
-    window: bool = False
-    mask: bool = False
-    items: bool = False
-    whole_tiles: bool = False
-    least_q_len: int = 0
-    most_q_len: int = 0
-    consumers: int = 2
-    load_warps: int = 4
-    split: bool = True
+
+    @property
+    def tile(self) -> TileConfig:
+        """How the work is cut."""
+        return self.schedule.tile
+
+    @property
+    def dim(self) -> int:
+        """Columns of a consumer's acc."""
+        return self.output.dim
 
 
 @gluon.jit
-def consume_span(tables, queries, pipeline, partials, output, span, consumer: gl.constexpr, c: gl.constexpr):
-    """Attend to the blocks of a span as consumer 0 or 1, tile by tile."""
+def consume_span(consumer, tables, partials, output, span):
+    """Attend to the blocks of a span, tile by tile."""
+    c: gl.constexpr = consumer.config
     unit, request = span.start, span.request
-    n = span.start * 0
-    tiles = n
+    kv_state, q_state = PipelineState(gl.to_tensor(0), c.pipeline.stages), PipelineState(gl.to_tensor(0), 1)
     while unit < span.end:
-        segment = segment_at(request, unit, span.end, c)
-        tile = tile_of(request, segment, tables.mask, c)
-        acc, m, l, n, tiles = attend(queries, pipeline, request, tile, n, tiles, tables.mask, consumer, c)
+        segment = request.segment(unit, span.end)
+        tile = tile_of(request, segment, tables.mask, c.programs_per_span)
+        state, kv_state, q_state = consumer.attend(request, tile, kv_state, q_state)
         if tile.count > 0:
             if segment.end - segment.start == request.units:
-                store_rows(acc, m, l, output, request.q_start, 0, tile.row, tile.row + tile.count, c, True)
+                output.store_rows(state, request.q_start, 0, tile.row, tile.row + tile.count, True)
             else:
-                slot = 2 * span.program + (segment.start == 0).to(gl.int32)
-                store_partial(acc, m, l, partials, slot, 0, tile.count, c)
+                partials.store(state, 2 * span.program + (segment.start == 0).to(gl.int32), 0, tile.count)
                 tile_start = unit - segment.start
-                owner, last = quotient(tile_start, span.size), quotient(tile_start + request.units - 1, span.size)
-                combine_span(partials, output, request, tile, span.program, owner, last, c)
+                owner, last = span.owner(tile_start), span.owner(tile_start + request.units - 1)
+                partials.combine(output, request, tile, span.program, owner, last)
         unit += segment.end - segment.start
-        request = request_at(tables, request, unit, span.end, c)
-    clear_padding(tables, output, c)
+        request = tables.request_at(request, unit, span.end)
+    output.clear_padding(tables)
 
 
 @gluon.jit
-def consume_units(tables, queries, pipeline, mailbox, partials, output, consumer: gl.constexpr, c: gl.constexpr):
-    """Attend to the blocks of work units as consumer 0 or 1."""
-    i, n = gl.program_id(0) * 0, gl.program_id(0) * 0
-    tiles = gl.program_id(0) * 0
-    wait_for_job(mailbox, i)
-    while job_field(mailbox, i, H) >= 0:
-        request, row = job_request(mailbox, i), job_field(mailbox, i, ROW)
-        first, last = job_field(mailbox, i, FIRST), job_field(mailbox, i, LAST)
-        tile = tile_of_unit(row, job_field(mailbox, i, ROWS), first, last, c)
-        acc, m, l, n, tiles = attend(queries, pipeline, request, tile, n, tiles, tables.mask, consumer, c)
+def consume_work_tiles(consumer, tables, partials, output, work_tiles):
+    """Attend to the blocks of work tiles."""
+    c: gl.constexpr = consumer.config
+    tile_state = PipelineState(gl.to_tensor(0), 2)
+    kv_state, q_state = PipelineState(gl.to_tensor(0), c.pipeline.stages), PipelineState(gl.to_tensor(0), 1)
+    work_tiles.wait(tile_state)
+    while work_tiles.slot(tile_state).load("h") >= 0:
+        slot = work_tiles.slot(tile_state)
+        seqlens, row = slot.seqlens(), slot.load("row")
+        first, last = slot.load("first"), slot.load("last")
+        tile = tile_of_blocks(row, slot.load("rows"), first, last, c.tile.block_n)
+        state, kv_state, q_state = consumer.attend(seqlens, tile, kv_state, q_state)
         complete = True
-        if job_field(mailbox, i, SPLITS) > 1:
-            complete, acc, m, l = combine(acc, m, l, partials, mailbox, i, consumer, c)
+        if slot.load("splits") > 1:
+            complete, state = partials.combine(state, slot, consumer.index)
         if complete:
-            q_start, row = job_field(mailbox, i, Q_START), job_field(mailbox, i, ROW)
-            row_end = gl.minimum(job_field(mailbox, i, ROWS), row + c.block_m)
-            store_rows(acc, m, l, output, q_start, 0, row, row_end, c, True)
-        release_job(mailbox, i)
-        i += 1
-        wait_for_job(mailbox, i)
-    clear_padding(tables, output, c)
+            q_start, row = slot.load("q_start"), slot.load("row")
+            output.store_rows(state, q_start, 0, row, gl.minimum(slot.load("rows"), row + BLOCK_M), True)
+        work_tiles.release(tile_state)
+        tile_state = tile_state.advance(1)
+        work_tiles.wait(tile_state)
+    output.clear_padding(tables)
 
 
 _POINTERS = (
@@ -152,30 +142,32 @@ def decode_latent(
 ):  # fmt: skip
     """Attention of a batch over pages of a latent cache.
 
-    q, q_pe, k, k_pe, out: as in `quire.kernels.registry.Call` (v is k). lse: float32 [tokens, heads]. partials: for
-    each half of the columns float32 [2 * programs, partial_rows, dim] and after it [2 * programs, partial_rows, 2];
+    q, q_pe, k, k_pe, out: as in `quire.kernels.call.Call` (v is k). lse: float32 [tokens, heads]. partials: for each
+    half of the columns float32 [2 * programs, partial_rows, dim] and after it [2 * programs, partial_rows, 2];
     arrivals: int32 [6 * programs], 0 before and after. Programs are a multiple of c.programs_per_span. Strides count
     elements, and those of queries and keys are multiples of 16. scale is in base 2.
     """
-    mask = Mask(None, None, None, None, None, None, None)
-    tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
+    mask = Mask(None, None, None, None, None, None, None, c.mask)
+    tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask, c.schedule)
     cache = Cache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
     queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)
-    pipeline = allocate_pipeline(k.dtype.element_ty, c)
-    partials_0 = partials_of(0, partials, arrivals, partial_rows, c)
-    partials_1 = partials_of(1, partials, arrivals, partial_rows, c)
+    pipeline = allocate_latent_pipeline(k.dtype.element_ty, c)
+    left_partials = span_partials(0, partials, arrivals, partial_rows, c)
+    right_partials = span_partials(1, partials, arrivals, partial_rows, c)
     # Both consumers write the lse of a row: they have the same m and l.
-    left = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain)
-    right = Output(out + c.dim, lse, o_token, o_head, sinks, v_scale, v_gain)
+    left = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
+    right = Output(out + c.dim, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
+    producer = Producer(tables, cache, queries, pipeline, c)
+    first, second = Consumer(queries, pipeline, mask, 0, c), Consumer(queries, pipeline, mask, 1, c)
     gdc_launch_dependents()
     gdc_wait()
     programs = gl.num_programs(0) // c.programs_per_span
-    span = find_span(tables, gl.program_id(0) // c.programs_per_span, programs, programs, c)
+    span = tables.find_span(gl.program_id(0) // c.programs_per_span, programs, programs, gl.constexpr(c.span))
     gl.warp_specialize(
         [
-            (load_span, (tables, cache, queries, pipeline, span, c)),
-            (consume_span, (tables, queries, pipeline, partials_0, left, span, 0, c)),
-            (consume_span, (tables, queries, pipeline, partials_1, right, span, 1, c)),
+            (load_span, (producer, span)),
+            (consume_span, (first, tables, left_partials, left, span)),
+            (consume_span, (second, tables, right_partials, right, span)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
@@ -193,21 +185,24 @@ def prefill_latent(
     """`decode_latent` for requests of many query rows. partials: float32 [slots, 128, dim], and after it [slots, 128,
     2]; arrivals: int32 [1 + 2 * slots], 0 before and after.
     """
-    mask = Mask(None, None, None, None, None, None, None)
-    tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask)
+    mask = Mask(None, None, None, None, None, None, None, c.mask)
+    tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask, c.schedule)
     cache = Cache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
     queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)
-    pipeline, mailbox = allocate_pipeline(k.dtype.element_ty, c), allocate_mailbox(c)
-    states = Partials(partials, partials + slots.to(gl.int64) * (128 * c.dim), arrivals + 1)
-    left = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain)
-    right = Output(out + c.dim, lse, o_token, o_head, sinks, v_scale, v_gain)
+    pipeline = allocate_latent_pipeline(k.dtype.element_ty, c)
+    work_tiles = allocate_work_tiles(c.pipeline.load_warps, c.pipeline.consumers)
+    states = Partials(partials, partials + slots.to(gl.int64) * (128 * c.dim), arrivals + 1, c.pipeline.consumers)
+    left = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
+    right = Output(out + c.dim, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
+    producer = Producer(tables, cache, queries, pipeline, c)
+    first, second = Consumer(queries, pipeline, mask, 0, c), Consumer(queries, pipeline, mask, 1, c)
     gdc_launch_dependents()
     gdc_wait()
     gl.warp_specialize(
         [
-            (load_units, (tables, cache, queries, pipeline, mailbox, arrivals, slots, c)),
-            (consume_units, (tables, queries, pipeline, mailbox, states, left, 0, c)),
-            (consume_units, (tables, queries, pipeline, mailbox, states, right, 1, c)),
+            (load_work_tiles, (producer, work_tiles, arrivals, slots)),
+            (consume_work_tiles, (first, tables, states, left, work_tiles)),
+            (consume_work_tiles, (second, tables, states, right, work_tiles)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

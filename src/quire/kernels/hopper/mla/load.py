@@ -2,38 +2,86 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quire.kernels.hopper.mask import needed_keys
-from quire.kernels.hopper.mla.tile import tile_of, tile_of_unit
-from quire.kernels.hopper.schedule import page_of, request_at, segment_at
-from quire.kernels.hopper.tile_scheduler import find_unit, first_walk, next_unit, plan_units, post_job
+from quire.kernels.gpu.triton_internals import aggregate
+from quire.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_mbarriers, allocate_pipeline
+from quire.kernels.hopper.schedule import Tables
+from quire.kernels.hopper.tile_scheduler import tile_scheduler
+
+# Query rows of a program's tile.
+BLOCK_M = gl.constexpr(64)
+# Elements of the second part of a head.
+PE_DIM = gl.constexpr(64)
 
 
-class Cache(NamedTuple):
+@aggregate
+class Tile:
+    """What a program computes of a segment or of a work tile: `count` rows of a request from `row` on, none if
+    count <= 0, and keys kv_start to kv_end.
+    """
+
+    row: gl.tensor
+    count: gl.tensor
+    kv_start: gl.tensor
+    kv_end: gl.tensor
+
+
+@gluon.jit
+def tile_of(request, segment, mask, programs_per_span: gl.constexpr):
+    """This program's Tile of a segment, without keys that no row of it sees."""
+    row = (segment.h * programs_per_span + gl.program_id(0) % programs_per_span) * BLOCK_M
+    count = gl.minimum(request.rows() - row, BLOCK_M)
+    start, last_row = segment.start * request.config.tile.block_n, row + gl.maximum(count, 1) - 1
+    start, end = mask.tile_keys(request.kv_len - request.q_len, row, last_row, start, segment.kv_end)
+    return Tile(row, count, start, gl.where(count > 0, end, start))
+
+
+@gluon.jit
+def tile_of_blocks(row, rows, first, last, block_n: gl.constexpr):
+    """The Tile of a work tile: rows from `row` on, of a request that has `rows`, and key blocks `first` to `last`."""
+    return Tile(row, gl.minimum(rows - row, BLOCK_M), first * block_n, (last + 1) * block_n)
+
+
+@aggregate
+class Queries:
+    """The two parts of queries, with strides in elements; scale: of logits, in base 2; q_scale: a factor per query
+    head; k_scale: one factor.
+    """
+
+    q: gl.tensor
+    pe: gl.tensor
+    token: gl.tensor
+    head: gl.tensor
+    pe_token: gl.tensor
+    pe_head: gl.tensor
+    scale: gl.tensor
+    q_scale: gl.tensor | None
+    k_scale: gl.tensor | None
+
+
+@aggregate
+class Cache:
     """The two parts of keys, with strides in elements. The first part, k, is also the values."""
 
-    k: tl.tensor
-    pe: tl.tensor
-    page: tl.tensor
-    token: tl.tensor
-    pe_page: tl.tensor
-    pe_token: tl.tensor
+    k: gl.tensor
+    pe: gl.tensor
+    page: gl.tensor
+    token: gl.tensor
+    pe_page: gl.tensor
+    pe_token: gl.tensor
 
 
-class Pipeline(NamedTuple):
-    """Shared memory and mbarriers. c.stages blocks of keys: k_left and k_right, the halves of the first part; k_pe, the
-    second part, which P of the block replaces once S is computed; m and l, [c.block_m, 4], what the consumer that
+@aggregate
+class LatentPipeline:
+    """Shared memory and mbarriers. stages blocks of keys: k_left and k_right, the halves of the first part; k_pe, the
+    second part, which P of the block replaces once S is computed; m and l, [64, 4], what the consumer that
     computed P hands to the other one. Once: the same three parts of a tile's queries.
 
-    full, empty: two mbarriers per stage, for k_left and for the rest; p_full: P, m and l of a stage are there.
-    q_full, q_empty: for queries.
+    left: of k_left, which consumer 0 alone releases; right: of k_right and k_pe, which both do; p_full: mbarriers, by
+    which P, m and l of a stage are committed; queries: a pipeline of one stage.
     """
 
     k_left: gl.shared_memory_descriptor
@@ -44,45 +92,35 @@ class Pipeline(NamedTuple):
     q_left: gl.shared_memory_descriptor
     q_right: gl.shared_memory_descriptor
     q_pe: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
+    left: Pipeline
+    right: Pipeline
     p_full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
+    queries: Pipeline
 
 
 @gluon.jit
-def allocate_pipeline(dtype: gl.constexpr, c: gl.constexpr):
-    """A pipeline all of whose stages are empty."""
-    stages: gl.constexpr = c.stages
-    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, c.dim], dtype)
-    pe: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_n, c.pe_dim], dtype)
+def allocate_latent_pipeline(dtype: gl.constexpr, c: gl.constexpr):
+    """A LatentPipeline all of whose stages are empty."""
+    stages: gl.constexpr = c.pipeline.stages
+    block_n: gl.constexpr = c.tile.block_n
+    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([block_n, c.dim], dtype)
+    pe: gl.constexpr = gl.NVMMASharedLayout.get_default_for([block_n, PE_DIM], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    pipeline = Pipeline(
-        gl.allocate_shared_memory(dtype, [stages, c.block_n, c.dim], half),
-        gl.allocate_shared_memory(dtype, [stages, c.block_n, c.dim], half),
-        gl.allocate_shared_memory(dtype, [stages, c.block_n, c.pe_dim], pe),
-        gl.allocate_shared_memory(gl.float32, [stages, c.block_m, 4], flat),
-        gl.allocate_shared_memory(gl.float32, [stages, c.block_m, 4], flat),
-        gl.allocate_shared_memory(dtype, [1, c.block_m, c.dim], half),
-        gl.allocate_shared_memory(dtype, [1, c.block_m, c.dim], half),
-        gl.allocate_shared_memory(dtype, [1, c.block_m, c.pe_dim], pe),
-        gl.allocate_shared_memory(gl.int64, [2 * stages, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [2 * stages, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [1], barrier),
-        gl.allocate_shared_memory(gl.int64, [1], barrier),
+    return LatentPipeline(
+        gl.allocate_shared_memory(dtype, [stages, block_n, c.dim], half),
+        gl.allocate_shared_memory(dtype, [stages, block_n, c.dim], half),
+        gl.allocate_shared_memory(dtype, [stages, block_n, PE_DIM], pe),
+        gl.allocate_shared_memory(gl.float32, [stages, BLOCK_M, 4], flat),
+        gl.allocate_shared_memory(gl.float32, [stages, BLOCK_M, 4], flat),
+        gl.allocate_shared_memory(dtype, [1, BLOCK_M, c.dim], half),
+        gl.allocate_shared_memory(dtype, [1, BLOCK_M, c.dim], half),
+        gl.allocate_shared_memory(dtype, [1, BLOCK_M, PE_DIM], pe),
+        # Warp groups have 128 threads, all of which commit and release keys.
+        allocate_pipeline(stages, 128, 128),
+        allocate_pipeline(stages, 128, 256),
+        allocate_mbarriers(stages, 1),
+        allocate_pipeline(1, 128, 2),
     )
-    for s in gl.static_range(stages):
-        for i in gl.static_range(2):
-            mbarrier.init(pipeline.full.index(2 * s + i), count=128)  # threads of the producer
-            # Threads of the consumers that read k_left, and of those that read the rest.
-            mbarrier.init(pipeline.empty.index(2 * s + i), count=128 * (1 + i))
-        mbarrier.init(pipeline.p_full.index(s), count=1)
-    mbarrier.init(pipeline.q_full, count=128)
-    mbarrier.init(pipeline.q_empty, count=2)
-    return pipeline
 
 
 @gluon.jit
@@ -92,83 +130,100 @@ def _copy_rows(to, x, row, valid, layout: gl.constexpr):
     async_copy.async_copy_global_to_shared(to, x + row[:, None] + d, valid[:, None])
 
 
-@gluon.jit
-def _copy_queries(queries, pipeline, request, tile, layout: gl.constexpr, c: gl.constexpr):
-    """Copy a tile's queries to shared memory."""
-    r = gl.arange(0, c.block_m, gl.SliceLayout(1, layout))
-    token = (request.q_start + (tile.row + r) // c.group).to(gl.int64)
-    head = (tile.row + r) % c.group
-    row, row_pe = token * queries.token + head * queries.head, token * queries.pe_token + head * queries.pe_head
-    valid = r < tile.count
-    _copy_rows(pipeline.q_left.index(0), queries.q, row, valid, layout)
-    _copy_rows(pipeline.q_right.index(0), queries.q + c.dim, row, valid, layout)
-    _copy_rows(pipeline.q_pe.index(0), queries.pe, row_pe, valid, layout)
+@aggregate
+class Producer:
+    """What the producer loads from and to. config: the kernel's Config."""
 
+    tables: Tables
+    cache: Cache
+    queries: Queries
+    pipeline: LatentPipeline
+    config: gl.constexpr
 
-@gluon.jit
-def load_tile(tables, cache, queries, pipeline, request, tile, n, tiles, c: gl.constexpr):
-    """Fill the pipeline with the blocks of a tile from its n-th block on, and copy the tile's queries after its first
-    block. tiles: how many tiles with blocks came before. Returns n and tiles after it.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    one_page: gl.constexpr = c.page_size % c.block_n == 0
-    r = gl.arange(0, c.block_n, gl.SliceLayout(1, layout))
-    first = r
-    if one_page:  # all keys of a block lie in one page, that of the first key
-        first = n * 0
-    page = page_of(tables, request, tile.kv_start + first, c)
-    for t0 in range(tile.kv_start, tile.kv_end, c.block_n):
-        j, within = t0 + r, (t0 + first) % c.page_size
-        row, row_pe = page * cache.page + within * cache.token, page * cache.pe_page + within * cache.pe_token
+    @gluon.jit
+    def copy_queries(self, request, tile, layout: gl.constexpr):
+        """Copy a tile's queries to shared memory."""
+        group: gl.constexpr = self.config.tile.group
+        queries, pipeline = self.queries, self.pipeline
+        r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+        token = (request.q_start + (tile.row + r) // group).to(gl.int64)
+        head = (tile.row + r) % group
+        row, row_pe = token * queries.token + head * queries.head, token * queries.pe_token + head * queries.pe_head
+        valid = r < tile.count
+        _copy_rows(pipeline.q_left.index(0), queries.q, row, valid, layout)
+        _copy_rows(pipeline.q_right.index(0), queries.q + self.config.dim, row, valid, layout)
+        _copy_rows(pipeline.q_pe.index(0), queries.pe, row_pe, valid, layout)
+
+    @gluon.jit
+    def load_tile(self, request, tile, state, q_state):
+        """Fill the pipeline with the blocks of a tile, and copy the tile's queries after its first block. Returns the
+        states of the pipeline and of its queries after it.
+        """
+        block_n: gl.constexpr = self.config.tile.block_n
+        page_size: gl.constexpr = self.config.schedule.page_size
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        one_page: gl.constexpr = page_size % block_n == 0
+        tables, cache, pipeline = self.tables, self.cache, self.pipeline
+        r = gl.arange(0, block_n, gl.SliceLayout(1, layout))
+        first = r
         if one_page:
-            row, row_pe = row + r * cache.token, row_pe + r * cache.pe_token
-        page = page_of(tables, request, t0 + c.block_n + first, c)  # prefetched for the next block
-        stage, phase, needed = n % c.stages, (n // c.stages & 1) ^ 1, needed_keys(request, j, tables.mask, c)
-        mbarrier.wait(pipeline.empty.index(2 * stage), phase)
-        _copy_rows(pipeline.k_left.index(stage), cache.k, row, needed, layout)
-        async_copy.mbarrier_arrive(pipeline.full.index(2 * stage), increment_count=False)
-        mbarrier.wait(pipeline.empty.index(2 * stage + 1), phase)
-        _copy_rows(pipeline.k_right.index(stage), cache.k + c.dim, row, needed, layout)
-        _copy_rows(pipeline.k_pe.index(stage), cache.pe, row_pe, needed, layout)
-        async_copy.mbarrier_arrive(pipeline.full.index(2 * stage + 1), increment_count=False)
-        n += 1
-        if t0 == tile.kv_start:
-            mbarrier.wait(pipeline.q_empty, (tiles & 1) ^ 1)
-            _copy_queries(queries, pipeline, request, tile, layout, c)
-            async_copy.mbarrier_arrive(pipeline.q_full, increment_count=False)
-            tiles += 1
-    return n, tiles
+            # All keys of a block lie in one page, that of the first key.
+            first = gl.to_tensor(0)
+        page = tables.page_ids(request, tile.kv_start + first)
+        for t0 in range(tile.kv_start, tile.kv_end, block_n):
+            j, within = t0 + r, (t0 + first) % page_size
+            row, row_pe = page * cache.page + within * cache.token, page * cache.pe_page + within * cache.pe_token
+            if one_page:
+                row, row_pe = row + r * cache.token, row_pe + r * cache.pe_token
+            # The page ids of the next block are loaded ahead.
+            page = tables.page_ids(request, t0 + block_n + first)
+            stage, needed = state.stage(), tables.mask.needed_keys(request, j)
+            pipeline.left.producer_acquire(state)
+            _copy_rows(pipeline.k_left.index(stage), cache.k, row, needed, layout)
+            pipeline.left.producer_commit(state)
+            pipeline.right.producer_acquire(state)
+            _copy_rows(pipeline.k_right.index(stage), cache.k + self.config.dim, row, needed, layout)
+            _copy_rows(pipeline.k_pe.index(stage), cache.pe, row_pe, needed, layout)
+            pipeline.right.producer_commit(state)
+            state = state.advance(1)
+            if t0 == tile.kv_start:
+                pipeline.queries.producer_acquire(q_state)
+                self.copy_queries(request, tile, layout)
+                pipeline.queries.producer_commit(q_state)
+                q_state = q_state.advance(1)
+        return state, q_state
 
 
 @gluon.jit
-def load_span(tables, cache, queries, pipeline, span, c: gl.constexpr):
+def load_span(producer, span):
     """Fill the pipeline with the blocks of a span."""
+    c: gl.constexpr = producer.config
+    tables = producer.tables
     unit, request = span.start, span.request
-    n = span.start * 0
-    tiles = n
+    state, q_state = PipelineState(gl.to_tensor(0), c.pipeline.stages), PipelineState(gl.to_tensor(0), 1)
     while unit < span.end:
-        segment = segment_at(request, unit, span.end, c)
+        segment = request.segment(unit, span.end)
         unit += segment.end - segment.start
-        tile = tile_of(request, segment, tables.mask, c)
-        n, tiles = load_tile(tables, cache, queries, pipeline, request, tile, n, tiles, c)
-        request = request_at(tables, request, unit, span.end, c)
+        tile = tile_of(request, segment, tables.mask, c.programs_per_span)
+        state, q_state = producer.load_tile(request, tile, state, q_state)
+        request = tables.request_at(request, unit, span.end)
 
 
 @gluon.jit
-def load_units(tables, cache, queries, pipeline, mailbox, counter, slots, c: gl.constexpr):
-    """Take work units from the counter, tell them to the consumers, and load their blocks, until there are none."""
-    split = plan_units(tables, slots, c)
-    walk = first_walk(split, c)
-    unit = gl.program_id(0)
-    i, n = unit * 0, unit * 0
-    tiles = unit * 0
-    while unit < split.total:
-        walk, job = find_unit(walk, unit, tables, split, c)
-        if job.first <= job.last:
-            post_job(mailbox, i, job, c)
-            i += 1
-            tile = tile_of_unit(job.row, job.rows, job.first, job.last, c)
-            n, tiles = load_tile(tables, cache, queries, pipeline, job, tile, n, tiles, c)
-        unit = next_unit(counter, split)
-    walk, job = find_unit(walk, unit, tables, split, c)
-    post_job(mailbox, i, job, c)
+def load_work_tiles(producer, work_tiles, counter, slots):
+    """Take work tiles from the counter, pass them to the consumers, and load their blocks, until there are none."""
+    c: gl.constexpr = producer.config
+    scheduler = tile_scheduler(producer.tables, counter, slots, gl.constexpr(c.scheduler))
+    it = scheduler.begin()
+    tile_state = PipelineState(gl.to_tensor(0), 2)
+    state, q_state = PipelineState(gl.to_tensor(0), c.pipeline.stages), PipelineState(gl.to_tensor(0), 1)
+    while it.index < scheduler.num_tiles:
+        it, work_tile = scheduler.find(it)
+        if work_tile.first <= work_tile.last:
+            work_tiles.put(tile_state, work_tile)
+            tile_state = tile_state.advance(1)
+            tile = tile_of_blocks(work_tile.row, work_tile.rows, work_tile.first, work_tile.last, c.tile.block_n)
+            state, q_state = producer.load_tile(work_tile, tile, state, q_state)
+        it = scheduler.advance(it)
+    it, work_tile = scheduler.find(it)
+    work_tiles.put(tile_state, work_tile)

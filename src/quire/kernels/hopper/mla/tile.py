@@ -7,9 +7,6 @@ is multiplied from registers by the one that computed it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,98 +16,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.hopper.mask import RowMask, row_mask, tile_keys, unmasked_end, visible_in_block
-from quire.kernels.hopper.pipeline import release
-from quire.kernels.hopper.softmax import exponent_base, next_m, rescale, scaled_sums
+from quire.kernels.gpu.triton_internals import aggregate
+from quire.kernels.hopper.mask import Mask, RowMask
+from quire.kernels.hopper.mla.load import BLOCK_M, LatentPipeline, Queries
+from quire.kernels.hopper.softmax import SoftmaxState, exponent_base, next_m, rescale, scaled_sums
 
 
-class Tile(NamedTuple):
-    """What a program computes of a segment or of a work unit: `count` rows of a request from `row` on, none if
-    count <= 0, and keys kv_start to kv_end.
-    """
-
-    row: tl.tensor
-    count: tl.tensor
-    kv_start: tl.tensor
-    kv_end: tl.tensor
-
-
-class Queries(NamedTuple):
-    """The two parts of queries, with strides in elements; scale: of logits, in base 2; q_scale: a factor per query
-    head; k_scale: one factor.
-    """
-
-    q: tl.tensor
-    pe: tl.tensor
-    token: tl.tensor
-    head: tl.tensor
-    pe_token: tl.tensor
-    pe_head: tl.tensor
-    scale: tl.tensor
-    q_scale: tl.tensor
-    k_scale: tl.tensor
-
-
-class Rows(NamedTuple):
+@aggregate
+class Rows:
     """The rows of a tile. scale: of logits in the softmax; factor: of each row's logits before it, with c.transform;
     mask: which keys rows see; unmasked_end: keys before it are seen by all rows; kv_start: the tile's first key.
     """
 
-    scale: tl.tensor
-    factor: tl.tensor
+    scale: gl.tensor
+    factor: gl.tensor
     mask: RowMask
-    unmasked_end: tl.tensor
-    kv_start: tl.tensor
+    unmasked_end: gl.tensor
+    kv_start: gl.tensor
 
 
-@gluon.jit
-def tile_of(request, segment, mask, c: gl.constexpr):
-    """This program's Tile of a segment, without keys that no row of it sees."""
-    row = (segment.h * c.programs_per_span + gl.program_id(0) % c.programs_per_span) * c.block_m
-    count = gl.minimum(request.q_len * c.group - row, c.block_m)
-    start, last_row = segment.start * c.block_n, row + gl.maximum(count, 1) - 1
-    start, end = tile_keys(request.kv_len - request.q_len, row, last_row, start, segment.kv_end, mask, c)
-    return Tile(row, count, start, gl.where(count > 0, end, start))
+@aggregate
+class Sums:
+    """What rows have of a SoftmaxState besides acc. m: [64]; l, l_other: sums of probabilities of this consumer's
+    blocks and of the other one's, [64, 4]: the four threads that have a row have a sum of their own columns each.
+    """
 
-
-@gluon.jit
-def tile_of_unit(row, rows, first, last, c: gl.constexpr):
-    """The Tile of a work unit: rows from `row` on, of a request that has `rows`, and key blocks `first` to `last`."""
-    return Tile(row, gl.minimum(rows - row, c.block_m), first * c.block_n, (last + 1) * c.block_n)
-
-
-@gluon.jit
-def _rows_of(queries, request, tile, flat: gl.constexpr, mask, c: gl.constexpr):
-    """The Rows of a tile."""
-    r = gl.arange(0, c.block_m, flat)
-    sees, end = row_mask(request, tile.row + r, mask, c), unmasked_end(request, tile.row, c)
-    scale = gl.to_tensor(1.0) if c.transform else queries.scale
-    factor = sees.position
-    if c.transform:
-        factor = gl.full([c.block_m], 1.0, gl.float32, flat) * queries.scale
-        if c.q_scale:
-            factor *= gl.load(queries.q_scale + (tile.row + r) % c.group, r < tile.count, 1.0)
-        if c.k_scale:
-            factor *= gl.load(queries.k_scale)
-    return Rows(scale, factor, sees, end, tile.kv_start)
-
-
-@gluon.jit
-def _start_qk(pipeline, n, L: gl.constexpr, c: gl.constexpr):
-    """Start S of the program's n-th block, [block_m, block_n]."""
-    stage, phase = n % c.stages, n // c.stages & 1
-    # A zero that the compiler does not know to be one: otherwise it would keep the address of each column of queries
-    # in a register, and there are not enough.
-    zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
-    left, right, pe = pipeline.q_left.index(zero), pipeline.q_right.index(zero), pipeline.q_pe.index(zero)
-    s = gl.full([c.block_m, c.block_n], 0.0, gl.float32, L)
-    mbarrier.wait(pipeline.full.index(2 * stage), phase)
-    fence_async_shared()
-    s = warpgroup_mma(left, pipeline.k_left.index(stage).permute([1, 0]), s, use_acc=False, is_async=True)
-    mbarrier.wait(pipeline.full.index(2 * stage + 1), phase)
-    fence_async_shared()
-    s = warpgroup_mma(right, pipeline.k_right.index(stage).permute([1, 0]), s, is_async=True)
-    return warpgroup_mma(pe, pipeline.k_pe.index(stage).permute([1, 0]), s, is_async=True)
+    m: gl.tensor
+    l: gl.tensor
+    l_other: gl.tensor
 
 
 @gluon.constexpr_function
@@ -124,7 +57,7 @@ def _row_layout(columns):
 
 @gluon.jit
 def _store_per_row(x, to):
-    """Store a number per row to shared memory, [block_m, 4]. Four threads have each number, and each writes a word of
+    """Store a number per row to shared memory, [rows, 4]. Four threads have each number, and each writes a word of
     its own: racecheck reports words that several threads write at a time.
     """
     layout: gl.constexpr = _row_layout(4)
@@ -140,119 +73,178 @@ def _load_per_row(at, layout: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, state, rows, pipeline, i, n, mask, c: gl.constexpr):
-    """Take S of the tile's i-th block, which is the program's n-th, into the state, and store P, and m and l after
-    it, for the other consumer. Returns P, the factor of acc, and the state.
-
-    state: m, and sums of probabilities of this consumer's blocks and of the other one's, [block_m, 4]: the four threads
-    that have a row have a sum of their own columns each.
+def _opaque_zero():
+    """A zero that the compiler does not know to be one. As the index of the queries it keeps their addresses from being
+    constants of the loop over keys: the compiler would keep each column's in a register, and there are not enough.
     """
-    L: gl.constexpr = s.type.layout
-    stage, t0 = n % c.stages, rows.kv_start + i * c.block_n
-    m, l, l_other = state
-    if c.transform:
-        s *= rows.factor[:, None]
-    if t0 + c.block_n > rows.unmasked_end:
-        s = gl.where(visible_in_block(rows.mask, t0, L, mask, c), s, -float("inf"))
-    m_new = next_m(m, s, rows.scale)
-    base = exponent_base(m_new)
-    p, alpha = gl.exp2(s * rows.scale - base[:, None]), gl.exp2(m - base)
-    sums = gl.sum(gl.sum(p.reshape([c.block_m, c.block_n // 8, 4, 2]), 3), 1)
-    l = scaled_sums(l, alpha) + gl.convert_layout(sums, l.type.layout, assert_trivial=True)
-    p = p.to(pipeline.k_pe.dtype)
-    gl.thread_barrier()  # all warps have read k_pe, which P replaces
-    pipeline.k_pe.index(stage).store(p)
-    _store_per_row(m_new, pipeline.m.index(stage))
-    pipeline.l.index(stage).store(l)
-    fence_async_shared()
-    gl.thread_barrier()  # all warps have stored before the mbarrier says so
-    mbarrier.arrive(pipeline.p_full.index(stage), count=1)
-    return p, alpha, (m_new, l, scaled_sums(l_other, alpha))
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
-def _start_own_pv(acc, p, alpha, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
-    """Start to add PV of the program's n-th block, whose P this consumer has in registers, to its half of acc."""
-    values = pipeline.k_left if consumer == 0 else pipeline.k_right
-    p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
-    return warpgroup_mma(p, values.index(n % c.stages), rescale(acc, alpha), is_async=True)
+@aggregate
+class Consumer:
+    """Consumer 0 or 1 of a program."""
 
+    queries: Queries
+    pipeline: LatentPipeline
+    mask: Mask
+    index: gl.constexpr
+    config: gl.constexpr
 
-@gluon.jit
-def _start_other_pv(acc, state, rows, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
-    """Start to add PV of the program's n-th block, whose P the other consumer has computed, to this one's half of acc.
-    Returns acc and the state after it.
-    """
-    values = pipeline.k_left if consumer == 0 else pipeline.k_right
-    stage, phase = n % c.stages, n // c.stages & 1
-    m, l, _l_other = state
-    mbarrier.wait(pipeline.full.index(2 * stage + consumer), phase)
-    mbarrier.wait(pipeline.p_full.index(stage), phase)
-    fence_async_shared()
-    flat: gl.constexpr = m.type.layout
-    m_new = _load_per_row(pipeline.m.index(stage), flat)
-    l_other = pipeline.l.index(stage).load(l.type.layout)
-    alpha = gl.exp2(m - exponent_base(m_new))
-    acc = warpgroup_mma(pipeline.k_pe.index(stage), values.index(stage), rescale(acc, alpha), is_async=True)
-    return acc, (m_new, scaled_sums(l, alpha), l_other)
+    @gluon.jit
+    def load_rows(self, seqlens, tile, flat: gl.constexpr):
+        """The Rows of a tile."""
+        c: gl.constexpr = self.config
+        r = gl.arange(0, BLOCK_M, flat)
+        row_mask, end = self.mask.rows(seqlens, tile.row + r), self.mask.unmasked_end(seqlens, tile.row)
+        scale = gl.to_tensor(1.0) if c.transform else self.queries.scale
+        factor = row_mask.position
+        if c.transform:
+            factor = gl.full([BLOCK_M], 1.0, gl.float32, flat) * self.queries.scale
+            if c.q_scale:
+                factor *= gl.load(self.queries.q_scale + (tile.row + r) % c.tile.group, r < tile.count, 1.0)
+            if c.k_scale:
+                factor *= gl.load(self.queries.k_scale)
+        return Rows(scale, factor, row_mask, end, tile.kv_start)
 
+    @gluon.jit
+    def start_qk(self, state, L: gl.constexpr):
+        """Start S of the pipeline's next block, [64, block_n]."""
+        pipeline, stage = self.pipeline, state.stage()
+        zero = _opaque_zero()
+        left, right, pe = pipeline.q_left.index(zero), pipeline.q_right.index(zero), pipeline.q_pe.index(zero)
+        s = gl.full([BLOCK_M, self.config.tile.block_n], 0.0, gl.float32, L)
+        pipeline.left.consumer_wait(state)
+        fence_async_shared()
+        s = warpgroup_mma(left, pipeline.k_left.index(stage).permute([1, 0]), s, use_acc=False, is_async=True)
+        pipeline.right.consumer_wait(state)
+        fence_async_shared()
+        s = warpgroup_mma(right, pipeline.k_right.index(stage).permute([1, 0]), s, is_async=True)
+        return warpgroup_mma(pe, pipeline.k_pe.index(stage).permute([1, 0]), s, is_async=True)
 
-@gluon.jit
-def _finish_pv(acc, pipeline, n, consumer: gl.constexpr, c: gl.constexpr):
-    """Wait for PV of the n-th block, and release its memory: k_left by consumer 0 alone, the rest by both."""
-    acc = warpgroup_mma_wait(0, [acc])
-    if consumer == 0:
-        release(pipeline.empty.index(2 * (n % c.stages)))
-    release(pipeline.empty.index(2 * (n % c.stages) + 1))
-    return acc
+    @gluon.jit
+    def softmax(self, s, sums, rows, state, i):
+        """Take S of the tile's i-th block, which is the pipeline's next, into the sums, and store P, and m and l after
+        it, for the other consumer. Returns P, the factor of acc, and the Sums.
+        """
+        c: gl.constexpr = self.config
+        block_n: gl.constexpr = c.tile.block_n
+        L: gl.constexpr = s.type.layout
+        pipeline, stage = self.pipeline, state.stage()
+        t0, l = rows.kv_start + i * block_n, sums.l
+        if c.transform:
+            s *= rows.factor[:, None]
+        if t0 + block_n > rows.unmasked_end:
+            s = gl.where(rows.mask.visible_in_block(t0, L), s, -float("inf"))
+        m = next_m(sums.m, s, rows.scale)
+        base = exponent_base(m)
+        p, alpha = gl.exp2(s * rows.scale - base[:, None]), gl.exp2(sums.m - base)
+        l_block = gl.sum(gl.sum(p.reshape([BLOCK_M, block_n // 8, 4, 2]), 3), 1)
+        l = scaled_sums(l, alpha) + gl.convert_layout(l_block, l.type.layout, assert_trivial=True)
+        p = p.to(pipeline.k_pe.dtype)
+        # All warps have read k_pe, which P replaces.
+        gl.thread_barrier()
+        pipeline.k_pe.index(stage).store(p)
+        _store_per_row(m, pipeline.m.index(stage))
+        pipeline.l.index(stage).store(l)
+        fence_async_shared()
+        # All warps have stored before the mbarrier says so.
+        gl.thread_barrier()
+        mbarrier.arrive(pipeline.p_full.index(stage), count=1)
+        return p, alpha, Sums(m, l, scaled_sums(sums.l_other, alpha))
 
-
-@gluon.jit
-def attend(queries, pipeline, request, tile, n, tiles, mask, consumer: gl.constexpr, c: gl.constexpr):
-    """The state of a tile's rows, of which this consumer has half of acc's columns. The tile's blocks are the program's
-    n-th and those after it; tiles: how many tiles with blocks came before. Returns acc, m, l, and n and tiles after it.
-    """
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.block_n, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
-    flat: gl.constexpr = gl.SliceLayout(1, L)
-    rows = _rows_of(queries, request, tile, flat, mask, c)
-    l = gl.full([c.block_m, 4], 0.0, gl.float32, _row_layout(4))
-    state = gl.full([c.block_m], -float("inf"), gl.float32, flat), l, l
-    acc = gl.full([c.block_m, c.dim], 0.0, gl.float32, O)
-    blocks = (gl.maximum(tile.kv_end - tile.kv_start, 0) + c.block_n - 1) // c.block_n
-    if blocks > 0:
-        mbarrier.wait(pipeline.q_full, tiles & 1)
-    for i in range(0, blocks - 1, 2):
-        s = _start_qk(pipeline, n + i + consumer, L, c)
-        if consumer == 0:
-            s = warpgroup_mma_wait(0, [s])
-            mbarrier.arrive(pipeline.q_empty, count=1, pred=i + 2 >= blocks)
-            p, alpha, state = _softmax(s, state, rows, pipeline, i, n + i, mask, c)
-            acc = _start_own_pv(acc, p, alpha, pipeline, n + i, consumer, c)
-            acc = _finish_pv(acc, pipeline, n + i, consumer, c)
-            acc, state = _start_other_pv(acc, state, rows, pipeline, n + i + 1, consumer, c)
-            acc = _finish_pv(acc, pipeline, n + i + 1, consumer, c)
-        else:  # the softmax of a block is computed while PV of the one before it runs
-            acc, state = _start_other_pv(acc, state, rows, pipeline, n + i, consumer, c)
-            s = warpgroup_mma_wait(1, [s])
-            mbarrier.arrive(pipeline.q_empty, count=1, pred=i + 3 >= blocks)
-            p, alpha, state = _softmax(s, state, rows, pipeline, i + 1, n + i + 1, mask, c)
-            acc = _finish_pv(acc, pipeline, n + i, consumer, c)
-            acc = _start_own_pv(acc, p, alpha, pipeline, n + i + 1, consumer, c)
-            acc = _finish_pv(acc, pipeline, n + i + 1, consumer, c)
-    n += blocks
-    if blocks % 2 == 1:
-        if consumer == 0:
-            s = warpgroup_mma_wait(0, [_start_qk(pipeline, n - 1, L, c)])
-            mbarrier.arrive(pipeline.q_empty, count=1)
-            p, alpha, state = _softmax(s, state, rows, pipeline, blocks - 1, n - 1, mask, c)
-            acc = _start_own_pv(acc, p, alpha, pipeline, n - 1, consumer, c)
+    @gluon.jit
+    def values(self):
+        """This consumer's half of the values, and the pipeline that it is part of."""
+        if self.index == 0:
+            half = self.pipeline.k_left, self.pipeline.left
         else:
-            mbarrier.arrive(pipeline.q_empty, count=1, pred=blocks == 1)
-            acc, state = _start_other_pv(acc, state, rows, pipeline, n - 1, consumer, c)
-        acc = _finish_pv(acc, pipeline, n - 1, consumer, c)
-    if blocks > 0:
-        tiles += 1
-    m, l, l_other = state
-    l = gl.convert_layout(gl.sum(l + l_other, 1), flat, assert_trivial=True)
-    return acc, m, l, n, tiles
+            half = self.pipeline.k_right, self.pipeline.right
+        return half
+
+    @gluon.jit
+    def start_own_pv(self, acc, p, alpha, state):
+        """Start to add PV of the pipeline's next block, whose P this consumer has in registers, to its half of acc."""
+        values, _barriers = self.values()
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
+        return warpgroup_mma(p, values.index(state.stage()), rescale(acc, alpha), is_async=True)
+
+    @gluon.jit
+    def start_other_pv(self, acc, sums, state):
+        """Start to add PV of the pipeline's next block, whose P the other consumer has computed, to this one's half of
+        acc. Returns acc and the Sums after it.
+        """
+        values, barriers = self.values()
+        pipeline, stage = self.pipeline, state.stage()
+        barriers.consumer_wait(state)
+        mbarrier.wait(pipeline.p_full.index(stage), state.phase())
+        fence_async_shared()
+        flat: gl.constexpr = sums.m.type.layout
+        m = _load_per_row(pipeline.m.index(stage), flat)
+        l_other = pipeline.l.index(stage).load(sums.l.type.layout)
+        alpha = gl.exp2(sums.m - exponent_base(m))
+        acc = warpgroup_mma(pipeline.k_pe.index(stage), values.index(stage), rescale(acc, alpha), is_async=True)
+        return acc, Sums(m, scaled_sums(sums.l, alpha), l_other)
+
+    @gluon.jit
+    def finish_pv(self, acc, state):
+        """Wait for PV of a block, and release its memory: k_left by consumer 0 alone, the rest by both."""
+        acc = warpgroup_mma_wait(0, [acc])
+        if self.index == 0:
+            self.pipeline.left.consumer_release(state)
+        self.pipeline.right.consumer_release(state)
+        return acc
+
+    @gluon.jit
+    def attend(self, seqlens, tile, state, q_state):
+        """The SoftmaxState of a tile's rows, with this consumer's half of acc's columns. The tile's blocks are the
+        pipeline's next ones. Returns the states of the pipeline and of its queries after the tile, too.
+        """
+        c: gl.constexpr = self.config
+        block_n: gl.constexpr = c.tile.block_n
+        L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
+        O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.dim, 16])
+        flat: gl.constexpr = gl.SliceLayout(1, L)
+        queries = self.pipeline.queries
+        rows = self.load_rows(seqlens, tile, flat)
+        l = gl.full([BLOCK_M, 4], 0.0, gl.float32, _row_layout(4))
+        sums = Sums(gl.full([BLOCK_M], -float("inf"), gl.float32, flat), l, l)
+        acc = gl.full([BLOCK_M, c.dim], 0.0, gl.float32, O)
+        blocks = (gl.maximum(tile.kv_end - tile.kv_start, 0) + block_n - 1) // block_n
+        if blocks > 0:
+            queries.consumer_wait(q_state)
+        for i in range(0, blocks - 1, 2):
+            even, odd = state.advance(i), state.advance(i + 1)
+            if self.index == 0:
+                s = warpgroup_mma_wait(0, [self.start_qk(even, L)])
+                queries.consumer_release_once(q_state, pred=i + 2 >= blocks)
+                p, alpha, sums = self.softmax(s, sums, rows, even, i)
+                acc = self.start_own_pv(acc, p, alpha, even)
+                acc = self.finish_pv(acc, even)
+                acc, sums = self.start_other_pv(acc, sums, odd)
+                acc = self.finish_pv(acc, odd)
+            else:
+                # The softmax of a block is computed while PV of the one before it runs.
+                s = self.start_qk(odd, L)
+                acc, sums = self.start_other_pv(acc, sums, even)
+                s = warpgroup_mma_wait(1, [s])
+                queries.consumer_release_once(q_state, pred=i + 3 >= blocks)
+                p, alpha, sums = self.softmax(s, sums, rows, odd, i + 1)
+                acc = self.finish_pv(acc, even)
+                acc = self.start_own_pv(acc, p, alpha, odd)
+                acc = self.finish_pv(acc, odd)
+        state = state.advance(blocks)
+        if blocks % 2 == 1:
+            last = state.advance(-1)
+            if self.index == 0:
+                s = warpgroup_mma_wait(0, [self.start_qk(last, L)])
+                queries.consumer_release_once(q_state)
+                p, alpha, sums = self.softmax(s, sums, rows, last, blocks - 1)
+                acc = self.start_own_pv(acc, p, alpha, last)
+            else:
+                queries.consumer_release_once(q_state, pred=blocks == 1)
+                acc, sums = self.start_other_pv(acc, sums, last)
+            acc = self.finish_pv(acc, last)
+        if blocks > 0:
+            q_state = q_state.advance(1)
+        l = gl.convert_layout(gl.sum(sums.l + sums.l_other, 1), flat, assert_trivial=True)
+        return SoftmaxState(acc, sums.m, l), state, q_state

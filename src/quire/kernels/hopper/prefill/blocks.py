@@ -1,88 +1,130 @@
-"""Which key blocks of a job are loaded and computed, from the last to the first.
+"""Which key blocks of a work tile are loaded and computed, from the last to the first.
 
-Without custom masks and items (c.listed is False) they are all blocks of the job, and consumers find from its bounds
-which of them need a mask. Custom masks and items hide blocks anywhere, which only their data tell: the producer looks
-at 32 blocks together, leaves out those of which no row of the tile sees a key, and writes a note for each other one.
+Without custom masks and items they are all blocks of the work tile, and consumers find from its bounds which of them
+need a mask. Custom masks and items hide blocks anywhere, which only their data say (MaskConfig.listed): the producer
+looks at 32 blocks together, leaves out those of which no row of the tile sees a key, and passes a BlockInfo for each
+other one.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quire.kernels.hopper.mask import visible_blocks
+from quire.kernels.gpu.triton_internals import aggregate
+from quire.kernels.hopper.pipeline import allocate_mbarriers
 from quire.kernels.hopper.schedule import leading_zeros
 
-MORE, MASKED, FLAGS = gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)  # bits of a note, and where its block begins
+# Bits of a BlockInfo, and where its block begins.
+MORE, MASKED, FLAGS = gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
 
 
-class Cursor(NamedTuple):
-    """The position of the producer in a job. block: the next block to be loaded, or a number below the job's first one
-    if there is none left; masked: 1 if some row of the tile may not see all keys of that block, else 0. Of the 32
-    blocks from `base` on, the bits of `seen` tell which are loaded after it, and those of `whole` which need no mask.
+@aggregate
+class BlockInfo:
+    """A block that is loaded, as a word: its number, whether it needs a mask, and whether the work tile has another one
+    after it.
     """
 
-    block: tl.tensor
-    masked: tl.tensor
-    base: tl.tensor
-    seen: tl.tensor
-    whole: tl.tensor
+    word: gl.tensor
+
+    @gluon.jit
+    def block(self):
+        """The number of the block."""
+        return self.word // FLAGS
+
+    @gluon.jit
+    def is_masked(self):
+        """Whether it needs a mask."""
+        return (self.word & MASKED) != 0
+
+    @gluon.jit
+    def has_more(self):
+        """Whether the work tile has another block after it."""
+        return (self.word & MORE) != 0
 
 
 @gluon.jit
-def first_block(job, mask, c: gl.constexpr):
-    """The Cursor at the block of a job that is loaded first. There is one even if no row sees a key."""
-    none = job.last * 0
-    cursor = next_block(Cursor(job.last, none, job.last + 1, none, none), job, mask, c)
-    empty = cursor.block < job.first
-    block, masked = gl.where(empty, job.last, cursor.block), gl.where(empty, 1, cursor.masked)
-    return Cursor(block, masked, cursor.base, cursor.seen, cursor.whole)
+def block_info(block, masked=0, more=0):
+    """The BlockInfo of a block; masked, more: 1 or 0."""
+    return BlockInfo(block * FLAGS + masked * MASKED + more * MORE)
 
 
-@gluon.jit
-def next_block(cursor, job, mask, c: gl.constexpr):
-    """The Cursor at the block that is loaded after another."""
-    base, seen, whole = cursor.base, cursor.seen, cursor.whole
-    last_row = gl.minimum(job.row + c.tile_rows, job.rows) - 1
-    while (seen == 0) & (base > job.first):
-        base -= 32
-        seen, whole = visible_blocks(job, job.row, last_row, job.first, base, mask, c)
-    i = 31 - gl.minimum(leading_zeros(seen), 31)
-    bit = (seen * 0 + 1) << i
-    block = gl.where(seen == 0, job.first - 1, base + i)
-    return Cursor(block, gl.where((whole & bit) == 0, 1, 0), base, seen & ~bit, whole)
-
-
-class Notes(NamedTuple):
-    """A note in shared memory for each stage of keys: its block, times FLAGS, with MASKED if it needs a mask, and MORE
-    if the job has another one after it. The producer arrives at `full`. Consumers release a note with the stage.
+@aggregate
+class BlockInfos:
+    """A BlockInfo in shared memory for each stage of keys, of a word for each of the producer's threads, and mbarriers
+    by which it is committed. Consumers release it with the stage.
     """
 
     words: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
+    warps: gl.constexpr
+
+    @gluon.jit
+    def put(self, keys, state, info):
+        """Write the BlockInfo of the pipeline's next block, once its stage of keys is empty."""
+        threads: gl.constexpr = 32 * self.warps
+        x = gl.full([threads], 0, gl.int32, gl.BlockedLayout([1], [32], [self.warps], [0])) + info.word
+        keys.barriers.producer_acquire(state)
+        shape: gl.constexpr = [self.words.shape[0] // threads, threads]
+        words = self.words._reinterpret(gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        words.index(state.stage()).store(x)
+        mbarrier.arrive(self.full.index(state.stage()), count=1)
+
+    @gluon.jit
+    def get(self, state):
+        """Wait for the BlockInfo of the pipeline's next block."""
+        mbarrier.wait(self.full.index(state.stage()), state.phase())
+        word = self.words.index(state.stage() * 32 * self.warps)
+        return BlockInfo(gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), 0))
 
 
 @gluon.jit
-def write_note(pipeline, n, cursor, more, c: gl.constexpr):
-    """Write the note of the pipeline's n-th block, once its stage is empty."""
-    threads: gl.constexpr = 32 * c.load_warps  # each of which stores a word
-    stage = n % c.stages
-    note = cursor.block * FLAGS + cursor.masked * MASKED + more.to(gl.int32) * MORE
-    x = gl.full([threads], 0, gl.int32, gl.BlockedLayout([1], [32], [c.load_warps], [0])) + note
-    mbarrier.wait(pipeline.k.empty.index(stage), (n // c.stages & 1) ^ 1)
-    words = pipeline.notes.words._reinterpret(gl.int32, [c.stages, threads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    words.index(stage).store(x)
-    mbarrier.arrive(pipeline.notes.full.index(stage), count=1)
+def allocate_block_infos(stages: gl.constexpr, warps: gl.constexpr):
+    """The BlockInfos of empty stages, of a producer of so many warps."""
+    words = gl.allocate_shared_memory(gl.int32, [stages * 32 * warps, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return BlockInfos(words, allocate_mbarriers(stages, 1), warps)
+
+
+@aggregate
+class BlockIterator:
+    """The position of the producer in a work tile. block: the next block to be loaded, or a number below the work
+    tile's first one if there is none left; masked: 1 if some row of the tile may not see all keys of that block, else
+    0. Of the 32 blocks from `base` on, `seen` has a bit for each that is loaded after it, `whole` for each that needs
+    no mask.
+    """
+
+    block: gl.tensor
+    masked: gl.tensor
+    base: gl.tensor
+    seen: gl.tensor
+    whole: gl.tensor
+
+    @gluon.jit
+    def next(self, tile, mask, warps: gl.constexpr):
+        """The iterator at the block that is loaded after this one, by a producer of so many warps."""
+        base, seen, whole = self.base, self.seen, self.whole
+        last_row = gl.minimum(tile.row + mask.config.tile.rows, tile.rows) - 1
+        while (seen == 0) & (base > tile.first):
+            base -= 32
+            seen, whole = mask.visible_blocks(tile, tile.row, last_row, tile.first, base, warps)
+        i = 31 - gl.minimum(leading_zeros(seen), 31)
+        bit = (seen * 0 + 1) << i
+        block = gl.where(seen == 0, tile.first - 1, base + i)
+        masked = gl.where((whole & bit) == 0, 1, 0)
+        return BlockIterator(block, masked, base, seen & ~bit, whole)
+
+    @gluon.jit
+    def info(self, following):
+        """The BlockInfo of the block, if `following` is after it."""
+        return block_info(self.block, self.masked, following.to(gl.int32))
 
 
 @gluon.jit
-def read_note(pipeline, n, c: gl.constexpr):
-    """Wait for the note of the pipeline's n-th block."""
-    stage = n % c.stages
-    mbarrier.wait(pipeline.notes.full.index(stage), n // c.stages & 1)
-    word = pipeline.notes.words.index(stage * 32 * c.load_warps)
-    return gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def first_block(tile, mask, warps: gl.constexpr):
+    """The BlockIterator at the block of a work tile that is loaded first. There is one even if no row sees a key."""
+    none = tile.last * 0
+    it = BlockIterator(tile.last, none, tile.last + 1, none, none).next(tile, mask, warps)
+    empty = it.block < tile.first
+    block, masked = gl.where(empty, tile.last, it.block), gl.where(empty, 1, it.masked)
+    return BlockIterator(block, masked, it.base, it.seen, it.whole)

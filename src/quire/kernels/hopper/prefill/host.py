@@ -11,13 +11,20 @@ from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, kv_strides, split_scales
 from quire.kernels.gpu.tma import Matrix
-from quire.kernels.hopper.mask import keys_to_the_right
+from quire.kernels.hopper.config import TileConfig
+from quire.kernels.hopper.epilogue import OutputConfig
+from quire.kernels.hopper.mask import MaskConfig, hides_blocks, mask_arguments
+from quire.kernels.hopper.pipeline import PipelineConfig
 from quire.kernels.hopper.prefill.kernel import Config, prefill
-from quire.kernels.hopper.schedule import decode_tokens
+from quire.kernels.hopper.schedule import ScheduleConfig, decode_tokens
+from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig
 
-_MIN_BOX = 8  # keys: the rows of one swizzled block of shared memory
-_SLOTS, _MOST_SLOTS = 2, 8  # for partial states, per program
-_HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of queries and keys, and of values
+# Keys: the rows of one swizzled block of shared memory.
+_MIN_BOX = 8
+# For partial states, per program: those that are asked for, and the most that are used.
+_SLOTS, _MAX_SLOTS = 2, 8
+# Of queries and keys, and of values.
+_HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 
 
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
@@ -41,7 +48,8 @@ def refuses(call: Call) -> str | None:
     """Why the kernel, which copies 16 aligned bytes at a time, does not compute a call; None if it does."""
     if not all(is_aligned(x, x.ndim - 1, 16 // x.element_size()) for x in (call.q, call.k, call.v)):
         return "queries, keys and values must be aligned to 16 bytes, and their strides"
-    longest = (1 << 31) // _tile_rows(call.spec)  # offsets within a tile have 32 bits
+    # Offsets within a tile have 32 bits.
+    longest = (1 << 31) // _tile_rows(call.spec)
     if max(call.q.stride()) >= longest:
         return f"strides of queries must be below {longest} elements"
     return None
@@ -53,7 +61,7 @@ def _box_of(spec: AttentionSpec, x: Tensor, page_size: int) -> int:
     blocks are loaded, and copies them: its warps would wait for each other at each box.
     """
     block_n = block_size(spec)
-    if x.element_size() == 1 or spec.mask.custom_mask or spec.mask.items:
+    if x.element_size() == 1 or hides_blocks(spec):
         return 0
     if page_size == 0:
         return block_n if len(x) else 0
@@ -77,45 +85,33 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
     whether the scale of logits may be negative.
     """
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length, negative = flags
-    dim = spec.head_dim_qk
-    block_n, consumers = block_size(spec), _consumers(spec)
+    dim, dim_vo, block_n = spec.head_dim_qk, spec.head_dim_vo, block_size(spec)
     cap, alibi, fp8 = spec.logits_soft_cap > 0, spec.pos_encoding == "ALIBI", spec.kv_dtype in FLOATS8
+    consumers, load_warps = _consumers(spec), 1 if box else 4
     load_registers = 24 if box else 88 if fp8 else 56
+    split = not spec.batch_invariant
+    tile = TileConfig(spec.num_kv_heads, spec.group_size, _tile_rows(spec), block_n, unit_size=block_n)
+    least_q_len = decode_tokens(spec) + 1 if spec.batch_invariant else 0
     return Config(
-        heads=spec.num_kv_heads,
-        group=spec.group_size,
-        dim=spec.head_dim_vo,
+        mask=MaskConfig.of(spec, tile),
+        schedule=ScheduleConfig(tile, page_size, by_length, int64_offsets, least_q_len),
+        scheduler=TileSchedulerConfig.of(load_warps, split, dim + dim_vo),
+        pipeline=PipelineConfig(8 if dim == 64 else 2, consumers, load_warps),
+        output=OutputConfig(tile, dim_vo, spec.sinks, lse, v_scale),
         dim_qk=dim,
-        part=dim & -dim,  # the largest power of two in it
-        fp8=fp8,
-        fp8_q=spec.q_dtype in FLOATS8,
-        page_size=page_size,
+        # The largest power of two in it.
+        part=dim & -dim,
         box=box,
-        block_n=block_n,
-        unit_size=block_n,
-        split=not spec.batch_invariant,
-        least_q_len=decode_tokens(spec) + 1 if spec.batch_invariant else 0,
-        consumers=consumers,
-        tile_rows=64 * consumers,
-        stages=8 if dim == 64 else 2,
         registers=_registers(consumers, load_registers),
         load_registers=load_registers,
-        load_warps=1 if box else 4,
         packed=box == 0 or dim == 256,
-        right=keys_to_the_right(spec),
-        window=spec.mask.window_left >= 0,
-        mask=spec.mask.custom_mask,
-        items=spec.mask.items,
+        fp8=fp8,
+        fp8_q=spec.q_dtype in FLOATS8,
         cap=cap,
         alibi=alibi,
         transform=cap or alibi or q_scale or k_scale or negative,
-        sinks=spec.sinks,
-        int64_offsets=int64_offsets,
-        by_length=by_length,
-        lse=lse,
         q_scale=q_scale,
         k_scale=k_scale,
-        v_scale=v_scale,
     )
 
 
@@ -143,7 +139,7 @@ def _registers(consumers: int, load_registers: int) -> int:
 
 
 def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
-    """Bytes for partial states. The kernel uses as many slots as there are, up to _MOST_SLOTS per program. It cuts no
+    """Bytes for partial states. The kernel uses as many slots as there are, up to _MAX_SLOTS per program. It cuts no
     tiles of batch-invariant layers.
     """
     return 0 if spec.batch_invariant else _SLOTS * processors * _tile_rows(spec) * (spec.head_dim_vo + 2) * 4
@@ -152,7 +148,7 @@ def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -
 @lru_cache(maxsize=1024)
 def _launcher(c: Config) -> Launcher:
     # If batch-invariant, blocks with and without a mask must round alike: see `decode/invariant.py`.
-    return Launcher(prefill, c, num_warps=4, launch_pdl=True, enable_fp_fusion=c.split)
+    return Launcher(prefill, c, num_warps=4, launch_pdl=True, enable_fp_fusion=c.scheduler.split)
 
 
 @lru_cache(maxsize=64)
@@ -162,7 +158,7 @@ def _slopes(spec: AttentionSpec, device: torch.device) -> Tensor:
 
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> LaunchReplay | None:
     """Compute a call with one program on each multiprocessor."""
-    spec, kv, q, k, v, mask, items = call.spec, call.kv, call.q, call.k, call.v, call.mask, call.items
+    spec, kv, q, k, v = call.spec, call.kv, call.q, call.k, call.v
     page_size, indices, lengths, by_length, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
@@ -172,22 +168,19 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     scales = (q_scale is not None, k_scale is not None, v_scale is not None)
     c = config(spec, page_size, box, (*scales, lse is not None, wide, by_length, scale <= 0))
     slots, partials = 0, None
-    if c.split:
+    if c.scheduler.split:
         partials = call.float_workspace_for(float_workspace_size(spec, processors, call.max_q_len) // 4)
-        slots = min(partials.numel() // (c.tile_rows * (spec.head_dim_vo + 2)), _MOST_SLOTS * processors)
-    words = 1 + c.consumers * slots
+        slots = min(partials.numel() // (c.tile.rows * (spec.head_dim_vo + 2)), _MAX_SLOTS * processors)
+    words = 1 + c.pipeline.consumers * slots
     counter = call.int_workspace_for(words, words)
-    bits, bits_indptr, bits_size = (None, None, 0) if mask is None else (mask.bits, mask.indptr, mask.bits.shape[0])
-    prefix_lens, positions, items_len = (
-        (None, None, 0) if items is None else (items.prefix_lens, items.positions, items.length)
-    )
+    mask_tensors, (bits_size, items_len, window) = mask_arguments(call)
     slopes = _slopes(spec, out.device) if c.alibi else None
     replay = _launcher(c)(
         processors,
         (q, None, k, v, None, out, lse, call.sinks),
-        (partials, counter, call.qo.indptr, kv.indptr, lengths, indices, bits, bits_indptr, prefix_lens,
-         positions, slopes, q_scale, k_scale, v_scale),
-        (slots, bits_size, items_len, batch, tokens, entries, k.shape[0], spec.mask.window_left, scale, v_gain, cap),
+        (partials, counter, call.qo.indptr, kv.indptr, lengths, indices, *mask_tensors, slopes, q_scale, k_scale,
+         v_scale),
+        (slots, bits_size, items_len, batch, tokens, entries, k.shape[0], window, scale, v_gain, cap),
         (*q.stride()[:2], *kv_strides(k), *kv_strides(v), *out.stride()[:2]),
         (_matrix(k, box, c.part), _matrix(v, box, c.dim)) if box else None,
     )  # fmt: skip
