@@ -10,7 +10,8 @@ import torch
 
 from helpers.interpret import INTERPRETED
 from quire.bench.batches import Batch, relative_error
-from quire.definition import AttentionSpec, PageTable, RaggedLayout, attention_spec
+from quire.definition import AttentionSpec, PageTable, RaggedLayout, attention_spec, oracle
+from quire.definition.items import Items
 from quire.definition.pages import LengthTable
 from quire.kernels import registry
 from quire.kernels.call import Call
@@ -84,8 +85,20 @@ def move(x, device):
     return x
 
 
+def oracle_result(batch: Batch, items: Items | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of the oracle, in float64, computed by a GPU where there is one: with long requests it is the
+    longest part of a test otherwise.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    there = move(batch, device)
+    extras = {name: getattr(there, name) for name in ("mask", "sinks", "k_scale", "v_scale")}
+    given = there.q, there.k, there.v, there.qo, there.kv, there.spec
+    out, lse = oracle.attend_batch(*given, items=move(items, device), **extras)
+    return out.to(batch.q.device), lse.to(batch.q.device)
+
+
 def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor, family: str = "cpu") -> None:
-    exact, exact_lse = batch.exact()
+    exact, exact_lse = oracle_result(batch)
     finite = exact_lse.isfinite()
     if family == "cpu":  # which computes in float32 and rounds once
         # The relative error of a weight is the absolute error of its logit, which grows with the logit.
@@ -110,6 +123,17 @@ def layer(rng, q_dtype, kv_dtype, **changes):
         kv_dtype=kv_dtype,
         **changes,
     )
+
+
+def draw_scales(rng, spec: AttentionSpec, per_head: tuple[bool, bool]) -> dict[str, float | torch.Tensor]:
+    """Random k_scale and v_scale of a batch, each a number or one per KV head. A kernel is compiled for each such pair,
+    so that tests choose it once for the batches of a layer.
+    """
+    heads = spec.num_kv_heads
+    return {
+        f"{x}_scale": torch.rand(heads) + 0.5 if each else rng.choice((1.0, 0.5))
+        for x, each in zip("kv", per_head, strict=True)
+    }
 
 
 def alone(batch: Batch, b: int, begin: int, end: int) -> Batch:
