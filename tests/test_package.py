@@ -23,7 +23,7 @@ ROOMS = {  # what each may import, besides itself; files of the package that are
     "cache": {"definition", "kernels", "face"},
     "core": {"definition", "kernels", "wrappers", "face", "cache"},
     "steps": {"definition", "kernels", "face"},
-    "serving": {"definition", "face", "cache", "steps"},
+    "backends": {"definition", "face", "cache", "steps"},
     "engine": {"definition", "face", "cache", "steps"},
     "bench": {"definition", "kernels", "face", "engine"},
     "server": {"face", "engine"},
@@ -116,7 +116,7 @@ print(tuple(quire.single_decode_with_kv_cache(q, k, k).shape))
 
 def test_the_engine_says_what_is_missing():
     code = "import sys; sys.modules['transformers'] = None\nfrom quire.engine import LLM\nLLM()"
-    assert "quire[engine]" in python(code).stderr.splitlines()[-1]
+    assert "quire-attention[engine]" in python(code).stderr.splitlines()[-1]
 
 
 def test_every_public_name_is_there_and_documented():

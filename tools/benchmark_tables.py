@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quire.bench import cpu, gpu, layers_table, peers, serving
+from quire.bench import cpu, engine_timing, gpu, layers_table, peers
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "engine.md", "serving.md")]
+PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "engine.md", "server.md")]
 BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -38,7 +38,7 @@ def rendered(name: str) -> str:
     )
     module: Any = gpu if on_gpu else cpu
     if "operation" in result:
-        module = serving
+        module = engine_timing
     elif "copy_gb_s" in result["ceilings"]:
         module = layers_table
     return f"{', '.join(machine)}:\n\n{module.table(result)}\n"

@@ -87,7 +87,7 @@ _HOME = {
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_MODULES = (*_HOME, "batch", "cache", "concat_ops", "engine", "serving", "steps")
+_MODULES = (*_HOME, "backends", "batch", "cache", "concat_ops", "engine", "steps")
 
 if TYPE_CHECKING:
     from quire.activation import (

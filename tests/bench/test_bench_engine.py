@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from transformers import AutoConfig
 
 from helpers.checkpoints import save
-from quire.bench import engines, serving
+from quire.bench import engine_timing, engines
 from quire.bench.figures import percentiles
 from quire.bench.workloads import SHAPES, LatencyCell, Work, as_range, random_work, read_work, write_shape
 from quire.cli.main import main
@@ -76,15 +76,15 @@ def test_percentiles_and_steady_steps_by_hand():
     hundred = percentiles([i / 1e3 for i in range(100, 0, -1)])
     assert hundred == pytest.approx({"p50": 50.0, "p95": 95.0, "p99": 99.0})
     # All decode from 2, when the second begins, to 4, when the first ends.
-    assert serving.steady_steps([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 9.0]]) == [1.0, 1.0]
+    assert engine_timing.steady_steps([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 9.0]]) == [1.0, 1.0]
 
 
 def test_bytes_of_a_step_by_hand(tmp_path):
     with engines.LLM(save("mistral", tmp_path), num_pages=64) as llm:
         tokens = 2 * 2 * 16 * 4 * 4  # keys and values of a token: 2 heads of 16 floats in 4 layers
         weights = sum(p.numel() for p in llm.model.network.parameters()) - 97 * 32  # the table of embeddings
-        assert serving.floor_bytes(llm.model, 3, 5) == 4 * weights + 3 * 5 * tokens
-        assert serving.floor_bytes(llm.model, 3, 100) == 4 * weights + 3 * 9 * tokens  # the window
+        assert engine_timing.floor_bytes(llm.model, 3, 5) == 4 * weights + 3 * 5 * tokens
+        assert engine_timing.floor_bytes(llm.model, 3, 100) == 4 * weights + 3 * 9 * tokens  # the window
 
 
 def test_bytes_of_a_step_of_a_mixture_of_experts(tmp_path):
@@ -95,7 +95,7 @@ def test_bytes_of_a_step_of_a_mixture_of_experts(tmp_path):
         others = sum(p.numel() for p in network.parameters()) - 97 * 32 - experts
         tokens = 2 * 2 * 16 * 4 * llm.model.config.num_hidden_layers
         for batch, read in ((1, 2 / 4), (2, 3 / 4)):
-            assert serving.floor_bytes(llm.model, batch, 5) == 4 * (others + experts * read) + batch * 5 * tokens
+            assert engine_timing.floor_bytes(llm.model, batch, 5) == 4 * (others + experts * read) + batch * 5 * tokens
 
 
 def test_engines_are_timed_and_written_down(tmp_path, capsys, monkeypatch):
@@ -131,7 +131,7 @@ def test_engines_are_timed_and_written_down(tmp_path, capsys, monkeypatch):
         assert "vLLM failed: " in printed
 
     pytest.importorskip("matplotlib")
-    from quire.bench.plot_serving import plot
+    from quire.bench.plot_engines import plot
 
     plot(json.loads(file.read_text()), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -141,9 +141,9 @@ def test_a_peer_that_fails_is_told_and_quire_is_not_hidden():
     def fails():
         raise OverflowError("too much")
 
-    assert serving._measured({"engine": "vLLM"}, fails) == {"failed": "OverflowError: too much"}
+    assert engine_timing._measured({"engine": "vLLM"}, fails) == {"failed": "OverflowError: too much"}
     with pytest.raises(OverflowError):
-        serving._measured({"engine": "Quire"}, fails)
+        engine_timing._measured({"engine": "Quire"}, fails)
 
 
 def test_wrong_arguments(capsys, tmp_path):

@@ -38,7 +38,7 @@ def pretended(monkeypatch):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_quire_and_the_plain_formula_compute_the_same(name, pretended):
-    work = layers.Cell.parse(name).work()
+    work = layers.LayerCell.parse(name).work()
     ours, theirs = ([x.clone() for x in work.inputs] for _ in range(2))
     here, there = work.ours(*ours), work.plain(*theirs)
     results = [*zip(ours, theirs, strict=True), *([(here, there)] if isinstance(there, torch.Tensor) else [])]
@@ -76,11 +76,11 @@ WRONG = ["", "rmsnorm", "rmsnorm 64", "paint 64 x5", "rmsnorm 0 x5", "rmsnorm 64
 @pytest.mark.parametrize("name", [*WRONG, "qk_norm_rope_append 8 x5"])
 def test_cells_that_cannot_be(name):
     with pytest.raises(ValueError, match=f"cell '{name}'"):
-        layers.Cell.parse(name)
+        layers.LayerCell.parse(name)
 
 
 def test_every_listed_cell_is_understood():
-    assert len(set(map(layers.Cell.parse, layers.LAYERS))) == len(layers.LAYERS)
+    assert len(set(map(layers.LayerCell.parse, layers.LAYERS))) == len(layers.LAYERS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

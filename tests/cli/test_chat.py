@@ -143,7 +143,7 @@ def test_what_is_missing_is_told(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", stdin)
     monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
     assert main(["chat"]) == 2
-    assert "pip install 'quire[chat]'" in capsys.readouterr().err
+    assert "pip install 'quire-attention[chat]'" in capsys.readouterr().err
 
 
 def test_texts_of_a_conversation():

@@ -15,7 +15,7 @@ import torch
 
 import quire
 from quire import compat
-from quire.compat.absent import NAMES
+from quire.compat.unsupported import NAMES
 from quire.definition import attention_spec, oracle
 
 

@@ -278,7 +278,7 @@ with LLM(num_pages=8, device="cpu") as llm:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "length"
-    assert "ImportError: json_schema needs llguidance: pip install 'quire[structured]'" in done.stderr
+    assert "ImportError: json_schema needs llguidance: pip install 'quire-attention[structured]'" in done.stderr
 
 
 @pytest.mark.gpu

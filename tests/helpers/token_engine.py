@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from quire.backends.pymllm import VerifyInput
 from quire.bench.batches import relative_error
 from quire.definition import attention_spec, oracle
-from quire.serving.pymllm import VerifyInput
 from quire.steps import store
 
 HEADS, KV_HEADS, DIM = 4, 2, 16

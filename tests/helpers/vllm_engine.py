@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from quire.backends.vllm import FlashInferBackend, FlashInferImpl
 from quire.bench.batches import relative_error
 from quire.definition import attention_spec, oracle
-from quire.serving.vllm import FlashInferBackend, FlashInferImpl
 from quire.steps import quantize
 
 SLOPES = (0.3, 0.1, 0.02, 0.7)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'quire[ray]'")
+pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'quire-attention[ray]'")
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'quire[ray]'")
+pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'quire-attention[ray]'")
 pytest.importorskip("transformers")
 pytest.importorskip("openai")
 

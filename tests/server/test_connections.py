@@ -19,9 +19,9 @@ pytest.importorskip("fastapi")
 from helpers.engines import pages_add_up, until_idle
 from helpers.server import served
 from quire.engine import LLM
-from quire.server import Limits, bind
+from quire.server import ServerLimits, bind
 
-LIMITS = Limits(max_connections=40, max_head=8192, header_timeout=1, keep_alive=2, send_timeout=1)
+LIMITS = ServerLimits(max_connections=40, max_head=8192, header_timeout=1, keep_alive=2, send_timeout=1)
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 LONG = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}
 

@@ -147,6 +147,7 @@ def test_sigkill_closes_connections_and_a_new_server_serves(rng):
         sent = asyncio.ensure_future(posted(url, bodies))
         async with httpx.AsyncClient() as client:
             while (await client.get(f"{url}/server_info")).json()["stats"]["running"] < 20:
+                assert not sent.done(), await sent
                 await asyncio.sleep(0.02)
         process.send_signal(signal.SIGKILL)
         return await sent

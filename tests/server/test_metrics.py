@@ -114,7 +114,7 @@ def test_the_dashboards_panels_do_not_overlap():
 
 
 def test_the_documents_name_all_metrics_and_no_others(scraped):
-    section = (ROOT / "docs" / "serving.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "server.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
     suffixes = r"_(bucket|sum|count|created)$"

@@ -15,7 +15,7 @@ from helpers.checkpoints import with_chat_template
 from helpers.server import served
 from quire.engine import LLM, SamplingParams
 from quire.engine.text import TokenBytes
-from quire.server import Limits
+from quire.server import ServerLimits
 
 PROMPT = "def add(a, b):\n    return"
 MESSAGES = [{"role": "user", "content": "def add(a, b):"}]
@@ -242,7 +242,7 @@ def test_a_default_of_max_tokens_leaves_room_for_the_prompt(llm, client):
         complete(client, prompt=[1] * size, max_tokens=6)
     assert refused.value.param == "max_tokens"
     long = [{"role": "user", "content": "x y " * size}]
-    with served(llm, limits=Limits(max_tokens=250)) as url:
+    with served(llm, limits=ServerLimits(max_tokens=250)) as url:
         body = {"messages": [{"role": "user", "content": "x y " * 20}], "ignore_eos": True}
         done = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert done["usage"]["total_tokens"] == llm.max_len

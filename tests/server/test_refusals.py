@@ -21,9 +21,11 @@ import openai
 
 from helpers.server import served
 from quire.engine import LLM
-from quire.server import Limits, create_app
+from quire.server import ServerLimits, create_app
 
-LIMITS = Limits(max_body=50_000, max_queue=3, max_n=3, max_tokens=500, max_stop=2, max_stop_length=10, body_timeout=1)
+LIMITS = ServerLimits(
+    max_body=50_000, max_queue=3, max_n=3, max_tokens=500, max_stop=2, max_stop_length=10, body_timeout=1
+)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +200,7 @@ def test_other_origins_are_off_unless_allowed(url, guarded):
 def test_a_missing_package_is_named():
     code = "import sys; sys.modules['fastapi'] = None\nimport quire.server"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'quire[server]'" in done.stderr.splitlines()[-1]
+    assert "pip install 'quire-attention[server]'" in done.stderr.splitlines()[-1]
 
 
 def test_bad_options_are_named(llm):
@@ -207,6 +209,6 @@ def test_bad_options_are_named(llm):
     with pytest.raises(ValueError, match="metrics_prefix = 'a b'"):
         create_app(llm, metrics_prefix="a b")
     with pytest.raises(ValueError, match="max_n = 0: it must be above 0"):
-        Limits(max_n=0)
+        ServerLimits(max_n=0)
     with pytest.raises(ValueError, match="max_queue = -1: it must be 0 or larger"):
-        Limits(max_queue=-1)
+        ServerLimits(max_queue=-1)

@@ -22,7 +22,7 @@ import openai
 from helpers.schemas import is_valid, random_schema
 from helpers.server import served
 from quire.engine import LLM, SamplingParams, shipped_model
-from quire.server import Limits
+from quire.server import ServerLimits
 
 MESSAGES = [{"role": "user", "content": "import json"}]
 TEXT = "# import json\ndata = "
@@ -55,7 +55,7 @@ def llm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(llm):
-    with served(llm, limits=Limits(max_grammar=5000)) as url:
+    with served(llm, limits=ServerLimits(max_grammar=5000)) as url:
         yield url
 
 
@@ -244,7 +244,7 @@ def test_completions_new_grammars_wait_others_are_served(llm, monkeypatch):
                 monkeypatch.undo()
             assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200, 429}
 
-    with served(llm, limits=Limits(max_grammars=16)) as url:
+    with served(llm, limits=ServerLimits(max_grammars=16)) as url:
         asyncio.run(attack(url))
 
 
@@ -279,7 +279,7 @@ def test_completions_equal_new_grammars_are_compiled_once(llm, monkeypatch):
             release.set()
             return await asyncio.gather(*tasks)
 
-    with served(llm, limits=Limits(max_grammars=1)) as url:
+    with served(llm, limits=ServerLimits(max_grammars=1)) as url:
         assert {answer.status_code for answer in asyncio.run(every(url))} == {200}
     assert compiled == ["equal [0-9]{3}"]
 
@@ -305,7 +305,7 @@ def test_completions_waiting_for_grammars_at_the_end_are_answered(llm, monkeypat
     monkeypatch.setattr(llm, "close", release.set)
     bodies = [{"prompt": TEXT, "structured_outputs": {"regex": f"last {i}"}} for i in range(9)]
     with ThreadPoolExecutor(9) as clients:
-        with served(llm, limits=Limits(grace=0.3)) as url:
+        with served(llm, limits=ServerLimits(grace=0.3)) as url:
             answers = [clients.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=30) for body in bodies]
             time.sleep(1)
         assert [answer.result().status_code for answer in answers] == [503] * 9

@@ -87,7 +87,7 @@ def _read(x, sums, n, block: tl.constexpr):
     tl.store(sums + tl.program_id(0), tl.sum(total))
 
 
-class Replay(NamedTuple):
+class GraphReplay(NamedTuple):
     """A graph of calls, how many they are, and what was captured: a graph does not keep the memory that it uses."""
 
     graph: torch.cuda.CUDAGraph
@@ -95,7 +95,7 @@ class Replay(NamedTuple):
     runs: Sequence[Callable[[], Any]]
 
 
-def captured(runs: Sequence[Callable[[], Any]]) -> Replay:
+def captured(runs: Sequence[Callable[[], Any]]) -> GraphReplay:
     """A graph of all runs, repeated to 16 calls or 8 ms."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # tensors that the runs read may still be being written
@@ -109,10 +109,10 @@ def captured(runs: Sequence[Callable[[], Any]]) -> Replay:
         for run in [*runs] * repeats:
             run()
     graph.replay()
-    return Replay(graph, len(runs) * repeats, runs)
+    return GraphReplay(graph, len(runs) * repeats, runs)
 
 
-def seconds_in_turns(replays: Sequence[Replay], rounds: int) -> list[float]:
+def seconds_in_turns(replays: Sequence[GraphReplay], rounds: int) -> list[float]:
     """Seconds per call of each graph. Graphs are replayed in turns, since the clocks of a GPU follow the power that it
     has drawn. The results are the least of three medians over `rounds` replays each: after heavy work a GPU is slower
     for about a second, by a tenth or more.
@@ -192,7 +192,7 @@ def _torch(
     return [partial(run, *kv) for kv in (caches if cell.ragged else [batch.rows()[:2]] * 2)]
 
 
-class Turns:
+class InterleavedTimer:
     """What is timed in turns: Quire and its peers over the same caches.
 
     Args:
@@ -202,7 +202,7 @@ class Turns:
 
     def __init__(self, caches: Sequence[tuple[Tensor, Tensor]], sample: Sample) -> None:
         self._caches, self._sample = caches, sample
-        self._waiting: list[tuple[dict[str, Any], str, Replay]] = []  # rows, and where in them times go
+        self._waiting: list[tuple[dict[str, Any], str, GraphReplay]] = []  # rows, and where in them times go
 
     def add(self, plan: Plan, run: Run) -> dict[str, Any]:
         """A row: the error on the sample, and microseconds of plan and run on the host; "us", those of a run on the
@@ -228,7 +228,7 @@ class Turns:
             row[name] = seconds * 1e6
 
 
-def _quire(cell: Cell, batch: Batch, backend: str, turns: Turns) -> dict[str, Any]:
+def _quire(cell: Cell, batch: Batch, backend: str, turns: InterleavedTimer) -> dict[str, Any]:
     """Host times and error of Quire, and the kernel family that computed; {"failed": reason} if `backend` declines.
 
     "auto" declines nothing that can be computed: its errors are raised.
@@ -253,7 +253,7 @@ def measure(
     k, v = batch.rows()[:2] if cell.ragged else (batch.k, batch.v)
     copies = max(2, -(-max(_MIN_BYTES, _L2_TIMES * device.L2_cache_size) // cell.kv_bytes(batch)))
     caches = [(k, v), *((k.clone(), v if cell.latent else v.clone()) for _ in range(copies - 1))]
-    turns = Turns(caches, Sample.of(batch))
+    turns = InterleavedTimer(caches, Sample.of(batch))
     row = _quire(cell, batch, backend, turns)
     for peer, (_, kernels) in beside.items():
         if found := peers.measure(kernels(cell, batch), turns.add):

@@ -36,7 +36,7 @@ _LARGE = 1 << 31  # bytes of the copy whose rate is the ceiling
 _HEAD_DIM, _PAGE_SIZE = 128, 16
 
 
-class Work(NamedTuple):
+class OperationCase(NamedTuple):
     """What a cell times: its inputs, and functions of them.
 
     Attributes:
@@ -63,7 +63,7 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * weight.float()).to(x.dtype)
 
 
-def _norm(kind: str, dim: int, rows: int) -> Work:
+def _norm(kind: str, dim: int, rows: int) -> OperationCase:
     """rmsnorm, layernorm, fused_add_rmsnorm, and with fp8 outputs."""
     from quire import norm
 
@@ -98,10 +98,10 @@ def _norm(kind: str, dim: int, rows: int) -> Work:
     }
     inputs, call, plain, element = works[kind]
     theirs = ("norm", lambda module: partial(call, getattr(module, kind)))
-    return Work(inputs, partial(call, getattr(norm, kind)), plain, theirs, numel * element)
+    return OperationCase(inputs, partial(call, getattr(norm, kind)), plain, theirs, numel * element)
 
 
-def _activation(kind: str, dim: int, rows: int) -> Work:
+def _activation(kind: str, dim: int, rows: int) -> OperationCase:
     """silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, and with fp8 outputs, which FlashInfer has not."""
     from quire import activation
 
@@ -118,12 +118,12 @@ def _activation(kind: str, dim: int, rows: int) -> Work:
     moved = x.numel() * 2 + out.numel() * out.element_size()
     if quant:
         ours = getattr(activation, kind)
-        return Work((x, out), lambda x, out: ours(out, x, scale), plain, None, moved)
+        return OperationCase((x, out), lambda x, out: ours(out, x, scale), plain, None, moved)
     theirs = ("activation", lambda module: getattr(module, kind))
-    return Work((x, out), getattr(activation, kind), plain, theirs, moved)
+    return OperationCase((x, out), getattr(activation, kind), plain, theirs, moved)
 
 
-def _heads(q_heads: int, kv_heads: int, tokens: int) -> Work:
+def _heads(q_heads: int, kv_heads: int, tokens: int) -> OperationCase:
     """Heads normalised, rotated and appended to pages, from one packed projection."""
     from quire.norm import fused_qk_rmsnorm_rope_append_paged_kv_cache as fused
 
@@ -150,10 +150,10 @@ def _heads(q_heads: int, kv_heads: int, tokens: int) -> Work:
         page, slot = slots // _PAGE_SIZE, slots % _PAGE_SIZE
         cache[page, 0, slot], cache[page, 1, slot] = rotated(k), v
 
-    return Work((qkv, q_out, cache), ours, plain, None, 2 * qkv.numel() * qkv.element_size())
+    return OperationCase((qkv, q_out, cache), ours, plain, None, 2 * qkv.numel() * qkv.element_size())
 
 
-def _sampling(kind: str, vocabulary: int, rows: int) -> Work:
+def _sampling(kind: str, vocabulary: int, rows: int) -> OperationCase:
     """softmax, sampling from logits, and sampling with top-p 0.9, with top-k 1000, or with top-k 50 and top-p 0.9, of
     float32 logits or probabilities.
     """
@@ -172,10 +172,12 @@ def _sampling(kind: str, vocabulary: int, rows: int) -> Work:
         "sampling": lambda x: torch.multinomial(x.softmax(-1), 1),
     }
     moved = x.numel() * 4 * (2 if kind in ("softmax", "top_p_renorm") else 1)
-    return Work((x,), calls[kind](import_module("quire.sampling")), plain.get(kind), ("sampling", calls[kind]), moved)
+    return OperationCase(
+        (x,), calls[kind](import_module("quire.sampling")), plain.get(kind), ("sampling", calls[kind]), moved
+    )
 
 
-_KINDS: dict[str, Callable[..., Work]] = {
+_KINDS: dict[str, Callable[..., OperationCase]] = {
     **dict.fromkeys(("rmsnorm", "layernorm", "fused_add_rmsnorm", "fused_add_rmsnorm_quant"), _norm),
     **{f"{f}_and_mul{end}": _activation for f in ("silu", "gelu", "gelu_tanh") for end in ("", "_quant")},
     "qk_norm_rope_append": _heads,
@@ -184,7 +186,7 @@ _KINDS: dict[str, Callable[..., Work]] = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class LayerCell:
     """One row: an operation, the size of its rows (or the numbers of heads), and how many rows there are."""
 
     kind: str
@@ -193,7 +195,7 @@ class Cell:
     rows: int
 
     @classmethod
-    def parse(cls, name: str) -> Cell:
+    def parse(cls, name: str) -> LayerCell:
         """A cell from its name, like "rmsnorm 4096 x8192" or "qk_norm_rope_append 32:8 x256"."""
         match = _NAME.fullmatch(name)
         if match is None or match[1] not in _KINDS:
@@ -206,7 +208,7 @@ class Cell:
             )
         return cell
 
-    def work(self) -> Work:
+    def work(self) -> OperationCase:
         if self.kv_heads:
             return _heads(self.size, self.kv_heads, self.rows)
         return _KINDS[self.kind](self.kind, self.size, self.rows)
@@ -232,7 +234,7 @@ def _peer(make: Callable[[], Callable[..., Any]], copies: Sequence[Any], rounds:
 
 def measure(name: str, rounds: int, beside: Sequence[str]) -> dict[str, Any]:
     """One cell's row: microseconds on the device of Quire, of a copy of as many bytes, and of the peers."""
-    work = Cell.parse(name).work()
+    work = LayerCell.parse(name).work()
     size = sum(x.numel() * x.element_size() for x in work.inputs)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     count = min(max(2, -(-_L2_TIMES * l2 // size)), _MAX_COPIES)

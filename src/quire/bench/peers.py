@@ -180,6 +180,6 @@ def present(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [name for name in TITLES if any(name in row for row in rows)]
 
 
-def rival(rows: Sequence[dict[str, Any]]) -> str:
+def main_peer(rows: Sequence[dict[str, Any]]) -> str:
     """The peer that a table compares Quire with: FlashAttention-3 if it computed any of the cells, or FlashInfer."""
     return "fa3" if any(best(row, "fa3") for row in rows) else "flashinfer"

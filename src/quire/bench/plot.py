@@ -47,7 +47,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
     figure = Figure(figsize=(8, 1.6 + inches * (len(cells) + 2)), layout="constrained")
     axes = figure.subplots()
     _bars(axes, result, beside, places, [(row[key], row) for _, row in cells])
-    _ratios(axes, peers.rival(rows), places, [row for _, row in cells], 1.03 * top)
+    _ratios(axes, peers.main_peer(rows), places, [row for _, row in cells], 1.03 * top)
     axes.axvline(top, color=_TEXT, linestyle="--", linewidth=1, label=f"{meaning}: {top:,.0f} {unit}")
     for other, heading in ((False, _DEFAULT_LAYER), (True, "other layers")):
         if other in others:
@@ -91,15 +91,15 @@ def _bars(
         axes.barh(at, rates, height, color=_COLORS[peer], label=label)
 
 
-def _ratios(axes: Axes, rival: str, places: Sequence[int], rows: Sequence[dict[str, Any]], right: float) -> None:
+def _ratios(axes: Axes, peer: str, places: Sequence[int], rows: Sequence[dict[str, Any]], right: float) -> None:
     """Write at x = `right` how many times Quire is as fast as a peer in each of the rows."""
-    ratios = [(place, ratio) for place, row in zip(places, rows, strict=True) if (ratio := peers.ratio(row, rival))]
+    ratios = [(place, ratio) for place, row in zip(places, rows, strict=True) if (ratio := peers.ratio(row, peer))]
     for place, ratio in ratios:
         weight = "bold" if round(ratio, 2) > 1 else "normal"
         axes.text(right, place, f"{ratio:.2f}×", va="center", fontsize=9, fontweight=weight, color=_TEXT)
     if ratios:
         axes.text(
-            right, places[0] - 0.62, f"vs {peers.TITLES[rival]}", va="bottom", fontsize=9, style="italic", color=_TEXT
+            right, places[0] - 0.62, f"vs {peers.TITLES[peer]}", va="bottom", fontsize=9, style="italic", color=_TEXT
         )
 
 

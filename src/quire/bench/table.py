@@ -56,13 +56,13 @@ def _times(rows: Sequence[Row], decode: bool) -> dict[str, Show]:
     """The columns of times; those of prefill also have rates."""
     show = (lambda row, us: f"{us:.1f}") if decode else _with_rate
     heading = "{} µs" if decode else "{} µs (TFLOP/s)"
-    beside, rival = peers.present(rows), peers.rival(rows)
+    beside, peer = peers.present(rows), peers.main_peer(rows)
     columns: dict[str, Show] = {
         heading.format("Quire"): lambda row: show(row, row["us"]) if "us" in row else "failed",
         **{heading.format(peers.TITLES[peer]): partial(_of_peer, peer=peer, show=show) for peer in beside},
     }
     if beside:
-        columns["ratio" if decode else f"ratio to {peers.TITLES[rival]}"] = partial(_ratio, peer=rival)
+        columns["ratio" if decode else f"ratio to {peers.TITLES[peer]}"] = partial(_ratio, peer=peer)
     if any(row["sdpa_us"] for row in rows):
         if decode:
             columns["gather + SDPA µs"] = lambda row: f"{row['sdpa_us']:.0f}" if row["sdpa_us"] else "-"

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.distribution import pip_install
+
 _OF_ENGINES = ("throughput", "latency")
 
 
@@ -33,10 +35,10 @@ def _plotter(file: Path, operation: str) -> Any:
     if file.suffix != ".png" or not file.absolute().parent.is_dir():
         raise ValueError(f"--plot {file}: it must end in .png, in a folder that exists")
     try:
-        from quire.bench import layers_table, plot, plot_serve, plot_serving
+        from quire.bench import layers_table, plot, plot_engines, plot_server_load
     except ImportError as error:
-        raise ValueError(f"--plot needs matplotlib: pip install 'quire[bench]' ({error})") from error
-    modules = {"layers": layers_table, "serve": plot_serve, **dict.fromkeys(_OF_ENGINES, plot_serving)}
+        raise ValueError(f"--plot needs matplotlib: {pip_install('bench')} ({error})") from error
+    modules = {"layers": layers_table, "serve": plot_server_load, **dict.fromkeys(_OF_ENGINES, plot_engines)}
     return modules.get(operation, plot).plot
 
 
@@ -72,7 +74,7 @@ def _layers(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], Itera
             raise ValueError(f"--peers {args.peers}: {peer!r} is unknown; there are {', '.join(layers.PEERS)}")
     names = args.cell or layers.LAYERS
     for name in names:
-        layers.Cell.parse(name)
+        layers.LayerCell.parse(name)
     return names, lambda: layers.bench(names, args.rounds, asked), table
 
 

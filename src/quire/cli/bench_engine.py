@@ -21,7 +21,7 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
         module: of `quire.bench`, for the machine and its ceilings.
         plot: draws a result into a file, or None.
     """
-    from quire.bench import serving
+    from quire.bench import engine_timing
     from quire.bench.engines import ENGINES
     from quire.bench.workloads import LatencyCell
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
         most = args.max_num_seqs
         if args.operation == "latency":  # a batch runs together, and one more comes
             most = max(most, *(LatencyCell.parse(name).batch + 1 for name in names))
-        setup = serving.Setup(
+        setup = engine_timing.Setup(
             folder,
             model,
             "cpu" if module.__name__ == "quire.bench.cpu" else "cuda",
@@ -50,9 +50,9 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
         )
         context = {**module.machine(), "ceilings": module.ceilings()}
         if args.operation == "throughput":
-            results = serving.throughput(setup, *_work(args, setup), context)
+            results = engine_timing.throughput(setup, *_work(args, setup), context)
         else:
-            results = serving.latency(setup, names, args.rounds, context)
+            results = engine_timing.latency(setup, names, args.rounds, context)
         result: dict[str, Any] = {}
         for result in results:
             print(f"{result['cells'][-1]['engine']}: done", file=sys.stderr, flush=True)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
                 args.json.write_text(json.dumps(result, indent=2) + "\n")
     if plot is not None:
         plot(result, args.plot)
-    print(json.dumps(result, indent=2) if args.json == Path("-") else serving.table(result))
+    print(json.dumps(result, indent=2) if args.json == Path("-") else engine_timing.table(result))
     return 0
 
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from quire.distribution import pip_install
+
 
 def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
     """Load the server, and write the result; 1 if a request failed.
@@ -19,9 +21,9 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
         plot: draws a result into a file, or None.
     """
     try:
-        from quire.bench import serve
+        from quire.bench import server_load
     except ImportError as error:
-        raise ValueError(f"quire bench serve needs httpx: pip install 'quire[bench]' ({error})") from error
+        raise ValueError(f"quire bench serve needs httpx: {pip_install('bench')} ({error})") from error
     for name in ("ttft_limit", "itl_limit", "timeout"):
         value = getattr(args, name)
         if value is not None and not value > 0:
@@ -33,13 +35,13 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
     result = asyncio.run(_load(args, works, module.machine()))
     if plot is not None:
         plot(result, args.plot)
-    print(json.dumps(result, indent=2) if args.json == Path("-") else serve.table(result))
+    print(json.dumps(result, indent=2) if args.json == Path("-") else server_load.table(result))
     return 1 if any(row["failed"] for row in result["runs"]) else 0
 
 
 async def _load(args: argparse.Namespace, works: Any, machine: dict[str, Any]) -> dict[str, Any]:
     """The result, written to a file after each rate, so that a crash loses none."""
-    from quire.bench import client, serve
+    from quire.bench import client, server_load
 
     result: dict[str, Any] = {
         **machine,
@@ -51,10 +53,12 @@ async def _load(args: argparse.Namespace, works: Any, machine: dict[str, Any]) -
         "limits": {"ttft_ms": args.ttft_limit, "itl_ms": args.itl_limit},
         "runs": [],
     }
-    limits = serve.Limits(*(math.inf if limit is None else limit / 1e3 for limit in (args.ttft_limit, args.itl_limit)))
+    limits = server_load.LatencyLimits(
+        *(math.inf if limit is None else limit / 1e3 for limit in (args.ttft_limit, args.itl_limit))
+    )
     async with client.connected(args.url, args.api_key) as server:
         model = result["model"] = str(args.model) if args.model is not None else await client.first_model(server)
-        async for row in serve.sweep(server, model, works, limits, args.seed, args.timeout):
+        async for row in server_load.sweep(server, model, works, limits, args.seed, args.timeout):
             result["runs"].append(row)
             print(f"rate {row['rate']}: {row['completed']} of {row['requests']} completed", file=sys.stderr, flush=True)
             if args.json is not None and args.json != Path("-"):
@@ -74,13 +78,13 @@ def _rate(text: str, given: str) -> float:
 
 def _requests(args: argparse.Namespace, index: int) -> list[Any]:
     """The requests of one rate: those of the file, or random ones that no other rate has."""
-    from quire.bench.serve import Request
+    from quire.bench.server_load import LoadRequest
     from quire.bench.workloads import as_range, random_work, read_prompts
 
     if args.file is not None:
-        return [Request(prompt, most) for _, prompt, most in read_prompts(args.file)]
+        return [LoadRequest(prompt, most) for _, prompt, most in read_prompts(args.file)]
     if args.requests < 1:
         raise ValueError(f"--requests {args.requests}: it must be at least 1")
     inputs, outputs = as_range(args.input, "--input"), as_range(args.output, "--output")
     work = random_work(args.requests, inputs, outputs, args.vocab_size, args.seed + index)
-    return [Request(each.prompt, each.max_tokens) for each in work]
+    return [LoadRequest(each.prompt, each.max_tokens) for each in work]

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.loading import engine_options, loading, on_interrupt
+from quire.distribution import pip_install
 from quire.engine import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class _Remote:
         try:
             from quire.bench import client
         except ImportError as error:
-            raise ValueError(f"quire chat --url needs httpx: pip install 'quire[chat]' ({error})") from error
+            raise ValueError(f"quire chat --url needs httpx: {pip_install('chat')} ({error})") from error
         self._client, self._to, self._given = client, (url, api_key), given
         self.plain = False
         self.name = model or asyncio.run(self._first_model())
@@ -139,7 +140,7 @@ def _reader() -> Callable[[], Iterator[str]]:
     try:
         from prompt_toolkit import PromptSession
     except ImportError as error:
-        raise ValueError(f"quire chat needs prompt_toolkit: pip install 'quire[chat]' ({error})") from error
+        raise ValueError(f"quire chat needs prompt_toolkit: {pip_install('chat')} ({error})") from error
 
     def lines() -> Iterator[str]:
         session: Any = PromptSession()  # keeps the lines that were entered, for the arrow keys

@@ -12,7 +12,7 @@ from quire.cli.loading import engine_options, loading
 
 if TYPE_CHECKING:
     from quire.engine import LLM
-    from quire.server import Limits
+    from quire.server import ServerLimits
     from quire.server.run import Server
 
 
@@ -22,16 +22,16 @@ _LONG = 256
 
 def run(args: argparse.Namespace) -> int:
     with loading():
-        from quire.server import Limits, bind
+        from quire.server import ServerLimits, bind
 
         names = ("max_body", "max_queue", "max_n", "max_tokens", "grace")
-        limits = Limits(**{name: getattr(args, name) for name in names})
+        limits = ServerLimits(**{name: getattr(args, name) for name in names})
     with bind(args.host, args.port) as bound:
         _serve(args, limits, bound)
     return 0
 
 
-def _serve(args: argparse.Namespace, limits: Limits, bound: socket.socket) -> None:
+def _serve(args: argparse.Namespace, limits: ServerLimits, bound: socket.socket) -> None:
     with loading():
         from quire.engine import LLM
         from quire.server import create_app, serve

@@ -16,13 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quire.compat.absent import NAMES, absent
+from quire.compat.unsupported import NAMES, unsupported
 
 __all__ = ["FLASHINFER_VERSION", "install", "path", "uninstall"]
 
 FLASHINFER_VERSION = "0.7.2"  # the version whose names and meanings Quire has
 
-_JIT, _ABSENT, _INERT = "quire.compat.jit", "quire.compat.absent", "quire.compat.inert"
+_JIT, _UNSUPPORTED, _IGNORED = "quire.compat.jit", "quire.compat.unsupported", "quire.compat.ignored"
 _OPERATIONS = (
     "activation",
     "cascade",
@@ -45,11 +45,11 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(NAMES, ()),
     # Programs look for FlashInfer's precompiled kernels, and otherwise for a compiler, which Quire does not need.
     **dict.fromkeys(("flashinfer_cubin", "flashinfer_jit_cache"), ()),
-    "flashinfer": ("quire", _INERT),
-    **dict.fromkeys(("flashinfer.api_logging", "flashinfer.autotuner", "flashinfer.fi_trace"), (_INERT,)),
+    "flashinfer": ("quire", _IGNORED),
+    **dict.fromkeys(("flashinfer.api_logging", "flashinfer.autotuner", "flashinfer.fi_trace"), (_IGNORED,)),
     "flashinfer.attention": ("quire.attention", _JIT),
-    **dict.fromkeys(("flashinfer.cudnn", "flashinfer.cudnn.decode", "flashinfer.cudnn.prefill"), (_ABSENT,)),
-    **dict.fromkeys(("flashinfer.cutile", "flashinfer.cutile.cutile_common"), (_ABSENT,)),
+    **dict.fromkeys(("flashinfer.cudnn", "flashinfer.cudnn.decode", "flashinfer.cudnn.prefill"), (_UNSUPPORTED,)),
+    **dict.fromkeys(("flashinfer.cutile", "flashinfer.cutile.cutile_common"), (_UNSUPPORTED,)),
     "flashinfer.jit": (_JIT,),
     "flashinfer.jit.attention": (_JIT,),
     "flashinfer.jit.attention.modules": (_JIT,),
@@ -92,7 +92,7 @@ class _StandIn(ModuleType):
             return import_module(inner)
         value = None if source is None else getattr(source, name)
         if source is None and name in NAMES.get(self.__name__, ()):
-            value = absent(self.__name__, name)
+            value = unsupported(self.__name__, name)
         if value is None or isinstance(value, ModuleType):  # a submodule of Quire that FlashInfer does not have
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}: Quire, which stands in for it, has none"

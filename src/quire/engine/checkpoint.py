@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from quire.distribution import pip_install
 from quire.engine.attend import NAME, attention
 
 _CAN_RUN = "only causal language models of text can be run"
@@ -98,7 +99,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, __version__
     except ImportError as error:
-        raise ImportError(f"running models needs Transformers: pip install 'quire[engine]' ({error})") from error
+        raise ImportError(f"running models needs Transformers: {pip_install('engine')} ({error})") from error
 
     content = read_json(folder / "config.json")
     kind, code = content.get("model_type"), content.get("auto_map") or {}

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.distribution import pip_install
 from quire.engine.grammar_compiler import compiled, reason
 from quire.engine.grammar_process import GrammarProcess
 from quire.engine.model import Model
@@ -177,7 +178,7 @@ class Grammars:
         try:
             from llguidance import LLExecutor, LLTokenizer
         except ImportError as error:
-            raise ImportError(f"{name} needs llguidance: pip install 'quire[structured]' ({error})") from error
+            raise ImportError(f"{name} needs llguidance: {pip_install('structured')} ({error})") from error
         folder, own = self._model.folder, self._model.tokenizer
         if own is None:
             raise ValueError(f"{name} needs a tokenizer, but {folder} has none")

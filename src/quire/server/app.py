@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.engine import LLM
-from quire.server import chat, completions, documents
+from quire.server import chat, completions, schemas
 from quire.server.errors import ApiError, add_handlers, bad
-from quire.server.guard import Guard
-from quire.server.limits import Limits
+from quire.server.limits import ServerLimits
 from quire.server.metrics import Metrics
+from quire.server.middleware import RequestGuard
 from quire.server.page import add_page
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.service import Service
@@ -30,7 +30,7 @@ def create_app(
     llm: LLM,
     *,
     name: str | None = None,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     api_key: str | None = None,
     allowed_origins: Sequence[str] = (),
     metrics_prefix: str = "quire",
@@ -52,10 +52,10 @@ def create_app(
         raise ValueError("the API key must be a string of one or more ASCII characters")
     if not metrics_prefix.isidentifier():
         raise ValueError(f"metrics_prefix = {metrics_prefix!r}: it must have letters, digits and _ only")
-    limits = limits or Limits()
+    limits = limits or ServerLimits()
     name = name or llm.model.folder.resolve().name
     # The pages that FastAPI has for the OpenAPI document load their scripts from a host on the internet.
-    app = FastAPI(title="Quire", version=__version__, responses=documents.ERRORS, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Quire", version=__version__, responses=schemas.ERRORS, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, name, limits, Metrics(llm, name, metrics_prefix))
     app.include_router(completions.router)
     app.include_router(chat.router)
@@ -64,7 +64,7 @@ def create_app(
     _add_state(app, app.state.service)
     add_page(app)
     add_handlers(app)
-    app.add_middleware(Guard, limits=limits, api_key=api_key)
+    app.add_middleware(RequestGuard, limits=limits, api_key=api_key)
     if allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(allowed_origins), allow_methods=["*"], allow_headers=["*"]
@@ -126,7 +126,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             raise ApiError(503, "the server is being shut down" if service.draining else "the engine has ended")
         return {"status": "ok"}
 
-    @app.get("/metrics", response_class=Response, responses=documents.text("Metrics"))
+    @app.get("/metrics", response_class=Response, responses=schemas.text("Metrics"))
     async def metrics(request: Request) -> Response:
         """Metrics for Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)

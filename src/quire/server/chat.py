@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import Completion
-from quire.server.answers import answer
-from quire.server.documents import ChatCompletion, completed
 from quire.server.errors import bad
 from quire.server.protocol import ChatRequest, Message, Messages, TokenizeRequest
+from quire.server.responses import answer
+from quire.server.schemas import ChatCompletion, completed
 from quire.server.service import Service
 from quire.server.tokens import finite, id_name, prompt_report
 
@@ -35,7 +35,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     whole = await tokenized(service, body, any_length=params[0].truncate_prompt_tokens is not None)
     tokens = params[0].truncated(whole, service.llm.max_len)
     generation = service.start([tokens], params, "messages", body.asked_tokens, grammar)
-    return await answer(request, generation, _Form(service, body, logprobs), body)
+    return await answer(request, generation, _Formatter(service, body, logprobs), body)
 
 
 async def tokenized(service: Service, body: Messages | TokenizeRequest, any_length: bool = False) -> list[int]:
@@ -87,7 +87,7 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
     return plain
 
 
-class _Form:
+class _Formatter:
     """Chat completions.
 
     Args:

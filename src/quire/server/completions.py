@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import Completion
-from quire.server.answers import answer
-from quire.server.documents import TextCompletion, completed
 from quire.server.errors import bad
 from quire.server.protocol import CompletionRequest
+from quire.server.responses import answer
+from quire.server.schemas import TextCompletion, completed
 from quire.server.service import Generation, Service
 from quire.server.tokens import Echo, Offsets, by_name, echo, finite, id_name, limited, prompt_report
 
@@ -48,7 +48,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     except BaseException:
         generation.close()
         raise
-    return await answer(request, generation, _Form(service, generation, body, echoes), body)
+    return await answer(request, generation, _Formatter(service, generation, body, echoes), body)
 
 
 def _echoes(service: Service, body: CompletionRequest, texts: list[str | None], prompts: list[list[int]]) -> list[Echo]:
@@ -58,7 +58,7 @@ def _echoes(service: Service, body: CompletionRequest, texts: list[str | None], 
     return [echo(service.tokenizer, service.token_bytes, text, prompt, wanted) for text, prompt in pairs]
 
 
-class _Form:
+class _Formatter:
     """Text completions.
 
     Args:

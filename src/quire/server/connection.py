@@ -8,7 +8,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quire.server.limits import Limits
+from quire.server.limits import ServerLimits
 
 
 class Connection(H11Protocol):
@@ -23,7 +23,7 @@ class Connection(H11Protocol):
     without a request for the longest time is closed.
     """
 
-    limits: Limits
+    limits: ServerLimits
     connections: set[Any]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -69,7 +69,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
 
-def bounded(limits: Limits) -> type[Connection]:
+def bounded(limits: ServerLimits) -> type[Connection]:
     """The class of connections that keep the limits; a watch must call `check` of each."""
     return type("Connection", (Connection,), {"limits": limits})
 

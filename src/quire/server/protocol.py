@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 from quire.engine import SamplingParams
 from quire.server.errors import bad, invalid
 from quire.server.formats import ResponseFormat, StructuredOutputs
-from quire.server.limits import Limits
+from quire.server.limits import ServerLimits
 from quire.server.unsupported import refuse
 
 _Prompt = str | list[StrictInt] | list[str] | list[list[StrictInt]]
@@ -29,7 +29,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class Sampled(BaseModel):
+class SamplingBody(BaseModel):
     """What requests for completions of prompts and of chats have in common."""
 
     model_config = ConfigDict(extra="allow")  # for fields that are refused by name
@@ -67,7 +67,7 @@ class Sampled(BaseModel):
 
     @property
     def form_field(self) -> str:
-        """The field that may constrain the form of completions."""
+        """The field that may constrain the formatter of completions."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
@@ -83,7 +83,9 @@ class Sampled(BaseModel):
         """The field that says how many tokens a completion has at most, and its value; None: none says it."""
         return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
 
-    def params(self, limits: Limits, logprobs: int | None, prompt_logprobs: int | None = None) -> list[SamplingParams]:
+    def params(
+        self, limits: ServerLimits, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> list[SamplingParams]:
         """The sampling parameters of each of the n completions of a prompt.
 
         Args:
@@ -109,7 +111,7 @@ class Sampled(BaseModel):
             return [first] * count
         return [first, *(replace(first, seed=(self.seed + i) % (1 << 64)) for i in range(1, count))]
 
-    def _check(self, limits: Limits, logprobs: int | None) -> None:
+    def _check(self, limits: ServerLimits, logprobs: int | None) -> None:
         if self.n is not None and not 1 <= self.n <= limits.max_n:
             raise bad("n", f"n = {self.n}: it must be from 1 to {limits.max_n}")
         name, most = self.asked_tokens or ("max_tokens", 0)
@@ -134,10 +136,14 @@ class Sampled(BaseModel):
             if longest > limits.max_stop_length:
                 raise bad(name, f"{name} has {longest} characters: this server allows {limits.max_stop_length} at most")
 
-    def _constraint(self, limits: Limits) -> dict[str, str]:
-        """The keyword argument of SamplingParams for the form of completions; empty if they are free."""
-        forms = [form.constraint() for form in (self.response_format, self.structured_outputs) if form is not None]
-        if len(forms := [form for form in forms if form]) > 1:
+    def _constraint(self, limits: ServerLimits) -> dict[str, str]:
+        """The keyword argument of SamplingParams for the formatter of completions; empty if they are free."""
+        forms = [
+            formatter.constraint()
+            for formatter in (self.response_format, self.structured_outputs)
+            if formatter is not None
+        ]
+        if len(forms := [formatter for formatter in forms if formatter]) > 1:
             raise bad("structured_outputs", "structured_outputs and response_format can't be combined")
         if not forms:
             return {}
@@ -153,7 +159,7 @@ class Sampled(BaseModel):
         return {name: text}
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SamplingBody):
     """The body of /v1/completions."""
 
     default_tokens: ClassVar[int | None] = 16  # as in OpenAI's interface
@@ -196,7 +202,7 @@ class Messages(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ChatRequest(Messages, Sampled):
+class ChatRequest(Messages, SamplingBody):
     """The body of /v1/chat/completions."""
 
     logprobs_field: ClassVar[str] = "top_logprobs"

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from quire.server.connection import bounded, watch
-from quire.server.limits import Limits
+from quire.server.limits import ServerLimits
 from quire.server.service import Service
 
 _AFTER = 5.0  # seconds for answers to leave after the grace time
@@ -82,8 +82,9 @@ def serve(
     """Serve an application of `create_app` until SIGINT or SIGTERM, or until `started`'s server is told to exit.
 
     The end is orderly: no connections are accepted, new requests on open ones are answered 503, and those in progress
-    have `Limits.grace` seconds to finish. Then the engine is closed, and they are answered with an error. A second
-    SIGINT ends the grace time, and connections whose clients have not read their answers a second later are closed.
+    have `ServerLimits.grace` seconds to finish. Then the engine is closed, and they are answered with an error. A
+    second SIGINT ends the grace time, and connections whose clients have not read their answers a second later are
+    closed.
 
     Args:
         app: the application.
@@ -117,7 +118,7 @@ def serve(
         server.run(sockets=[listener])
 
 
-def _within_files(limits: Limits) -> Limits:
+def _within_files(limits: ServerLimits) -> ServerLimits:
     """The limits, with as many connections as the process may open files, whose number is raised if need be."""
     if sys.platform == "win32":
         return limits

@@ -17,7 +17,7 @@ from quire.engine.grammar import Grammar
 from quire.engine.prompt_size import check_size, longest_token
 from quire.engine.text import TokenBytes
 from quire.server.errors import ApiError, bad, invalid
-from quire.server.limits import Limits
+from quire.server.limits import ServerLimits
 from quire.server.metrics import Metrics
 from quire.server.tokens import text_name
 
@@ -40,7 +40,7 @@ class Service:
         draining: whether the server is being shut down and admits nothing.
     """
 
-    def __init__(self, llm: LLM, name: str, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, llm: LLM, name: str, limits: ServerLimits, metrics: Metrics) -> None:
         self.llm, self.name, self.limits, self.metrics = llm, name, limits, metrics
         self.started = time.time()
         self.created = int(self.started)

@@ -3,10 +3,12 @@
 serve run quire.integrations.ray:app model=path/to/checkpoint num_replicas=2
 """
 
+from quire.distribution import pip_install
+
 try:
     from ray import serve
 except ImportError as error:
-    raise ImportError(f"this needs Ray Serve: pip install 'quire[ray]' ({error})") from error
+    raise ImportError(f"this needs Ray Serve: {pip_install('ray')} ({error})") from error
 
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig

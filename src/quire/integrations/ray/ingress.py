@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.integrations.ray.settings import Settings
 from quire.server.errors import ApiError, add_handlers
-from quire.server.guard import Guard
+from quire.server.middleware import RequestGuard
 
 _SCOPE = ("type", "method", "scheme", "path", "root_path", "query_string", "headers")  # what a replica is told
 _METRICS_TIMEOUT = 5.0  # seconds for replicas to report
@@ -47,7 +47,7 @@ class Ingress:
             Route("/{path:path}", _Forward(self._engine, settings)),
         ]
         add_handlers(app)
-        app.add_middleware(Guard, limits=settings.limits, api_key=settings.api_key)
+        app.add_middleware(RequestGuard, limits=settings.limits, api_key=settings.api_key)
         if settings.allowed_origins:
             app.add_middleware(
                 CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from ray.serve.config import AutoscalingConfig
 
 from quire.engine import LLM
-from quire.server import Limits
+from quire.server import ServerLimits
 
 
 def _parsed(value: Any) -> Any:
@@ -29,9 +29,9 @@ class Settings(BaseModel):
         model: a checkpoint folder, at the same path on all machines; by default the model that comes with Quire.
         served_model_name: by default that of the folder.
         engine: keyword arguments of `quire.engine.LLM`: {"device": "cuda"}.
-        limits: fields of `quire.server.Limits`; `grace` is also the time that a replica has to finish its requests
-            when it is taken away. The queue of `limits.max_queue` is the one within a replica. Bounds of connections
-            and of heads have no effect: Ray's proxy has its own.
+        limits: fields of `quire.server.ServerLimits`; `grace` is also the time that a replica has to finish its
+            requests when it is taken away. The queue of `limits.max_queue` is the one within a replica. Bounds of
+            connections and of heads have no effect: Ray's proxy has its own.
         api_key, allowed_origins, metrics_prefix: as of `quire.server.create_app`.
         num_replicas: of the engine; 1 by default. Not together with `autoscaling_config`.
         autoscaling_config: of Ray Serve, for the engine's replicas: {"min_replicas": 1, "max_replicas": 4}. By default,
@@ -54,7 +54,7 @@ class Settings(BaseModel):
     model: str | None = None
     served_model_name: str | None = None
     engine: _Options = {}
-    limits: Annotated[Limits, BeforeValidator(_parsed)] = Limits()
+    limits: Annotated[ServerLimits, BeforeValidator(_parsed)] = ServerLimits()
     api_key: str | None = None
     allowed_origins: Annotated[list[str], BeforeValidator(_parsed)] = []
     metrics_prefix: str = "quire"

@@ -8,10 +8,12 @@ The import registers the attention function and the mask function "quire", and l
 batching) take a model that has this attention implementation. `docs/transformers.md` has what is computed and refused.
 """
 
+from quire.distribution import pip_install
+
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
-    raise ImportError(f"this needs Transformers: pip install 'quire[engine]' ({error})") from error
+    raise ImportError(f"this needs Transformers: {pip_install('engine')} ({error})") from error
 
 from quire.integrations.transformers.attend import attention
 from quire.integrations.transformers.continuous import NAME, admit

@@ -42,25 +42,25 @@ async function* pieces(stream) {
   for (let next = await reader.read(); !next.done; next = await reader.read()) yield next.value;
 }
 
-const form = document.getElementById("key-form");
+const formatter = document.getElementById("key-formatter");
 const field = document.getElementById("key");
 
 function demandKey() {
   document.getElementById("key-note").textContent = key ? "This key is wrong." : "This server demands a key.";
-  if (form.hidden) {
-    form.hidden = false;
+  if (formatter.hidden) {
+    formatter.hidden = false;
     field.focus();
   }
 }
 
-form.addEventListener("submit", (event) => {
+formatter.addEventListener("submit", (event) => {
   event.preventDefault();
   key = field.value;
   document.dispatchEvent(new Event("key"));
 });
 
-/** Hide the form of the key, which is right. */
+/** Hide the formatter of the key, which is right. */
 export function keyIsRight() {
-  form.hidden = true;
+  formatter.hidden = true;
   field.value = "";
 }

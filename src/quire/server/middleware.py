@@ -1,0 +1,86 @@
+"""What every request passes before the application: the key, and bounds of its body's size and time."""
+
+from __future__ import annotations
+
+import hmac
+
+import anyio
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.errors import ApiError
+from quire.server.limits import ServerLimits
+from quire.server.page import PATHS
+
+_OPEN = ("/health", "/openapi.json", *PATHS)  # without the key
+_DROPPED = 4  # times the size of the largest body are read of one that is too large
+
+
+class RequestGuard:
+    """Refuses requests without the key, and reads bodies, which are small, before the application sees them.
+
+    Args:
+        app: the application.
+        limits: max_body and body_timeout.
+        api_key: that requests must have as "Authorization: Bearer <key>"; None: they need none.
+    """
+
+    def __init__(self, app: ASGIApp, limits: ServerLimits, api_key: str | None) -> None:
+        self._app, self._limits = app, limits
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_key(Request(scope))
+            with anyio.fail_after(self._limits.body_timeout):
+                body = await self._read(Request(scope), receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        except TimeoutError:
+            message = f"the body did not arrive within {self._limits.body_timeout:g} s"
+            await ApiError(408, message, headers={"Connection": "close"}).response()(scope, receive, send)
+            return
+        if body is None:
+            return
+        left = [body]
+
+        async def replay() -> Message:
+            return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+
+        await self._app(scope, replay, send)
+
+    def _check_key(self, request: Request) -> None:
+        if self._key is None or request.url.path in _OPEN:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+        if not right or scheme.lower() != "bearer":
+            message = "the API key is missing or wrong: it belongs into the header Authorization: Bearer <key>"
+            headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
+
+    async def _read(self, request: Request, receive: Receive) -> bytes | None:
+        """The body; None if the client disconnects. Of one that is too large, some more is read and dropped: clients
+        that are still sending when the connection is closed do not see the answer.
+        """
+        most = self._limits.max_body
+        announced = request.headers.get("content-length", "")
+        size, parts = int(announced) if announced.isdecimal() and len(announced) <= 20 else 0, []
+        more, arrived = True, 0
+        while more and max(size, arrived) <= _DROPPED * most:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            arrived += len(part)
+            if max(size, arrived) <= most:
+                parts.append(part)
+            more = message.get("more_body", False)
+        if max(size, arrived) > most:
+            message_text = f"the body has more than {most} bytes, which are the most"
+            raise ApiError(413, message_text, code="body_too_large", headers={"Connection": "close"})
+        return b"".join(parts)

@@ -1,0 +1,151 @@
+"""Answers of a generation: one JSON object, or a stream of server-sent events; both end when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.engine import Completion
+from quire.server.errors import ApiError
+from quire.server.protocol import SamplingBody
+from quire.server.service import Generation
+
+_T = TypeVar("_T")
+_DONE = "data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class ResponseFormatter(Protocol):
+    """How an endpoint writes completions.
+
+    Attributes:
+        head: what each object begins with; `chunk_object` is the value of "object" in a stream.
+    """
+
+    head: dict[str, Any]
+    chunk_object: str
+
+    def choice(self, index: int, whole: Completion) -> dict[str, Any]:
+        """The element of "choices" for a whole completion."""
+
+    def chunk(self, index: int, part: Completion, first: bool) -> dict[str, Any]:
+        """The element of "choices" for a part of a completion; the parts of a completion come in order."""
+
+    def beside(self, part: Completion, whole: bool) -> dict[str, Any]:
+        """What is beside "choices" for a prompt: of whole completions, or of the first part of one."""
+
+
+async def answer(
+    request: Request, generation: Generation, formatter: ResponseFormatter, body: SamplingBody
+) -> Response:
+    """The response to a request whose completions have been started.
+
+    Args:
+        request: of HTTP; its body has been read.
+        generation: its completions.
+        formatter: of the answer.
+        body: says whether it is a stream of server-sent events, the first of which is sent when there is one, and what
+            they have.
+
+    Raises:
+        ApiError: a completion failed, and the answer is not a stream.
+    """
+    if body.stream:
+        return _EventStream(_events(generation, formatter, body), generation)
+    try:
+        done = await _while_connected(request.receive, _collect(generation))
+    finally:
+        generation.close()
+    if done is None:
+        return Response(status_code=499)  # nobody reads it
+    choices = [formatter.choice(i, whole) for i, whole in enumerate(done)]
+    return JSONResponse(
+        {**formatter.head, **formatter.beside(done[0], whole=True), "choices": choices, "usage": generation.usage()}
+    )
+
+
+async def _collect(generation: Generation) -> list[Completion]:
+    parts: list[list[Completion]] = [[] for _ in range(generation.count)]
+    async for i, part in generation:
+        parts[i].append(part)
+    return [_whole(own) for own in parts]
+
+
+def _whole(parts: Sequence[Completion]) -> Completion:
+    """A completion, put together from its parts."""
+    tokens = [token for part in parts for token in part.token_ids]
+    logprobs = [report for part in parts for report in part.logprobs or ()]
+    return replace(parts[-1], text="".join(part.text for part in parts), token_ids=tokens, logprobs=logprobs)
+
+
+async def _events(generation: Generation, formatter: ResponseFormatter, body: SamplingBody) -> AsyncIterator[str]:
+    head = _encode({**formatter.head, "object": formatter.chunk_object}).removesuffix("}")
+    usage, each = body.includes_usage, body.includes_each_usage
+    none, tokens = ',"usage":null' if usage else "", [0] * generation.count
+    begun = set()
+    try:
+        async for i, part in generation:
+            tokens[i] += len(part.token_ids)
+            first = i not in begun
+            silent = not (part.text or part.logprobs or part.finish_reason is not None or first)
+            if silent and not (part.token_ids and (each or body.return_token_ids)):
+                continue
+            begun.add(i)
+            choice, rest = _encode(formatter.chunk(i, part, first)), none
+            if each:
+                rest = f',"usage":{_encode(generation.usage_of(i, tokens[i]))}'
+            if first and (beside := formatter.beside(part, whole=False)):
+                rest = f",{_encode(beside)[1:-1]}{rest}"
+            yield f'data: {head},"choices":[{choice}]{rest}}}\n\n'
+        if usage:
+            yield f'data: {head},"choices":[],"usage":{_encode(generation.usage())}}}\n\n'
+    except ApiError as error:
+        yield f"data: {_encode(error.body())}\n\n"
+    yield _DONE
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """The result of `work`, which is cancelled when the client disconnects: None then."""
+
+    async def leaves() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(leaves())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _EventStream(Response):
+    """Sends events while the client reads them, and closes the generation in any case."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], generation: Generation) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._generation = events, generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _while_connected(receive, self._send(send))
+        finally:
+            self._generation.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,119 @@
+"""The answers that the OpenAPI document describes; what is sent is made by the endpoints themselves."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class Error(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """An error, in OpenAI's formatter."""
+
+    error: Error
+
+
+class CachedTokens(BaseModel):
+    """Tokens of the prompts that were in the prefix tree."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Logprob(BaseModel):
+    """The log-probability of a token, its rank among all tokens, and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# For each token of a prompt but the first: its log-probability, and those of the likeliest tokens, by token id.
+PromptLogprobs = list[dict[str, Logprob] | None] | None
+
+
+class Choice(BaseModel):
+    """A completion."""
+
+    index: int
+    finish_reason: Literal["stop", "length"]
+    logprobs: dict[str, Any] | None
+    token_ids: list[int] | None = None
+
+
+class TextChoice(Choice):
+    """A completion of a prompt."""
+
+    text: str
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs = None
+
+
+class Answer(BaseModel):
+    """A chat's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Choice):
+    """A completion of a chat."""
+
+    message: Answer
+
+
+class Completed(BaseModel):
+    """What the answers to requests for completions of prompts and of chats have in common."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class TextCompletion(Completed):
+    """The answer of /v1/completions, unless it is a stream."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class ChatCompletion(Completed):
+    """The answer of /v1/chat/completions, unless it is a stream."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs = None
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+
+
+def completed(model: type[Completed]) -> dict[int | str, dict[str, Any]]:
+    """The responses of an endpoint that answers with the model, or with a stream of events."""
+    whole_or_stream = "The completions, or, with stream, events that have parts of them"
+    return {200: {"model": model, "content": {"text/event-stream": {}}, "description": whole_or_stream}}
+
+
+def text(description: str) -> dict[int | str, dict[str, Any]]:
+    """The responses of an endpoint that answers with plain text."""
+    return {200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": description}}
