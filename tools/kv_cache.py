@@ -24,8 +24,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.bench.cpu import machine
-from quire.engine import shipped_model
+from quire.engine import EngineConfig, shipped_model
 from quire.engine.calibrate import calibrate
+from quire.engine.load import load_model
 from quire.engine.model import Model
 from quire.engine.runner import Runner
 
@@ -86,7 +87,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             folder = changed(Path(place) / "model", keys, values)
             scales = calibrate(folder, [source(module) for module in MEASURED], Path(place) / "scales", device=device)
-            model, rounded = Model(folder, device, None), Model(folder, device, torch.bfloat16)
+            model = load_model(folder, device)
+            rounded = load_model(folder, device, EngineConfig(dtype=torch.bfloat16))
         texts = [model.tokenizer(source(module))["input_ids"][: model.context] for module in COMPARED]
         caches: dict[str, tuple[Model, dict[str, Any]]] = {
             "bfloat16, weights and activations too": (rounded, {}),

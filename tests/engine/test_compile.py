@@ -64,7 +64,7 @@ def test_layers_compute_the_norm_of_the_next_one(traced, tmp_path, monkeypatch, 
     monkeypatch.setattr(Regions, "_run_norm", counted)
     save(name, tmp_path)
     with LLM(tmp_path, page_size=4, num_pages=64, compile=True) as llm:
-        regions, layers = llm.model._regions, len(llm.model._regions.layers)
+        regions, layers = llm.model.regions, len(llm.model.regions.layers)
         calls.clear()
         llm.generate([5, 6, 7], SamplingParams(max_tokens=1))
         assert regions._normed is regions._output is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from quire.cli import main
-from quire.engine import LLM, SamplingParams, arguments, calibrate
+from quire.engine import LLM, EngineConfig, SamplingParams, arguments, calibrate
 
 # What an LLM calls, which the fixture `cpu_by_default` replaces later.
 default_device = arguments.default_device
@@ -38,7 +37,7 @@ def test_usable_device_of_auto_is_the_default(monkeypatch):
 
 
 def test_llm_without_a_device_takes_the_default(monkeypatch, tmp_path):
-    assert inspect.signature(LLM).parameters["device"].default == "auto"
+    assert EngineConfig().device == "auto"
     monkeypatch.setattr(arguments, "default_device", lambda: "abacus")
     with pytest.raises(ValueError, match="device = 'abacus' can't be used"):
         LLM(num_pages=8)

@@ -52,7 +52,7 @@ def test_a_bad_utilization_is_named(value):
 
 
 def test_an_unknown_dtype_of_the_cache_is_named():
-    with pytest.raises(ValueError, match="fp8 dtype 'int4' is not known"):
+    with pytest.raises(ValueError, match="kv_cache_dtype = 'int4' is not known"):
         LLM(kv_cache_dtype="int4")
 
 

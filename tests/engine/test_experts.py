@@ -12,7 +12,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from helpers.checkpoints import save
 from quire.bench.batches import relative_error
 from quire.engine import LLM, SamplingParams, experts
-from quire.engine.attend import NAME
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = {
@@ -70,20 +69,19 @@ def test_a_network_gets_its_own_experts_back(name, tmp_path, monkeypatch):
     tokens = torch.arange(9)[None]
     expected = network(tokens).logits
     assert not calls
-    own = experts.replace(network)
+    replaced = experts.ReplacedExperts(network)
     assert relative_error(network(tokens).logits.detach(), expected.detach()) < 1e-4
     assert len(calls) == network.config.num_hidden_layers
-    network.set_experts_implementation(own)
+    replaced.enable(False)
     assert torch.equal(network(tokens).logits, expected)
     assert len(calls) == network.config.num_hidden_layers
 
 
 def test_networks_without_experts_and_those_of_other_dtypes_are_left_alone(tmp_path):
     dense = AutoModelForCausalLM.from_pretrained(save("llama", tmp_path / "dense"))
-    assert experts.replace(dense) is None
+    assert not experts.can_replace(dense)
     mixtral = AutoModelForCausalLM.from_pretrained(save("mixtral", tmp_path / "mixtral")).double()
-    assert experts.replace(mixtral) is None
-    assert mixtral.config._experts_implementation != NAME
+    assert not experts.can_replace(mixtral)
 
 
 @pytest.mark.gpu

@@ -96,7 +96,7 @@ def test_code_that_needs_whole_rows_runs_unmerged(tmp_path, monkeypatch):
     save("llama", tmp_path)
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     with LLM(tmp_path, num_pages=64) as llm:
-        assert len(llm.model._merged) == 8
+        assert len(llm.model.replacements) == 8
         expected = llm.generate([1, 2, 3], greedy)
 
     def flat(self, x):
@@ -105,7 +105,7 @@ def test_code_that_needs_whole_rows_runs_unmerged(tmp_path, monkeypatch):
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", flat)
     with LLM(tmp_path, num_pages=64) as llm:
-        assert llm.model._merged == []
+        assert llm.model.replacements == []
         assert llm.generate([1, 2, 3], greedy)[0].token_ids == expected[0].token_ids
 
 

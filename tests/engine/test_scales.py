@@ -19,9 +19,9 @@ from helpers.checkpoints import CONFIGS, VOCAB, enlarge, save
 from helpers.engines import captured_on_the_host
 from quire.definition.oracle import attend
 from quire.definition.spec import attention_spec
-from quire.engine import LLM, SamplingParams
+from quire.engine import LLM, EngineConfig, SamplingParams
 from quire.engine.calibrate import calibrate
-from quire.engine.model import Model
+from quire.engine.load import load_model
 from quire.engine.runner import Runner
 from quire.engine.scales import read_scales, write_scales
 
@@ -134,7 +134,7 @@ class Checked(Runner):
 )
 def test_attention_is_that_of_rounded_keys_and_values(name, kv_cache_dtype, dtype, folders, rng):
     """With any scales, of which some saturate."""
-    model = Model(folders[name][0], torch.device("cpu"), dtype)
+    model = load_model(folders[name][0], torch.device("cpu"), EngineConfig(dtype=dtype))
     scales = [(2 ** rng.uniform(-9, 3), 2 ** rng.uniform(-9, 3)) for _ in model.layers]
     runner = Checked(model, 10, 4, kv_cache_dtype=kv_cache_dtype, kv_cache_scales=scales)
     tokens, start = [rng.randrange(VOCAB) for _ in range(23)], 0
@@ -145,7 +145,7 @@ def test_attention_is_that_of_rounded_keys_and_values(name, kv_cache_dtype, dtyp
 
 
 def logits_of(folder, tokens, **options):
-    model = Model(folder, torch.device("cpu"), None)
+    model = load_model(folder, torch.device("cpu"))
     runner = Runner(model, 20, 4, **options)
     return torch.cat([runner.run([runner._probe_chunk(tokens, 0, 0, end)]) for end in range(8, len(tokens), 4)])
 

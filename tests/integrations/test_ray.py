@@ -212,7 +212,7 @@ def test_arguments_come_as_text():
     [
         ({"replicas": 2}, "replicas"),
         ({"num_replicas": 0}, "num_replicas"),
-        ({"engine": {"max_seqs": 4}}, "LLM has no 'max_seqs': it has .*max_num_seqs"),
+        ({"engine": {"max_seqs": 4}}, "EngineConfig has no 'max_seqs': it has .*max_num_seqs"),
         ({"engine": "{"}, "engine"),
         ({"limits": {"max_n": 0}}, "max_n = 0: it must be above 0"),
         ({"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}}, "max_replicas"),

@@ -35,6 +35,8 @@ class Quire:
 
     def __init__(self, folder: Path, device: str, longest: int, most: int, **options: Any) -> None:
         self.llm = LLM(folder, device=device, load_format=_load_format(folder), max_num_seqs=most, **options)
+        # A full collection of garbage takes a fraction of a second with a model in memory. Servers do the same.
+        gc.freeze()
         self.longest = longest
         if self.llm.model.context < longest:
             raise ValueError(f"requests have {longest} tokens: the context of the model is {self.llm.model.context}")

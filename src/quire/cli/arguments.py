@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from quire import __version__
+from quire.engine.config import EngineConfig
 
 _FILE = "a file of prompts, one per line; if it has lines of nothing but ---, prompts are what stands between them"
 _BENCH = (
@@ -24,8 +26,8 @@ _PEERS = (
 _SERVER = "--model (a name; default: the first it lists), --file, --requests, --input, --output, --seed hold here, too."
 _RATE = "requests per second, which arrive at random; inf: all at once; 1,2,4: one after the other (1)"
 _CHAT = (
-    "Talk to a model. Ctrl-C stops an answer, Ctrl-D ends, /help tells the rest. Lines of a pipe are answered one by "
-    "one. A model without a chat template completes the text so far. Without --max-tokens, an answer in a chat may "
+    "Talk to a model. Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands. Lines of a pipe are answered one "
+    "by one. A model without a chat template completes the text so far. Without --max-tokens, an answer in a chat may "
     "fill the context."
 )
 _CALIBRATE = (
@@ -33,9 +35,6 @@ _CALIBRATE = (
     "texts should resemble those of later requests."
 )
 _SERVE = "Serve a model over HTTP with OpenAI's interface, until SIGINT or SIGTERM."
-_DRAFTS = "next tokens that are guessed from a request's own and verified in one step (0)"
-_INVARIANT = "give a request the same tokens whatever runs beside it; steps cost as much as full ones then"
-_DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one, and else the CPU (auto)"
 _CODE = "run Python code that comes with the checkpoint, if it needs that"
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
@@ -59,9 +58,7 @@ def _generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="complete prompts", description="Complete prompts, all at once.")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, and without --file: stdin")
     parser.add_argument("--file", type=Path, help=_FILE)
-    parser.add_argument(
-        "--model", type=Path, help="a Hugging Face checkpoint folder; default: the one that comes with Quire"
-    )
+    parser.add_argument("--model", type=Path, help="a Hugging Face checkpoint folder; default: the bundled model")
     parser.add_argument("--json", action="store_true", help="a JSON object per prompt, and one for the summary")
 
     sampling = _sampling(parser)
@@ -95,26 +92,25 @@ def _sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return sampling
 
 
-def _engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="auto", help=_DEVICE)
-    engine.add_argument("--dtype", default="auto", help="of weights and cache; auto is float32 on the CPU")
-    engine.add_argument("--backend", default="auto", help="kernel family (see quire env)")
-    engine.add_argument("--max-model-len", type=int, help="tokens of a prompt and its output; default: the context")
-    engine.add_argument("--page-size", type=int, default=16)
-    engine.add_argument("--num-pages", type=int, help="pages in the cache")
-    engine.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
-    engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step computes (8192 on a GPU, else 2048)")
-    engine.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help=_DRAFTS)
-    engine.add_argument("--batch-invariant", action="store_true", help=_INVARIANT)
-    engine.add_argument("--trust-remote-code", action="store_true", help=_CODE)
-    return engine
+def _engine(parser: argparse.ArgumentParser) -> None:
+    """The flags of `EngineConfig`. Those that are not given are left out of the arguments."""
+    engine = parser.add_argument_group("engine", argument_default=argparse.SUPPRESS)
+    for option in fields(EngineConfig):
+        flag, settings = option.name.replace("_", "-"), dict(option.metadata)
+        if option.default is True:
+            engine.add_argument(f"--no-{flag}", dest=option.name, action="store_false", **settings)
+        elif option.default is False:
+            engine.add_argument(f"--{flag}", action="store_true", **settings)
+        else:
+            shown = "" if option.default is None else f" ({option.default})"
+            settings = {"type": type(option.default), **settings, "help": settings["help"] + shown}
+            engine.add_argument(f"--{flag}", **settings)
 
 
 def _serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=_SERVE)
     add = parser.add_argument
-    add("model", type=Path, nargs="?", help="a Hugging Face checkpoint folder; default: the one that comes with Quire")
+    add("model", type=Path, nargs="?", help="a Hugging Face checkpoint folder; default: the bundled model")
     add("--host", default="127.0.0.1", help="where to listen; 0.0.0.0: on all interfaces (127.0.0.1)")
     add("--port", type=int, default=8000, help="0: a free one (8000)")
     add("--api-key", metavar="KEY", help="that requests must have; default: QUIRE_API_KEY, if it is set")
@@ -127,12 +123,7 @@ def _serve(commands: Any) -> None:
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="for requests to finish after SIGTERM (30)")
     add("--metrics-prefix", default="quire", help='of the names in /metrics; "vllm" for dashboards of vLLM (quire)')
     add("--log-level", choices=("error", "warning", "info"), default="warning", help="info: each request (warning)")
-    engine = _engine(parser)
-    engine.add_argument("--kv-cache-dtype", default="auto", help="fp8 or fp8_e5m2: a cache of 8 bits (auto)")
-    engine.add_argument(
-        "--kv-cache-scales", type=Path, metavar="FILE", help="its scales; default: the checkpoint's, or 1"
-    )
-    engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="PART", help="of the memory (0.9)")
+    _engine(parser)
 
 
 def _calibrate(commands: Any) -> None:
@@ -141,7 +132,7 @@ def _calibrate(commands: Any) -> None:
     add("output", type=Path, metavar="FILE", help="a safetensors file to write")
     add("prompts", nargs="*", metavar="TEXT", help="texts; without any, and without --file: stdin")
     add("--file", type=Path, help=_FILE)
-    add("--model", type=Path, help="a Hugging Face checkpoint folder; default: the one that comes with Quire")
+    add("--model", type=Path, help="a Hugging Face checkpoint folder; default: the bundled model")
     _engine(parser)
 
 
@@ -181,7 +172,7 @@ def _bench(commands: Any) -> None:
     parser.add_argument("--plot", type=Path, help="draw rates under their ceiling, as PNG (needs quire[bench])")
 
     engine = parser.add_argument_group("throughput and latency of the engine")
-    engine.add_argument("--model", type=Path, help="a checkpoint folder; default: the one that comes with Quire")
+    engine.add_argument("--model", type=Path, help="a checkpoint folder; default: the bundled model")
     engine.add_argument(
         "--shape", help="random weights instead: qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, [half-]llama-3.1-8b"
     )

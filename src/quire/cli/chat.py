@@ -10,7 +10,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.loading import engine_options, loading, on_interrupt
+from quire.cli.loading import engine_config, loading, on_interrupt
 from quire.distribution import pip_install
 from quire.engine import SamplingParams
 
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
             with loading():
                 from quire.engine import LLM
 
-                llm = LLM(args.model, **engine_options(args))
+                llm = LLM(args.model, engine_config(args))
             talker = _Local(stack.enter_context(llm), params)
         if sys.stdin.isatty():
             _tell(f"{talker.name}: /help tells the commands, Ctrl-C stops an answer, Ctrl-D ends")

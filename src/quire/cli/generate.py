@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from quire.cli.loading import engine_options, loading
+from quire.cli.loading import engine_config, loading
 from quire.engine import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     with loading():
         from quire.engine import LLM
 
-        llm = LLM(args.model, **engine_options(args))
+        llm = LLM(args.model, engine_config(args))
     with llm:
         good = []
         for i, prompt in enumerate(prompts):

@@ -14,13 +14,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from types import FrameType
 from typing import Any
 
-_ENGINE = (
-    "device dtype backend max_model_len page_size num_pages max_num_seqs max_batched_tokens speculative_tokens "
-    "batch_invariant trust_remote_code"
-)
+from quire.engine.config import EngineConfig
+
 INTERRUPTED = 130  # the exit code that shells use for SIGINT
 
 
@@ -80,6 +79,6 @@ def loading() -> Iterator[None]:
             gc.enable()
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `quire.engine.LLM` among the arguments of a command."""
-    return {name: getattr(args, name) for name in _ENGINE.split()}
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The configuration that the arguments of a command give."""
+    return EngineConfig(**{f.name: getattr(args, f.name) for f in fields(EngineConfig) if hasattr(args, f.name)})

@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from quire.cli.loading import engine_options, loading
+from quire.cli.loading import engine_config, loading
 
 if TYPE_CHECKING:
     from quire.engine import LLM
@@ -37,8 +37,7 @@ def _serve(args: argparse.Namespace, limits: ServerLimits, bound: socket.socket)
         from quire.server import create_app, serve
 
         key = args.api_key if args.api_key is not None else os.environ.get("QUIRE_API_KEY") or None
-        memory = {n: getattr(args, n) for n in ("kv_cache_dtype", "kv_cache_scales", "gpu_memory_utilization")}
-        llm = LLM(args.model, **engine_options(args), **memory)
+        llm = LLM(args.model, engine_config(args))
     with llm:
         app = create_app(
             llm,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from quire.engine.config import EngineConfig
 from quire.engine.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM, Completion, shipped_model
 
-__all__ = ["LLM", "Completion", "SamplingParams", "shipped_model"]
+__all__ = ["LLM", "Completion", "EngineConfig", "SamplingParams", "shipped_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.engine.config import EngineConfig
 from quire.engine.llm import LLM, Prompt
 from quire.engine.params import SamplingParams
 from quire.engine.runner import Runner
@@ -33,17 +35,23 @@ class _Measuring(Runner):
         return super().attend(index, layer, q, k, v, sinks)
 
 
-def calibrate(folder: str | Path | None, texts: Sequence[Prompt], file: str | Path, **options: Any) -> Scales:
+def calibrate(
+    folder: str | Path | None,
+    texts: Sequence[Prompt],
+    file: str | Path,
+    config: EngineConfig | None = None,
+    **options: Any,
+) -> Scales:
     """Measure the scales of an fp8 cache over texts, and write them to a file for `LLM(kv_cache_scales=...)`.
 
     The texts are computed with a cache of the model's dtype. The largest absolute key, or value, of a layer divided by
     its scale is 224, half of the largest e4m3 number. The same texts give the same scales, up to rounding.
 
     Args:
-        folder: a Hugging Face checkpoint; None: the model that comes with Quire.
+        folder: a Hugging Face checkpoint; None: the bundled model.
         texts: strings, or lists of token ids. Those that are longer than the model's context are cut into pieces.
         file: the safetensors file to write.
-        options: arguments of `LLM`: device, dtype, max_model_len, ...
+        config, options: as for `LLM`: device, dtype, max_model_len, ...; the cache has the model's dtype.
 
     Returns:
         the scales of the keys and of the values of each layer.
@@ -52,7 +60,10 @@ def calibrate(folder: str | Path | None, texts: Sequence[Prompt], file: str | Pa
         FileNotFoundError, ValueError: as for `LLM`; there are no texts; keys or values are not finite.
         RuntimeError: a text could not be computed.
     """
-    with LLM(folder, runner=_Measuring, **options) as llm:
+    config = replace(config or EngineConfig(), **options)
+    if config.kv_cache_dtype != "auto":
+        raise ValueError(f"kv_cache_dtype = {config.kv_cache_dtype!r}: scales are measured with the model's own dtype")
+    with LLM(folder, config, runner=_Measuring) as llm:
         listed = [llm.encode(text, f"text {i}") for i, text in enumerate(texts)]
         most = llm.max_len - 1  # a request generates a token
         pieces = [tokens[i : i + most] for tokens in listed for i in range(0, len(tokens), most)]

@@ -48,18 +48,27 @@ def expert_modules(network: Any) -> list[Any]:
     return [m for m in network.modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")]
 
 
-def replace(network: Any) -> Any:
-    """Let `experts_forward` compute the experts of a network, if it has any, and all have weights of 16 or 32 bits.
+class ReplacedExperts:
+    """Experts of a network that `experts_forward` computes.
 
-    Returns:
-        what `network.set_experts_implementation` takes to have its own again; None if nothing was replaced.
+    Args:
+        network: Transformers' model, whose experts `can_replace`.
     """
-    from transformers.integrations.moe import ExpertsInterface
 
+    def __init__(self, network: Any) -> None:
+        from transformers.integrations.moe import ExpertsInterface
+
+        ExpertsInterface.register(NAME, experts_forward)
+        self._network, self._own = network, network.get_experts_implementation()
+        self.enable(True)
+
+    def enable(self, on: bool) -> None:
+        """Compute the experts by `experts_forward`, or by Transformers' own function."""
+        self.on = on
+        self._network.set_experts_implementation(NAME if on else self._own)
+
+
+def can_replace(network: Any) -> bool:
+    """Whether a network has experts, and all have weights of 16 or 32 bits."""
     weights = [m.down_proj for m in expert_modules(network)]
-    if not weights or not all(isinstance(w, Tensor) and w.ndim == 3 and w.dtype in FLOATS for w in weights):
-        return None
-    ExpertsInterface.register(NAME, experts_forward)
-    own = network.get_experts_implementation()
-    network.set_experts_implementation(NAME)
-    return own
+    return bool(weights) and all(isinstance(w, Tensor) and w.ndim == 3 and w.dtype in FLOATS for w in weights)

@@ -54,6 +54,7 @@ class Merged:
 
     def enable(self, on: bool) -> None:
         """Compute the layers together, or each for itself."""
+        self.on = on
         self.input, self.outputs = None, ()
         for linear in self.linears:
             linear.__class__ = _Part if on else nn.Linear

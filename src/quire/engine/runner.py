@@ -17,6 +17,7 @@ from quire.engine.graphs import MAX_ROWS, MAX_TOKENS, StepGraphs
 from quire.engine.inputs import InputBuffers, Inputs, Shape
 from quire.engine.model import Model
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
+from quire.engine.probe import check_positions
 from quire.engine.request import Request
 from quire.engine.sampler import Sampler
 from quire.engine.scales import Scales
@@ -109,7 +110,7 @@ class Runner:
             if self.kv_dtype.itemsize == 1:
                 reason += ", or its keys and values do not fit an fp8 cache with these scales (`quire calibrate`)"
             raise ValueError(f"{self.model.folder} can't be run: its logits are not those of Transformers: {reason}")
-        self.model.check_positions()
+        check_positions(self.model)
         if self._batch_invariant and self._varies():
             size, threads = f"{self.model.width} tokens", f"{torch.get_num_threads()} threads"
             what = f"its logits depend on the other requests of a step, of {size} and with {threads}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
 import sys
@@ -106,16 +105,6 @@ def _work(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
     """The loop of the engine's thread: execute commands between steps, and steps while requests exist. The command None
     cancels all requests and ends the thread.
     """
-    # A full collection looks at each object of the model, of torch and of Transformers, half a million. No step should
-    # wait a fraction of a second for that, so what exists by now is left out until the thread ends.
-    gc.freeze()
-    try:
-        _serve(engine, inbox)
-    finally:
-        gc.unfreeze()
-
-
-def _serve(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
     while True:
         try:
             wait = max(0.0, engine.launch_at - time.perf_counter()) if engine.busy else None

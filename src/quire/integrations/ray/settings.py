@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from ray.serve.config import AutoscalingConfig
 
-from quire.engine import LLM
+from quire.engine import EngineConfig
 from quire.server import ServerLimits
 
 
@@ -26,9 +26,9 @@ class Settings(BaseModel):
     """Arguments of the application. On a command line, those that are objects are written as JSON.
 
     Attributes:
-        model: a checkpoint folder, at the same path on all machines; by default the model that comes with Quire.
+        model: a checkpoint folder, at the same path on all machines; by default the bundled model.
         served_model_name: by default that of the folder.
-        engine: keyword arguments of `quire.engine.LLM`: {"device": "cuda"}.
+        engine: fields of `quire.engine.EngineConfig`: {"device": "cuda"}.
         limits: fields of `quire.server.ServerLimits`; `grace` is also the time that a replica has to finish its
             requests when it is taken away. The queue of `limits.max_queue` is the one within a replica. Bounds of
             connections and of heads have no effect: Ray's proxy has its own.
@@ -79,10 +79,10 @@ class Settings(BaseModel):
     @field_validator("engine")
     @classmethod
     def _known(cls, engine: dict[str, Any]) -> dict[str, Any]:
-        known = inspect.signature(LLM).parameters.keys() - {"folder"}
+        known = {f.name for f in fields(EngineConfig)}
         unknown = next((name for name in engine if name not in known), None)
         if unknown is not None:
-            raise ValueError(f"LLM has no {unknown!r}: it has {', '.join(sorted(known))}")
+            raise ValueError(f"EngineConfig has no {unknown!r}: it has {', '.join(sorted(known))}")
         return engine
 
     @model_validator(mode="before")

@@ -1,0 +1,190 @@
+"""Making an engine from a configuration: the model, the number of pages, the runner and its CUDA graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.definition.checks import as_dtype
+from quire.engine import experts, projections
+from quire.engine.arguments import usable_device
+from quire.engine.checkpoint import check_files, load_network, load_tokenizer, read_config
+from quire.engine.config import EngineConfig
+from quire.engine.engine import Engine
+from quire.engine.inputs import Shape
+from quire.engine.memory import free_pages, profiled_pages
+from quire.engine.model import Model
+from quire.engine.probe import check_kinds, check_layers, record
+from quire.engine.regions import Regions, decoder_layers, last_norms, recorded_norms
+from quire.engine.runner import Runner
+from quire.engine.scales import Scales, read_scales
+from quire.steps import fp8_dtype
+
+# Threads that copy weights to a device.
+_READERS = 8
+
+
+def load_engine(folder: str | Path, config: EngineConfig, runner: type[Runner] = Runner) -> Engine:
+    """Make the engine of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        config: the configuration.
+        runner: the class that computes steps.
+
+    Raises:
+        FileNotFoundError: the folder or its files are missing.
+        ValueError: the configuration does not fit the machine, the runner or the model, or the checkpoint is broken or
+            not supported.
+    """
+    if config.speculative_tokens and runner.run is not Runner.run:
+        what = f"{runner.__name__} has a `run` of its own, which samples one token of each request"
+        raise ValueError(f"speculative_tokens = {config.speculative_tokens}: {what}")
+    device = usable_device(config.device)
+    config = config.on(device)
+    max_batched_tokens = config.max_batched_tokens
+    assert max_batched_tokens is not None
+    model = load_model(folder, device, config)
+    make = partial(_make_runner, runner, model, config, _cache_scales(model, config))
+    made = make(_num_pages(model, config, make))
+    engine = Engine(made, config.max_num_seqs, max_batched_tokens, speculative_tokens=config.speculative_tokens)
+    if config.cuda_graphs:
+        made.capture(min(engine.scheduler.max_rows, max_batched_tokens), max_batched_tokens, _progress)
+    return engine
+
+
+def load_model(folder: str | Path, device: torch.device, config: EngineConfig | None = None) -> Model:
+    """Load the model of a checkpoint to a device.
+
+    Args:
+        folder: a Hugging Face checkpoint: config.json, *.safetensors, and the tokenizer's files for text.
+        device: of weights and cache, in place of that of the configuration.
+        config: of which dtype, max_model_len, compile, load_format, trust_remote_code and batch_invariant are read.
+
+    Raises:
+        FileNotFoundError: the folder, its config.json or its weights are missing.
+        ValueError: the checkpoint is broken, quantized or of an unsupported kind, or max_model_len exceeds its context.
+    """
+    config, folder = (config or EngineConfig()).on(device), Path(folder)
+    dummy, trusted = config.load_format == "dummy", config.trust_remote_code
+    dtype = None if config.dtype == "auto" else as_dtype(config.dtype)
+    check_files(folder, dummy)
+    network = load_network(folder, read_config(folder, trusted), device, dtype, dummy, trusted)
+    network = _moved(network, device).eval().requires_grad_(False)
+    model = Model(folder, network, load_tokenizer(folder, trusted), config.max_model_len)
+    on_gpu = device.type == "cuda"
+    if on_gpu and experts.can_replace(network):
+        model.replacements.append(experts.ReplacedExperts(network))
+    attentions = _find_layers(model)
+    if on_gpu if config.compile == "auto" else config.compile:
+        _compile(model, attentions)
+    if config.batch_invariant:
+        assert config.max_batched_tokens is not None
+        model.pad_steps(config.max_batched_tokens)
+    return model
+
+
+def _moved(network: Any, device: torch.device) -> Any:
+    """The network on a device. Its weights are pages of the mapped files until they are copied there, which several
+    threads do at once, since each waits for the pages that it touches.
+    """
+
+    def move(tensor: torch.Tensor) -> None:
+        tensor.data = tensor.data.to(device)
+
+    if device.type == "cuda":
+        with ThreadPoolExecutor(_READERS) as readers:
+            list(readers.map(move, network.parameters()))
+    return network.to(device)
+
+
+def _find_layers(model: Model) -> list[nn.Module]:
+    """Record the parameters of each layer's attention in a forward pass of one token, and merge linear layers; return
+    the modules of attention.
+    """
+    check_kinds(model)
+    with projections.recorded(model.network) as groups:
+        found = record(model, [0])
+    check_layers(model, found.layers)
+    count = len(found.layers)
+    model.layers = [found.layers[i] for i in range(count)]
+    merged = projections.merge(groups)
+    try:
+        record(model, [0, min(1, model.context - 1)])
+        model.replacements += merged
+    except ValueError:
+        # The modelling code cannot use columns of a product, such as a view that assumes whole rows.
+        for linears in merged:
+            linears.enable(False)
+    return [found.modules[i] for i in range(count)]
+
+
+def _compile(model: Model, attentions: list[nn.Module]) -> None:
+    """Compile the decoder layers, and the norms that follow them."""
+    for index, module in enumerate(attentions):
+        module.quire_index = torch.tensor(index, device="cpu")
+    layers = decoder_layers(model.network, attentions)
+    projections.replace_linears(layers)
+    norms = last_norms(model.network, layers)
+    with recorded_norms(layers, norms) as handed:
+        record(model, [0])
+    model.regions = Regions(layers, norms, handed)
+    model.regions.enable(True)
+    model.replacements.append(model.regions)
+
+
+def _cache_scales(model: Model, config: EngineConfig) -> Scales | None:
+    """The scales of an fp8 cache: of a file, or else of the checkpoint; None for any other cache."""
+    if config.kv_cache_dtype == "auto":
+        return None
+    file = config.kv_cache_scales
+    source = model.folder if file is None else Path(file)
+    is_dummy = file is None and config.load_format == "dummy"
+    scales = None if is_dummy else read_scales(source, len(model.layers))
+    if scales is None and file is not None:
+        raise ValueError(f"kv_cache_scales = {str(file)!r}: the file has no scales")
+    if scales is None and fp8_dtype(config.kv_cache_dtype) == torch.float8_e4m3fn:
+        message = (
+            f"{source} has no scales for an fp8 cache: keys and values beyond 448 become 448; see `quire calibrate`"
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+    return scales
+
+
+def _make_runner(
+    runner: type[Runner], model: Model, config: EngineConfig, scales: Scales | None, num_pages: int
+) -> Runner:
+    # Runners of serving backends do not take all options, so these are only passed if they are asked for.
+    options: dict[str, Any] = {"kv_cache_dtype": config.kv_cache_dtype, "kv_cache_scales": scales}
+    options |= {"batch_invariant": config.batch_invariant}
+    asked = {name: value for name, value in options.items() if value not in ("auto", None, False)}
+    return runner(model, num_pages, config.page_size, config.backend, **asked)
+
+
+def _num_pages(model: Model, config: EngineConfig, make: partial[Runner]) -> int:
+    """The pages of the cache, by default as many as fit, but not more than max_num_seqs full contexts."""
+    if config.num_pages is not None:
+        return config.num_pages
+    assert config.max_batched_tokens is not None
+    page_bytes = Runner.page_bytes(model, config.page_size, config.kv_cache_dtype)
+    if model.device.type == "cuda":
+        largest = Shape(min(config.max_num_seqs, config.max_batched_tokens), config.max_batched_tokens)
+        utilization = config.gpu_memory_utilization
+        pages = profiled_pages(make, config.page_size, page_bytes, largest, utilization, config.cuda_graphs)
+    else:
+        pages = free_pages(page_bytes)
+    return min(config.max_num_seqs * -(-model.context // config.page_size), pages)
+
+
+def _progress(shapes: Sequence[Any]) -> Iterable[Any]:
+    """The shapes of CUDA graphs with a progress bar on a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(shapes, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None)

@@ -1,0 +1,80 @@
+"""Recording a model's attention in a forward pass of a few tokens, and refusing models that would run wrongly."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.engine.attend import Record
+from quire.engine.model import Model
+from quire.steps import Layer
+
+
+def record(model: Model, positions: list[int]) -> Record:
+    """What the attention function is called with in a forward pass of one request with these positions."""
+    found, on_device = Record(), torch.tensor(positions, device=model.device)
+    # Token 0 may be padding, whose keys are 0.
+    tokens = torch.full_like(on_device, model.vocab_size // 3)
+    with model.refusing(positions):
+        model.logits(tokens, on_device, on_device[:1] * 0, found)
+    return found
+
+
+def check_kinds(model: Model) -> None:
+    """Refuse a model with layers that do not attend to a cache of keys and values.
+
+    Raises:
+        ValueError: it has some, as of linear attention.
+    """
+    other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if other:
+        raise ValueError(f"{model.folder} has layers of kinds that can't be run over pages: {sorted(other)}")
+
+
+def check_layers(model: Model, layers: dict[int, Layer]) -> None:
+    """Refuse a model with layers that do not call the attention function, or do not pass their sliding window to it.
+
+    Raises:
+        ValueError: it has some.
+    """
+    count = getattr(model.config, "num_hidden_layers", len(layers))
+    if not layers or sorted(layers) != list(range(count)):
+        used = len(layers)
+        raise ValueError(f"{model.folder}: {used} of {count} layers use Transformers' attention interface, all must")
+    kinds = getattr(model.config, "layer_types", None) or []
+    windows = [i for i, layer in layers.items() if layer.window_left >= 0]
+    for i, kind in enumerate(kinds):
+        if kind == "sliding_attention" and i not in windows:
+            raise ValueError(f"{model.folder}: layer {i} is a sliding window, but does not say which")
+    window = getattr(model.config, "sliding_window", None)
+    if window and not windows and not kinds:
+        raise ValueError(
+            f"{model.folder} has a sliding window of {window} tokens, which does not reach its attention function"
+        )
+
+
+def check_positions(model: Model) -> None:
+    """Refuse a model whose position encoding depends on the longest request of a step.
+
+    A few tokens are computed twice, the second time with the last one at the end of the context. The queries and
+    keys of the other tokens must be equal in both passes.
+
+    Raises:
+        ValueError: they differ; the message names a max_model_len that helps.
+    """
+    near = [min(5 * i, model.context - 1) for i in range(4)]
+    short, long = (record(model, [*near[:-1], last]).rotated for last in (near[-1], model.context - 1))
+    for i in range(min(8, len(short))):  # covers all kinds of layers; rounding errors grow with depth
+        if (long[i] - short[i]).norm() > 0.01 * short[i].norm():
+            raise ValueError(_step_dependent(model))
+
+
+def _step_dependent(model: Model) -> str:
+    """The message for a model whose position encoding depends on the longest request of a step."""
+    name, ropes = "original_max_position_embeddings", getattr(model.config, "rope_parameters", None) or {}
+    places = [model.config.to_dict(), ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
+    known = [place[name] for place in places if place.get(name)]
+    remedy = f"max_model_len={min(known)} runs it" if known else "a smaller max_model_len may run it"
+    return (
+        f"{model.folder} can't be run with a context of {model.context} tokens: its position encoding depends on the "
+        f"longest request of a step, so that requests would change each other; {remedy}"
+    )
