@@ -35,7 +35,7 @@ _HOME = {
     ),
     "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "mla": ("BatchMLAPagedAttentionWrapper",),
-    "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
+    "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper", "BlockTableAttention"),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "rope": (
         "apply_llama31_rope",
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
         silu_and_mul,
         silu_and_mul_quant,
     )
-    from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
+    from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper, BlockTableAttention
     from quire.cascade import (
         BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
         BatchPrefillWithSharedPrefixPagedKVCacheWrapper,

@@ -7,24 +7,27 @@ Names, parameters and meanings are those of `flashinfer.attention`. The types th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.definition.checks import check
+from quire.definition.checks import check, is_int
 from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import AttentionSpec
-from quire.definition.tensors import check_cache, check_optional
+from quire.definition.tensors import as_slopes, check_cache, check_optional
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.wrappers.arguments import DType, Scale, layer_args, refuse
+from quire.wrappers.capture import CaptureGuard
 from quire.wrappers.composite import CompositeWrapper
 
 __all__ = [
     "AttentionSpec",
     "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
+    "BlockTableAttention",
     "PackedMask",
     "PageTable",
     "RaggedLayout",
@@ -201,3 +204,77 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         return super().run(q, paged_kv_cache, sinks=sink, sm_scale=sm_scale, **options)
 
     forward = run  # type: ignore[assignment]
+
+
+class BlockTableAttention(BatchPrefillWithPagedKVCacheWrapper):
+    """`BatchPrefillWithPagedKVCacheWrapper` over the block table of an engine, whose rows are the requests' pages.
+
+    On a GPU, runs read the tensors of `plan` where they are. `plan` copies nothing, launches nothing and never waits,
+    and a CUDA graph that captured a run sees what the tensors hold when it is replayed. The caller keeps them, and this
+    wrapper, as long as the graph; later plans are free, and do not change it.
+
+    Args:
+        float_workspace_buffer, kv_layout, backend: as in `BatchPrefillWithPagedKVCacheWrapper`.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor | None = None,
+        kv_layout: str = "NHD",
+        backend: str = "auto",
+        *,
+        check: bool | None = None,
+        batch_invariant: bool | None = None,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer, kv_layout, backend=backend, check=check, batch_invariant=batch_invariant
+        )
+        # No table belongs to a plan, so that no later plan can free one.
+        self._capture = CaptureGuard(self.device, True)
+
+    def plan(  # type: ignore[override]
+        self,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        qo_indptr: Tensor | None = None,
+        q_len_per_req: int = 1,
+        max_q_len: int | None = None,
+        head_dim_vo: int | None = None,
+        causal: bool = True,
+        window_left: int | None = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        q_data_type: DType = torch.bfloat16,
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
+    ) -> None:
+        """Record which query rows and pages belong to which request, and the layer that runs share.
+
+        Args:
+            block_tables: int32 [batch_size, max_pages], page ids, with any row stride; entries beyond a request's
+                length may be anything.
+            seq_lens: int32 or uint32 [batch_size], the requests' lengths in tokens, with the new ones; 0: no request.
+            qo_indptr: int32 [batch_size + 1], the requests' offsets in q; None: q_len_per_req tokens each.
+            max_q_len: the most query tokens that a request has, in this plan and, for captured graphs, in any replay;
+                what it is too small for is not computed. None: it is read from qo_indptr if that lies on the host.
+                Kernels for few query tokens are chosen by it.
+
+        The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Raises:
+            ValueError: an argument that does not fit, named with its value and what is allowed.
+        """
+        check(is_int(q_len_per_req) and q_len_per_req > 0, "q_len_per_req", q_len_per_req, "an integer of at least 1")
+        layer = layer_args(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
+            page_size=page_size, q_len=q_len_per_req, q_data_type=q_data_type, kv_data_type=kv_data_type,
+            o_data_type=o_data_type, causal=bool(causal), window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, slopes=as_slopes(alibi_slopes), pos_encoding="NONE" if alibi_slopes is None else "ALIBI",
+            batch_invariant=self.invariant,
+        )  # fmt: skip
+        self._plan_block_tables(layer, block_tables, seq_lens, qo_indptr, max_q_len)

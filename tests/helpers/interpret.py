@@ -19,6 +19,7 @@ INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 # How many cases of each file are chosen. Changed together with a test, so that none is lost unnoticed.
 COUNTS = {
     "face/test_activation.py": 15,
+    "face/test_block_tables.py": 4,
     "face/test_cascade.py": 25,
     "face/test_mla.py": 7,
     "face/test_norm.py": 21,

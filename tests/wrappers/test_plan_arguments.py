@@ -75,6 +75,7 @@ INERT = {
     "use_fp16_qk_reduction": HINTS, "prefix_len_ptr": ITEMS, "token_pos_in_items_len": ITEMS,
     "max_item_len_ptr": ITEMS,
 }  # fmt: skip
+BLOCK_TABLES_LACK = ("pos_encoding_mode", "rope_scale", "rope_theta", "fixed_split_size", "disable_split_kv")
 REFUSED = "refused: its other values are not supported"
 BUFFER = torch.empty(1 << 20, dtype=torch.uint8)
 WRAPPERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, str]]] = {
@@ -131,6 +132,23 @@ WRAPPERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, str]]] 
             "kv_len_arr": (ints(5, 6), {"lengths": [5, 6]}),
         },
         {"use_profiler": REFUSED, "q_data_type": "changes with kv_data_type: the other wrappers have it"},
+    ),
+    "block tables": (
+        lambda: quire.BlockTableAttention(BUFFER),
+        PAGED | {"head_dim_qk": 64, "head_dim_vo": 64, "q_data_type": F16, "seq_lens": ints(7, 16),
+                 "block_tables": ints(3, 0, 5, 0).view(2, 2)},
+        {name: row for name, row in LAYER.items() if name not in BLOCK_TABLES_LACK} | {
+            "head_dim_qk": (128, {"head_dim_qk": 128}),
+            "causal": (False, {"causal": False}),
+            "alibi_slopes": ([0.5, 0.25, 0.125, 0.0625],
+                             {"slopes": (0.5, 0.25, 0.125, 0.0625), "pos_encoding": "ALIBI"}),
+            "qo_indptr": (ints(0, 2, 5), {"qo": [0, 2, 5], "max_q_len": 0}),
+            "q_len_per_req": (2, {"qo": [0, 2, 4], "max_q_len": 2}),
+            "page_size": (32, {"page_size": 32}),
+            "block_tables": (ints(4, 0, 6, 0).view(2, 2), {"indices": [4, 6, 0, 0]}),
+            "seq_lens": (ints(5, 6), {"lengths": [5, 6]}),
+        },
+        {"max_q_len": "counts with qo_indptr: tests/face/test_block_tables.py"},
     ),
     "mla": (
         lambda: BatchMLAPagedAttentionWrapper(BUFFER),

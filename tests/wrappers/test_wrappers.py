@@ -308,3 +308,38 @@ def test_run_is_computed_by_the_planned_family(monkeypatch):
     monkeypatch.setattr(type(family), "attend", lambda self, call, out, lse: attended.append(out.zero_()))
     assert case.wrapper.run(*case.tensors).eq(0).all()
     assert len(attended) == 1
+
+
+@KINDS
+def test_int_workspace_of_another_wrapper_is_used_from_then_on(kind):
+    first, second = kind(), kind()
+    first.plan()
+    buffer = torch.full((64,), 7, dtype=torch.uint8)
+    first.wrapper._int_workspace_buffer = buffer
+    assert buffer.count_nonzero() == 0
+    second.wrapper._int_workspace_buffer = first.wrapper._int_workspace_buffer
+    assert second.wrapper._int_workspace_buffer is first.wrapper._int_workspace_buffer is buffer
+    assert first.wrapper.planned.int_workspace.data_ptr() == buffer.data_ptr()
+    second.plan()
+    for case in (first, second):
+        case.close(case.wrapper.run(*case.tensors))
+    with pytest.raises(ValueError, match="int_workspace_buffer = '8 bytes' is not supported: at least 16 bytes"):
+        first.wrapper._int_workspace_buffer = buffer[:8]
+    with pytest.raises(ValueError, match=r"int_workspace_buffer\.device = 'meta'"):
+        first.wrapper._int_workspace_buffer = buffer.to("meta")
+
+
+@KINDS
+def test_backend_that_is_assigned_computes_the_next_plan(kind):
+    case = kind()
+    case.plan()
+    assert case.wrapper.backend == "cpu"
+    case.wrapper._backend = "reference"
+    assert (case.wrapper._backend, case.wrapper.backend) == ("reference", "cpu")
+    case.plan()
+    assert case.wrapper.backend == "reference"
+    case.wrapper._backend = "fa2"
+    case.plan()
+    assert case.wrapper.backend == "cpu"
+    with pytest.raises(ValueError, match="backend = 'fa9' is unknown"):
+        case.wrapper._backend = "fa9"

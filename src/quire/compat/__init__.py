@@ -23,6 +23,7 @@ __all__ = ["FLASHINFER_VERSION", "install", "path", "uninstall"]
 FLASHINFER_VERSION = "0.7.2"  # the version whose names and meanings Quire has
 
 _JIT, _UNSUPPORTED, _IGNORED = "quire.compat.jit", "quire.compat.unsupported", "quire.compat.ignored"
+_TRTLLM = "quire.compat.trtllm"
 _OPERATIONS = (
     "activation",
     "cascade",
@@ -47,6 +48,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("flashinfer_cubin", "flashinfer_jit_cache"), ()),
     "flashinfer": ("quire", _IGNORED),
     **dict.fromkeys(("flashinfer.api_logging", "flashinfer.autotuner", "flashinfer.fi_trace"), (_IGNORED,)),
+    "flashinfer.autotuner.autotuner": (_IGNORED,),
     "flashinfer.attention": ("quire.attention", _JIT),
     **dict.fromkeys(("flashinfer.cudnn", "flashinfer.cudnn.decode", "flashinfer.cudnn.prefill"), (_UNSUPPORTED,)),
     **dict.fromkeys(("flashinfer.cutile", "flashinfer.cutile.cutile_common"), (_UNSUPPORTED,)),
@@ -64,6 +66,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "flashinfer.triton.cascade": ("quire.cascade",),
     "flashinfer.utils": ("quire.compat.utils",),
     **{f"flashinfer.{name}": (f"quire.{name}", _JIT) for name in _OPERATIONS},
+    **{f"flashinfer.{name}": (f"quire.{name}", _TRTLLM, _JIT) for name in ("decode", "prefill")},
 }
 
 

@@ -46,8 +46,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         (
             ".decode",
             *(_CUDNN_DECODE, _MLA),
-            "single_decode_with_kv_cache_with_jit_module trtllm_batch_decode_with_kv_cache",
-            "xqa_batch_decode_with_kv_cache",
+            "single_decode_with_kv_cache_with_jit_module",
         ),
         (".fp4_quantization", _FP4),
         (".gemm", _GEMM, "gemm_fp8_nt_groupwise"),
@@ -65,7 +64,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         (".page", _PAGE),
         (
             ".prefill",
-            "fmha_v2_prefill_deepseek trtllm_batch_context_with_kv_cache trtllm_fmha_v2_prefill",
+            "fmha_v2_prefill_deepseek trtllm_fmha_v2_prefill",
             "trtllm_ragged_attention_deepseek trtllm_prefill_with_kv_cache_mla fmha_v2_prefill_sm120 fmha_varlen",
             "fmha_varlen_plan single_prefill_with_kv_cache_with_jit_module",
             *(_CUDNN_PREFILL, _SAGE),

@@ -64,7 +64,6 @@ class AttentionWrapper(Planner):
     _rope_scale, _rope_theta = _of_spec("rope_scale"), _of_spec("rope_theta")
     _plan_info = property(lambda self: self._current)
     _float_workspace_buffer = property(lambda self: self._workspace.float_buffer)
-    _int_workspace_buffer = property(lambda self: self._workspace.int_buffer)
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class AttentionWrapper(Planner):
         check_workspace(float_workspace_buffer, "float_workspace_buffer")
         self._sink_by_position = takes_sink(jit_args)
         self.kv_layout = self._kv_layout = check_layout(kv_layout)
-        self._backend, self._family = backend, registry.canonical(backend)
+        self._named_backend, self._family = backend, registry.canonical(backend)
         if float_workspace_buffer is not None:
             self.device = float_workspace_buffer.device
         elif torch.cuda.is_available():
@@ -97,6 +96,37 @@ class AttentionWrapper(Planner):
     def _keeps_bits(self, fixed_split_size: int | None, disable_split_kv: bool) -> bool:
         """Whether the bits of a request must not depend on its batch, given these arguments of `plan`."""
         return self.invariant or disable_split_kv or (fixed_split_size or 0) > 0
+
+    @property
+    def _backend(self) -> str:
+        """The name of the kernels as the caller gave it. Engines assign another one, which the next plan follows."""
+        return self._named_backend
+
+    @_backend.setter
+    def _backend(self, name: str) -> None:
+        self._family, self._named_backend = registry.canonical(name), name
+        plan = self._current
+        self.planned = plan and plan._replace(layer=None)
+
+    @property
+    def _int_workspace_buffer(self) -> Tensor:
+        """The int workspace. Engines assign that of another wrapper, with which this one takes turns."""
+        return self._workspace.int_buffer
+
+    @_int_workspace_buffer.setter
+    def _int_workspace_buffer(self, buffer: Tensor) -> None:
+        self._workspace.reset_ints(buffer, self._int_size())
+        self._use_int_workspace()
+
+    def _int_size(self) -> int:
+        """The least bytes of the int workspace."""
+        plan = self._current
+        return self._workspace.least if plan is None else max(self._workspace.least, plan.int_size)
+
+    def _use_int_workspace(self) -> None:
+        """Let the current plan use the int workspace of now."""
+        plan = self._current
+        self.planned = plan and plan._replace(int_workspace=self._workspace.zeros, layer=None)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -149,10 +179,8 @@ class AttentionWrapper(Planner):
         Raises:
             ValueError: a buffer that does not fit.
         """
-        plan = self._current
-        needed = self._workspace.least if plan is None else max(self._workspace.least, plan.int_size)
-        self._workspace.reset(float_workspace_buffer, int_workspace_buffer, needed)
-        self.planned = plan and plan._replace(int_workspace=self._workspace.zeros, layer=None)
+        self._workspace.reset(float_workspace_buffer, int_workspace_buffer, self._int_size())
+        self._use_int_workspace()
 
     def end_forward(self) -> None:
         """Kept for code that calls it; there is nothing to end."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.definition.block_tables import block_table, row_starts
 from quire.definition.checks import check
 from quire.definition.items import Items
 from quire.definition.masks import PackedMask
@@ -40,6 +41,26 @@ class PrefillWrapper(AttentionWrapper):
         pages = self._pages_of_lengths(kv_indptr, kv_indices, kv_len_arr, layer.page_size, "kv_len_arr")
         qo = self._query_rows(table(qo_indptr, "qo_indptr", pages.batch_size + 1))
         self._commit(layer, qo, pages, max_q_len=longest_request(qo, None, self._use_cuda_graph, self.device))
+
+    def _plan_block_tables(
+        self,
+        layer: LayerArgs,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        qo_indptr: Tensor | None,
+        max_q_len: int | None,
+    ) -> None:
+        """Plan a batch over the rows of a block table, as `quire.attention.BlockTableAttention.plan`."""
+        if self.checking:
+            check_tensors(block_tables=block_tables, seq_lens=seq_lens)
+            block_tables, seq_lens = block_tables.cpu(), seq_lens.cpu()
+        pages = block_table(block_tables, seq_lens, layer.page_size)
+        if qo_indptr is None:
+            qo_indptr, max_q_len = row_starts(self.device, pages.batch_size, layer.q_len), layer.q_len
+        if self._plan_again(layer, max_q_len, qo_indptr, *pages.tables):
+            return
+        qo = self._rows(table(qo_indptr, "qo_indptr", pages.batch_size + 1))
+        self._commit(layer, qo, pages, max_q_len=longest_request(qo, max_q_len, False, self.device))
 
     def _query_rows(self, qo_indptr: Tensor) -> RaggedLayout:
         """The query rows of a new plan; ValueError for another batch size than that of the buffers for CUDA graphs."""

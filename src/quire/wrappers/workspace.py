@@ -36,14 +36,23 @@ class Workspace:
         Raises:
             ValueError: a buffer that is no tensor, lies elsewhere, is too small, or is not aligned to 16 bytes.
         """
-        for name, buffer in (("float", float_buffer), ("int", int_buffer)):
-            check(buffer is not None, f"{name}_workspace_buffer", None, "a tensor is needed")
-            check_workspace(buffer, f"{name}_workspace_buffer")
-            check(buffer.device == self.device, f"{name}_workspace_buffer.device", str(buffer.device), str(self.device))
-        size = int_buffer.nbytes
-        check(size >= int_size, "int_workspace_buffer", f"{size} bytes", f"at least {int_size} bytes")
-        self.float_buffer, self.int_buffer = float_buffer, int_buffer.zero_()
-        self.zeros = int_buffer.view(-1).view(torch.uint8)[: size // 4 * 4].view(torch.int32)
+        self._check("float", float_buffer)
+        self.reset_ints(int_buffer, int_size)
+        self.float_buffer = float_buffer
+
+    def reset_ints(self, buffer: Tensor, size: int) -> None:
+        """Replace the int workspace, as `reset`."""
+        self._check("int", buffer)
+        given = buffer.nbytes
+        check(given >= size, "int_workspace_buffer", f"{given} bytes", f"at least {size} bytes")
+        self.int_buffer = buffer.zero_()
+        self.zeros = buffer.view(-1).view(torch.uint8)[: given // 4 * 4].view(torch.int32)
+
+    def _check(self, kind: str, buffer: Tensor) -> None:
+        name = f"{kind}_workspace_buffer"
+        check(buffer is not None, name, None, "a tensor is needed")
+        check_workspace(buffer, name)
+        check(buffer.device == self.device, f"{name}.device", str(buffer.device), str(self.device))
 
     def take(self, floats: int, ints: int) -> tuple[Tensor | None, Tensor | None]:
         """At least so many bytes of the float workspace (None for 0) and of the int workspace.
