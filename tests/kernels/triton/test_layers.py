@@ -78,6 +78,18 @@ def test_choice_of_experts(target):
 
 
 @main_architectures
+def test_page_table_copies_compile(target):
+    from quire.kernels.triton.page_table import copy_pages, page_table_config
+
+    c = page_table_config(300, 131072, torch.device("cpu"))
+    c = replace(c, launch_pdl=target in ("sm_90", "sm_100", "sm_120"))
+    tables = dict.fromkeys(("indptr", "indices", "last_page_len", "req_to_token"), "*i32")
+    for slot_map, page_size in (("*i64", 64), (None, 1)):
+        given = {**tables, "rows": "*i64", "lengths": "*i32", "slot_map": slot_map, "page_size": page_size, "c": c}
+        check(copy_pages, target, given, c.num_warps)
+
+
+@main_architectures
 def test_products_of_experts(target):
     from quire.kernels.triton.grouped_gemm import gemm_config, group_config, group_rows, multiply_groups
 
