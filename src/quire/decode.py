@@ -176,7 +176,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         refuse(window_right=window_right or None)
         rows = None if self._current is None else self._current.qo.indptr  # which equal layers have in common
         given = (indptr, indices, last_page_len)
-        if not shared_prefix and self._plan_again(layer, q_len_per_req, rows, *given, non_blocking=non_blocking):
+        if not shared_prefix and self._refresh_tables(layer, q_len_per_req, rows, *given, non_blocking=non_blocking):
             self._shared = None
             return
         self._check_q_len(q_len_per_req)
@@ -191,7 +191,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self._shared = None
         self._commit(layer, qo, pages, max_q_len=q_len_per_req, non_blocking=non_blocking)
         if shared_prefix:
-            self._shared = find_shared_prefix(self.require_plan(), tables, self._workspace, self._capture)
+            self._shared = find_shared_prefix(self.require_plan(), tables, self._workspace)
 
     begin_forward = plan
 
@@ -249,10 +249,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         options = None
         if not (q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is q_len_per_req is None):
             options = q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, q_len_per_req
-        key, done = self._replays.lookup(self._current, q, paged_kv_cache, out, lse, sinks, return_lse, options)
+        plan = self.require_plan()
+        key, done = plan.repeat(q, paged_kv_cache, (out, lse, sinks), return_lse, options)
         if done is not None:
             return done
-        plan = self.require_plan()
         check_tensors(q=q)
         q_len, rows = plan.max_q_len, plan.qo.batch_size * plan.max_q_len
         check(q_len_per_req in (None, q_len), "q_len_per_req", q_len_per_req, lambda: f"{q_len}, planned")
@@ -264,7 +264,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         )  # fmt: skip
         if self._shared is not None and (window_left is None or window_left < 0):
             return self._shared.run(plan, q, paged_kv_cache, k, v, given)
-        return self._compute(key, q, k, v, given)
+        return plan.run(q, k, v, given, key)
 
     def forward(
         self,

@@ -156,7 +156,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         flat = metadata is cum_seq_lens_q is block_tables is seq_lens is None
         options = flat, lse_mode, use_sinks, output_scale, scale_mode, use_profiler, skip_softmax
         like_the_last = flat and options == self._options
-        if like_the_last and self._plan_again(layer, None, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+        if like_the_last and self._refresh_tables(layer, None, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
             return
         self._check_options(layer, lse_mode, output_scale, scale_mode)
         refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)
@@ -223,9 +223,10 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             RuntimeError: nothing was planned.
             ValueError: an argument that does not fit, named with its value and what is allowed.
         """
-        if self._current is None:
+        plan = self._current
+        if plan is None:
             raise RuntimeError(f"{type(self).__name__}: run() called before plan()")
-        spec = self._current.spec
+        spec = plan.spec
         if query is not None or q_nope is None or q_pe is None:
             q_nope, q_pe = split_parts(query, (q_nope, q_pe), ("query", "q_nope", "q_pe"), spec.head_dim_vo)
         if kv_cache is not None or ckv_cache is None or kpe_cache is None:
@@ -241,7 +242,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             if return_lse_base_on_e is not False or not (ckv_scale is kpe_scale is None):
                 options = return_lse_base_on_e, ckv_scale, kpe_scale
             cache, pe = (ckv_cache, ckv_cache), (q_pe, kpe_cache) if spec.latent else (None, None)
-            key, done = self._replays.lookup(self._current, q_nope, cache, out, lse, sinks, return_lse, options, *pe)
+            key, done = plan.repeat(q_nope, cache, (out, lse, sinks), return_lse, options, pe)
             if done is not None:
                 return done
         self._check_promises(return_lse or lse is not None, return_lse_base_on_e, sinks)
@@ -267,4 +268,4 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             latent=latent,
             spec=spec,
         )
-        return self._compute(key, q_nope, pages, pages, given)
+        return plan.run(q_nope, pages, pages, given, key)

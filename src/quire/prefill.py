@@ -165,7 +165,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         )  # fmt: skip
         given = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
-        if plain and self._plan_again(layer, max_token_per_sequence, *given, non_blocking=non_blocking):
+        if plain and self._refresh_tables(layer, max_token_per_sequence, *given, non_blocking=non_blocking):
             return
         last_page_len = table(paged_kv_last_page_len, "paged_kv_last_page_len")
         qo = self._query_rows(table(qo_indptr, "qo_indptr", last_page_len.shape[0] + 1))
@@ -219,16 +219,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         plain = q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is None
         if not (plain and lse_base == "log2" and lse_layout == "NH"):
             options = q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout
-        key, done = self._replays.lookup(self._current, q, paged_kv_cache, out, lse, sinks, return_lse, options)
+        plan = self.require_plan()
+        key, done = plan.repeat(q, paged_kv_cache, (out, lse, sinks), return_lse, options)
         if done is not None:
             return done
-        self.require_plan()
         k, v = self._split_cache(paged_kv_cache)
         given = RunArgs(
             q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, sinks, out, lse, return_lse, lse_base,
             lse_layout,
         )  # fmt: skip
-        return self._compute(key, q, k, v, given)
+        return plan.run(q, k, v, given, key)
 
     def forward(
         self,

@@ -111,21 +111,21 @@ def test_tables_that_are_alike_are_not_checked_again():
     indptr, indices, last = (torch.empty(n, dtype=torch.int32, device="meta") for n in (4, 9, 3))
     pages = PageTable(indptr, indices, last, 16)
     more = torch.empty(12, dtype=torch.int32, device="meta")
-    other = pages.like(indptr.clone(), more, last.clone())
+    other = pages.with_tables(indptr.clone(), more, last.clone())
     assert other.indices is more
     assert (other.page_size, other.batch_size) == (16, 3)
-    assert pages.like(indptr[1:], indices, last[1:]).batch_size == 2
-    assert pages.like(indptr[1:], indices, last) is None
-    assert pages.like(indptr.short(), indices, last) is None
-    assert pages.like(indptr, indices.view(3, 3), last) is None
-    assert pages.like(indptr, torch.empty(18, dtype=torch.int32, device="meta")[::2], last) is None
+    assert pages.with_tables(indptr[1:], indices, last[1:]).batch_size == 2
+    assert pages.with_tables(indptr[1:], indices, last) is None
+    assert pages.with_tables(indptr.short(), indices, last) is None
+    assert pages.with_tables(indptr, indices.view(3, 3), last) is None
+    assert pages.with_tables(indptr, torch.empty(18, dtype=torch.int32, device="meta")[::2], last) is None
     host = PageTable(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0], [5])), 16)
-    assert host.like(host.indptr, host.indices, host.last_page_len) is None
+    assert host.with_tables(host.indptr, host.indices, host.last_page_len) is None
     rows = RaggedLayout(indptr)
-    assert rows.like(last).indptr is last
+    assert rows.with_tables(last).indptr is last
     for other in (None, [0, 1], indptr.short(), indptr.view(2, 2), indptr[::2], indptr[:0], host.indptr.long()):
-        assert rows.like(other) is None
-    assert RaggedLayout(host.indptr).like(host.indptr) is None
+        assert rows.with_tables(other) is None
+    assert RaggedLayout(host.indptr).with_tables(host.indptr) is None
 
 
 def test_tables_of_the_host_that_are_alike_are_checked_and_copied(rng):
@@ -133,18 +133,18 @@ def test_tables_of_the_host_that_are_alike_are_checked_and_copied(rng):
     q_lens = ints(*(rng.randrange(9) for _ in range(rng.randint(1, 99))))
     indptr = RaggedLayout.from_lengths(q_lens).indptr
     rows = RaggedLayout(indptr.to("meta"))
-    other = rows.like(indptr)
+    other = rows.with_tables(indptr)
     assert (rows.longest, other.longest, other.indptr.device.type) == (0, int(q_lens.max()), "meta")
     assert other.batch_size == len(q_lens) == rows.batch_size
     wrong = indptr.clone()
     wrong[-1] = -1
     with pytest.raises(ValueError, match=r"indptr falls at request \d+, from \d+ to -1|indptr\[0\] = -1"):
-        rows.like(wrong)
+        rows.with_tables(wrong)
     good, fields = (ints(0, 2, 2, 5), ints(0, 3, 1, 4, 2), ints(16, 0, 7)), ("indptr", "indices", "last_page_len")
     far = PageTable(*(x.to("meta") for x in good), 16)
     for on_host in product((False, True), repeat=3):
         tables = [x if here else x.to("meta") for x, here in zip(good, on_host, strict=True)]
-        copied = far.like(*tables)
+        copied = far.with_tables(*tables)
         assert {x.device.type for x in copied.tables} == {"meta"}
         assert [x.shape for x in copied.tables] == [x.shape for x in good]
         for which, i, value, message in (
@@ -159,12 +159,12 @@ def test_tables_of_the_host_that_are_alike_are_checked_and_copied(rng):
             given[which][i] = value
             if on_host[0] or which == 0:
                 with pytest.raises(ValueError, match=message):
-                    far.like(*given)
+                    far.with_tables(*given)
             else:
-                assert far.like(*given) is not None, f"{fields[which]} alone says nothing"
+                assert far.with_tables(*given) is not None, f"{fields[which]} alone says nothing"
     lengths = LengthTable.of(*(x.to("meta") for x in good), 16, "kv_lens")
-    assert lengths.like(*good) is None
-    copied = lengths.like(good[0], good[1].to("meta"), good[2])
+    assert lengths.with_tables(*good) is None
+    copied = lengths.with_tables(good[0], good[1].to("meta"), good[2])
     assert type(copied) is LengthTable
     assert {x.device.type for x in copied.tables} == {"meta"}
 
@@ -206,7 +206,7 @@ def test_a_table_with_lengths(rng):
     with pytest.raises(ValueError, match=r"kv_indptr, kv_indices and kv_lens lie on different devices: \['cpu', 'm"):
         LengthTable.of(indptr, indptr, lengths.to("meta"), 8, "kv_lens")
     far = LengthTable.of(*(x.to("meta") for x in (indptr, indptr, lengths)), 8, "kv_lens")
-    other = far.like(far.indptr, far.indices, far.kv_lens.clone())
+    other = far.with_tables(far.indptr, far.indices, far.kv_lens.clone())
     assert type(other) is LengthTable
     assert other.kv_lens is not far.kv_lens
-    assert far.like(far.indptr, far.indices, far.kv_lens[1:]) is None
+    assert far.with_tables(far.indptr, far.indices, far.kv_lens[1:]) is None

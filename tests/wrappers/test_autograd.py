@@ -29,6 +29,7 @@ from helpers.public_calls import (
     tables,
 )
 from quire.kernels import ops, registry
+from quire.wrappers.planner import Planner
 
 REFUSED = "requires grad, but Quire computes no gradients: call it under torch.no_grad"
 
@@ -197,6 +198,7 @@ def repeated(monkeypatch):
     done = []
     replay = lambda *addresses: bool(done.append(1)) or True  # noqa: E731
     monkeypatch.setattr("quire.kernels.attention._compute", lambda *given: replay)
+    monkeypatch.setattr(Planner, "_keeps_launches", lambda wrapper: True)
     monkeypatch.setattr(registry, "choose", lambda *given: registry.family("cpu"))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
@@ -207,7 +209,6 @@ def test_a_repeated_run_refuses_alike(repeated):
     """A call that was remembered for tensors that do not require grad says nothing of those that do."""
     empty = torch.empty(0, device="meta")
     decode, latent = quire.BatchDecodeWithPagedKVCacheWrapper(empty), quire.BatchMLAPagedAttentionWrapper(empty)
-    decode._replays.enabled = latent._replays.enabled = True
     decode.plan(*(x.to("meta") for x in tables("cpu").values()), *LAYER, q_data_type=F32)
     of_latent = [x.to("meta") for x in (ints(0, 1, 2), ints(0, 2, 3), ints(2, 0, 3), ints(7, 2))]
     latent.plan(*of_latent, HEADS, 128, 64, PAGE, True, 0.1, F32, F32)
@@ -262,7 +263,7 @@ def test_runs_repeated_on_a_gpu_refuse_alike(backend):
         q = rows(tokens, HEADS, "cuda", dim).to(bf16)
         for options in ({}, {"sinks": sinks}):
             expected = wrapper.run(q, (k, v), **options)
-            assert wrapper._replays.current, "nothing is remembered"
+            assert wrapper.planned.launches, "nothing is remembered"
             torch.testing.assert_close(wrapper.run(q, (k, v), **options), expected, rtol=0, atol=0)
             for name, given in (("q", (leaf(q), (k, v))), ("k", (q, (leaf(k), v))), ("v", (q, (k, leaf(v))))):
                 with pytest.raises(ValueError, match=f"^{name} {REFUSED}"):

@@ -311,7 +311,7 @@ def test_layouts():
             PageTable(*(x.int() for x in far), 4),
             LengthTable.of(*(x.int() for x in far), 4, "kv_len_arr"),
         ):
-            assert planned.like(*far) is None, "the plan has to convert them"
+            assert planned.with_tables(*far) is None, "the plan has to convert them"
     rows = RaggedLayout.from_lengths(torch.tensor([3, 0, 2]))
     assert (rows.indptr.dtype, RaggedLayout(rows.indptr.long()).indptr.tolist()) == (torch.int32, [0, 3, 3, 5])
     blocks = torch.tensor([[4, BEYOND], [0, 2]])

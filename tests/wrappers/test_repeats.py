@@ -1,4 +1,4 @@
-"""Runs that are repeated without the checks of the first: over other tensors, and over the tables of later plans."""
+"""Runs that are repeated without the checks of the first, and plans that differ from the last in their tables alone."""
 
 from __future__ import annotations
 
@@ -13,25 +13,8 @@ from helpers.page_tables import empty_table
 from quire.definition.pages import LengthTable, RaggedLayout
 from quire.kernels import registry
 from quire.wrappers.plan import longest_request
+from quire.wrappers.planner import Planner
 from quire.wrappers.workspace import Workspace
-
-
-class Repeat:
-    """What remembers a run of a plan over some tables."""
-
-    def __init__(self, rows, table, done):
-        self.rows, self.table, self.done = rows, table, done
-
-    def __call__(self, *addresses):
-        self.done.append(self.table)
-        return True
-
-    def move(self, table, rows, other):
-        assert table is self.table
-        alike = rows.batch_size == self.rows.batch_size
-        if alike:
-            self.rows, self.table = rows, other
-        return alike
 
 
 @pytest.fixture
@@ -41,18 +24,19 @@ def computed(monkeypatch):
 
     def attend(call, *given, **overrides):
         first.append(call.kv)
-        return Repeat(call.qo, call.kv, again)
+        return lambda addresses, stream: again.append(call.kv) or True
 
     monkeypatch.setattr("quire.wrappers.plan.attend", attend)
+    monkeypatch.setattr(Planner, "_keeps_launches", lambda wrapper: True)
     monkeypatch.setattr(registry, "choose", lambda *given: registry.family("cpu"))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     return first, again
 
 
-def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
+def test_run_equal_to_an_earlier_one_of_its_plan_is_repeated(computed):
+    """A layer's first run of each plan is computed; those of later layers, and of other windows, are repeated."""
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta"))
-    wrapper._replays.enabled = True
     bf16, first, again = torch.bfloat16, *computed
     q = torch.empty(2, 4, 64, dtype=bf16, device="meta")
     cache = torch.empty(9, 2, 16, 2, 64, dtype=bf16, device="meta")
@@ -60,32 +44,41 @@ def test_plans_that_differ_in_tables_alone_repeat_runs(computed):
     def plan(entries, **changes):
         table = empty_table(entries, "meta")
         wrapper.plan(table.indptr, table.indices, table.last_page_len, 4, 2, 64, 16, q_data_type=bf16, **changes)
-        return wrapper.planned.kv
 
     def runs():
         first.clear(), again.clear()
-        for options in ({}, {"return_lse": True}, {}):
+        for options in ({}, {"return_lse": True}, {"window_left": 7}) * 2:
             wrapper.run(q, cache, **options)
-        return [x.indices.shape[0] for x in first], [x.indices.shape[0] for x in again]
+        assert all(x is wrapper.planned.kv for x in first + again)
+        return len(first), len(again)
 
-    plan(8)
-    assert runs() == ([8, 8], [8])
-    plan(12)
-    assert runs() == ([], [12, 12, 12])
-    plan(14), plan(16)
-    assert runs() == ([], [16, 16, 16]), "a plan without runs is between"
-    plan(16, window_left=5)
-    assert runs() == ([16, 16], [16]), "another layer is checked anew"
+    for entries, layer in ((8, {}), (12, {}), (12, {"window_left": 5})):
+        plan(entries, **layer)
+        assert runs() == (3, 3)
+        assert runs() == (0, 6)
+    earlier = wrapper.planned
     wrapper.reset_workspace_buffer(torch.empty(0, device="meta"), torch.empty(16, dtype=torch.uint8, device="meta"))
-    plan(18, window_left=5)
-    assert runs() == ([18, 18], [18]), "and so is other memory"
+    assert runs() == (3, 3), "launches read the memory that they were made with"
+    wrapper.planned = earlier
+    assert runs() == (0, 6), "and belong to a plan"
+
+
+def test_run_with_ever_other_arguments_keeps_few_launches(computed):
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta"))
+    table = empty_table(8, "meta")
+    wrapper.plan(table.indptr, table.indices, table.last_page_len, 1, 1, 64, 16, q_data_type=torch.float32)
+    q, cache = torch.empty(2, 1, 64, device="meta"), torch.empty(9, 2, 16, 1, 64, device="meta")
+    for i in range(100):
+        wrapper.run(q, cache, sm_scale=1.0 + i)
+        wrapper.run(q, cache, sm_scale=1.0 + i)
+    assert [len(x) for x in computed] == [100, 100]
+    assert len(wrapper.planned.launches) < 100
 
 
 @pytest.mark.parametrize("kind", [float, np.int64, bool])
 def test_what_equals_an_argument_has_not_been_checked(kind, computed):
     """Neither as a plan's, nor as a run's."""
     wrapper, table = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta")), empty_table(8, "meta")
-    wrapper._replays.enabled = True
     q, cache = torch.empty(2, 1, 64, device="meta"), torch.empty(9, 2, 16, 1, 64, device="meta")
     given = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 64, "page_size": 16, "window_left": 1}
     given |= {"q_len_per_req": 1, "q_data_type": torch.float32}
@@ -323,31 +316,17 @@ def test_tables_of_the_host_are_planned_like_the_last_ones(kind, computed, monke
 
 
 @PREFILLS
-def test_prefills_that_differ_in_tables_alone_repeat_runs(kind, computed):
-    """Of as many requests with as many query tokens; others are computed with all checks, and then repeated."""
+def test_run_of_a_prefill_is_repeated_within_its_plan(kind, computed):
     case, (first, again) = kind(), computed
-    case.wrapper._replays.enabled = True
     k = torch.empty(9, 16, 2, 64, dtype=torch.float8_e4m3fn if kind is Mixed else torch.bfloat16, device="meta")
     cache = (k.flatten(0, 1), k.flatten(0, 1)) if kind is Ragged else ((k, k),)
-
-    def runs(tokens=6, **plan):
+    for plan in ({}, {"entries": 12}, {"batch_size": 3}):
         first.clear(), again.clear()
         case.plan(**plan)
-        for _ in range(3):
+        for tokens in (6, 6, 7, 6):
             case.outer.run(torch.empty(tokens, 4, 64, dtype=torch.bfloat16, device="meta"), *cache)
         assert all(x is case.wrapper.planned.kv for x in first + again)
-        return len(first), len(again)
-
-    assert runs() == (1, 2)
-    assert runs() == (0, 3)
-    assert runs(entries=12) == (0, 3)
-    assert runs(batch_size=3) == (1, 2), "other requests"
-    assert runs(batch_size=3) == (0, 3)
-    assert runs(7, batch_size=3) == (1, 2), "other tokens"
-    assert runs(8, batch_size=3) == (1, 2)
-    assert runs(7, batch_size=3) == (1, 2), "no more is kept than runs of one plan"
-    if kind is Prefill:
-        assert runs(7, batch_size=3, max_token_per_sequence=5) == (1, 2), "another longest request"
+        assert (len(first), len(again)) == (2, 2)
 
 
 @pytest.mark.parametrize("kind", [Prefill, Ragged])
@@ -367,30 +346,20 @@ def test_masks_and_items_are_planned_anew(kind, monkeypatch):
         assert plan.spec.mask.causal == causal
 
 
-def test_plans_of_latent_caches_repeat_runs(computed):
-    """Runs are replayed for other pages and lengths of as many requests with equal query rows."""
+def test_run_over_a_latent_cache_is_repeated_within_its_plan(computed):
     wrapper = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(0, device="meta"))
-    wrapper._replays.enabled = True
     bf16, first, again = torch.bfloat16, *computed
     q, q_pe = (torch.empty(2, 4, dim, dtype=bf16, device="meta") for dim in (512, 64))
     cache = [torch.empty(9, 16, dim, dtype=bf16, device="meta") for dim in (512, 64)]
     rows = torch.empty(3, dtype=torch.int32, device="meta")
-
-    def runs(entries, rows=rows, sm_scale=0.1):
-        table = empty_table(entries, "meta")
-        lengths = torch.empty(2, dtype=torch.int32, device="meta")
+    for entries in (8, 12):
+        table, lengths = empty_table(entries, "meta"), torch.empty(2, dtype=torch.int32, device="meta")
         first.clear(), again.clear()
-        wrapper.plan(rows, table.indptr, table.indices, lengths, 4, 512, 64, 16, True, sm_scale, bf16, bf16)
-        for _ in range(2):
+        wrapper.plan(rows, table.indptr, table.indices, lengths, 4, 512, 64, 16, True, 0.1, bf16, bf16)
+        for _ in range(3):
             wrapper.run(q, q_pe, *cache)
-        return [x.indices.shape[0] for x in first], [x.indices.shape[0] for x in again]
-
-    assert runs(8) == ([8], [8])
-    assert runs(12) == ([], [12, 12])
-    assert runs(14, rows[:]) == ([], [14, 14]), "a view of the same rows"
-    assert runs(16, torch.empty(3, dtype=torch.int32, device="meta")) == ([], [16, 16]), "other rows"
-    assert runs(16, torch.empty(6, dtype=torch.int32, device="meta")[::2]) == ([16], [16]), "rows to be copied"
-    assert runs(18, sm_scale=0.2) == ([18], [18]), "another layer"
+        assert (len(first), len(again)) == (1, 2)
+        assert all(x is wrapper.planned.kv for x in first + again)
 
 
 def test_memory_of_earlier_plans_stays_allocated():

@@ -178,9 +178,9 @@ def test_shared_pages_are_read_once(device, rng, eager):
     found = wrapper.shared_prefix
     assert (found.groups, found.levels, found.tokens_saved) == (1, 1, 5 * 9 * 16)
     assert "groups=1" in repr(found)
-    own, prefix = (part.plan.kv for part in found.parts)
+    own, prefix = (part.kv for part in found.parts)
     assert int(own.lengths().sum()) + int(prefix.lengths().sum()) + found.tokens_saved == int(batch.kv.lengths().sum())
-    assert found.parts[1].plan.max_q_len == 6
+    assert found.parts[1].max_q_len == 6
     assert prefix.indices.tolist() == batch.kv.indices[:9].tolist()
     assert not set(own.indices.tolist()) & set(prefix.indices.tolist())
     out, lse = run(wrapper, batch)
@@ -332,7 +332,7 @@ def test_levels_of_many_rows_are_a_prefill_of_the_named_kernels(rng, eager):
         pytest.skip("it needs a Hopper GPU")
     batch = prefixed("cuda", requests=20, dtype=BF16)
     wrapper = plan(batch, quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="cuda"), backend="hopper"))
-    assert [part.plan.family.name for part in wrapper.shared_prefix.parts] == ["hopper", "hopper"]
+    assert [part.family.name for part in wrapper.shared_prefix.parts] == ["hopper", "hopper"]
     check(batch, *run(wrapper, batch))
 
 

@@ -118,14 +118,14 @@ def test_attributes_tell_what_holds_after_forward(kind):
 
 
 @KINDS
-def test_forward_that_gives_the_plan_again_keeps_the_runs_to_repeat(kind):
+def test_forward_with_the_planned_layer_keeps_the_plan(kind):
     case = kind()
     case.plan(window_left=5)
-    case.wrapper._replays.current["a run"] = None
+    plan = case.wrapper.planned
     case.wrapper.forward(*case.tensors, **case.fixed, window_left=5)
-    assert case.wrapper._replays.current
+    assert case.wrapper.planned is plan
     case.wrapper.forward(*case.tensors, **case.fixed, window_left=6)
-    assert not case.wrapper._replays.current
+    assert case.wrapper.planned is not plan
 
 
 @KINDS

@@ -175,7 +175,7 @@ class RaggedLayout:
         torch.cumsum(lengths, 0, out=indptr[1:])
         return cls(indptr)
 
-    def like(self, indptr: Any, *, non_blocking: bool = True) -> RaggedLayout | None:
+    def with_tables(self, indptr: Any, *, non_blocking: bool = True) -> RaggedLayout | None:
         """Rows of this indptr on the device of these rows, without the checks that an int32 vector passes; None for
         anything else, and if these rows are on the host. An indptr that lies on the host is checked, and copied.
         """
@@ -258,7 +258,9 @@ class PageTable:
             page = int(self.indices[bad])
             raise ValueError(f"kv_indices[{bad}] = {page} of request {request} is out of range: 0 to {num_pages - 1}")
 
-    def like(self, indptr: Any, indices: Any, per_request: Any, *, non_blocking: bool = True) -> PageTable | None:
+    def with_tables(
+        self, indptr: Any, indices: Any, per_request: Any, *, non_blocking: bool = True
+    ) -> PageTable | None:
         """A table of these tensors on this one's device, without the checks that int32 vectors pass which fit together;
         None for anything else, and if this table is on the host. Tensors that lie on the host are checked, and copied.
         """

@@ -4,8 +4,8 @@ replayed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,11 @@ from quire.definition.masks import PackedMask
 from quire.definition.pages import LengthTable, PageTable, RaggedLayout
 from quire.definition.spec import AttentionSpec
 
-Keys = PageTable | RaggedLayout
+# The addresses of q, q_pe, k, v, k_pe, out, lse and sinks; None where a call has none.
+Addresses = tuple[int, int | None, int, int, int | None, int, int | None, int | None]
+# Launches a computed call again, on a stream, with other tensors of equal shapes, strides, dtypes and devices. It
+# returns False, and nothing is launched, if their addresses are not aligned.
+Replay = Callable[[Addresses, int], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +48,7 @@ class Call:
     k: Tensor
     v: Tensor
     qo: RaggedLayout
-    kv: Keys
+    kv: PageTable | RaggedLayout
     spec: AttentionSpec
     mask: PackedMask | None = None
     sinks: Tensor | None = None
@@ -107,24 +111,3 @@ class Call:
             spec = spec.replace(latent=False, q_dtype=q.dtype)
         scales = (self.q_scale, self.k_scale, self.v_scale)
         return Call(q, k, self.v, self.qo, self.kv, spec, mask, self.sinks, *scales)
-
-
-class Replay(Protocol):
-    """A computed call that can be launched again with other tensors of equal shapes, strides, dtypes and devices."""
-
-    def __call__(
-        self,
-        q: int,
-        q_pe: int | None,
-        k: int,
-        v: int,
-        k_pe: int | None,
-        out: int,
-        lse: int | None,
-        sinks: int | None,
-        stream: int,
-    ) -> bool:
-        """Launch on a stream with tensors at these addresses; False, and nothing launched, if they are not aligned."""
-
-    def move(self, table: Keys, rows: RaggedLayout, other: Keys) -> bool:
-        """Read query rows `rows`, and `other` in place of `table`, from now on; False if it cannot."""

@@ -20,7 +20,6 @@ from quire.wrappers.buffers import check_workspace
 from quire.wrappers.capture import CaptureGuard
 from quire.wrappers.plan import Plan
 from quire.wrappers.planner import Planner
-from quire.wrappers.replay import ReplayCache
 from quire.wrappers.workspace import Workspace, WorkspaceSizes
 
 
@@ -90,7 +89,6 @@ class AttentionWrapper(Planner):
         self._use_cuda_graph = use_cuda_graph
         self._workspace = Workspace(float_workspace_buffer, self.device)
         self._capture = CaptureGuard(self.device, use_cuda_graph)
-        self._replays = ReplayCache(self.device, not self.checking, self._capture)
         self._current: Plan | None = None
 
     def _keeps_bits(self, fixed_split_size: int | None, disable_split_kv: bool) -> bool:
@@ -126,7 +124,7 @@ class AttentionWrapper(Planner):
     def _use_int_workspace(self) -> None:
         """Let the current plan use the int workspace of now."""
         plan = self._current
-        self.planned = plan and plan._replace(int_workspace=self._workspace.zeros, layer=None)
+        self.planned = plan and plan.changed(int_workspace=self._workspace.zeros)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -153,7 +151,6 @@ class AttentionWrapper(Planner):
         trial = copy(self)
         trial._use_cuda_graph, trial._current, trial._workspace = False, None, WorkspaceSizes(self.device)
         trial._capture = CaptureGuard(self.device, False)
-        trial._replays = ReplayCache(self.device, False, trial._capture)
         type(self).plan(**taken.bind(trial, *args, **options).arguments)
         return trial._workspace.sizes
 

@@ -125,12 +125,12 @@ class LatentWrapper(AttentionWrapper):
             fitting(self._kv_indices_buf, pages.indices, "kv_indices")
         return self._rows(qo), pages
 
-    def _hold_keys(self, kv: PageTable | RaggedLayout, non_blocking: bool) -> PageTable | RaggedLayout:
+    def _copy_keys_to_buffers(self, kv: PageTable | RaggedLayout, non_blocking: bool) -> PageTable | RaggedLayout:
         if isinstance(kv, LengthTable):
-            return super()._hold_keys(kv, non_blocking)
+            return super()._copy_keys_to_buffers(kv, non_blocking)
         assert isinstance(kv, PageTable)  # CPU kernels read last_page_len, and the buffer has the requests' lengths
         indptr, indices, _lengths = (
-            self._hold(name, x, non_blocking)
+            self._copy_to_buffer(name, x, non_blocking)
             for name, x in zip(self._kv_buffers, (kv.indptr, kv.indices, kv.lengths()), strict=True)
         )
         return PageTable(indptr, indices, kv.last_page_len, kv.page_size)

@@ -37,7 +37,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(LatentWrapper):
         ValueError: a buffer that does not fit, or that use_cuda_graph needs.
     """
 
-    _kv_buffers, _hold_keys = Planner._kv_buffers, Planner._hold_keys
+    _kv_buffers, _copy_keys_to_buffers = Planner._kv_buffers, Planner._copy_keys_to_buffers
 
     def __init__(
         self,
@@ -162,9 +162,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(LatentWrapper):
         """
         plan, cache = self.require_plan(), (paged_ckv_cache, paged_ckv_cache)
         options = None if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
-        key, done = self._replays.lookup(
-            plan, q_nope, cache, out, lse, None, return_lse, options, q_pe, paged_kpe_cache
-        )
+        key, done = plan.repeat(q_nope, cache, (out, lse, None), return_lse, options, (q_pe, paged_kpe_cache))
         if done is not None:
             return done
         check_tensors(paged_ckv_cache=paged_ckv_cache, paged_kpe_cache=paged_kpe_cache)
@@ -174,4 +172,4 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(LatentWrapper):
         pages = paged_ckv_cache.unsqueeze(2)
         latent = q_pe, paged_kpe_cache.unsqueeze(2), 1.0
         given = RunArgs(q_scale, k_scale, v_scale, out=out, lse=lse, return_lse=return_lse, latent=latent)
-        return self._compute(key, q_nope, pages, pages, given)
+        return plan.run(q_nope, pages, pages, given, key)

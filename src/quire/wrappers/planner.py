@@ -16,12 +16,10 @@ from quire.definition.spec import AttentionSpec
 from quire.definition.tensors import split_cache
 from quire.kernels import registry
 from quire.kernels.family import Family
-from quire.kernels.ops import traced
-from quire.wrappers.arguments import LayerArgs, RunArgs
+from quire.wrappers.arguments import LayerArgs
 from quire.wrappers.buffers import fitting
 from quire.wrappers.capture import CaptureGuard
-from quire.wrappers.plan import Plan, make_plan
-from quire.wrappers.replay import Key, ReplayCache, Result
+from quire.wrappers.plan import Plan
 from quire.wrappers.workspace import Workspace
 
 
@@ -48,7 +46,6 @@ class Planner:
     _qo_indptr_buf: Tensor | None
     _current: Plan | None
     _workspace: Workspace
-    _replays: ReplayCache
     _capture: CaptureGuard
 
     @property
@@ -61,7 +58,6 @@ class Planner:
     @planned.setter
     def planned(self, plan: Plan | None) -> None:
         self._current = plan
-        self._replays.forget()
 
     def require_plan(self) -> Plan:
         """The plan that runs compute; RuntimeError if there is none."""
@@ -129,7 +125,7 @@ class Planner:
         self._qo_indptr_buf = rows
         return RaggedLayout(rows)
 
-    def _hold(self, name: str, values: Tensor, non_blocking: bool) -> Tensor:
+    def _copy_to_buffer(self, name: str, values: Tensor, non_blocking: bool) -> Tensor:
         """A table on the wrapper's device, kept in the attribute `name`: in the buffer there, or as it is."""
         if self._use_cuda_graph:
             buffer = fitting(getattr(self, name), values, name.removeprefix("_"))
@@ -141,18 +137,18 @@ class Planner:
         setattr(self, name, values)
         return values
 
-    def _hold_rows(self, rows: RaggedLayout, name: str, non_blocking: bool) -> RaggedLayout:
+    def _copy_rows_to_buffer(self, rows: RaggedLayout, name: str, non_blocking: bool) -> RaggedLayout:
         """Ragged rows whose indptr is kept in the attribute `name`."""
-        held = self._hold(name, rows.indptr, non_blocking)
+        held = self._copy_to_buffer(name, rows.indptr, non_blocking)
         return rows if held is rows.indptr else RaggedLayout(held)
 
-    def _hold_keys(self, kv: PageTable | RaggedLayout, non_blocking: bool) -> PageTable | RaggedLayout:
+    def _copy_keys_to_buffers(self, kv: PageTable | RaggedLayout, non_blocking: bool) -> PageTable | RaggedLayout:
         """A page table, or ragged rows of keys, whose tables are kept in the attributes `_kv_buffers`."""
         if isinstance(kv, RaggedLayout):
-            return self._hold_rows(kv, self._kv_buffers[0], non_blocking)
+            return self._copy_rows_to_buffer(kv, self._kv_buffers[0], non_blocking)
         tables = kv.tables
         indptr, indices, per_request = (
-            self._hold(name, x, non_blocking) for name, x in zip(self._kv_buffers, tables, strict=True)
+            self._copy_to_buffer(name, x, non_blocking) for name, x in zip(self._kv_buffers, tables, strict=True)
         )
         if indptr is tables[0] and indices is tables[1] and per_request is tables[2]:
             return kv
@@ -160,7 +156,7 @@ class Planner:
             return LengthTable.of(indptr, indices, per_request, kv.page_size, "kv_len_arr")
         return PageTable(indptr, indices, per_request, kv.page_size)
 
-    def _hold_mask(self, mask: PackedMask) -> PackedMask:
+    def _copy_mask_to_buffers(self, mask: PackedMask) -> PackedMask:
         """Packed masks, in the buffers for CUDA graphs where there are such."""
         if not self._use_cuda_graph:
             return mask
@@ -170,7 +166,7 @@ class Planner:
         indptr[: len(mask.indptr)] = mask.indptr
         return PackedMask(bits, indptr)
 
-    def _plan_again(
+    def _refresh_tables(
         self, layer: LayerArgs, max_q_len: int | None, qo_indptr: Any, *tables: Any, non_blocking: bool = True
     ) -> bool:
         """Plan a batch that differs from the last one in its tables alone, as the steps of an engine do.
@@ -189,11 +185,11 @@ class Planner:
         plan = self._current
         if plan is None or layer is not plan.layer:
             return False
-        kv, qo = plan.kv.like(*tables, non_blocking=non_blocking), plan.qo
+        kv, qo = plan.kv.with_tables(*tables, non_blocking=non_blocking), plan.qo
         if kv is None:
             return False
         if qo_indptr is not qo.indptr:
-            qo = qo.like(qo_indptr, non_blocking=non_blocking)  # type: ignore[assignment]
+            qo = qo.with_tables(qo_indptr, non_blocking=non_blocking)  # type: ignore[assignment]
         if qo is None or qo.indptr.numel() != kv.indptr.numel():
             return False
         if max_q_len is None:
@@ -201,11 +197,11 @@ class Planner:
         elif type(max_q_len) is not int or max_q_len < qo.longest:
             return False
         if max_q_len == plan.max_q_len:
-            self._current = tuple.__new__(Plan, (plan[0], qo, kv, *plan[3:]))  # Plan(...) takes twice as long
-            self._replays.move()
+            self._current = plan.with_tables(qo, kv)
         else:
-            family, sizes = self._choose(plan.spec, max_q_len), (qo, kv, None, None, max_q_len)
-            self.planned = make_plan(plan.spec, *sizes, plan.layer, plan.backend, family, self._workspace)
+            family = self._choose(plan.spec, max_q_len)
+            longer = plan.with_tables(qo, kv)._replace(max_q_len=max_q_len, family=family)
+            self._current = longer.with_memory(self._workspace)
         own, self._qo_indptr_buf = self.__dict__, qo.indptr
         for name, x in zip(self._kv_buffers, kv.tables):  # noqa: B905  (strict takes longer)
             own[name] = x
@@ -235,13 +231,30 @@ class Planner:
             layer = layer._replace(causal=items is not None)
         spec = layer.spec(mask is not None, items is not None)
         family = self._choose(spec, max_q_len)
-        qo, kv = self._hold_rows(qo, "_qo_indptr_buf", non_blocking), self._hold_keys(kv, non_blocking)
-        mask = None if mask is None else self._hold_mask(mask)
+        qo = self._copy_rows_to_buffer(qo, "_qo_indptr_buf", non_blocking)
+        kv = self._copy_keys_to_buffers(kv, non_blocking)
+        mask = None if mask is None else self._copy_mask_to_buffers(mask)
         # With one of these, a plan depends on more than its layer, the longest request and the shapes of its tables.
         more = self.checking or self._use_cuda_graph or spec.batch_invariant or spec.mask.custom_mask or spec.mask.items
-        self.planned = make_plan(
-            spec, qo, kv, mask, items, max_q_len, None if more else layer, self._family, family, self._workspace
+        plan = Plan(
+            spec=spec,
+            qo=qo,
+            kv=kv,
+            family=family,
+            capture=self._capture,
+            mask=mask,
+            items=items,
+            max_q_len=max_q_len,
+            layer=None if more else layer,
+            backend=self._family,
+            check_pages=self.checking,
+            launches={} if self._keeps_launches() else None,
         )
+        self._current = plan.with_memory(self._workspace)
+
+    def _keeps_launches(self) -> bool:
+        """Whether runs can be repeated without their checks."""
+        return self.device.type == "cuda" and not self.checking
 
     def _choose(self, spec: AttentionSpec, max_q_len: int) -> Family:
         """The kernel family of a plan; ValueError if nobody can compute the layer."""
@@ -249,10 +262,7 @@ class Planner:
 
     def _replan(self, **changes: Any) -> None:
         """Change the plan's layer by the arguments that the deprecated forward() repeats; None is the default."""
-        plan = self.require_plan()
-        changed = plan.replace(**changes)
-        if changed is not plan:
-            self.planned = changed
+        self._current = self.require_plan().replace(**changes)
 
     def _split_cache(self, cache: Any) -> tuple[Tensor, Tensor]:
         """K and V pages of a cache in any layout, as views [pages, page_size, heads, head_dim]."""
@@ -260,15 +270,3 @@ class Planner:
         size = self.require_plan().kv.page_size  # type: ignore[union-attr]
         check(k.shape[1] == size, "page size of the cache", k.shape[1], lambda: f"{size}, as planned")
         return k, v
-
-    def _compute(self, key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: RunArgs) -> Result:
-        """Compute a run, and keep it under its key to be replayed."""
-        plan = self.require_plan()
-        out, lse, replay = plan.run(q, k, v, args, check_pages=self.checking)
-        if not traced(q):
-            self._capture.note()
-            self._replays.remember(key, replay, plan, q, k, v, out)
-        if args.return_lse:
-            assert lse is not None
-            return out, lse
-        return out

@@ -35,7 +35,7 @@ class PrefillWrapper(AttentionWrapper):
         """Plan a batch over pages from the requests' lengths in tokens, as `quire.attention.BatchAttention.plan`."""
         if self._capture.captured:
             self._capture.begin_plan(type(self).__name__)
-        if self._plan_again(layer, None, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+        if self._refresh_tables(layer, None, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
             return
         check_tensors(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
         pages = self._pages_of_lengths(kv_indptr, kv_indices, kv_len_arr, layer.page_size, "kv_len_arr")
@@ -57,7 +57,7 @@ class PrefillWrapper(AttentionWrapper):
         pages = block_table(block_tables, seq_lens, layer.page_size)
         if qo_indptr is None:
             qo_indptr, max_q_len = row_starts(self.device, pages.batch_size, layer.q_len), layer.q_len
-        if self._plan_again(layer, max_q_len, qo_indptr, *pages.tables):
+        if self._refresh_tables(layer, max_q_len, qo_indptr, *pages.tables):
             return
         qo = self._rows(table(qo_indptr, "qo_indptr", pages.batch_size + 1))
         self._commit(layer, qo, pages, max_q_len=longest_request(qo, max_q_len, False, self.device))

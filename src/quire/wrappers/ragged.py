@@ -114,7 +114,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             slopes=as_slopes(alibi_slopes), batch_invariant=self._keeps_bits(fixed_split_size, disable_split_kv),
         )  # fmt: skip
         plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
-        if plain and self._plan_again(layer, max_token_per_sequence, qo_indptr, kv_indptr, non_blocking=non_blocking):
+        if plain and self._refresh_tables(
+            layer, max_token_per_sequence, qo_indptr, kv_indptr, non_blocking=non_blocking
+        ):
             return
         qo_indptr = table(qo_indptr, "qo_indptr")
         qo, kv = self._query_rows(qo_indptr), self._rows(table(kv_indptr, "kv_indptr", qo_indptr.shape[0]))
@@ -166,19 +168,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         plain = q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is o_scale is None
         if not (plain and lse_base == "log2" and lse_layout == "NH"):
             options = q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale
-        key, done = self._replays.lookup(self._current, q, (k, v), out, lse, sinks, return_lse, options)
+        plan = self.require_plan()
+        key, done = plan.repeat(q, (k, v), (out, lse, sinks), return_lse, options)
         if done is not None:
             return done
-        spec = self.require_plan().spec
         k, v = as_nhd(k, self._kv_layout, "k"), as_nhd(v, self._kv_layout, "v")
         if o_scale is not None:
-            heads = spec.num_kv_heads
+            heads = plan.spec.num_kv_heads
             v_scale = as_scale(v_scale, "v_scale", heads) / as_scale(o_scale, "o_scale", heads)
         given = RunArgs(
             q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, sinks, out, lse, return_lse, lse_base,
             lse_layout,
         )  # fmt: skip
-        return self._compute(key, q, k, v, given)
+        return plan.run(q, k, v, given, key)
 
     def forward(
         self,

@@ -16,34 +16,12 @@ from quire.definition.tensors import outputs
 from quire.kernels import merge, registry
 from quire.kernels.ops import traced
 from quire.wrappers.arguments import RunArgs
-from quire.wrappers.capture import CaptureGuard
-from quire.wrappers.plan import Plan, make_plan
+from quire.wrappers.plan import Plan, Result
 from quire.wrappers.prefixes import shared_prefixes
-from quire.wrappers.replay import ReplayCache, Result
 from quire.wrappers.workspace import Workspace
 
 LEAST_TOKENS = 128  # shorter prefixes save less than it costs to write and read the partial states of their rows
 LEAST_BYTES = 32 << 20  # bytes that a group must save: about what memory delivers while one more level is launched
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """The plan of a part of the keys: of one level of shared prefixes, or of what requests do not share."""
-
-    plan: Plan
-    replays: ReplayCache
-
-    def run(self, q: Tensor, cache: Any, k: Tensor, v: Tensor, args: RunArgs) -> tuple[Tensor, Tensor]:
-        """The partial states (out, lse) of this part's keys. `cache` is k and v as the caller gave them."""
-        options = args.q_scale, args.k_scale, args.v_scale, args.logits_soft_cap, args.sm_scale
-        key, done = self.replays.lookup(self.plan, q, cache, None, None, args.sinks, True, options)
-        if done is not None:
-            return done  # type: ignore[return-value]
-        out, lse, replay = self.plan.run(q, k, v, args)
-        assert lse is not None
-        if not traced(q):
-            self.replays.remember(key, replay, self.plan, q, k, v, out)
-        return out, lse
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,21 +39,24 @@ class SharedPrefix:
     groups: int
     levels: int
     tokens_saved: int
-    parts: tuple[Part, ...] = field(repr=False)
-    _capture: CaptureGuard = field(repr=False)
+    parts: tuple[Plan, ...] = field(repr=False)
 
     def run(self, plan: Plan, q: Tensor, cache: Any, k: Tensor, v: Tensor, args: RunArgs) -> Result:
         """One layer: the partial states of all parts in float32, and their merge. `plan` is that of the whole batch."""
         out, lse = outputs(len(q), plan.spec, q.device, args.out, args.lse, True)
         assert lse is not None
-        states = []
+        states: list[tuple[Tensor, Tensor]] = []
         for i, part in enumerate(self.parts):
             sinks = args.sinks if i == 0 else None  # a sink counts once
-            own = args._replace(window_left=None, sinks=sinks, out=None, lse=None, return_lse=True)
-            states.append(part.run(q, cache, k, v, own))
+            options = args.q_scale, args.k_scale, args.v_scale, args.logits_soft_cap, args.sm_scale
+            key, state = part.repeat(q, cache, (None, None, sinks), True, options)
+            if state is None:
+                own = args._replace(window_left=None, sinks=sinks, out=None, lse=None, return_lse=True)
+                state = part.run(q, k, v, own, key)
+            states.append(state)  # type: ignore[arg-type]
         merge.merge_levels(states, out, lse)
         if not traced(q):
-            self._capture.note()
+            plan.capture.note()
         return (out, lse) if args.return_lse else out
 
 
@@ -95,15 +76,13 @@ def check_shared_prefix(spec: AttentionSpec, use_cuda_graph: bool, device: torch
     check(not capturing, name, True, "such a plan reads the tables, and cannot be captured in a graph")
 
 
-def find_shared_prefix(
-    plan: Plan, tables: Sequence[Tensor], workspace: Workspace, capture: CaptureGuard
-) -> SharedPrefix | None:
+def find_shared_prefix(plan: Plan, tables: Sequence[Tensor], workspace: Workspace) -> SharedPrefix | None:
     """Find what the requests of a plan share; None where that saves too little.
 
     Args:
         plan: the whole batch, as just planned.
         tables: its indptr, indices and last_page_len as given; this waits for the devices that they lie on.
-        workspace, capture: of the wrapper. Parts run one after another in the same memory.
+        workspace: of the wrapper. Parts run one after another in the same memory.
 
     Raises:
         ValueError: a table on a device that contradicts itself, or a float workspace that is too small for a part.
@@ -119,12 +98,12 @@ def find_shared_prefix(
     if not levels:
         return None
     spec = spec.replace(o_dtype=torch.float32)
-    parts = [_part(plan, spec, plan.qo, own, q_len, workspace, capture)]
+    parts = [_part(plan, spec, plan.qo, own, q_len, workspace)]
     for level in levels:
         rows = RaggedLayout(level.qo.indptr.to(workspace.device, non_blocking=True))
-        parts.append(_part(plan, spec.replace(causal=False), rows, level.kv, level.longest, workspace, capture))
+        parts.append(_part(plan, spec.replace(causal=False), rows, level.kv, level.longest, workspace))
     saved = sum(level.pages_saved for level in levels) * page_size
-    return SharedPrefix(sum(level.groups for level in levels), len(levels), saved, tuple(parts), capture)
+    return SharedPrefix(sum(level.groups for level in levels), len(levels), saved, tuple(parts))
 
 
 def _part(
@@ -134,8 +113,7 @@ def _part(
     kv: PageTable,
     max_q_len: int,
     workspace: Workspace,
-    capture: CaptureGuard,
-) -> Part:
+) -> Plan:
     """The plan of a part. Where the family that `backend` names has no kernels for so many query tokens, the first one
     that has computes it.
     """
@@ -145,5 +123,5 @@ def _part(
     indptr, indices, last = (x.to(device, non_blocking=True) for x in (kv.indptr, kv.indices, kv.last_page_len))
     pages = PageTable(indptr, indices, last, kv.page_size)
     family = registry.choose(spec, device, backend, max_q_len)
-    plan = make_plan(spec, qo, pages, None, None, max_q_len, None, backend, family, workspace)
-    return Part(plan, ReplayCache(device, True, capture))
+    part = whole.with_tables(qo, pages).changed(spec=spec, family=family, max_q_len=max_q_len, backend=backend)
+    return part.with_memory(workspace)

@@ -228,7 +228,7 @@ def test_wrappers_choose_it(rng):
         prefill.plan(qo_indptr, *table, 8, 2, 128, 16, causal=True, q_data_type=BF16)
         assert prefill.backend == "hopper"
         results += [prefill.run(batch.q, cache) for _ in range(3)]
-        assert [type(replay).__name__ for replay, *_ in prefill._replays.current.values()] == ["ReplayPair"]
+        assert len(prefill.planned.launches) == 1
     assert all(torch.equal(results[0], x) for x in results)
     assert relative_error(results[0], oracle_result(batch)[0]) < 3e-3
     # Requests of one query token, which two wrappers plan.

@@ -14,9 +14,8 @@ from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import FLOATS
-from quire.kernels.call import Call, Keys, Replay
+from quire.kernels.call import Addresses, Call, Replay
 from quire.kernels.gpu.tma import Matrix, descriptors
 from quire.kernels.gpu.triton_internals import INTERPRETED, direct_launch, has_direct_launch
 
@@ -38,13 +37,7 @@ def wait_for_launch_before(overlaps: tl.constexpr):
 
 
 class LaunchReplay:
-    """A launch that can be replayed with other tensors of the same shapes, strides, dtypes and device.
-
-    Attributes:
-        max_entries: the most page ids of a table that the launch has enough programs for; None if any number will do.
-    """
-
-    max_entries: int | None = None
+    """A launch that can be replayed at other addresses of q, keys, values, outputs and sinks: a `Replay`."""
 
     def __init__(
         self,
@@ -52,15 +45,13 @@ class LaunchReplay:
         programs: int,
         others: tuple[Tensor | None, ...],
         rest: tuple[Any, ...],
-        tables: int,
-        entries: int,
         matrices: tuple[Matrix, Matrix] | None = None,
     ) -> None:
-        """tables: the index into others of the query rows' indptr, before the page table's indptr, per_request and
-        indices; entries: the index into (*others, *rest) of the number of page ids; matrices: of k and v, if the kernel
+        """others: tensors that each launch reads; rest: the arguments after them; matrices: of k and v, if the kernel
         loads them by TMA.
         """
-        self._others, self._tables, self._entries = others, tables, entries
+        # Launches have their addresses alone.
+        self._others = others
         self._rest = (*[None if x is None else x.data_ptr() for x in others], *rest)
         self._grid, (self._run, self._handle) = (programs, 1, 1), direct_launch(compiled)
         self._descriptors = None
@@ -68,54 +59,13 @@ class LaunchReplay:
             self._descriptors = descriptors(compiled, matrices)
             self._run = self._descriptors.launch
 
-    def __call__(
-        self, q: int, q_pe: int | None, k: int, v: int, k_pe: int | None, out: int, lse: int | None, sinks: int | None,
-        stream: int,
-    ) -> bool:  # fmt: skip
-        """Launch with these addresses in place of the first tensors; False, without a launch, if one is not aligned."""
+    def __call__(self, addresses: Addresses, stream: int) -> bool:
+        q, q_pe, k, v, k_pe, out, *last = addresses
         if (q | k | v | out | (q_pe or 0) | (k_pe or 0)) & 15:
             return False
         kv = (k, v) if self._descriptors is None else self._descriptors[k, v]
-        self._run(*self._grid, stream, *self._handle, q, q_pe, *kv, k_pe, out, lse, sinks, *self._rest)
+        self._run(*self._grid, stream, *self._handle, q, q_pe, *kv, k_pe, out, *last, *self._rest)
         return True
-
-    def move(self, table: Keys, rows: RaggedLayout, other: Keys) -> bool:
-        """Read query rows `rows`, and keys `other` in place of `table`, from now on. False, and nothing changes, if the
-        launch did not read table's page ids, or if `other` is of another kind or batch size, or has more than
-        max_entries.
-        """
-        i, others, rest = self._tables, list(self._others), list(self._rest)
-        if type(other) is not type(table) or rows.indptr.shape != others[i].shape:  # type: ignore[union-attr]
-            return False
-        entries, read = rest[self._entries], (rows.indptr, other.indptr, other.indptr, other.indptr)
-        if isinstance(table, PageTable) and isinstance(other, PageTable):
-            if entries != table.indices.shape[0]:
-                return False
-            entries, read = other.indices.shape[0], (rows.indptr, other.indptr, other.per_request, other.indices)
-        if self.max_entries is not None and entries > self.max_entries:
-            return False
-        others[i : i + 4], rest[i : i + 4], rest[self._entries] = read, [x.data_ptr() for x in read], entries
-        self._others, self._rest = tuple(others), tuple(rest)
-        return True
-
-
-class ReplayPair:
-    """Two launches that compute one call together, replayed one after the other."""
-
-    def __init__(self, first: LaunchReplay, second: LaunchReplay) -> None:
-        self._first, self._second = first, second
-
-    def __call__(
-        self, q: int, q_pe: int | None, k: int, v: int, k_pe: int | None, out: int, lse: int | None, sinks: int | None,
-        stream: int,
-    ) -> bool:  # fmt: skip
-        """Launch both as `LaunchReplay`; neither if an address is not aligned, which both find alike."""
-        given = (q, q_pe, k, v, k_pe, out, lse, sinks, stream)
-        return self._first(*given) and self._second(*given)
-
-    def move(self, table: Keys, rows: RaggedLayout, other: Keys) -> bool:
-        """As `LaunchReplay.move`; after a False the pair must not be launched again."""
-        return self._first.move(table, rows, other) and self._second.move(table, rows, other)
 
 
 class Launcher:
@@ -128,7 +78,6 @@ class Launcher:
 
     def __init__(self, kernel: Any, constants: Any, **options: int) -> None:
         self._kernel, self._constants, self._options = kernel, constants, options
-        self._tables, self._entries = (kernel.arg_names.index(name) for name in ("qo_indptr", "entries"))
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -144,8 +93,7 @@ class Launcher:
 
         Args:
             tensors: those that a replay replaces; the kernel is compiled for the alignment of the first NUM_ALIGNED.
-            others: tensors for whose alignment it is not compiled, except for the first. Among them are, one after
-                another, the query rows' indptr and the page table's indptr, per_request and indices.
+            others: tensors for whose alignment it is not compiled, except for the first.
             numbers: numbers that the kernel is not compiled for.
             strides: numbers that it is compiled for.
             matrices: how TMA reads k and v, the third and the fourth tensor, if the kernel takes descriptors of them.
@@ -165,7 +113,6 @@ class Launcher:
         dtypes = tuple([None if x is None else x.dtype for x in (*tensors, *others)])  # a generator takes twice as long
         key = (low_bits & 15, device, strides, dtypes)
         compiled = self._compiled.get(key)
-        at = self._tables - len(tensors), self._entries - len(tensors)
         if compiled is None:
             given: tuple[Any, ...] = tensors
             if matrices is not None:
@@ -175,9 +122,9 @@ class Launcher:
             if low_bits & 15 or compiled is None or not (matrices is None or has_direct_launch()):
                 return None
             self._compiled[key] = compiled
-            return LaunchReplay(compiled, programs, others, rest, *at, matrices)
-        replay = LaunchReplay(compiled, programs, others, rest, *at, matrices)
-        replay(*addresses, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type, call-arg]
+            return LaunchReplay(compiled, programs, others, rest, matrices)
+        replay = LaunchReplay(compiled, programs, others, rest, matrices)
+        replay(tuple(addresses), torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type]
         return replay
 
 

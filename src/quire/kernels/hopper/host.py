@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.definition.spec import AttentionSpec
 from quire.kernels.call import Call, Replay
 from quire.kernels.family import BASIC, Family
-from quire.kernels.gpu.launch import INTERPRETED, LaunchReplay, ReplayPair, launch_into
+from quire.kernels.gpu.launch import INTERPRETED, launch_into
 from quire.kernels.hopper.decode import host as decode_host
 from quire.kernels.hopper.mask import MASKS
 from quire.kernels.hopper.mla import host as mla_host
@@ -59,13 +59,12 @@ def _launched(spec: AttentionSpec, max_q_len: int) -> tuple[ModuleType, ...]:
 
 def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
     processors = _processors(out.device)
-    replays: list[LaunchReplay | None] = [
-        host.launch(call, out, lse, processors) for host in _launched(call.spec, call.max_q_len)
-    ]
-    first, second = replays[0], replays[-1]
-    if first is None or second is None:
-        return None
-    return first if len(replays) == 1 else ReplayPair(first, second)
+    replays = [host.launch(call, out, lse, processors) for host in _launched(call.spec, call.max_q_len)]
+    if len(replays) == 1 or None in replays:
+        return replays[-1] if replays[0] else None
+    first, second = replays
+    # Both find alike whether addresses are aligned.
+    return lambda addresses, stream: first(addresses, stream) and second(addresses, stream)
 
 
 class _Hopper(Family):

@@ -221,8 +221,6 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
         (processors, slots, bits_size, batch, tokens, entries, k.shape[0], window, scale, v_gain, cap),
         (*q.stride()[:2], *(n // _per_16_bits(x) for x in (k, v) for n in kv_strides(x)), *out.stride()[:2]),
     )
-    if replay is not None and entries <= few:
-        replay.max_entries = few
     # A launch that is repeated must read the caller's own tensors.
     own = (partials is None or partials is call.int_workspace) and q_scale is k_scale is v_scale is None
     return replay if own else None
