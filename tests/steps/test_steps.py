@@ -85,7 +85,8 @@ def test_tokens_go_to_their_slots_and_nowhere_else(device, page_size, layout, dt
     slots = torch.tensor(rng.sample(range(pool * page_size), 9), dtype=integer)
     slots[rng.randrange(9)] = -1
     key, value = (torch.randn(9, heads, d, device=device) * 3 for d in dims)
-    k_scale, v_scale = 0.5, torch.tensor(2.0, device=device)
+    per_head = (torch.rand(heads, device=device) + 0.5) * rng.choice((1.0, 0.3))
+    k_scale, v_scale = rng.choice(((0.7, torch.tensor(2.0, device=device)), (per_head, 1.3)))
     if dtype.itemsize > 1:
         key, value = key.to(dtype), value.to(dtype)
     store((caches[0], caches[1]), key, value, slots.to(device), k_scale, v_scale)
@@ -143,6 +144,20 @@ def test_slots_compile():
     compiled()
     assert torch.equal(cache.view(12, 2, 8)[slots], rows)
     torch.library.opcheck(torch.ops.quire.write.default, (cache, cache.clone(), rows, rows, slots))
+
+
+def test_store_to_fp8_compiles_with_scales_as_numbers_and_tensors():
+    bytes_cache, rows, slots = torch.zeros(3, 4, 2, 8, dtype=torch.uint8), torch.randn(2, 2, 8), torch.tensor([3, 11])
+    cache, scale = bytes_cache.view(torch.float8_e4m3fn), torch.tensor([0.5, 2.0])
+    compiled = torch.compile(
+        lambda: store((cache, cache), rows, rows, slots, scale, scale), fullgraph=True, backend="aot_eager"
+    )
+    compiled()
+    assert torch.equal(cache.float().view(12, 2, 8)[slots], quantize(rows, cache.dtype, scale).float())
+    with pytest.raises(ValueError, match=r"k_scale = \[3\] is not supported"):
+        store((cache, cache), rows, rows, slots, torch.ones(3))
+    with pytest.raises(ValueError, match=r"slots\[1\] = 12 is out of range"):
+        store((cache, cache), rows, rows, slots + 1)
 
 
 def test_columns_of_a_row_may_begin_anywhere(device, rng):

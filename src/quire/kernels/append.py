@@ -64,6 +64,46 @@ def write(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, slots: T
     k_cache[page, slot], v_cache[page, slot] = key, value
 
 
+@operation("write_quantized", "k_cache", "v_cache")
+def write_quantized(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k_divisor: float,
+    v_divisor: float,
+) -> None:
+    """`write` to a cache of fp8, of keys and values in float32, bfloat16 or float16, which are divided by their scales
+    and saturate.
+
+    k_scale, v_scale: tensors with one element, or one for each head; None: k_divisor or v_divisor is the scale.
+    """
+    check_slots(slots, k_cache)
+    scales = k_divisor if k_scale is None else k_scale, v_divisor if v_scale is None else v_scale
+    if on_triton(slots.device):
+        from quire.kernels.triton.append import write_quantized as write_on_gpu
+
+        write_on_gpu(k_cache, v_cache, key, value, slots, *scales)
+        return
+    for cache, x, scale in zip((k_cache, v_cache), (key, value), scales, strict=True):
+        x, places = _where(slots >= 0, x, slots.long())
+        page, slot = places // cache.shape[1], places % cache.shape[1]
+        cache.view(torch.uint8)[page, slot] = quantize(x, cache.dtype, scale).view(torch.uint8)
+
+
+def quantize(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
+    """Divide x, [..., heads, head_dim], by its scale, a number or a tensor with one element or one for each head;
+    saturate it and convert it to an fp8 dtype.
+    """
+    if isinstance(scale, Tensor):
+        scale = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
 def check_slots(slots: Tensor, cache: Tensor) -> None:
     """Refuse slots beyond a cache [pages, page_size, ...], on the host, and on a GPU if QUIRE_CHECK is set."""
     room = cache.shape[0] * cache.shape[1]

@@ -39,7 +39,7 @@ def test_latent_kernels_compile_for_every_architecture(target):
 @every_architecture
 def test_appending_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
-    from quire.kernels.triton.append import append_tokens, write_tokens
+    from quire.kernels.triton.append import append_tokens, write_tokens, write_tokens_quantized
 
     tables = dict.fromkeys(("requests", "positions", "indptr", "indices"), "*i32")
     for dtype in ("*bf16", "*u8"):
@@ -49,6 +49,20 @@ def test_appending_compiles_for_every_architecture(target):
             usage = compile_kernel(kernel, target, {**rows, **given, "block": 1024})
             assert usage.shared <= usage.limit
             assert usage.spills == 0, usage.spills
+    cache = "*fp8e4nv" if target in ("sm_89", "sm_90", "sm_100", "sm_120") else "*u8"
+    rows = {"k_cache": cache, "v_cache": cache, "key": "*bf16", "value": "*bf16", "slots": "*i64", "block": 1024}
+    for scale in (None, "*fp32"):
+        scales = {
+            "k_scale": scale,
+            "v_scale": scale,
+            "k_divisor": "fp32",
+            "v_divisor": "fp32",
+            "k_step": 0,
+            "v_step": 1,
+        }
+        usage = compile_kernel(write_tokens_quantized, target, {**rows, **scales, "mantissa": 3, "pdl": overlapping})
+        assert usage.shared <= usage.limit
+        assert usage.spills == 0, usage.spills
 
 
 @main_architectures
