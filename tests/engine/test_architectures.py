@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from helpers.checkpoints import SHAPE, save
 from helpers.paths import ROOT
 from quire.engine import LLM, SamplingParams
-from quire.engine.attend import attention
+from quire.engine.hf_attention import attention
 
 TOOL = ROOT / "tools" / "architectures.py"
 ORIGINAL = 32  # the length up to which the position encodings of this file's models stay

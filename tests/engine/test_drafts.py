@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from helpers.checkpoints import VOCAB, save
 from helpers.engines import captured_on_the_host, pages_add_up, same, until_idle
 from quire.engine import LLM, SamplingParams
-from quire.engine.drafts import Lookup
+from quire.engine.drafts import PromptLookup
 from quire.engine.runner import Runner
 
 SIZES = {"page_size": 4, "num_pages": 16, "max_num_seqs": 12, "max_batched_tokens": 24}
@@ -54,7 +54,7 @@ def random_requests(rng, count):
 
 def test_drafts_are_what_followed_the_longest_match_last(rng):
     for _ in range(300):
-        tokens, lookup, most = repeating(rng, rng.randint(1, 60)), Lookup(), rng.randint(0, 6)
+        tokens, lookup, most = repeating(rng, rng.randint(1, 60)), PromptLookup(), rng.randint(0, 6)
         for end in sorted({rng.randint(1, len(tokens)), len(tokens)}):  # a lookup goes on where the last one ended
             known, expected = tokens[:end], []
             matches = [

@@ -222,7 +222,7 @@ def test_steps_that_sample_within_their_graphs(folders, rng, kind):
         done = llm.generate(prompts, params)
         until_idle(llm)
         assert llm.stats.preemptions > 0
-        decodes = [step for step in llm.timeline.steps() if step.decode_tokens == step.requests]
+        decodes = [step for step in llm.step_log.steps() if step.decode_tokens == step.requests]
         assert len(launched) <= llm.stats.steps - len(decodes) < llm.stats.steps
         same(done, expected, llm, prompts, params)
         assert pages_add_up(llm)
@@ -241,7 +241,7 @@ def test_prompts_of_thousands_of_tokens_replay_graphs(rng):
             done = llm.generate(prompts, greedy)
             until_idle(llm)
             assert {c.finish_reason for c in done} == {"length"}
-            assert max(step.prompt_tokens for step in llm.timeline.steps()) == sum(map(len, prompts)) > 2048
+            assert max(step.prompt_tokens for step in llm.step_log.steps()) == sum(map(len, prompts)) > 2048
         found.append([c.token_ids for c in done])
     assert sum(a != b for a, b in zip(*found, strict=True)) <= 1  # padding may round otherwise
 

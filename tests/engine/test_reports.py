@@ -1,4 +1,4 @@
-"""What a sink finds when it is called: counts, pages and the timeline include all that the step has done, for every way
+"""What a sink finds when it is called: counts, pages and the step log include all that the step has done, for every way
 in which a request is reported.
 """
 
@@ -37,7 +37,7 @@ def engine_of(model, depth=0, speculative_tokens=0):
 def found(engine, requests):
     """All that a caller can ask for."""
     known = [(r.output, r.text, r.finish_reason, r.error) for r in requests]
-    return engine.scheduler.state(), engine.timeline.steps(), known
+    return engine.scheduler.state(), engine.step_log.steps(), known
 
 
 def run(engine, params, cancelled=()):
@@ -63,10 +63,10 @@ def run(engine, params, cancelled=()):
             after = found(engine, requests)
             assert all(before == after for before in seen)
         steps += 1
-    state, timeline, _ = found(engine, requests)
+    state, log, _ = found(engine, requests)
     assert (state.running, state.waiting, state.held_pages) == (0, 0, 0)
     assert state.generated_tokens == sum(len(r.output) for r in requests)
-    assert timeline[-1].number >= state.steps
+    assert log[-1].number >= state.steps
     assert pages_add_up(SimpleNamespace(_engine=engine))
     for request, parts in zip(requests, updates, strict=True):
         told = [t for part in parts for t in part.token_ids]
@@ -185,7 +185,7 @@ def test_counts_and_steps_are_whole_when_generate_returns():
             stats = llm.stats
             assert stats.generated_tokens == 21 * i
             assert (stats.running, stats.held_pages) == (0, 0)
-            assert llm.timeline.steps()[-1].number == stats.steps
+            assert llm.step_log.steps()[-1].number == stats.steps
 
 
 def test_parts_before_an_error_have_none(monkeypatch):

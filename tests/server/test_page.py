@@ -157,7 +157,7 @@ def test_the_timeline_shows_the_engines_steps(llm, tab):
     llm.generate([[7] * 50, [9] * 60], SamplingParams(max_tokens=12, ignore_eos=True))
     until_idle(llm)
     tab.wait("#step-count", f"{llm.stats.steps:,} since the start")
-    steps = llm.timeline.steps()
+    steps = llm.step_log.steps()
     chart = tab.page.get_by_role("img", name="The last")
     chart.focus()
     tab.page.keyboard.press("End")

@@ -20,7 +20,7 @@ from quire.bench.engines import ENGINES, Times
 from quire.bench.figures import markdown, percentiles
 from quire.bench.workloads import LatencyCell, Work, random_work
 from quire.engine.checkpoint import read_config
-from quire.engine.experts import expert_modules
+from quire.engine.moe import expert_modules
 
 Row = dict[str, Any]
 _ARRIVALS = 32  # prompts that come into a busy engine

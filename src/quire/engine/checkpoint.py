@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from quire.distribution import pip_install
-from quire.engine.attend import NAME, attention
+from quire.engine.hf_attention import NAME, attention
 
 _CAN_RUN = "only causal language models of text can be run"
 _UNQUANTIZED = "only weights of float32, bfloat16 and float16 can be run"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 _LONGEST, _SHORTEST = 3, 1  # tokens that a guess rests on
 
 
-class Lookup:
+class PromptLookup:
     """Where the tokens of a request occurred last, by themselves and with one or two tokens before them."""
 
     def __init__(self) -> None:

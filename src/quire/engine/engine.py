@@ -34,7 +34,7 @@ from quire.engine.runner import Runner
 from quire.engine.sampler import UNDEFINED, Choice, Sampled, Sampler, sample, undefined
 from quire.engine.scheduler import Scheduler
 from quire.engine.scoring import score
-from quire.engine.timeline import Timeline
+from quire.engine.step_log import StepLog
 
 _WORDS = 64  # how many lists of bad words are kept as tokens
 _LEAST_SPARE = 4e-3  # seconds; half of it is enough to wake up and launch a step
@@ -86,7 +86,7 @@ class Engine:
         # Steps whose results have not been read, and their chunks that sample.
         self._launched: deque[tuple[Sampled, Sequence[Chunk]]] = deque()
         self._updates: deque[Update] = deque()  # those that have not been sent, in order
-        self.timeline = Timeline()
+        self.step_log = StepLog()
         self.launch_at = 0.0
         self._pause = 0.0  # seconds from the end of the last `step` to launch_at
         self._spare = 0.0  # seconds of the last step of single tokens in which the host had nothing to do
@@ -201,7 +201,7 @@ class Engine:
         try:
             chunks = self.scheduler.schedule()
             if chunks:
-                self.timeline.launch(chunks)
+                self.step_log.launch(chunks)
                 self._launch(chunks)
             self._read(self.depth if chunks else 0)
             self._report()
@@ -217,9 +217,9 @@ class Engine:
 
     def _report(self) -> None:
         """Send the updates of the requests to their sinks. This is the last thing that a step does, and all counts, the
-        pages and the timeline include its tokens by then, so that they agree with what the sinks' readers know.
+        pages and the step log include its tokens by then, so that they agree with what the sinks' readers know.
         """
-        self.timeline.read(len(self._launched))
+        self.step_log.read(len(self._launched))
         while self._updates:
             update = self._updates.popleft()
             update.request.sink(update)

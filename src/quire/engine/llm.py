@@ -18,7 +18,7 @@ from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Stats
-from quire.engine.timeline import Timeline
+from quire.engine.step_log import StepLog
 from quire.engine.worker import Worker, check_process
 
 
@@ -110,9 +110,9 @@ class LLM:
         return self._engine.scheduler.state()
 
     @property
-    def timeline(self) -> Timeline:
+    def step_log(self) -> StepLog:
         """The last steps: what they computed, and how long they took."""
-        return self._engine.timeline
+        return self._engine.step_log
 
     @property
     def num_pages(self) -> int:

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from quire.definition.checks import as_dtype
-from quire.engine import experts, projections
+from quire.engine import moe, projections
 from quire.engine.arguments import usable_device
 from quire.engine.checkpoint import check_files, load_network, load_tokenizer, read_config
+from quire.engine.compiled_layers import CompiledLayers, decoder_layers, last_norms, recorded_norms
 from quire.engine.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.inputs import Shape
 from quire.engine.memory import free_pages, profiled_pages
 from quire.engine.model import Model
 from quire.engine.probe import check_kinds, check_layers, record
-from quire.engine.regions import Regions, decoder_layers, last_norms, recorded_norms
 from quire.engine.runner import Runner
 from quire.engine.scales import Scales, read_scales
 from quire.steps import fp8_dtype
@@ -80,8 +80,8 @@ def load_model(folder: str | Path, device: torch.device, config: EngineConfig | 
     network = _moved(network, device).eval().requires_grad_(False)
     model = Model(folder, network, load_tokenizer(folder, trusted), config.max_model_len)
     on_gpu = device.type == "cuda"
-    if on_gpu and experts.can_replace(network):
-        model.replacements.append(experts.ReplacedExperts(network))
+    if on_gpu and moe.can_replace(network):
+        model.replacements.append(moe.ReplacedExperts(network))
     attentions = _find_layers(model)
     if on_gpu if config.compile == "auto" else config.compile:
         _compile(model, attentions)
@@ -135,9 +135,9 @@ def _compile(model: Model, attentions: list[nn.Module]) -> None:
     norms = last_norms(model.network, layers)
     with recorded_norms(layers, norms) as handed:
         record(model, [0])
-    model.regions = Regions(layers, norms, handed)
-    model.regions.enable(True)
-    model.replacements.append(model.regions)
+    model.compiled_layers = CompiledLayers(layers, norms, handed)
+    model.compiled_layers.enable(True)
+    model.replacements.append(model.compiled_layers)
 
 
 def _cache_scales(model: Model, config: EngineConfig) -> Scales | None:

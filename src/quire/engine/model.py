@@ -1,8 +1,8 @@
 """Transformers' own model classes with Quire as their attention: the forward pass of a step.
 
 A model runs on the tokens of all requests in one row, [1, tokens], since only attention mixes tokens. The attention
-function registered with Transformers passes each layer's queries, keys and values to the `Step` of the forward pass,
-which knows the request of each token. `quire.engine.load` makes models.
+function registered with Transformers passes each layer's queries, keys and values to the `StepAttention` of the forward
+pass, which knows the request of each token. `quire.engine.load` makes models.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.engine.attend import NAME, Padded, Step, running
+from quire.engine.compiled_layers import CompiledLayers, compile_errors, compiling
 from quire.engine.generation import read_generation_config
-from quire.engine.regions import Regions, compile_errors, compiling
+from quire.engine.hf_attention import NAME, PaddedAttention, StepAttention, running
 from quire.steps import Layer
 
 # Where a library's tiles do not divide the number of rows of a product, it may compute some rows otherwise than others,
@@ -52,7 +52,7 @@ class Model:
         default_params: the sampling parameters of generation_config.json, for requests that leave them out.
         end_ids: the tokens that end an output, from generation_config.json or else config.json.
         replacements: what computes parts of the network in place of Transformers.
-        regions: the compiled decoder layers, of which there may be none; one of the replacements.
+        compiled_layers: the compiled decoder layers, of which there may be none; one of the replacements.
         width: the number of tokens that `logits` computes in every step; None: those that the step has.
 
     Raises:
@@ -71,7 +71,7 @@ class Model:
         self.end_ids = frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
         self.layers: list[Layer] = []
         self.replacements: list[Replacement] = []
-        self.regions = Regions([])
+        self.compiled_layers = CompiledLayers([])
         self.width: int | None = None
 
     def _find_context(self, max_model_len: int | None) -> int:
@@ -85,7 +85,7 @@ class Model:
     @property
     def compiled(self) -> bool:
         """Whether the decoder layers run compiled."""
-        return self.regions.on
+        return self.compiled_layers.on
 
     def pad_steps(self, tokens: int) -> None:
         """Pad every step from now on to `tokens` tokens, rounded up to whole tiles, so that all products have the same
@@ -94,15 +94,15 @@ class Model:
         self.width = -(-tokens // _TILE) * _TILE
 
     @torch.inference_mode()
-    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: Step) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: StepAttention) -> Tensor:
         """The logits of the tokens at `rows`: tokens, positions int64 [n]; rows int64 [m]; returns [m, vocab_size]."""
         if self.width is None:
             return self._computed(tokens, positions, rows, step)
-        given, step = len(rows), Padded(step, len(tokens))
+        given, step = len(rows), PaddedAttention(step, len(tokens))
         tokens, positions, rows = (_padded(x, self.width) for x in (tokens, positions, rows))
         return self._computed(tokens, positions, rows, step)[:given]
 
-    def _computed(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: Step) -> Tensor:
+    def _computed(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: StepAttention) -> Tensor:
         """`logits` of a step as it is."""
         with running(step, self.layers):
             if not self.compiled:
@@ -111,7 +111,7 @@ class Model:
                 with compiling(len(tokens)):
                     return self._logits(tokens, positions, rows)
             except compile_errors() as error:
-                self.regions.give_up(error)
+                self.compiled_layers.give_up(error)
                 return self._logits(tokens, positions, rows)
 
     def _logits(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from quire.engine.attend import Record
+from quire.engine.hf_attention import AttentionRecorder
 from quire.engine.model import Model
 from quire.steps import Layer
 
 
-def record(model: Model, positions: list[int]) -> Record:
+def record(model: Model, positions: list[int]) -> AttentionRecorder:
     """What the attention function is called with in a forward pass of one request with these positions."""
-    found, on_device = Record(), torch.tensor(positions, device=model.device)
+    found, on_device = AttentionRecorder(), torch.tensor(positions, device=model.device)
     # Token 0 may be padding, whose keys are 0.
     tokens = torch.full_like(on_device, model.vocab_size // 3)
     with model.refusing(positions):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cache import Node
-from quire.engine.drafts import Lookup
+from quire.engine.drafts import PromptLookup
 from quire.engine.grammar import Grammar
 from quire.engine.logits_processors import TokenRules
 from quire.engine.params import SamplingParams
@@ -104,7 +104,7 @@ class Request:
         self.needs_last_tokens = params.penalised or words
         free = self.matcher is None and not params.penalised and self.rules is None
         self.plain = free and params.greedy and params.logprobs is None
-        self.lookup = None if self.matcher is not None or self.needs_last_tokens else Lookup()
+        self.lookup = None if self.matcher is not None or self.needs_last_tokens else PromptLookup()
         self._stream = None if tokenizer is None else text_stream(tokenizer, prompt, params)
 
     @property

@@ -279,7 +279,7 @@ class Runner:
             plan(wrapper, pages, heads, self.model.dtype, self.kv_dtype, qo_indptr, **options)
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """The attention of a layer, see `quire.engine.model.Step`."""
+        """The attention of a layer, see `quire.engine.hf_attention.StepAttention`."""
         cache, (k_scale, v_scale) = self.caches[index], self.scales[index]
         store(cache, k, v, self._slots, k_scale, v_scale)
         out = self._active[layer.heads].run(

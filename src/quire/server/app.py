@@ -158,7 +158,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return {
             "started": service.started,
             "accepts_requests": llm.alive and not service.draining,
-            "time": llm.timeline.now,
+            "time": llm.step_log.now,
             "stats": {**asdict(llm.stats), "hit_rate": llm.stats.hit_rate},
-            "steps": [step._asdict() for step in llm.timeline.steps(after)],
+            "steps": [step._asdict() for step in llm.step_log.steps(after)],
         }

@@ -93,7 +93,7 @@ def recorded_norms(layers: list[nn.Module], norms: list[nn.Module]) -> Iterator[
         found.following.update(following)
 
 
-class Regions:
+class CompiledLayers:
     """Decoder layers and norms of a network whose `forward` can be compiled.
 
     The number of tokens is dynamic in compiled code; a single token has code of its own. What torch compiles is kept on
@@ -180,7 +180,7 @@ def compiling(tokens: int) -> Iterator[None]:
     import torch._dynamo.config
     import torch._inductor.config as inductor
 
-    from quire.engine.passes import ReplaceTopK
+    from quire.engine.inductor_passes import ReplaceTopK
 
     options = {"combo_kernels": True, "inplace_buffers": False, "post_grad_custom_pre_pass": ReplaceTopK()}
     if hasattr(inductor.triton, "enable_pdl"):  # since torch 2.10

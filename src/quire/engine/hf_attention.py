@@ -18,7 +18,7 @@ NAME = "quire_engine"
 _IGNORED = {"dropout", "is_causal", "logits_to_keep", "output_attentions", "position_ids", "use_cache"}
 
 
-class Step(Protocol):
+class StepAttention(Protocol):
     """A forward pass, which computes the attention of its layers."""
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -37,14 +37,14 @@ class _NoStep:
 class _Running(threading.local):
     """The step in progress and the layers of its model; each engine runs in a thread of its own."""
 
-    step: Step = _NoStep()
+    step: StepAttention = _NoStep()
     layers: Sequence[Layer] = ()
 
 
 _running = _Running()
 
 
-class Record:
+class AttentionRecorder:
     """A step that records the layers and computes no attention.
 
     Attributes:
@@ -66,10 +66,10 @@ class Record:
         return q.new_zeros(len(q), layer.heads.num_qo_heads, layer.heads.head_dim_vo)
 
 
-class Padded:
+class PaddedAttention:
     """A step whose tokens are followed by padding, which has no part in its attention."""
 
-    def __init__(self, step: Step, count: int) -> None:
+    def __init__(self, step: StepAttention, count: int) -> None:
         self._step, self._count = step, count
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -79,7 +79,7 @@ class Padded:
 
 
 @contextmanager
-def running(step: Step, layers: Sequence[Layer] = ()) -> Iterator[None]:
+def running(step: StepAttention, layers: Sequence[Layer] = ()) -> Iterator[None]:
     """A context in which `attention`, called in this thread, passes its tensors to `step`. Compiled code knows layers
     by their index only, and needs the parameters of all.
     """
@@ -123,7 +123,7 @@ def attention(
         window_left=sliding_window - 1 if sliding_window else -1,  # Transformers includes the token itself
         logits_soft_cap=float(softcap) if softcap else 0.0,
     )
-    if isinstance(step, Record):
+    if isinstance(step, AttentionRecorder):
         step.modules[module.layer_idx] = module
     return step.attend(module.layer_idx, layer, q, k, v, s_aux)[None], None
 
@@ -136,7 +136,7 @@ def _layer(qo_heads: int, kv_heads: int, head_dim_qk: int, head_dim_vo: int, **p
 
 @torch.library.custom_op("quire::attend_layer", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor) -> Tensor:
-    """`Step.attend` of the step in progress, as one operation for torch.compile.
+    """`StepAttention.attend` of the step in progress, as one operation for torch.compile.
 
     `index` is an int64 [] on the host and not a number, for which each layer would be compiled anew; for the same
     reason scale, window and soft cap are those that the layer had when it was recorded. The keys and values that the

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from quire.engine import LLM, SamplingParams
 from quire.engine.chunks import Chunk
 from quire.engine.engine import Engine
-from quire.engine.timeline import Timeline
+from quire.engine.step_log import StepLog
 
 
 class OfAPrompt:
@@ -25,56 +25,56 @@ def chunk_of(request, start, count):
 
 
 def test_steps_are_told_by_their_chunks():
-    timeline, request = Timeline(), OfAPrompt()
+    log, request = StepLog(), OfAPrompt()
     begin = time.perf_counter()
-    timeline.launch([chunk_of(request, 100, 1), chunk_of(request, 64, 36), chunk_of(request, 99, 1)])
+    log.launch([chunk_of(request, 100, 1), chunk_of(request, 64, 36), chunk_of(request, 99, 1)])
     time.sleep(0.02)
-    timeline.read(0)
-    timeline.launch([chunk_of(request, 120, 4)])  # several tokens after the prompt
-    timeline.read(0)
-    first, second = timeline.steps()
+    log.read(0)
+    log.launch([chunk_of(request, 120, 4)])  # several tokens after the prompt
+    log.read(0)
+    first, second = log.steps()
     assert (first.number, first.requests, first.prompt_tokens, first.decode_tokens) == (1, 3, 36, 2)
     assert (second.number, second.requests, second.prompt_tokens, second.decode_tokens) == (2, 1, 0, 4)
     assert 0.02 <= first.duration <= time.perf_counter() - begin
-    assert first.start + first.duration <= second.start <= timeline.now
+    assert first.start + first.duration <= second.start <= log.now
 
 
 def test_a_step_ends_when_its_results_are_read():
-    timeline = Timeline()
+    log = StepLog()
     for _ in range(3):
-        timeline.launch([chunk_of(OfAPrompt(), 100, 1)])
-        timeline.read(1)
-    assert [step.number for step in timeline.steps()] == [1, 2]
-    first, second = timeline.steps()
+        log.launch([chunk_of(OfAPrompt(), 100, 1)])
+        log.read(1)
+    assert [step.number for step in log.steps()] == [1, 2]
+    first, second = log.steps()
     assert second.start < first.start + first.duration  # they overlap
-    timeline.read(0)
-    assert [step.number for step in timeline.steps(after=1)] == [2, 3]
+    log.read(0)
+    assert [step.number for step in log.steps(after=1)] == [2, 3]
 
 
 def test_the_last_steps_are_kept_in_order(rng):
     size, count = rng.randint(1, 20), rng.randint(21, 60)
-    timeline = Timeline(size)
+    log = StepLog(size)
     for _ in range(count):
-        timeline.launch([chunk_of(OfAPrompt(), 100, 1)])
-        timeline.read(0)
-    assert [step.number for step in timeline.steps()] == list(range(count - size + 1, count + 1))
-    assert timeline.steps(after=count) == []
+        log.launch([chunk_of(OfAPrompt(), 100, 1)])
+        log.read(0)
+    assert [step.number for step in log.steps()] == list(range(count - size + 1, count + 1))
+    assert log.steps(after=count) == []
 
 
 def test_a_reader_beside_the_writer_sees_whole_steps():
-    timeline, ended = Timeline(16), threading.Event()
+    log, ended = StepLog(16), threading.Event()
 
     def write():
         for i in range(1, 20001):
-            timeline.launch([chunk_of(OfAPrompt(), 0, i + 1)])
-            timeline.read(0)
+            log.launch([chunk_of(OfAPrompt(), 0, i + 1)])
+            log.read(0)
         ended.set()
 
     thread = threading.Thread(target=write)
     thread.start()
     reads = 0
     while not ended.is_set():
-        steps = timeline.steps()
+        steps = log.steps()
         assert all(step.prompt_tokens == step.number + 1 for step in steps)
         assert all(a.number < b.number for a, b in pairwise(steps))
         reads += 1
@@ -91,7 +91,7 @@ def test_the_engine_records_every_token(rng, depth):
         llm._engine.depth = depth
         prompts = [[rng.randrange(4000) for _ in range(rng.randint(10, 150))] for _ in range(6)]
         done = llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
-    stats, steps = llm.stats, llm.timeline.steps()
+    stats, steps = llm.stats, llm.step_log.steps()
     assert len(steps) == steps[-1].number == stats.steps
     singles = sum(step.decode_tokens for step in steps) - sum(len(c.token_ids) - 1 for c in done)
     assert 0 <= singles <= len(prompts)  # a prompt's last token alone
@@ -110,4 +110,4 @@ def test_a_step_that_raises_is_recorded_and_closed(monkeypatch):
         assert llm.generate([[1, 2, 3]])[0].finish_reason == "error"
         monkeypatch.undo()
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0].finish_reason == "length"
-        assert [step.number for step in llm.timeline.steps()] == [1, 2, 3]
+        assert [step.number for step in llm.step_log.steps()] == [1, 2, 3]

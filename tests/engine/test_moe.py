@@ -1,4 +1,4 @@
-"""Mixtures of experts by `quire.engine.experts` compute what Transformers' own code does."""
+"""Mixtures of experts by `quire.engine.moe` compute what Transformers' own code does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from helpers.checkpoints import save
 from quire.bench.batches import relative_error
-from quire.engine import LLM, SamplingParams, experts
+from quire.engine import LLM, SamplingParams, moe
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = {
@@ -36,7 +36,7 @@ def test_they_compute_what_the_modelling_code_does(kind, device, rng):
         x = torch.randn(tokens, 72, device=device)
         weights, index = torch.randn(tokens, 16, device=device).softmax(-1).topk(rng.randint(1, 4))
         expected = module.double()(x.double(), index, weights.double())
-        out = experts.experts_forward(module.float(), x, index, weights)
+        out = moe.experts_forward(module.float(), x, index, weights)
         assert out.dtype == x.dtype
         assert relative_error(out.cpu(), expected.cpu()) < 1e-5
 
@@ -51,25 +51,23 @@ def test_one_graph_has_any_number_of_tokens(kind, rng):
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(experts.experts_forward, fullgraph=True, dynamic=True, backend=record)
+    compiled = torch.compile(moe.experts_forward, fullgraph=True, dynamic=True, backend=record)
     for tokens in (5, rng.randint(6, 20), 700):
         weights, index = torch.randn(tokens, 16).softmax(-1).topk(3)
         given = module, torch.randn(tokens, 72), index, weights
-        assert torch.equal(compiled(*given), experts.experts_forward(*given))
+        assert torch.equal(compiled(*given), moe.experts_forward(*given))
     assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
 def test_a_network_gets_its_own_experts_back(name, tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        experts, "experts_forward", lambda *args, own=experts.experts_forward: calls.append(1) or own(*args)
-    )
+    monkeypatch.setattr(moe, "experts_forward", lambda *args, own=moe.experts_forward: calls.append(1) or own(*args))
     network = AutoModelForCausalLM.from_pretrained(save(name, tmp_path), attn_implementation="eager")
     tokens = torch.arange(9)[None]
     expected = network(tokens).logits
     assert not calls
-    replaced = experts.ReplacedExperts(network)
+    replaced = moe.ReplacedExperts(network)
     assert relative_error(network(tokens).logits.detach(), expected.detach()) < 1e-4
     assert len(calls) == network.config.num_hidden_layers
     replaced.enable(False)
@@ -79,9 +77,9 @@ def test_a_network_gets_its_own_experts_back(name, tmp_path, monkeypatch):
 
 def test_networks_without_experts_and_those_of_other_dtypes_are_left_alone(tmp_path):
     dense = AutoModelForCausalLM.from_pretrained(save("llama", tmp_path / "dense"))
-    assert not experts.can_replace(dense)
+    assert not moe.can_replace(dense)
     mixtral = AutoModelForCausalLM.from_pretrained(save("mixtral", tmp_path / "mixtral")).double()
-    assert not experts.can_replace(mixtral)
+    assert not moe.can_replace(mixtral)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from quire.engine.chunks import Chunk, Decodes
 
 
-class Step(NamedTuple):
+class StepRecord(NamedTuple):
     """A step that the engine has computed.
 
     Attributes:
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     decode_tokens: int
 
 
-class Timeline:
+class StepLog:
     """The last steps; the engine's thread adds them, and any thread may read them.
 
     Args:
@@ -65,8 +65,8 @@ class Timeline:
             step = self._open.popleft()
             self._ring[step[0] % len(self._ring)] = (time.perf_counter(), *step)
 
-    def steps(self, after: int = 0) -> list[Step]:
+    def steps(self, after: int = 0) -> list[StepRecord]:
         """The kept steps with larger numbers than `after`, in order."""
         kept = [step for step in self._ring[:] if step is not None and step[1] > after]
-        steps = [Step(number, start - self._begin, end - start, *work) for end, number, start, *work in kept]
+        steps = [StepRecord(number, start - self._begin, end - start, *work) for end, number, start, *work in kept]
         return sorted(steps)

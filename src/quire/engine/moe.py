@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.definition.spec import FLOATS
-from quire.engine.attend import NAME
+from quire.engine.hf_attention import NAME
 from quire.steps import group_by_expert, grouped_gemm
 
 

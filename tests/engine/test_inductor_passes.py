@@ -10,8 +10,8 @@ pytest.importorskip("transformers")
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from quire.engine.passes import ReplaceTopK
-from quire.engine.regions import compiling
+from quire.engine.compiled_layers import compiling
+from quire.engine.inductor_passes import ReplaceTopK
 
 
 @pytest.mark.parametrize(

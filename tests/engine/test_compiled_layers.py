@@ -14,13 +14,13 @@ from transformers.models.llama import modeling_llama
 
 from helpers.checkpoints import save
 from quire.engine import LLM, SamplingParams, model
-from quire.engine.regions import Regions
+from quire.engine.compiled_layers import CompiledLayers
 
 
 @pytest.fixture
 def traced(monkeypatch):
     """Compile without Inductor, which takes long."""
-    monkeypatch.setattr(model, "Regions", partial(Regions, backend="aot_eager"))
+    monkeypatch.setattr(model, "CompiledLayers", partial(CompiledLayers, backend="aot_eager"))
 
 
 def complete(folder, rng_prompts, **options):
@@ -55,19 +55,19 @@ def test_tokens_are_those_of_eager_layers_and_layers_share_code(traced, tmp_path
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])
 def test_layers_compute_the_norm_of_the_next_one(traced, tmp_path, monkeypatch, name):
     """Only the first norm of a step is computed by itself. OLMo 2 has none at the start of its layers."""
-    calls, run = [], Regions._run_norm
+    calls, run = [], CompiledLayers._run_norm
 
-    def counted(regions, norm, x):
-        calls.append(regions._normed is None or x is not regions._output)
-        return run(regions, norm, x)
+    def counted(compiled, norm, x):
+        calls.append(compiled._normed is None or x is not compiled._output)
+        return run(compiled, norm, x)
 
-    monkeypatch.setattr(Regions, "_run_norm", counted)
+    monkeypatch.setattr(CompiledLayers, "_run_norm", counted)
     save(name, tmp_path)
     with LLM(tmp_path, page_size=4, num_pages=64, compile=True) as llm:
-        regions, layers = llm.model.regions, len(llm.model.regions.layers)
+        compiled, layers = llm.model.compiled_layers, len(llm.model.compiled_layers.layers)
         calls.clear()
         llm.generate([5, 6, 7], SamplingParams(max_tokens=1))
-        assert regions._normed is regions._output is None
+        assert compiled._normed is compiled._output is None
     assert calls == ([True] if name == "olmo2" else [True] + [False] * layers)
 
 
