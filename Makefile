@@ -3,6 +3,7 @@
 # make test-all: the same with those marked slow
 # make test-random: the same from new random seeds, where others take that of the commit (QUIRE_TEST_SEED wins)
 # make test-gpu: run the tests that need a GPU, in two halves that can also run alone: test-gpu-kernels and test-gpu-callers
+# make docs: build the site of the documents into site/, and fail on a broken link
 # make lint: set up, and check style and types
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo test test-all test-random test-gpu test-gpu-kernels test-gpu-callers lint format clean
+.PHONY: demo test test-all test-random test-gpu test-gpu-kernels test-gpu-callers docs lint format clean
 
 demo: $(VENV)/ready
 	$(BIN)/quire generate --file examples/prompts.txt --max-tokens 80 --temperature 0.5 --repetition-penalty 1.1 --seed 3
@@ -37,6 +38,10 @@ test-gpu-kernels: $(VENV)/ready
 test-gpu-callers: $(VENV)/ready
 	$(PYTEST) -n 15 -m gpu $(KERNEL_TESTS:%=--ignore=%) tests
 
+# The variable silences a banner about later versions of MkDocs; constraints.txt pins this one.
+docs: $(VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,5 +58,5 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -54,9 +54,18 @@ subprocess.run([*command, "--cell", "gqa4 p16 1x128", "--plot", "plot.png"], che
 assert Path("plot.png").read_bytes().startswith(b"\\x89PNG")
 import quire.bench.server_load, quire.bench.client
 """,
+    "docs": """
+import subprocess, sys
+from pathlib import Path
+Path("docs").mkdir()
+Path("docs/index.md").write_text("::: quire.decode.single_decode_with_kv_cache")
+Path("mkdocs.yml").write_text("{site_name: x, theme: {name: material}, plugins: [mkdocstrings]}")
+subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict"], check=True)
+assert "kv_layout" in Path("site/index.html").read_text()
+""",
     "dev": """
 import subprocess, sys
-for tool in ("pytest", "ruff", "mypy", "hatchling"):
+for tool in ("pytest", "ruff", "mypy", "hatchling", "mkdocs"):
     subprocess.run([sys.executable, "-m", tool, "--version"], check=True)
 import hypothesis, openai, playwright, triton, xdist
 """,

@@ -27,8 +27,8 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
     """Attention of one prefill over contiguous keys and values, and of a batch of decodes over a paged cache.
 
     Args:
-        float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indptr_buffer, paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer: for the decodes, as in `BatchDecodeWithPagedKVCacheWrapper`.
+        float_workspace_buffer, kv_layout, use_cuda_graph: for the decodes, as in `BatchDecodeWithPagedKVCacheWrapper`.
+        paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer: likewise.
         jit_args: refused unless None.
     """
 

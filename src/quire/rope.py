@@ -367,8 +367,8 @@ def rope_quantize_fp8_append_paged_kv_cache(
             request -1 are skipped.
         page_size: tokens in a page.
         kv_layout: NHD or HND.
-        q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox, quantize_dtype, quant_scale_q, quant_scale_kv,
-            q_rope_out, q_nope_out, enable_pdl: as in `rope_quantize_fp8`.
+        q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox: as in `rope_quantize_fp8`.
+        quantize_dtype, quant_scale_q, quant_scale_kv, q_rope_out, q_nope_out, enable_pdl: likewise.
 
     Returns:
         q_rope and q_nope as fp8.

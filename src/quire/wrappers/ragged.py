@@ -22,8 +22,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     """Prefill attention of a batch whose keys and values are rows stored one after another.
 
     Args:
-        float_workspace_buffer, use_cuda_graph, qo_indptr_buf, custom_mask_buf, mask_indptr_buf, backend, jit_args,
-            jit_kwargs: as in `BatchPrefillWithPagedKVCacheWrapper`, and what is raised, too.
+        float_workspace_buffer, use_cuda_graph, backend, jit_args, jit_kwargs: as in
+            `BatchPrefillWithPagedKVCacheWrapper`, and what is raised, too.
+        qo_indptr_buf, custom_mask_buf, mask_indptr_buf: likewise.
         kv_layout: NHD, [tokens, heads, head_dim], or HND, [heads, tokens, head_dim], of k and v.
         kv_indptr_buf: int32 [batch_size + 1].
     """
