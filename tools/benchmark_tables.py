@@ -16,7 +16,7 @@ from typing import Any
 from quire.bench import cpu, engine_timing, gpu, layers_table, peers
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "engine.md", "server.md")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -68,8 +68,8 @@ def soak(result: dict[str, Any]) -> str:
             f"decides; {thirds} MiB (medians of thirds of the time); {files[0]} to {files[-1]} open files"
         ),
         f"SIGTERM, {sum(term['results'].values())} requests": (
-            f"{term['results']['right']} end, {term['results']['told that the server ends']} are told why not after "
-            f"the grace time of 5 s; exit code {term['exit_code']}"
+            f"{term['results']['right']} end, {term['results']['told that the server ends']} are answered with the "
+            f"reason after the grace time of 5 s; exit code {term['exit_code']}"
         ),
         f"SIGKILL, {sum(kill['results'].values())} requests": (
             f"{kill['results']['connection closed']} see a closed connection, {kill['results'].get('right', 0)} had "
@@ -83,7 +83,7 @@ def soak(result: dict[str, Any]) -> str:
     machine = f"{result['device']}, {result['cores']} cores, Python {result['python']}, torch {result['torch']}"
     versions = ", ".join(f"{name} {result[name]}" for name in packages if result[name])
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"{machine}, {versions}, {result['date']}:\n\n| load | what came of it |\n|---|---|\n{table}\n"
+    return f"{machine}, {versions}, {result['date']}:\n\n| load | result |\n|---|---|\n{table}\n"
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What drafts of next tokens save and cost: the model that comes along, on text that repeats itself and that does not.
+"""What drafts of next tokens save and cost: the bundled model, on text that repeats itself and that does not.
 
     PYTHONPATH=src python tools/drafts.py --json benchmarks/results/<device>-drafts.json
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tools/grammar_costs.py --vocab 151936 --json costs.json
 
-Masks are those of the model that comes along and, with `--vocab`, of a byte-level BPE of that size, trained on Python
+Masks are those of the bundled model and, with `--vocab`, of a byte-level BPE of that size, trained on Python
 files of this environment. Times of masks are medians of the wall clock. Those of the engine are CPU time of one thread,
 so that they hold on a busy machine, too; requests are free or constrained, in turns.
 """

@@ -1,4 +1,4 @@
-"""What an fp8 cache does to the next tokens: the model that comes along, with and without scales.
+"""What an fp8 cache does to the next tokens: the bundled model, with and without scales.
 
     PYTHONPATH=src python tools/kv_cache.py --json benchmarks/results/<device>-kv-cache.json
 

@@ -286,7 +286,7 @@ async def run_openapi(server: Server, folder: Path, examples: int, seed: int) ->
 
 
 def chatting_model(folder: Path) -> Path:
-    """The model that comes along, with a chat template."""
+    """The bundled model, with a chat template."""
     model = folder / "model"
     model.mkdir()
     for file in shipped_model().iterdir():

@@ -117,7 +117,7 @@ def enlarge(folder: Path, target: Path, keys: float, values: float) -> Path:
 
 
 def with_chat_template(folder: Path, template: str) -> Path:
-    """A checkpoint of the model that comes along, with a chat template, which it does not have."""
+    """A checkpoint of the bundled model, with a chat template, which it does not have."""
     folder.mkdir()
     for file in shipped_model().iterdir():
         (folder / file.name).symlink_to(file)

@@ -47,9 +47,9 @@ class EngineConfig:
             2,048 on the CPU and 8,192 on a GPU; with batch_invariant, 64 on the CPU, and on a GPU max_num_seqs, but at
             least 256.
         speculative_tokens: guess up to so many next tokens of a request from its own tokens, and verify them in one
-            step; 0: none. The outputs are the same; see docs/engine.md for what it costs and brings.
+            step; 0: none. The outputs are the same; see docs/ideas/drafts.md for what it costs and brings.
         batch_invariant: give a request the same bits whatever runs beside it, by padding all steps to
-            max_batched_tokens; see docs/engine.md for what it costs.
+            max_batched_tokens; see docs/ideas/batch-invariance.md for what it costs.
         trust_remote_code: whether to run Python code that comes with the checkpoint, which may do anything. Without it,
             a checkpoint that needs such code is refused.
         compile: whether torch.compile compiles the model's decoder layers; "auto": on a GPU. A model that it cannot
