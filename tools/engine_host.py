@@ -22,14 +22,12 @@ from quire.engine.chunks import Computed, Decodes
 from quire.engine.engine import Engine
 from quire.engine.graphs import StepGraphs
 from quire.engine.inputs import InputBuffers, Inputs, Shape
-from quire.engine.sampler import Sampler
 
 
 class DummyRunner:
     """A runner with the inputs of graphs, whose logits are random, but always the same."""
 
-    overlaps = True
-    sampler: Sampler
+    overlaps = supports_all_logits = True
 
     def __init__(self, model: Any, num_pages: int, page_size: int, most: int) -> None:
         self.model, self.num_pages, self.page_size = model, num_pages, page_size
@@ -48,11 +46,7 @@ class DummyRunner:
     def _sample_greedy(logits: torch.Tensor) -> None:
         """Nothing."""
 
-    def warm_up(self) -> None:
-        """Sample the tokens of plain requests, which are always the same; a graph would do it in each step."""
-        self.sampler.sample_greedy(self.logits)
-
-    def forward(self, chunks: Any) -> Computed:
+    def forward(self, chunks: Any, last_tokens: torch.Tensor) -> Computed:
         """Fill the inputs, as for a graph; a prompt is not computed."""
         shape = self.graphs.shape(chunks)
         if shape is not None:
@@ -86,6 +80,8 @@ def main() -> None:
     )  # fmt: skip
     pages = args.requests * -(-context // 16)
     engine = Engine(DummyRunner(model, pages, 16, args.requests), args.requests, 8192)  # type: ignore[arg-type]
+    # The tokens of plain requests are always the same; a graph would sample them in each step.
+    engine.sampler.sample_greedy(engine.runner.logits)  # type: ignore[attr-defined]
     updates: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for i in range(args.requests):
         prompt = [5 + (i + j) % 800 for j in range(args.length)]

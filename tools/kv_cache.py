@@ -29,6 +29,7 @@ from quire.engine.calibrate import calibrate
 from quire.engine.load import load_model
 from quire.engine.model import Model
 from quire.engine.runner import Runner
+from quire.engine.selfcheck import probe_chunk
 
 MEASURED = ("torch.optim.sgd", "transformers.activations", "numba.core.config", "fastapi.params")
 COMPARED = ("torch.optim.adamw", "transformers.pytorch_utils", "numba.core.compiler", "fastapi.routing", "httpx._urls")
@@ -58,7 +59,7 @@ def log_probs(model: Model, texts: list[list[int]], **cache: Any) -> Tensor:
     """The log-probabilities of all next tokens, float64 [tokens, vocab_size], of texts that are computed whole."""
     runner, found = Runner(model, -(-model.context // PAGE), PAGE, **cache), []
     for text in texts:
-        chunk = runner._probe_chunk(text, 0, 0, len(text))
+        chunk = probe_chunk(runner, text, 0, 0, len(text))
         tables = runner.tables([chunk])
         runner.begin([chunk], tables)
         tokens, _ = runner.inputs([chunk])

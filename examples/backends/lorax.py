@@ -29,6 +29,8 @@ from quire.steps import Layer, StepTables, store
 class LoraxRunner(Runner):
     """A runner of models whose layers all have the same heads."""
 
+    supports_overlap = supports_all_logits = False
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         heads, device = self.model.layers[0].heads, self.model.device

@@ -58,6 +58,8 @@ class TokenRunner(Runner):
     replay a graph for the next power of two of requests.
     """
 
+    supports_overlap = supports_all_logits = False
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.pool = KVPool(self.caches)

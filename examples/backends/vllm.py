@@ -37,6 +37,8 @@ def is_prompt(chunk: Chunk) -> bool:
 class VllmRunner(Runner):
     """A runner of models whose layers all have the same heads, and no sinks."""
 
+    supports_overlap = supports_all_logits = False
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         vllm.FLASHINFER_KV_CACHE_LAYOUT = self.args.layout  # the environment's VLLM_KV_CACHE_LAYOUT sets it too
@@ -93,9 +95,8 @@ class VllmRunner(Runner):
         self.builder = vllm.FlashInferMetadataBuilder(self.input_builder)
         self.state = vllm.FlashInferState(self.engine)
 
-    def warm_up(self) -> None:
-        """Capture graphs, the largest first, after a step that compiles their kernels."""
-        super().warm_up()
+    def capture(self, *_: Any) -> None:
+        """Capture graphs, the largest first. The checks of the runner have compiled their kernels."""
         with self.state.graph_capture(max(SIZES)):
             for size in reversed(SIZES):
                 self.engine.graph_runners[0][size, False] = GraphRunner(self, size)

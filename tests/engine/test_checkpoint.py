@@ -15,8 +15,7 @@ import transformers
 
 from helpers.checkpoints import SHAPE, VOCAB, change_config, change_weights, save
 from quire.cli import main
-from quire.engine import LLM, SamplingParams
-from quire.engine.runner import Runner
+from quire.engine import LLM, SamplingParams, load
 from quire.engine.scales import write_scales
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -178,7 +177,7 @@ CACHES = {
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_llm_with_scales_of_the_cache_alone_runs_with_them(kind, llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(Runner, "warm_up", lambda self: None)
+    monkeypatch.setattr(load, "check_runner", lambda runner: None)
     write_scales(tmp_path / "scales.safetensors", [(0.5, 2.0)] * 4)
     expected = tokens(llama, kv_cache_dtype="fp8", kv_cache_scales=tmp_path / "scales.safetensors")
     names = [f"model.layers.{i}.self_attn.{part}_proj.{part}_scale" for i in range(4) for part in "kv"]

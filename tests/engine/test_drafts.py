@@ -164,8 +164,8 @@ def test_a_step_samples_no_more_tokens_than_there_are_rows(folder, rng):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     rows = []
     with LLM(folder, page_size=4, max_num_seqs=8, speculative_tokens=3) as llm:
-        launch = llm._engine._sampler.launch
-        llm._engine._sampler.launch = lambda logits, *more: (rows.append(len(logits)), launch(logits, *more))[1]
+        launch = llm._engine.sampler.launch
+        llm._engine.sampler.launch = lambda logits, *more: (rows.append(len(logits)), launch(logits, *more))[1]
         llm.generate(prompts, params)
         assert llm.stats.drafted_tokens == 0
         llm.generate(prompts[:3], params)
@@ -203,10 +203,9 @@ def test_a_bad_number_of_drafts_is_named(value):
         LLM(speculative_tokens=value)
 
 
-def test_a_runner_that_samples_one_token_of_each_request_is_refused():
+def test_drafts_of_a_runner_without_all_logits_are_refused():
     class Own(Runner):
-        def run(self, chunks):
-            return super().run(chunks)
+        supports_all_logits = False
 
-    with pytest.raises(ValueError, match="Own has a `run` of its own"):
+    with pytest.raises(ValueError, match="Own computes the logits of the last token"):
         LLM(speculative_tokens=2, runner=Own)

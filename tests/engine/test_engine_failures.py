@@ -38,10 +38,10 @@ def runs(llm, fails):
     run, size = llm._engine.runner.run, llm._engine.runner.page_size
     raised = []
 
-    def failing(chunks):
+    def failing(chunks, *given):
         failed = [c for c in chunks if fails(c)]
         if not failed:
-            return run(chunks)
+            return run(chunks, *given)
         with torch.inference_mode():
             for chunk in chunks:
                 for i in range(chunk.start, chunk.start + chunk.count):

@@ -149,7 +149,7 @@ def test_captured_steps_read_the_buffers_themselves(monkeypatch):
             return torch.empty(0)
 
         monkeypatch.setattr(runner.model, "logits", run)
-        runner.capture(6, 40)
+        runner.capture(llm._engine.sampler, 6, 40)
         graphs = runner.step_graphs
         for shape in graphs.shapes:
             buffers = graphs._buffers
@@ -216,7 +216,7 @@ def test_steps_that_sample_within_their_graphs(folders, rng, kind):
     with LLM(folders["llama"], cuda_graphs=False, num_pages=40, **sizes) as llm:
         expected = llm.generate(prompts, params)
     with LLM(folders["llama"], num_pages=40, **sizes) as llm:
-        sampler, launched = llm._engine._sampler, []
+        sampler, launched = llm._engine.sampler, []
         original = sampler.sample_greedy
         sampler.sample_greedy = lambda logits: (launched.append(len(logits)), original(logits))
         done = llm.generate(prompts, params)

@@ -133,7 +133,7 @@ def test_steps_of_plain_decodes_sample_within_their_graphs(folder, how):
     other = replace(greedy, temperature=1.0, seed=1)
     with LLM(folder, page_size=4) as llm:
         set_up(llm, how)
-        sampler, launched = llm._engine._sampler, []
+        sampler, launched = llm._engine.sampler, []
         original = sampler.sample_greedy
         sampler.sample_greedy = lambda logits: (launched.append(len(logits)), original(logits))
         llm.generate([[1, 2, 3], [4, 5]], greedy)
@@ -284,11 +284,11 @@ def test_a_step_that_raises_ends_the_request_that_caused_it(folder, rng):
             set_up(llm, "eager")
             run, raised = llm._engine.runner.run, []
 
-            def failing(chunks, run=run, raised=raised):
+            def failing(chunks, *given, run=run, raised=raised):
                 if any(c.request.tokens[0] == bad and c.start <= 3 < c.start + c.count for c in chunks):
                     raised.append(len(chunks))
                     raise ArithmeticError("spoilt")
-                return run(chunks)
+                return run(chunks, *given)
 
             llm._engine.runner.run = failing
             assert bad not in {p[0] for p in prompts}

@@ -133,10 +133,10 @@ def uncomputed(engine, monkeypatch):
     """Batches whose computation raises, and of which one request raises alone."""
     compute = engine.runner.run
 
-    def raising(chunks):
+    def raising(chunks, *given):
         if any(c.start > 20 and c.request.prompt[0] == engine.tokens("x", "")[0] for c in chunks):
             raise ArithmeticError("spoilt")
-        return compute(chunks)
+        return compute(chunks, *given)
 
     monkeypatch.setattr(engine.runner, "run", raising)
 

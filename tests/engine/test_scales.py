@@ -19,11 +19,12 @@ from helpers.checkpoints import CONFIGS, VOCAB, enlarge, save
 from helpers.engines import captured_on_the_host
 from quire.definition.oracle import attend
 from quire.definition.spec import attention_spec
-from quire.engine import LLM, EngineConfig, SamplingParams
+from quire.engine import LLM, EngineConfig, SamplingParams, load
 from quire.engine.calibrate import calibrate
 from quire.engine.load import load_model
 from quire.engine.runner import Runner
 from quire.engine.scales import read_scales, write_scales
+from quire.engine.selfcheck import probe_chunk
 
 KEYS, VALUES = 4096.0, 1024.0  # keys and values of large models are beyond the largest e4m3 number, 448
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=3, ignore_eos=True)
@@ -58,7 +59,7 @@ def outcome(done):
 @pytest.fixture
 def unchecked(monkeypatch):
     """Loads models whatever 8 bits make of their logits, which is much where weights are random."""
-    monkeypatch.setattr(Runner, "warm_up", lambda self: None)
+    monkeypatch.setattr(load, "check_runner", lambda runner: None)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -139,7 +140,7 @@ def test_attention_is_that_of_rounded_keys_and_values(name, kv_cache_dtype, dtyp
     runner = Checked(model, 10, 4, kv_cache_dtype=kv_cache_dtype, kv_cache_scales=scales)
     tokens, start = [rng.randrange(VOCAB) for _ in range(23)], 0
     for end in (9, 10, 17, 18, 23):
-        runner.run([runner._probe_chunk(tokens, 2, start, end)])
+        runner.run([probe_chunk(runner, tokens, 2, start, end)])
         start = end
     assert runner.compared == 5 * len(model.layers)
 
@@ -147,7 +148,7 @@ def test_attention_is_that_of_rounded_keys_and_values(name, kv_cache_dtype, dtyp
 def logits_of(folder, tokens, **options):
     model = load_model(folder, torch.device("cpu"))
     runner = Runner(model, 20, 4, **options)
-    return torch.cat([runner.run([runner._probe_chunk(tokens, 0, 0, end)]) for end in range(8, len(tokens), 4)])
+    return torch.cat([runner.run([probe_chunk(runner, tokens, 0, 0, end)]) for end in range(8, len(tokens), 4)])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

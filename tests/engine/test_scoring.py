@@ -150,10 +150,9 @@ def test_a_prompt_of_which_no_token_is_wanted_ends_when_it_is_computed(folder, r
             llm.generate([[1] * (llm.max_len + 1)], only)
 
 
-def test_a_runner_without_such_logits_is_refused():
+def test_prompt_logprobs_of_a_runner_without_all_logits_are_refused():
     class Own(Runner):
-        def run(self, chunks):
-            return super().run(chunks)
+        supports_all_logits = False
 
     with LLM(page_size=4, num_pages=20, runner=Own) as llm, pytest.raises(ValueError, match="prompt_logprobs = 0: Own"):
         llm.generate(["a"], SamplingParams(prompt_logprobs=0))

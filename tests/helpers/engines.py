@@ -108,19 +108,19 @@ class HostGraphs(StepGraphs):
 
 def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
     """Give a runner on the CPU graphs that are computed on the host, whose kernels read tables without gaps."""
-    runner, most = llm._engine.runner, llm._engine.scheduler.max_num_seqs
+    runner, sampler, most = llm._engine.runner, llm._engine.sampler, llm._engine.scheduler.max_num_seqs
     width = min(-(-runner.model.context // runner.page_size), runner.num_pages)
     buffers = InputBuffers(Shape(most, max(most, max_tokens)), width, runner.page_size, torch.device("cpu"))
     wrappers = runner.new_wrappers()
 
     def compute(inputs: Inputs, shape: Shape) -> torch.Tensor:
-        ids = torch.where(inputs.ids < 0, runner.sampler.last[inputs.source], inputs.ids)
+        ids = torch.where(inputs.ids < 0, sampler.last[inputs.source], inputs.ids)
         lengths = inputs.last_page_len + (width - 1) * runner.page_size
         pages = PageTable.from_lengths(inputs.kv_indptr, inputs.kv_indices, lengths, runner.page_size)
         runner.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.longest)
         return runner.model.logits(ids, inputs.positions, inputs.sampled, runner)
 
-    graphs = HostGraphs(compute, runner.sampler.sample_greedy, buffers, most, max_tokens)
+    graphs = HostGraphs(compute, sampler.sample_greedy, buffers, most, max_tokens)
     memory = torch.full((most, runner.model.vocab_size), torch.nan)
     graphs._logits = {shape: memory[: shape.rows] for shape in graphs.shapes}
     runner.step_graphs = graphs

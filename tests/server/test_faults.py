@@ -82,12 +82,12 @@ def test_a_request_that_raises_in_a_step_ends_alone(llm, url, rng, monkeypatch):
     bad = [{"prompt": [5, BAD, i], "max_tokens": 9, "stream": i % 2 == 0} for i in range(4)]
     run, steps = llm._engine.runner.run, []
 
-    def failing(chunks):
+    def failing(chunks, *given):
         failed = any(BAD in chunk.request.tokens[:2] and len(chunk.request.tokens) > 3 for chunk in chunks)
         steps.append((failed, len(chunks)))
         if failed:  # after the first token
             raise ArithmeticError("spoilt")
-        return run(chunks)
+        return run(chunks, *given)
 
     monkeypatch.setattr(llm._engine.runner, "run", failing)
     answers = asyncio.run(posted(url, [*good[:10], *bad, *good[10:]]))

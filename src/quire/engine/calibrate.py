@@ -25,6 +25,8 @@ _LARGEST = 224.0
 class _Measuring(Runner):
     """A runner that keeps the largest absolute value of each layer's keys and values, [layers, 2]."""
 
+    supports_overlap = False
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.largest = torch.zeros(len(self.model.layers), 2, device=self.model.device)

@@ -54,7 +54,7 @@ class Engine:
     """Runs requests step by step and sends updates to their sinks; for use in one thread.
 
     Args:
-        runner: computes steps.
+        runner: computes steps; `check_runner` has accepted it.
         max_num_seqs, max_batched_tokens: the largest number of running requests, and of tokens of a step.
         depth: 1 to read the results of a step after the next one has been launched, 0 to read them at once; None: as
             the runner wants it, and 0 with drafts, which follow from the results.
@@ -80,7 +80,7 @@ class Engine:
         self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
         self.grammars = Grammars(self.model)
         self._word_tokens = lru_cache(_WORDS)(partial(word_tokens, self.model.tokenizer))
-        self._sampler = Sampler(self.model.device, self.scheduler.max_rows)
+        self.sampler = Sampler(self.model.device, self.scheduler.max_rows)
         self._requests: Sequence[Request] = []  # those of the last launched step that samples; they have their rows
         self._masked = False  # whether any of them has a grammar
         # Steps whose results have not been read, and their chunks that sample.
@@ -90,8 +90,6 @@ class Engine:
         self.launch_at = 0.0
         self._pause = 0.0  # seconds from the end of the last `step` to launch_at
         self._spare = 0.0  # seconds of the last step of single tokens in which the host had nothing to do
-        runner.sampler = self._sampler
-        runner.warm_up()
 
     def request(
         self,
@@ -117,8 +115,8 @@ class Engine:
             check_size(prompt, name, self._longest_token, self.max_len)
         tokens = params.truncated(self.tokens(prompt, name), self.max_len)
         self._check_length(name, len(tokens), params)
-        if params.prompt_logprobs is not None and type(self.runner).run is not Runner.run:
-            what = f"{type(self.runner).__name__} has a `run` of its own, without logits of prompts"
+        if params.prompt_logprobs is not None and not self.runner.supports_all_logits:
+            what = f"{type(self.runner).__name__} does not compute the logits of prompts"
             raise ValueError(f"prompt_logprobs = {params.prompt_logprobs}: {what}")
         for what, ids in (
             (name, tokens),
@@ -227,7 +225,7 @@ class Engine:
     def _launch(self, chunks: Sequence[Chunk]) -> None:
         """Start to compute a step and to sample its tokens."""
         try:
-            computed = self.runner.forward(chunks)
+            computed = self.runner.forward(chunks, self.sampler.last)
         except Exception as error:
             self._read()
             chunks = [c for c in chunks if c.request.finish_reason is None]
@@ -255,7 +253,7 @@ class Engine:
         if self._masked:
             self._read()  # masks depend on the last tokens; the device computes this step meanwhile
         try:
-            sampled = self._sampler.launch(logits, requests, ahead, greedy_done)
+            sampled = self.sampler.launch(logits, requests, ahead, greedy_done)
         except Exception as error:
             self._requests = []
             self._read()

@@ -25,6 +25,7 @@ from quire.engine.model import Model
 from quire.engine.probe import check_kinds, check_layers, record
 from quire.engine.runner import Runner
 from quire.engine.scales import Scales, read_scales
+from quire.engine.selfcheck import check_runner
 from quire.steps import fp8_dtype
 
 # Threads that copy weights to a device.
@@ -44,8 +45,8 @@ def load_engine(folder: str | Path, config: EngineConfig, runner: type[Runner] =
         ValueError: the configuration does not fit the machine, the runner or the model, or the checkpoint is broken or
             not supported.
     """
-    if config.speculative_tokens and runner.run is not Runner.run:
-        what = f"{runner.__name__} has a `run` of its own, which samples one token of each request"
+    if config.speculative_tokens and not runner.supports_all_logits:
+        what = f"{runner.__name__} computes the logits of the last token of each request only"
         raise ValueError(f"speculative_tokens = {config.speculative_tokens}: {what}")
     device = usable_device(config.device)
     config = config.on(device)
@@ -54,9 +55,10 @@ def load_engine(folder: str | Path, config: EngineConfig, runner: type[Runner] =
     model = load_model(folder, device, config)
     make = partial(_make_runner, runner, model, config, _cache_scales(model, config))
     made = make(_num_pages(model, config, make))
+    check_runner(made)
     engine = Engine(made, config.max_num_seqs, max_batched_tokens, speculative_tokens=config.speculative_tokens)
     if config.cuda_graphs:
-        made.capture(min(engine.scheduler.max_rows, max_batched_tokens), max_batched_tokens, _progress)
+        made.capture(engine.sampler, min(engine.scheduler.max_rows, max_batched_tokens), max_batched_tokens, _progress)
     return engine
 
 

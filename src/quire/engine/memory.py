@@ -10,6 +10,7 @@ import torch
 
 from quire.engine.inputs import Shape
 from quire.engine.runner import Runner
+from quire.engine.selfcheck import profile
 
 
 def free_pages(page_bytes: int) -> int:
@@ -38,13 +39,15 @@ def profiled_pages(
         cuda_graphs: whether graphs will be captured. These have a pool of their own, so the memory of a step counts
             twice.
     """
-    trial = make(-(-largest.tokens // page_size) + 2 * largest.rows)  # which a step of the largest size fits
+    # A step of the largest size fits so many pages.
+    trial = make(-(-largest.tokens // page_size) + 2 * largest.rows)
     device = trial.model.device
-    trial.profile(1, 1)  # compiles kernels and makes workspaces
+    # A step of one token compiles kernels and makes workspaces.
+    profile(trial, 1, 1)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    trial.profile(largest.tokens, largest.rows)
+    profile(trial, largest.tokens, largest.rows)
     step = torch.cuda.max_memory_allocated(device) - before
     del trial
     gc.collect()
