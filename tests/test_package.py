@@ -27,7 +27,7 @@ ROOMS = {  # what each may import, besides itself; files of the package that are
     "engine": {"definition", "face", "cache", "steps"},
     "bench": {"definition", "kernels", "face", "engine"},
     "server": {"face", "engine"},
-    "integrations": {"definition", "kernels", "face", "engine", "server"},
+    "integrations": {"definition", "kernels", "face", "steps", "engine", "server"},
     "cli": {"definition", "kernels", "face", "engine", "bench", "server"},
 }
 

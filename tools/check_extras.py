@@ -18,6 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 CONSTRAINTS = ["--constraint", str(ROOT / "constraints.txt")]
 
+# vLLM pins its own versions of torch and others.
+UNCONSTRAINED = {"vllm"}
+
 GENERATE = """
 from quire.engine import LLM, SamplingParams
 with LLM(device="cpu") as llm:
@@ -40,6 +43,14 @@ with LLM(device="cpu") as llm:
     assert "/v1/completions" in create_app(llm).openapi()["paths"]
 """,
     "ray": "from quire.integrations.ray import app",
+    # No GPU is needed to load the plug-in.
+    "vllm": """
+from importlib.metadata import entry_points
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+(plugin,) = [x for x in entry_points(group="vllm.general_plugins") if x.name == "quire"]
+plugin.load()()
+assert AttentionBackendEnum.CUSTOM.get_class().__module__ == "quire.integrations.vllm.backend"
+""",
     "chat": """
 import subprocess, sys
 command = [sys.executable, "-m", "quire", "chat", "--device", "cpu", "--max-tokens", "2"]
@@ -90,9 +101,11 @@ def check(extra: str, wheel: Path) -> None:
         folder = Path(name)
         run(sys.executable, "-m", "venv", str(folder / "venv"), cwd=folder)
         python = str(folder / "venv" / "bin" / "python")
-        install = (python, "-m", "pip", "install", "--quiet", *CONSTRAINTS)
-        # Torch comes first, as in the Makefile, so that a build for CPUs is preferred where one is offered.
-        run(*install, "torch", cwd=folder)
+        constraints = [] if extra in UNCONSTRAINED else CONSTRAINTS
+        install = (python, "-m", "pip", "install", "--quiet", *constraints)
+        if constraints:
+            # Torch comes first, as in the Makefile, so that a build for CPUs is preferred where one is offered.
+            run(*install, "torch", cwd=folder)
         run(*install, str(wheel) if extra == "none" else f"{wheel}[{extra}]", cwd=folder)
         run(python, "-m", "pip", "check", cwd=folder)
         run(python, "-I", "-c", PROMISES[extra], cwd=folder)

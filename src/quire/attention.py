@@ -252,6 +252,7 @@ class BlockTableAttention(BatchPrefillWithPagedKVCacheWrapper):
         kv_data_type: DType | None = None,
         o_data_type: DType | None = None,
         alibi_slopes: Sequence[float] | Tensor | None = None,
+        window_right: int | None = -1,
     ) -> None:
         """Record which query rows and pages belong to which request, and the layer that runs share.
 
@@ -275,6 +276,6 @@ class BlockTableAttention(BatchPrefillWithPagedKVCacheWrapper):
             page_size=page_size, q_len=q_len_per_req, q_data_type=q_data_type, kv_data_type=kv_data_type,
             o_data_type=o_data_type, causal=bool(causal), window_left=window_left, logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale, slopes=as_slopes(alibi_slopes), pos_encoding="NONE" if alibi_slopes is None else "ALIBI",
-            batch_invariant=self.invariant,
+            window_right=window_right, batch_invariant=self.invariant,
         )  # fmt: skip
         self._plan_block_tables(layer, block_tables, seq_lens, qo_indptr, max_q_len)

@@ -140,6 +140,7 @@ WRAPPERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, str]]] 
         {name: row for name, row in LAYER.items() if name not in BLOCK_TABLES_LACK} | {
             "head_dim_qk": (128, {"head_dim_qk": 128}),
             "causal": (False, {"causal": False}),
+            "window_right": (3, {"window_right": 3}),
             "alibi_slopes": ([0.5, 0.25, 0.125, 0.0625],
                              {"slopes": (0.5, 0.25, 0.125, 0.0625), "pos_encoding": "ALIBI"}),
             "qo_indptr": (ints(0, 2, 5), {"qo": [0, 2, 5], "max_q_len": 0}),
