@@ -99,9 +99,11 @@ def test_wheel_entry_point_runs_the_command_line(installed):
     done = run_from(
         installed,
         "from importlib.metadata import distribution\n"
-        f"(entry,) = distribution({DISTRIBUTION!r}).entry_points\n"
-        "assert (entry.group, entry.name) == ('console_scripts', 'quire'), entry\n"
-        "entry.load()(['--version'])",
+        f"points = {{x.group: x for x in distribution({DISTRIBUTION!r}).entry_points}}\n"
+        "assert points.keys() == {'console_scripts', 'vllm.general_plugins'}, points\n"
+        "assert {x.name for x in points.values()} == {'quire'}, points\n"
+        "assert callable(points['vllm.general_plugins'].load())\n"
+        "points['console_scripts'].load()(['--version'])",
     )
     assert __version__ in done.stdout, done.stderr
 
