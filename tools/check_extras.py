@@ -35,6 +35,12 @@ keys = torch.randn(9, 2, 64)
 assert quire.single_decode_with_kv_cache(torch.randn(4, 64), keys, keys).shape == (4, 64)
 """,
     "engine": GENERATE.format(params="", condition="== 2"),
+    "quantized": """
+from quire.engine.weights.compressed_tensors import read
+weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+group = {"targets": ["Linear"], "weights": weights}
+assert read({"config_groups": {"group_0": group}, "format": "pack-quantized"}).method == "compressed-tensors"
+""",
     "structured": GENERATE.format(params=', regex="[0-9]+"', condition=">= 1"),
     "server": """
 from quire.engine import LLM

@@ -58,10 +58,15 @@ FURTHER_CONFIGS: dict[str, Any] = {  # which fewer tests run
 }
 
 
-def save(name: str, folder: Path, vocab_size: int = VOCAB) -> Path:
-    """A checkpoint with weights so large that its next token depends on all that it sees."""
+def save(name: str, folder: Path, vocab_size: int = VOCAB, **changes: Any) -> Path:
+    """A checkpoint with weights so large that its next token depends on all that it sees.
+
+    Args:
+        changes: attributes of the configuration.
+    """
     config = (CONFIGS | FURTHER_CONFIGS)[name]()
-    config.vocab_size = vocab_size
+    for attribute, value in {"vocab_size": vocab_size, **changes}.items():
+        setattr(config, attribute, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for key, weight in model.named_parameters():
         if weight.ndim >= 2:

@@ -19,9 +19,10 @@ import torch
 
 from quire.distribution import pip_install
 from quire.engine.hf_attention import NAME, attention
+from quire.engine.weights.registry import find_format
 
 _CAN_RUN = "only causal language models of text can be run"
-_UNQUANTIZED = "only weights of float32, bfloat16 and float16 can be run"
+_UNQUANTIZED = "such weights can be run only in formats that config.json names in quantization_config"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 # The types of more than 8 bits, as safetensors names them. All others are of quantized weights, or masks.
@@ -109,7 +110,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     with _reading(str(folder), trust_remote_code):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     _check_kind(folder, config, trust_remote_code)
-    _check_quantization(folder, config)
+    _set_format(folder, config)
     return config
 
 
@@ -278,32 +279,18 @@ def _described(config: Any) -> str:
     return f"{what} ({name})" if name else what
 
 
-def _check_quantization(folder: Path, config: Any) -> None:
-    """Refuse weights that are quantized, by what the configuration says of them. What it says of the cache alone is
-    removed, since Transformers would ask for the package that quantized it.
+def _set_format(folder: Path, config: Any) -> None:
+    """Replace what the configuration says of quantized weights by what makes Transformers load them with a `Quantizer`,
+    or remove it, if it is of the cache alone; Transformers would ask for the package that quantized it.
     """
-    own = folder / "hf_quant_config.json"
-    settings = read_json(own).get("quantization") or {}
-    if own.is_file() and not _is_of_cache("modelopt", settings):
-        what = f"{own.name}: quant_algo = {settings.get('quant_algo')!r}"
-        raise ValueError(f"{folder} is quantized ({what}): {_UNQUANTIZED}")
-    for part in {id(x): x for x in (config, config.get_text_config())}.values():
-        settings = getattr(part, "quantization_config", None)
-        if settings is None:
-            continue
-        settings = settings if isinstance(settings, dict) else settings.to_dict()
-        method = settings.get("quant_method")
-        if not _is_of_cache(method, settings):
-            what = f"quantization_config.quant_method = {method!r}"
-            raise ValueError(f"{folder} is quantized (config.json: {what}): {_UNQUANTIZED}")
-        del part.quantization_config
+    format = find_format(folder, read_json(folder / "hf_quant_config.json").get("quantization"), config)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    if format is not None:
+        from quire.engine.weights.quantizer import settings
 
-
-def _is_of_cache(method: Any, settings: dict[str, Any]) -> bool:
-    """Whether a configuration of compressed-tensors or ModelOpt quantizes the cache and no weights."""
-    has_cache = "kv_cache_scheme" in settings or "kv_cache_quant_algo" in settings
-    weights = settings.get("config_groups") or settings.get("quant_algo")
-    return method in ("compressed-tensors", "modelopt") and has_cache and not weights
+        config.quantization_config = settings(format)
 
 
 def _read_headers(folder: Path, config: Any) -> Headers:
@@ -328,10 +315,14 @@ def _read_headers(folder: Path, config: Any) -> Headers:
 
 
 def _check_types(folder: Path, config: Any, headers: Headers) -> None:
-    """Refuse tensors of 8 bits and less, and integer weights, which Transformers would cast without their scales."""
+    """Refuse tensors of 8 bits and less, and integer weights, which Transformers would cast without their scales. The
+    format of quantized weights has checks of its own for tensors of its names.
+    """
     quantized = [name for name, (kind, _) in headers.items() if kind not in _WIDE]
     quantized += [name for name, (kind, _) in headers.items() if kind in _WIDE - _FLOATS and name.endswith(".weight")]
-    found = [name for name in quantized if not _is_harmless(name, config, headers)]
+    format = (getattr(config, "quantization_config", None) or {}).get("format")
+    ends = () if format is None else tuple(name for names in format.names.values() for name in names)
+    found = [name for name in quantized if not name.endswith(ends) and not _is_harmless(name, config, headers)]
     if found:
         what = f"{found[0]} is {headers[found[0]][0]}{_more(found)}"
         raise ValueError(f"{folder} has quantized weights: {what}: {_UNQUANTIZED}")

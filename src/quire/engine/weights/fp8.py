@@ -1,0 +1,77 @@
+"""fp8 weights as Transformers has them (`quant_method` fp8): a scale for each block of 128 x 128, or for the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from quire.engine.weights.format import Format, Tensors, check_dtype, check_scale, check_shape, required
+from quire.engine.weights.layouts import Matrix
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Fp8(Format):
+    """Weights of float8_e4m3fn. Despite its name, `weight_scale_inv` is what numbers are multiplied by. A static scale
+    of activations is not used: each token has its own.
+    """
+
+    blocks: bool
+
+    method: ClassVar[str] = "fp8"
+    names: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ("weight", "weight_scale_inv", "activation_scale")}
+
+    def matrix(self, tensors: Tensors, prefix: str) -> Matrix:
+        weight, scale = required(tensors, prefix, "weight", "weight_scale_inv")
+        names = (f"{prefix}weight", f"{prefix}weight_scale_inv")
+        return fp8_matrix(weight, scale, BLOCK if self.blocks else None, names)
+
+
+def fp8_matrix(weight: torch.Tensor, scale: torch.Tensor, block: int | None, names: tuple[str, str]) -> Matrix:
+    """A weight of float8_e4m3fn with a scale for each block, or for the tensor, of a checkpoint.
+
+    Args:
+        weight: [out_features, in_features].
+        scale: [out_features / block, in_features / block], rounded up; without block, one number.
+        block: the rows and columns of a block; None: the tensor has one scale.
+        names: of both, for messages.
+    """
+    check_dtype(names[0], weight, torch.float8_e4m3fn)
+    rows, columns = weight.shape
+    if block is None:
+        block_rows, block_columns = rows, columns
+        scale = scale.reshape(1, 1) if scale.numel() == 1 else scale
+    else:
+        block_rows = block_columns = block
+    check_shape(names[1], scale, (-(-rows // block_rows), -(-columns // block_columns)))
+    check_scale(names[1], scale)
+    return Matrix("fp8", weight, scale, (block_rows, block_columns))
+
+
+def row_matrix(weight: torch.Tensor, scale: torch.Tensor, names: tuple[str, str]) -> Matrix:
+    """A weight of float8_e4m3fn with a scale for each row: [out_features] or [out_features, 1]. Arguments are those of
+    `fp8_matrix`.
+    """
+    check_dtype(names[0], weight, torch.float8_e4m3fn)
+    scale = scale.reshape(-1, 1)
+    check_shape(names[1], scale, (len(weight), 1))
+    check_scale(names[1], scale)
+    return Matrix("fp8", weight, scale, (1, weight.shape[1]))
+
+
+def read(settings: Mapping[str, Any]) -> Fp8:
+    """The format that a `quantization_config` describes.
+
+    Raises:
+        ValueError: it is another format of fp8.
+    """
+    block = settings.get("weight_block_size")
+    if block is not None and list(block) != [BLOCK, BLOCK]:
+        raise ValueError(f"weight_block_size = {list(block)} is not supported: [{BLOCK}, {BLOCK}] is")
+    if settings.get("fmt", "e4m3") != "e4m3":
+        raise ValueError(f"fmt = {settings['fmt']!r} is not supported: 'e4m3' is")
+    return Fp8(block is not None)

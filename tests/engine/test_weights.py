@@ -1,0 +1,158 @@
+"""Quantized checkpoints on the CPU: weights and tokens of the dequantized model, and errors that name the tensor."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+from helpers import quantized
+from helpers.checkpoints import change_config, change_weights, save
+from quire.engine import LLM, SamplingParams
+from quire.engine.config import EngineConfig
+from quire.engine.load import load_model
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+CPU = torch.device("cpu")
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save("llama", tmp_path_factory.mktemp("llama"), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    return save("mixtral", tmp_path_factory.mktemp("mixtral"), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    return save("gpt-oss", tmp_path_factory.mktemp("gpt-oss"), **SHAPE | {"num_hidden_layers": 4})
+
+
+def check_same(folder, dense):
+    """The weights and tokens of two checkpoints are equal."""
+    with pytest.warns(RuntimeWarning, match=r"weights are dequantized to float32: \d+\.\d GB of memory"):
+        network = load_model(folder, CPU).network
+    expected = load_model(dense, CPU).network.state_dict()
+    found = network.state_dict()
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def tokens(folder):
+    with LLM(folder, num_pages=64, device="cpu") as llm:
+        return [done.token_ids for done in llm.generate([[1, 2, 3], [7] * 20], GREEDY)]
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantized:RuntimeWarning")
+@pytest.mark.parametrize("name", [name for name in quantized.FORMATS if name != "mxfp4"])
+def test_linear_layers_of_each_format_equal_their_dequantized_weights(name, llama, tmp_path):
+    check_same(*quantized.quantize(llama, tmp_path, name))
+
+
+@pytest.mark.parametrize("name", ["fp8 block", "ct fp8 channel", "ct int4 asymmetric", "awq"])
+def test_experts_that_transformers_merges_equal_their_dequantized_weights(name, mixtral, tmp_path):
+    check_same(*quantized.quantize(mixtral, tmp_path, name))
+
+
+def test_experts_of_gpt_oss_in_mxfp4_equal_their_dequantized_weights(gpt_oss, tmp_path):
+    check_same(*quantized.quantize(gpt_oss, tmp_path, "mxfp4"))
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantized:RuntimeWarning")
+@pytest.mark.parametrize("model", ["llama", "mixtral", "gpt_oss"])
+def test_tokens_of_a_quantized_model_equal_those_of_the_dequantized_model(model, tmp_path, request):
+    name = {"llama": "fp8 block", "mixtral": "gptq act-order", "gpt_oss": "mxfp4"}[model]
+    folder, dense = quantized.quantize(request.getfixturevalue(model), tmp_path, name)
+    assert tokens(folder) == tokens(dense)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_of_16_bits_are_rounded_once(dtype, llama, tmp_path):
+    folder, dense = quantized.quantize(llama, tmp_path, "ct int4 asymmetric")
+    found, expected = (load_model(x, CPU, EngineConfig(dtype=dtype)).network.state_dict() for x in (folder, dense))
+    for name in expected:
+        assert found[name].dtype == getattr(torch, dtype)
+        assert torch.equal(found[name], expected[name]), name
+
+
+def fill(value, *index):
+    """A function that sets elements of a tensor, and returns the tensor."""
+
+    def change(tensor):
+        tensor[index] = value
+        return tensor
+
+    return change
+
+
+# Of a format, the end of the name of a tensor of DOWN, how it is broken, and what the message says.
+BROKEN = {
+    "a scale that is nan": ("fp8 block", "weight_scale_inv", fill(torch.nan), "is nan at [0, 0]"),
+    "a negative scale": ("ct fp8 channel", "weight_scale", fill(-1, 5), "is -1.0 at [5, 0]"),
+    "an infinite scale": ("awq", "scales", fill(torch.inf, 1), "is inf at [1, 0]"),
+    "an exponent that is nan": ("ct mxfp4", "weight_scale", fill(255, 2), "is nan at [2, 0]"),
+    "scales of another shape": ("gptq", "scales", lambda x: x[:, :64], "scales is [8, 64], and [8, 128] by"),
+    "groups of other sizes": ("gptq", "g_idx", fill(3), "has 1 groups of 256 to 256 columns"),
+    "zero points that `sym` excludes": ("gptq", "qzeros", fill(0), "has zero points other than 8"),
+    "packed weights of another dtype": ("awq", "qweight", lambda x: x.long(), "is int64, and the format has int32"),
+    "no scales": ("fp8 block", "weight_scale_inv", lambda x: None, "is missing in the checkpoint, which has weight ["),
+    "no packed weights": ("ct int4", "weight_packed", lambda x: None, "weight is missing in the checkpoint"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantized:RuntimeWarning")
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_tensor_is_named(what, llama, tmp_path):
+    name, end, change, message = BROKEN[what]
+    folder, _ = quantized.quantize(llama, tmp_path, name)
+
+    def damage(tensors):
+        tensor = change(tensors.pop(f"{DOWN}.{end}"))
+        if tensor is not None:
+            tensors[f"{DOWN}.{end}"] = tensor
+
+    change_weights(folder, damage)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        load_model(folder, CPU)
+    assert DOWN in str(raised.value)
+    assert str(folder) in str(raised.value)
+
+
+def test_a_truncated_file_is_named(llama, tmp_path):
+    folder, _ = quantized.quantize(llama, tmp_path, "fp8 block")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=re.escape(str(file))):
+        load_model(folder, CPU)
+
+
+REFUSED = {
+    "fp8": ({"weight_block_size": [1, 32]}, "weight_block_size = [1, 32]"),
+    "gptq": ({"bits": 3}, "bits = 3"),
+    "awq": ({"bits": 4, "version": "gemv"}, "version = 'gemv'"),
+    "compressed-tensors": (
+        {"config_groups": {"a": {"targets": ["Linear"]}}, "format": "nvfp4-pack-quantized"},
+        "config_groups.a: format = 'nvfp4-pack-quantized'",
+    ),
+    "modelopt": ({"quant_algo": "NVFP4"}, "quant_algo = 'NVFP4'"),
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_another_variant_of_a_format_is_refused_by_name(method, llama, tmp_path):
+    settings, message = REFUSED[method]
+    folder, _ = quantized.quantize(llama, tmp_path, "gptq")
+    change_config(folder, quantization_config={"quant_method": method, **settings})
+    with pytest.raises(ValueError, match=re.escape(f"{message} is not supported")) as raised:
+        load_model(folder, CPU)
+    assert f"quantization_config.quant_method = {method!r}" in str(raised.value)
