@@ -16,6 +16,7 @@ import quire
 from helpers.paths import ROOT
 
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 # MkDocs has tags for Python objects in its settings, which the tests do not need.
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
@@ -74,3 +75,20 @@ def test_site_builds_in_strict_mode(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_readme_is_read_in_five_minutes():
+    assert len(README.read_text().splitlines()) <= 100
+
+
+def test_readme_links_are_absolute_and_lead_to_pages_and_files():
+    """The package index shows README without the repository, so that a relative address leads nowhere there."""
+    site, files = CONFIG["site_url"], ("/quire-attention/quire/main/", "/quire-attention/quire/blob/main/")
+    for address in re.findall(r"\]\(([^)]*)\)", README.read_text()):
+        assert address.startswith("https://"), address
+        if address.startswith(site):
+            page = address.removeprefix(site).rstrip("/")
+            assert (DOCS / f"{page}.md").is_file(), address
+        for part in files:
+            if part in address:
+                assert (ROOT / address.partition(part)[2]).is_file(), address
