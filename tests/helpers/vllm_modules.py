@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Generic, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
@@ -57,41 +61,42 @@ def register_backend(backend: AttentionBackendEnum, class_path: str) -> None:
     REGISTERED[backend] = class_path
 
 
-def ensure_vllm() -> bool:
-    """Make `quire.integrations.vllm` importable; whether vLLM itself is installed."""
-    if getattr(sys.modules.get("vllm"), "stand_in", False):
-        return False
-    if find_spec("vllm") is not None:
-        return True
-    contents: dict[str, dict[str, Any]] = {
-        "vllm": {"stand_in": True},
-        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
-        "vllm.v1": {},
-        "vllm.v1.attention": {},
-        "vllm.v1.attention.backend": {
-            x.__name__: x
-            for x in (
-                AttentionBackend,
-                AttentionCGSupport,
-                AttentionImpl,
-                AttentionMetadata,
-                AttentionMetadataBuilder,
-                MultipleOf,
-            )
-        },
-        "vllm.v1.attention.backends": {},
-        "vllm.v1.attention.backends.registry": {
-            "AttentionBackendEnum": AttentionBackendEnum,
-            "register_backend": register_backend,
-        },
-        "vllm.v1.attention.backends.utils": {"get_kv_cache_layout": lambda: "NHD"},
-    }
-    for name, names in contents.items():
-        module = ModuleType(name)
+INSTALLED = find_spec("vllm") is not None
+_CONTENTS: dict[str, dict[str, Any]] = {
+    "vllm": {},
+    "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+    "vllm.v1": {},
+    "vllm.v1.attention": {},
+    "vllm.v1.attention.backend": {
+        "AttentionBackend": AttentionBackend,
+        "AttentionCGSupport": AttentionCGSupport,
+        "AttentionImpl": AttentionImpl,
+        "AttentionMetadata": AttentionMetadata,
+        "AttentionMetadataBuilder": AttentionMetadataBuilder,
+        "MultipleOf": MultipleOf,
+    },
+    "vllm.v1.attention.backends": {},
+    "vllm.v1.attention.backends.registry": {
+        "AttentionBackendEnum": AttentionBackendEnum,
+        "register_backend": register_backend,
+    },
+    "vllm.v1.attention.backends.utils": {"get_kv_cache_layout": lambda: SETTINGS["layout"]},
+}
+SETTINGS = {"layout": "NHD"}
+
+
+@contextmanager
+def vllm_modules() -> Iterator[None]:
+    """Let vLLM's modules be imported: the stand-ins where it is not installed, which are gone afterwards."""
+    made: dict[str, ModuleType] = {}
+    for name, names in ({} if INSTALLED else _CONTENTS).items():
+        module = made[name] = ModuleType(name)
         module.__path__ = []  # a package, whose submodules may be imported
         vars(module).update(names)
-        sys.modules[name] = module
         parent, _, last = name.rpartition(".")
         if parent:
-            setattr(sys.modules[parent], last, module)
-    return False
+            setattr(made[parent], last, module)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in made.items():
+            patch.setitem(sys.modules, name, module)
+        yield

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.vllm_modules import ensure_vllm
+from helpers.vllm_modules import vllm_modules
 from quire.definition import AttentionSpec, oracle
 from quire.steps import fp8_dtype, quantize
 
-ensure_vllm()
-
-from quire.integrations.vllm.backend import QuireAttentionBackend  # noqa: E402
+with vllm_modules():
+    from quire.integrations.vllm.backend import QuireAttentionBackend
 
 
 def config(spec_tokens: int = 0, mixed_mode: str = "PIECEWISE") -> Any:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.vllm_modules import REGISTERED, AttentionBackendEnum, ensure_vllm
-from helpers.vllm_steps import Steps
+from helpers.vllm_modules import INSTALLED, REGISTERED, SETTINGS, AttentionBackendEnum, vllm_modules
+from helpers.vllm_steps import QuireAttentionBackend, Steps
 from quire.bench.batches import relative_error
 from quire.definition import attention_spec
 from quire.integrations import vllm
 
-INSTALLED = ensure_vllm()
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -180,29 +179,27 @@ def test_what_is_not_computed_is_refused(rng):
 
 
 def test_the_backend_says_what_it_computes():
-    from quire.integrations.vllm.backend import QuireAttentionBackend as Backend
-
-    assert Backend.get_name() == "CUSTOM"
-    assert [n for n in (40, 64, 96, 128, 256, 320, 512, 60, 328) if Backend.supports_head_size(n)] == [
+    backend = QuireAttentionBackend
+    assert backend.get_name() == "CUSTOM"
+    assert [n for n in (40, 64, 96, 128, 256, 320, 512, 60, 328) if backend.supports_head_size(n)] == [
         40, 64, 96, 128, 256, 320, 512,
     ]  # fmt: skip
-    assert Backend.supports_sink()
-    assert Backend.supports_sliding_window()
-    assert Backend.supports_non_causal()
-    assert Backend.supports_batch_invariance()
-    assert not Backend.supports_device_cpu_query_lens_mismatch()
-    assert {"auto", "fp8", "fp8_e5m2"} <= set(Backend.supported_kv_cache_dtypes)
-    assert Backend.get_kv_cache_shape(7, 16, 2, 64) == (7, 2, 16, 128)
+    assert backend.supports_sink()
+    assert backend.supports_sliding_window()
+    assert backend.supports_non_causal()
+    assert backend.supports_batch_invariance()
+    assert not backend.supports_device_cpu_query_lens_mismatch()
+    assert {"auto", "fp8", "fp8_e5m2"} <= set(backend.supported_kv_cache_dtypes)
+    assert backend.get_kv_cache_shape(7, 16, 2, 64) == (7, 2, 16, 128)
 
 
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed, and reads its configuration for the layout")
 @pytest.mark.parametrize(("layout", "order"), [("NHD", (0, 2, 1, 3)), ("HND", (0, 1, 2, 3))])
 def test_order_of_a_cache_in_memory_is_that_of_vllms_layout(layout, order, monkeypatch):
-    from quire.integrations.vllm.backend import QuireAttentionBackend as Backend
-
-    monkeypatch.setattr(sys.modules["vllm.v1.attention.backends.utils"], "get_kv_cache_layout", lambda: layout)
-    assert Backend.get_kv_cache_stride_order() == order
-    layers = Backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    monkeypatch.setitem(SETTINGS, "layout", layout)
+    with vllm_modules():
+        assert QuireAttentionBackend.get_kv_cache_stride_order() == order
+        layers = QuireAttentionBackend.get_kv_cache_stride_order(include_num_layers_dimension=True)
     # The dimension of layers is the first of the shape, and that of blocks comes before it in memory.
     assert [i - 1 for i in layers if i != 0] == list(order)
     assert layers[0] == 1
@@ -211,7 +208,8 @@ def test_order_of_a_cache_in_memory_is_that_of_vllms_layout(layout, order, monke
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed: tests/integrations/test_vllm_interface.py")
 def test_register_names_the_backend_as_often_as_it_is_called():
     for _ in range(2):
-        vllm.register()
+        with vllm_modules():
+            vllm.register()
         assert REGISTERED == {AttentionBackendEnum.CUSTOM: vllm.BACKEND}
 
 

@@ -9,22 +9,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from helpers.paths import ROOT, TESTS
+from helpers.vllm_modules import INSTALLED
 
 GIVEN = [x for x in os.environ.get("QUIRE_TEST_VLLM", "").split(os.pathsep) if x]
 FOLDERS = [x for x in GIVEN if (Path(x) / "vllm").is_dir()]
-INSTALLED = (
-    [""] if not GIVEN and find_spec("vllm") is not None and not hasattr(sys.modules.get("vllm"), "stand_in") else []
-)
+HERE = [""] if not GIVEN and INSTALLED else []
 
 
-@pytest.mark.skipif(not (FOLDERS or INSTALLED), reason="vLLM is not installed, and QUIRE_TEST_VLLM names no folder")
-@pytest.mark.parametrize("folder", FOLDERS or INSTALLED or [""])
+@pytest.mark.skipif(not (FOLDERS or HERE), reason="vLLM is not installed, and QUIRE_TEST_VLLM names no folder")
+@pytest.mark.parametrize("folder", FOLDERS or HERE or [""])
 def test_interface_of_vllm_is_that_of_the_plug_in(folder):
     others = [x for x in GIVEN if x not in FOLDERS]
     paths = [str(ROOT / "src"), *([folder, *others] if folder else []), *(x for x in sys.path if x)]
