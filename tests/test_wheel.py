@@ -100,9 +100,10 @@ def test_wheel_entry_point_runs_the_command_line(installed):
         installed,
         "from importlib.metadata import distribution\n"
         f"points = {{x.group: x for x in distribution({DISTRIBUTION!r}).entry_points}}\n"
-        "assert points.keys() == {'console_scripts', 'vllm.general_plugins'}, points\n"
+        "assert points.keys() == {'console_scripts', 'vllm.general_plugins', 'sglang.srt.plugins'}, points\n"
         "assert {x.name for x in points.values()} == {'quire'}, points\n"
         "assert callable(points['vllm.general_plugins'].load())\n"
+        "assert callable(points['sglang.srt.plugins'].load())\n"
         "points['console_scripts'].load()(['--version'])",
     )
     assert __version__ in done.stdout, done.stderr

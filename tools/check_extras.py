@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 CONSTRAINTS = ["--constraint", str(ROOT / "constraints.txt")]
 
-# vLLM pins its own versions of torch and others.
-UNCONSTRAINED = {"vllm"}
+# Engines that pin their own versions of torch and others.
+UNCONSTRAINED = {"vllm", "sglang"}
 
 GENERATE = """
 from quire.engine import LLM, SamplingParams
@@ -56,6 +56,15 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 (plugin,) = [x for x in entry_points(group="vllm.general_plugins") if x.name == "quire"]
 plugin.load()()
 assert AttentionBackendEnum.CUSTOM.get_class().__module__ == "quire.integrations.vllm.backend"
+""",
+    "sglang": """
+from importlib.metadata import entry_points
+(plugin,) = [x for x in entry_points(group="sglang.srt.plugins") if x.name == "quire"]
+plugin.load()()
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+assert "quire" in ATTENTION_BACKENDS and "quire" in ATTENTION_BACKEND_CHOICES
+import quire.integrations.sglang.backend
 """,
     "chat": """
 import subprocess, sys

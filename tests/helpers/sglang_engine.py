@@ -258,6 +258,8 @@ class Engine:
             rope = self.layers[0].qk_head_dim - latent
             of |= {"kv_lora_rank": latent, "qk_rope_head_dim": rope, "layer_num": len(self.layers)}
             pool = SGLANG.MLATokenToKVPool(**of, enable_memory_saver=False)
+            # Else the pool asks how many ranks share a context, which only a server's processes know.
+            pool.write_loc_is_dcp_resolved = True
             self.buffers = pool.kv_buffer
         else:
             of |= {"head_num": KV_HEADS, "head_dim": DIM, "layer_num": len(self.layers)}

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from quire.steps import quantize
+from quire.steps import quantize, store
 
 
 class Pools:
@@ -69,12 +69,20 @@ class Pools:
     def write(self, layer: Any, batch: Any, window_slots: Tensor | None, k: Tensor, v: Tensor) -> None:
         """Write a step's new keys and values, [tokens, num_kv_heads, head_dim], to the slots of the step.
 
-        In an fp8 pool they are divided by the layer's scales here, and saturated: SGLang's pools would divide the
-        tensors in place, which attention over them still reads, and give NaN for what is too large.
+        In an fp8 pool they are divided by the layer's scales and saturated. SGLang's pools would divide the tensors in
+        place, which attention over them still reads, and give NaN for what is too large.
         """
         if self.dtype.itemsize == 1:
             k_scale, v_scale = scales(layer, self.dtype)
-            k, v = quantize(k, self.dtype, k_scale), quantize(v, self.dtype, v_scale)
+            pages = self.pages(layer)
+            if pages[0].data_ptr() != pages[1].data_ptr():
+                slots = batch.out_cache_loc
+                if window_slots is not None and self.is_window_layer(layer.layer_id):
+                    slots = window_slots
+                store(pages, k, v, slots, k_scale, v_scale)
+                return
+            # Latent keys contain the values, and are written once.
+            k = quantize(k, self.dtype, k_scale)
         self.pool.set_kv_buffer(layer, KVWriteLoc.for_batch(batch, swa_loc=window_slots), k, v)
 
 
