@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers import sglang_engine
 from helpers.token_engine import DEVICES, DIM, DTYPES, HEADS, KV_HEADS, Engine, Layer, models, schedule, with_graphs
 from quire.backends.pymllm import WrapperDispatch
 from quire.backends.sglang import FlashInferAttnBackend
@@ -119,11 +120,43 @@ def test_masks_in_buffers_of_another_size(device, rng):
         engine.replay("TARGET_VERIFY", 4, requests, 3, masks)
 
 
-def test_scales_and_slots_are_the_pools_affair(rng):
-    """The pool is called as SGLang calls it: with the layer, the slots, and the layer's scales."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp8_pool_random_schedule_equals_oracle(device, rng):
+    """Over the pools of SGLang, which divide keys by scales in place and do not saturate; layers with scales and
+    without. Prompts without a prefix are attended to as they are given, all else as it is stored.
+    """
+    layers = [sglang_engine.layer(0, scales=(0.5, 2.0)), sglang_engine.layer(1, sinks=True)]
+    options = {"kv_dtype": rng.choice((torch.float8_e4m3fn, torch.float8_e5m2)), "make": FlashInferAttnBackend}
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    engine = sglang_engine.Engine(rng, layers, device=device, dtype=dtype, **options)
+    sglang_engine.schedule(sglang_engine.with_graphs(engine, rng.random() < 0.5), rng, 25)
+
+
+def test_fp8_pool_large_values_saturate_and_inputs_stay(rng):
+    options = {"kv_dtype": torch.float8_e4m3fn, "make": FlashInferAttnBackend}
+    engine = sglang_engine.Engine(rng, [sglang_engine.layer(0, scales=(0.5, 0.5))], **options)
+    request = engine.arrive()
+    batch = engine.batch("EXTEND", [request], [3])
+    engine.backend.init_forward_metadata(batch)
+    q, k, v = engine.inputs(engine.layers[0], 3)
+    k[1], v[2] = 1e4, -1e4
+    kept = k.clone(), v.clone()
+    out = engine.backend.forward(q, k, v, engine.layers[0], batch)
+    engine.check(engine.layers[0], [request], [3], out, q, k, v, alone=True)
+    assert torch.equal(k, kept[0])
+    assert torch.equal(v, kept[1])
+    engine.step("DECODE", [request], [1])
+
+
+def test_scales_are_without_effect_in_a_wider_pool(rng):
+    engine = sglang_engine.Engine(rng, [sglang_engine.layer(0, scales=(0.5, 2.0))], make=FlashInferAttnBackend)
+    request = engine.arrive()
+    engine.step("EXTEND", [request], [4])
+    engine.step("DECODE", [request], [1])
+
+
+def test_pool_is_called_with_the_layer_and_its_slots(rng):
     layer = Layer(0)
-    layer.k_scale, layer.v_scale = torch.tensor(0.5), torch.tensor(2.0)
-    layer.k_scale_float, layer.v_scale_float = 0.5, 2.0
     engine = Engine(rng, Face(), [layer])
     calls = []
     engine.pool.set_kv_buffer = lambda *args: calls.append(args)
@@ -131,12 +164,11 @@ def test_scales_and_slots_are_the_pools_affair(rng):
     engine.backend.init_forward_metadata(batch)
     q, k, v = (torch.randn(3, heads * DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     engine.backend.forward(q, k, v, layer, batch)
-    [(whose, slots, keys, values, k_scale, v_scale)] = calls
+    [(whose, slots, keys, values)] = calls
     assert whose is layer
     assert slots is batch.out_cache_loc
     assert torch.equal(keys.flatten(1), k)
     assert torch.equal(values.flatten(1), v)
-    assert (k_scale, v_scale) == (layer.k_scale, layer.v_scale)
 
 
 def test_modes_of_older_engines(rng):

@@ -53,12 +53,13 @@ class Engine:
         dtype, kv_dtype: of queries and of the pool.
         windows: whether layers with windows have slots of their own.
         latent: the rank of latent keys, in an MLA pool; 0 for another pool.
+        make: makes the backend of a model runner.
         options: attributes of SGLang's server_args.
     """
 
     def __init__(
         self, rng, layers, *, device="cpu", dtype=torch.float32, kv_dtype=None, page_size=1, windows=False, latent=0,
-        rows=5, width=96, **options,
+        rows=5, width=96, make=QuireAttentionBackend, **options,
     ):  # fmt: skip
         self.rng, self.layers, self.device, self.dtype, self.page_size = rng, layers, device, dtype, page_size
         self.kv_dtype = kv_dtype or dtype
@@ -69,20 +70,22 @@ class Engine:
         rng.shuffle(self.free)
         self.requests: list[Request] = []
         self.req_to_token = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        self.backend = QuireAttentionBackend(self.runner(**options))
+        self.backend = make(self.runner(**options))
         self.graphs: dict[Any, Any] = {}
 
     def runner(self, **options: Any) -> Any:
         """What the backend reads of SGLang's model runner."""
         usual = {"dcp_size": 1, "enable_mis": False, "enable_deterministic_inference": False}
         args = SimpleNamespace(**{**usual, "speculative_algorithm": "NGRAM", **options})
+        model = {"is_encoder_decoder": False, "context_len": self.width, "num_attention_heads": HEADS, "head_dim": DIM}
         return SimpleNamespace(
+            sliding_window_size=None,
             device=self.device,
             dtype=self.dtype,
             kv_cache_dtype=self.kv_dtype,
             page_size=self.page_size,
             server_args=args,
-            model_config=SimpleNamespace(is_encoder_decoder=False, context_len=self.width),
+            model_config=SimpleNamespace(**model, get_num_kv_heads=lambda size: KV_HEADS),
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token, size=self.rows),
             token_to_kv_pool=self.pool,
             kv_index_translator=SimpleNamespace(is_translating=False),

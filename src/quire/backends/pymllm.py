@@ -118,7 +118,7 @@ class FlashInferAttnBackend(PlanningBackend):
         wrapper = metadata.decode_wrappers[self._get_wrapper_idx(layer)]
         if k is not None and v is not None and save_kv_cache:
             self._save(k, v, cache, layer, forward_batch)
-        return wrapper.run(q, radix.pages(cache), sinks=sinks, **radix.options(layer), **radix.scales(layer)).flatten(1)
+        return wrapper.run(q, radix.pages(cache), sinks=sinks, **radix.options(layer), **self._scales(layer)).flatten(1)
 
     def forward_extend(
         self,
@@ -170,7 +170,7 @@ class FlashInferAttnBackend(PlanningBackend):
             self._save(k, v, cache, layer, forward_batch)
         if only_rows:
             return wrapper.run(q, k, v, **options).flatten(1)
-        return wrapper.run(q, radix.pages(cache), **options, **radix.scales(layer)).flatten(1)
+        return wrapper.run(q, radix.pages(cache), **options, **self._scales(layer)).flatten(1)
 
     def _get_wrapper_idx(self, layer: RadixAttention) -> int:
         """The index of a layer's wrapper among those of a kind."""
@@ -187,7 +187,7 @@ class FlashInferAttnBackend(PlanningBackend):
         own = step.ragged(True).run_return_lse(q, k, v, **options)
         options = {**options, "sinks": None, "window_left": -1}  # the mask of the prefix applies the window
         prefix = step.prefix(radix.window(layer))
-        return merge_state(*own, *prefix.run_return_lse(q, radix.pages(cache), **options, **radix.scales(layer)))[0]
+        return merge_state(*own, *prefix.run_return_lse(q, radix.pages(cache), **options, **self._scales(layer)))[0]
 
     def _metadata(self, kind: type) -> Any:
         if not isinstance(self.forward_metadata, kind):
@@ -204,6 +204,13 @@ class FlashInferAttnBackend(PlanningBackend):
         self._write(layer, batch, radix.slots(batch, layer, len(k), len(cache[0])), k, v)
 
     def _write(self, layer: RadixAttention, batch: Any, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        scales = {name: 1.0 if x is None else x for name, x in radix.scales(layer).items()}
-        k, v = (quantize(x, self.kv_cache_dtype, s) for x, s in zip((k, v), scales.values(), strict=True))
-        self._pool(batch).set_kv_buffer(layer.layer_id, slots, k, v)
+        scales = (1.0 if x is None else x for x in self._scales(layer).values())
+        k, v = (quantize(x, self.kv_cache_dtype, s) for x, s in zip((k, v), scales, strict=True))
+        self._pool(batch).set_kv_buffer(self._named(layer), slots, k, v)
+
+    def _scales(self, layer: RadixAttention) -> dict[str, Any]:
+        return radix.scales(layer, self.kv_cache_dtype)
+
+    def _named(self, layer: RadixAttention) -> Any:
+        """What the pool calls a layer."""
+        return layer.layer_id

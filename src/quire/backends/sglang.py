@@ -43,7 +43,8 @@ class ModelRunner(Protocol):
         dtype, kv_cache_dtype: the dtype of queries and outputs, and that of the pool.
         sliding_window_size: None: no layer has a window.
         req_to_token_pool: has `req_to_token`, int32 [max_reqs, max_context], and `size`, the most requests at once.
-        token_to_kv_pool: has get_kv_buffer(layer_id) and set_kv_buffer(layer, loc, k, v, k_scale, v_scale).
+        token_to_kv_pool: has get_kv_buffer(layer_id) and set_kv_buffer(layer, loc, k, v). In an fp8 pool, k and v are
+            fp8 already: SGLang's pools would divide the tensors of the caller in place, and not saturate.
         model_config: has num_attention_heads, get_num_kv_heads(tensor parallel size), head_dim, context_len, and
             optionally v_head_dim and is_encoder_decoder.
     """
@@ -176,9 +177,8 @@ class FlashInferAttnBackend(pymllm.FlashInferAttnBackend):
     def _pool(self, forward_batch: Any) -> Any:
         return self.token_to_kv_pool
 
-    def _write(self, layer: RadixAttention, batch: Any, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        scales = (getattr(layer, "k_scale", None), getattr(layer, "v_scale", None))
-        self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, *scales)
+    def _named(self, layer: RadixAttention) -> Any:
+        return layer
 
     def _get_wrapper_idx(self, layer: RadixAttention) -> int:
         position, cap = getattr(layer, "pos_encoding_mode", "NONE"), getattr(layer, "logit_capping_method", "tanh")

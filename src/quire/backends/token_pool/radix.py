@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.backends.token_pool.batch import RadixAttention
 from quire.definition.pages import refuse_first
+from quire.definition.spec import FLOATS8
 from quire.steps import Heads
 
 
@@ -32,9 +33,13 @@ def options(layer: RadixAttention) -> dict[str, Any]:
     return {"sm_scale": layer.scaling, "window_left": window(layer), "logits_soft_cap": cap}
 
 
-def scales(layer: RadixAttention) -> dict[str, Any]:
-    """The scales of a layer's keys and values in an fp8 cache: Python numbers if the layer has them, else tensors."""
-    values = {}
+def scales(layer: RadixAttention, dtype: torch.dtype) -> dict[str, Any]:
+    """The scales of a layer's keys and values in a cache of a dtype: Python numbers if the layer has them, else
+    tensors. None in a cache that is not fp8, whatever the checkpoint has, as keys are stored there as they are.
+    """
+    values: dict[str, Any] = {"k_scale": None, "v_scale": None}
+    if dtype not in FLOATS8:
+        return values
     for name in ("k_scale", "v_scale"):
         number = getattr(layer, f"{name}_float", None)
         values[name] = getattr(layer, name, None) if number is None else number
