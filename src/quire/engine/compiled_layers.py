@@ -174,8 +174,8 @@ def compiling(tokens: int) -> Iterator[None]:
     Numbers of modules, such as a norm's epsilon, are constants. What takes little time, such as the norms of queries
     and of keys, is computed by one kernel. The kernels of a single token take as long as their launches, so each is
     launched while the one before it runs (programmatic dependent launch); steps of more tokens became slower by it
-    (docs/kernels/triton.md). No kernel writes to its inputs: those that did would be tuned with copies of them, whose
-    launches take the host longer than most kernels run, so that all configurations looked alike.
+    (docs/notes/triton-experiments.md). No kernel writes to its inputs: those that did would be tuned with copies of
+    them, whose launches take the host longer than most kernels run, so that all configurations looked alike.
     """
     import torch._dynamo.config
     import torch._inductor.config as inductor
