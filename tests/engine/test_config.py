@@ -16,6 +16,7 @@ from quire.engine import LLM, EngineConfig
 COMMANDS = {"generate": [], "chat": [], "serve": [], "calibrate": ["scales"]}
 # A value of each field that is not its default, and the words of a command line that give it.
 VALUES = {
+    "revision": ("v1.0", ["--revision", "v1.0"]),
     "device": ("cuda:1", ["--device", "cuda:1"]),
     "dtype": ("bfloat16", ["--dtype", "bfloat16"]),
     "backend": ("reference", ["--backend", "reference"]),

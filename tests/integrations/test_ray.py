@@ -200,6 +200,7 @@ def test_arguments_come_as_text():
     )
     assert settings.model is not None
     assert settings.model.startswith("/")
+    assert Settings(model="Qwen/Qwen3-0.6B").model == "Qwen/Qwen3-0.6B"
     assert (settings.num_replicas, settings.queue_timeout, settings.limits.max_n) == (2, 7.5, 2)
     assert settings.max_ongoing_requests == 8
     scaled = Settings(autoscaling_config='{"max_replicas": 3}', max_ongoing_requests="20").autoscaling_config

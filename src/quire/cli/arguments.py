@@ -35,6 +35,7 @@ _CALIBRATE = (
     "texts should resemble those of later requests."
 )
 _SERVE = "Serve a model over HTTP with OpenAI's interface, until SIGINT or SIGTERM."
+_MODEL = "a checkpoint folder, or a name of the Hugging Face hub (owner/name); default: the bundled model"
 _CODE = "run Python code that comes with the checkpoint, if it needs that"
 _SAMPLING = "What is not given is the checkpoint's, in its generation_config.json, or else what stands in parentheses."
 
@@ -58,7 +59,7 @@ def _generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="complete prompts", description="Complete prompts, all at once.")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, and without --file: stdin")
     parser.add_argument("--file", type=Path, help=_FILE)
-    parser.add_argument("--model", type=Path, help="a Hugging Face checkpoint folder; default: the bundled model")
+    parser.add_argument("--model", help=_MODEL)
     parser.add_argument("--json", action="store_true", help="a JSON object per prompt, and one for the summary")
 
     sampling = _sampling(parser)
@@ -68,7 +69,9 @@ def _generate(commands: Any) -> None:
 
 def _chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk to a model in the terminal", description=_CHAT)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint folder; with --url, a name there")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a checkpoint folder, or a name of the hub; with --url, a name there"
+    )
     parser.add_argument("--url", help="talk to a server with OpenAI's interface, such as http://127.0.0.1:8000")
     parser.add_argument("--api-key", metavar="KEY", help="with --url: sent as a bearer token")
     _sampling(parser)
@@ -110,11 +113,11 @@ def _engine(parser: argparse.ArgumentParser) -> None:
 def _serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=_SERVE)
     add = parser.add_argument
-    add("model", type=Path, nargs="?", help="a Hugging Face checkpoint folder; default: the bundled model")
+    add("model", nargs="?", help=_MODEL)
     add("--host", default="127.0.0.1", help="where to listen; 0.0.0.0: on all interfaces (127.0.0.1)")
     add("--port", type=int, default=8000, help="0: a free one (8000)")
     add("--api-key", metavar="KEY", help="that requests must have; default: QUIRE_API_KEY, if it is set")
-    add("--served-model-name", metavar="NAME", help="default: the folder's")
+    add("--served-model-name", metavar="NAME", help="default: that of the hub, or the folder's")
     add("--allowed-origin", action="append", metavar="URL", help="of web pages that may use it (may be given again)")
     add("--max-queue", type=int, default=1024, metavar="N", help="completions that wait, beyond those that run (1024)")
     add("--max-n", type=int, default=16, metavar="N", help="completions of each prompt (16)")
@@ -132,7 +135,7 @@ def _calibrate(commands: Any) -> None:
     add("output", type=Path, metavar="FILE", help="a safetensors file to write")
     add("prompts", nargs="*", metavar="TEXT", help="texts; without any, and without --file: stdin")
     add("--file", type=Path, help=_FILE)
-    add("--model", type=Path, help="a Hugging Face checkpoint folder; default: the bundled model")
+    add("--model", help=_MODEL)
     _engine(parser)
 
 
@@ -172,7 +175,7 @@ def _bench(commands: Any) -> None:
     parser.add_argument("--plot", type=Path, help="draw rates under their ceiling, as PNG (needs quire[bench])")
 
     engine = parser.add_argument_group("throughput and latency of the engine")
-    engine.add_argument("--model", type=Path, help="a checkpoint folder; default: the bundled model")
+    engine.add_argument("--model", help=_MODEL)
     engine.add_argument(
         "--shape", help="random weights instead: qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, [half-]llama-3.1-8b"
     )

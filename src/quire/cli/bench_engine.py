@@ -69,10 +69,13 @@ def _folder(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
     """The folder and the name of the model."""
     from quire.bench.workloads import write_shape
     from quire.engine import shipped_model
+    from quire.engine.hub import checkpoint_folder, download_weights, model_name
 
     if args.shape is None:
-        folder = args.model or shipped_model()
-        yield folder, folder.name
+        model = args.model or shipped_model()
+        folder = checkpoint_folder(model, code=args.trust_remote_code)
+        download_weights(model, folder)
+        yield folder, model_name(model)
         return
     if args.model is not None:
         raise ValueError(f"--shape {args.shape}: --model names a model already")

@@ -31,10 +31,10 @@ class _Local:
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self._llm, self._tokenizer = llm, llm.model.tokenizer
         if self._tokenizer is None:
-            raise ValueError(f"{llm.model.folder} has no tokenizer: quire chat needs one")
+            raise ValueError(f"{llm.name} has no tokenizer: quire chat needs one")
         self.plain = not self._tokenizer.chat_template
         self._params = replace(params, max_tokens=None) if params.max_tokens == "auto" and not self.plain else params
-        self.name = llm.model.folder.name
+        self.name = llm.name
 
     async def answer(self, messages: Messages) -> AsyncGenerator[str, None]:
         """Yield parts of the answer's text.

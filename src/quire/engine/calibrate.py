@@ -38,7 +38,7 @@ class _Measuring(Runner):
 
 
 def calibrate(
-    folder: str | Path | None,
+    model: str | Path | None,
     texts: Sequence[Prompt],
     file: str | Path,
     config: EngineConfig | None = None,
@@ -50,7 +50,7 @@ def calibrate(
     its scale is 224, half of the largest e4m3 number. The same texts give the same scales, up to rounding.
 
     Args:
-        folder: a Hugging Face checkpoint; None: the bundled model.
+        model: as for `LLM`; None: the bundled model.
         texts: strings, or lists of token ids. Those that are longer than the model's context are cut into pieces.
         file: the safetensors file to write.
         config, options: as for `LLM`: device, dtype, max_model_len, ...; the cache has the model's dtype.
@@ -59,13 +59,13 @@ def calibrate(
         the scales of the keys and of the values of each layer.
 
     Raises:
-        FileNotFoundError, ValueError: as for `LLM`; there are no texts; keys or values are not finite.
+        OSError, ValueError: as for `LLM`; there are no texts; keys or values are not finite.
         RuntimeError: a text could not be computed.
     """
     config = replace(config or EngineConfig(), **options)
     if config.kv_cache_dtype != "auto":
         raise ValueError(f"kv_cache_dtype = {config.kv_cache_dtype!r}: scales are measured with the model's own dtype")
-    with LLM(folder, config, runner=_Measuring) as llm:
+    with LLM(model, config, runner=_Measuring) as llm:
         listed = [llm.encode(text, f"text {i}") for i, text in enumerate(texts)]
         most = llm.max_len - 1  # a request generates a token
         pieces = [tokens[i : i + most] for tokens in listed for i in range(0, len(tokens), most)]

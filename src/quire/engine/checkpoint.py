@@ -52,19 +52,13 @@ _HEADS = {
 }
 
 
-def check_files(folder: Path, dummy: bool) -> None:
-    """Refuse what is not a checkpoint folder.
-
-    Args:
-        folder: the checkpoint.
-        dummy: whether its weights are made, so that the folder needs no files of them.
+def check_files(folder: Path) -> None:
+    """Refuse a folder that is not a checkpoint, apart from its weights.
 
     Raises:
-        FileNotFoundError: the folder, its config.json or its weights are missing.
+        FileNotFoundError: its config.json is missing.
         ValueError: it has an adapter.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(_no_folder(folder))
     has_config, adapter = (folder / "config.json").is_file(), folder / "adapter_config.json"
     if adapter.is_file() and not has_config:
         content = read_json(adapter)
@@ -80,7 +74,11 @@ def check_files(folder: Path, dummy: bool) -> None:
         )
     if not has_config:
         raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    if not dummy and not any(folder.glob("*.safetensors")):
+
+
+def check_weights(folder: Path) -> None:
+    """Raise a FileNotFoundError if a checkpoint has no weights."""
+    if not any(folder.glob("*.safetensors")):
         others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern))
         what = f"; {others[0]} is of a format that is not read" if others else ""
         raise FileNotFoundError(f"{folder} has no *.safetensors file: the weights are missing{what}")
@@ -187,16 +185,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} could not be loaded: it is not a JSON object")
     return content
-
-
-def _no_folder(folder: Path) -> str:
-    if folder.is_file():
-        return f"{folder} is a file: a model is a folder with config.json and *.safetensors"
-    message = f"there is no model folder {folder}"
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(folder)) or folder.parent.exists():
-        return message
-    remedy = f"download it (hf download {folder} --local-dir FOLDER), and give the folder"
-    return f"{message}, and names of the Hugging Face hub can't be run: {remedy}"
 
 
 @contextmanager

@@ -34,6 +34,8 @@ class EngineConfig:
     """How an engine loads its model, sizes its cache and forms its steps.
 
     Attributes:
+        revision: of a model that is a name of the Hugging Face hub: a branch, a tag or a commit; by default its main
+            branch.
         device: "cpu", "cuda", "cuda:1", ...; "auto" is "cuda" where there is a GPU, and else "cpu".
         dtype: of weights and cache, or its name; "auto" is float32 on the CPU and the checkpoint's dtype on other
             devices.
@@ -70,6 +72,7 @@ class EngineConfig:
         ValueError: a value is invalid; the message has its name.
     """
 
+    revision: str | None = _option(None, "of a name of the hub: a branch, tag or commit", type=str)
     device: str | torch.device = _option("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one, else the CPU")
     dtype: str | torch.dtype = _option("auto", "of weights and cache; auto is float32 on the CPU")
     backend: str = _option("auto", "kernel family (see quire env)")

@@ -13,6 +13,7 @@ from typing import Any
 from quire.engine.arguments import Prompt, as_list, one_each
 from quire.engine.config import EngineConfig
 from quire.engine.grammar import Grammar
+from quire.engine.hub import model_name
 from quire.engine.load import load_engine
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
@@ -78,13 +79,20 @@ class LLM:
     Requests of all callers share every step (continuous batching), and prompts with a common prefix share its pages.
 
     Args:
-        folder: a Hugging Face checkpoint folder; by default the bundled model.
+        model: the folder of a Hugging Face checkpoint, or its name on the hub, such as "Qwen/Qwen3-0.6B", which is
+            downloaded to the hub's cache; by default the bundled model.
         config: the configuration; by default that of `EngineConfig()`.
         runner: the class that computes steps; see docs/backends.md for those of serving backends.
         options: fields of `EngineConfig`, which replace those of `config`.
 
+    Attributes:
+        config: the configuration as it was given.
+        model: the model that runs.
+        name: of the model: its name on the hub, or that of its folder.
+
     Raises:
-        FileNotFoundError: the folder or its files are missing.
+        FileNotFoundError: the checkpoint or its files are missing.
+        OSError: a name of the hub could not be downloaded; a PermissionError if the model is gated.
         RuntimeError: the process was forked from one in which an LLM was made.
         TypeError: `EngineConfig` has no field of that name.
         ValueError: an argument is invalid, the checkpoint is broken, or the model is not supported (docs/engine.md).
@@ -92,7 +100,7 @@ class LLM:
 
     def __init__(
         self,
-        folder: str | Path | None = None,
+        model: str | Path | None = None,
         config: EngineConfig | None = None,
         *,
         runner: type[Runner] = Runner,
@@ -100,7 +108,9 @@ class LLM:
     ) -> None:
         check_process()
         self.config = replace(config or EngineConfig(), **options)
-        self._engine = load_engine(shipped_model() if folder is None else folder, self.config, runner)
+        source = shipped_model() if model is None else model
+        self.name = model_name(source)
+        self._engine = load_engine(source, self.config, runner)
         self.model = self._engine.model
         self._worker = Worker(self._engine)
 

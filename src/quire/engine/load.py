@@ -15,10 +15,11 @@ from torch import nn
 from quire.definition.checks import as_dtype
 from quire.engine import moe, projections
 from quire.engine.arguments import usable_device
-from quire.engine.checkpoint import check_files, load_network, load_tokenizer, read_config
+from quire.engine.checkpoint import check_files, check_weights, load_network, load_tokenizer, read_config
 from quire.engine.compiled_layers import CompiledLayers, decoder_layers, last_norms, recorded_norms
 from quire.engine.config import EngineConfig
 from quire.engine.engine import Engine
+from quire.engine.hub import checkpoint_folder, download_weights
 from quire.engine.inputs import Shape
 from quire.engine.memory import free_pages, profiled_pages
 from quire.engine.model import Model
@@ -32,16 +33,17 @@ from quire.steps import fp8_dtype
 _READERS = 8
 
 
-def load_engine(folder: str | Path, config: EngineConfig, runner: type[Runner] = Runner) -> Engine:
+def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] = Runner) -> Engine:
     """Make the engine of a checkpoint.
 
     Args:
-        folder: the checkpoint.
+        source: the checkpoint's folder, or its name on the Hugging Face hub.
         config: the configuration.
         runner: the class that computes steps.
 
     Raises:
-        FileNotFoundError: the folder or its files are missing.
+        FileNotFoundError: the checkpoint or its files are missing.
+        OSError: a name of the hub could not be downloaded (`quire.engine.hub`).
         ValueError: the configuration does not fit the machine, the runner or the model, or the checkpoint is broken or
             not supported.
     """
@@ -52,7 +54,7 @@ def load_engine(folder: str | Path, config: EngineConfig, runner: type[Runner] =
     config = config.on(device)
     max_batched_tokens = config.max_batched_tokens
     assert max_batched_tokens is not None
-    model = load_model(folder, device, config)
+    model = load_model(source, device, config)
     make = partial(_make_runner, runner, model, config, _cache_scales(model, config))
     made = make(_num_pages(model, config, make))
     check_runner(made)
@@ -62,23 +64,32 @@ def load_engine(folder: str | Path, config: EngineConfig, runner: type[Runner] =
     return engine
 
 
-def load_model(folder: str | Path, device: torch.device, config: EngineConfig | None = None) -> Model:
+def load_model(source: str | Path, device: torch.device, config: EngineConfig | None = None) -> Model:
     """Load the model of a checkpoint to a device.
 
     Args:
-        folder: a Hugging Face checkpoint: config.json, *.safetensors, and the tokenizer's files for text.
+        source: the folder of a Hugging Face checkpoint, with config.json, *.safetensors, and the tokenizer's files for
+            text; or its name on the hub.
         device: of weights and cache, in place of that of the configuration.
-        config: of which dtype, max_model_len, compile, load_format, trust_remote_code and batch_invariant are read.
+        config: of which revision, dtype, max_model_len, compile, load_format, trust_remote_code and batch_invariant are
+            read.
 
     Raises:
-        FileNotFoundError: the folder, its config.json or its weights are missing.
+        FileNotFoundError: the checkpoint, its config.json or its weights are missing.
+        OSError: a name of the hub could not be downloaded (`quire.engine.hub`).
         ValueError: the checkpoint is broken, quantized or of an unsupported kind, or max_model_len exceeds its context.
     """
-    config, folder = (config or EngineConfig()).on(device), Path(folder)
+    config = (config or EngineConfig()).on(device)
     dummy, trusted = config.load_format == "dummy", config.trust_remote_code
     dtype = None if config.dtype == "auto" else as_dtype(config.dtype)
-    check_files(folder, dummy)
-    network = load_network(folder, read_config(folder, trusted), device, dtype, dummy, trusted)
+    folder = checkpoint_folder(source, config.revision, trusted)
+    check_files(folder)
+    # What can't be run is refused before its weights are downloaded.
+    description = read_config(folder, trusted)
+    if not dummy:
+        download_weights(source, folder)
+        check_weights(folder)
+    network = load_network(folder, description, device, dtype, dummy, trusted)
     network = _moved(network, device).eval().requires_grad_(False)
     model = Model(folder, network, load_tokenizer(folder, trusted), config.max_model_len)
     on_gpu = device.type == "cuda"

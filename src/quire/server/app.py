@@ -39,7 +39,7 @@ def create_app(
 
     Args:
         llm: the engine; whoever made it closes it.
-        name: of the model; by default that of its folder.
+        name: of the model; by default that of the engine.
         limits: what requests may ask for.
         api_key: that requests must have as "Authorization: Bearer <key>"; None: they need none.
         allowed_origins: of web pages whose scripts may use the server (CORS); "*" for all.
@@ -53,7 +53,7 @@ def create_app(
     if not metrics_prefix.isidentifier():
         raise ValueError(f"metrics_prefix = {metrics_prefix!r}: it must have letters, digits and _ only")
     limits = limits or ServerLimits()
-    name = name or llm.model.folder.resolve().name
+    name = name or llm.name
     # The pages that FastAPI has for the OpenAPI document load their scripts from a host on the internet.
     app = FastAPI(title="Quire", version=__version__, responses=schemas.ERRORS, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, name, limits, Metrics(llm, name, metrics_prefix))

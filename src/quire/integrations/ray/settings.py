@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from ray.serve.config import AutoscalingConfig
 
 from quire.engine import EngineConfig
+from quire.engine.hub import is_hub_name
 from quire.server import ServerLimits
 
 
@@ -26,8 +27,9 @@ class Settings(BaseModel):
     """Arguments of the application. On a command line, those that are objects are written as JSON.
 
     Attributes:
-        model: a checkpoint folder, at the same path on all machines; by default the bundled model.
-        served_model_name: by default that of the folder.
+        model: a checkpoint folder, at the same path on all machines, or a name of the Hugging Face hub, which each
+            machine downloads to its cache; by default the bundled model.
+        served_model_name: by default that of the hub, or of the folder.
         engine: fields of `quire.engine.EngineConfig`: {"device": "cuda"}.
         limits: fields of `quire.server.ServerLimits`; `grace` is also the time that a replica has to finish its
             requests when it is taken away. The queue of `limits.max_queue` is the one within a replica. Bounds of
@@ -73,8 +75,8 @@ class Settings(BaseModel):
     @field_validator("model")
     @classmethod
     def _absolute(cls, model: str | None) -> str | None:
-        """Replicas run in folders of their own."""
-        return None if model is None else str(Path(model).absolute())
+        """The model with the absolute path of its folder, since replicas run in folders of their own."""
+        return model if model is None or is_hub_name(model) else str(Path(model).absolute())
 
     @field_validator("engine")
     @classmethod
