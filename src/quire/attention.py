@@ -175,13 +175,13 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             float_workspace_buffer,
             kv_layout,
             use_cuda_graph,
-            qo_indptr_buf,
-            paged_kv_indptr_buf,
-            paged_kv_indices_buf,
-            paged_kv_last_page_len_buf,
-            custom_mask_buf,
-            mask_indptr_buf,
-            backend,
+            qo_indptr_buf=qo_indptr_buf,
+            paged_kv_indptr_buf=paged_kv_indptr_buf,
+            paged_kv_indices_buf=paged_kv_indices_buf,
+            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
+            custom_mask_buf=custom_mask_buf,
+            mask_indptr_buf=mask_indptr_buf,
+            backend=backend,
         )
 
     def run(  # type: ignore[override]

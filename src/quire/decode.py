@@ -260,7 +260,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         check(fits, "q.shape", list(q.shape), lambda: f"{rows} tokens, batch size * q_len_per_req")
         k, v = self._split_cache(paged_kv_cache)
         given = RunArgs(
-            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, sinks, out, lse, return_lse
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, sinks=sinks, out=out, lse=lse, return_lse=return_lse,
         )  # fmt: skip
         if self._shared is not None and (window_left is None or window_left < 0):
             return self._shared.run(plan, q, paged_kv_cache, k, v, given)
@@ -368,29 +369,12 @@ def fast_decode_plan(
         fitting(held[1], table(indices, "indices"), "paged_kv_indices_buffer")
         indptr, indices, last_page_len = (x for x in held if x is not None)
     type(self).plan(
-        self,
-        indptr,
-        indices,
-        last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        pos_encoding_mode,
-        window_left,
-        logits_soft_cap,
-        q_data_type,
-        kv_data_type,
-        o_data_type,
-        data_type,
-        sm_scale,
-        rope_scale,
-        rope_theta,
-        non_blocking,
-        fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv,
-        q_len_per_req=q_len_per_req,
-    )
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
+        q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type, data_type=data_type,
+        sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta, non_blocking=non_blocking,
+        fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv, q_len_per_req=q_len_per_req,
+    )  # fmt: skip
 
 
 def single_decode_with_kv_cache(

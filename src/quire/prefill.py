@@ -225,8 +225,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             return done
         k, v = self._split_cache(paged_kv_cache)
         given = RunArgs(
-            q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, sinks, out, lse, return_lse, lse_base,
-            lse_layout,
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, sinks=sinks, out=out, lse=lse, return_lse=return_lse, lse_base=lse_base,
+            lse_layout=lse_layout,
         )  # fmt: skip
         return plan.run(q, k, v, given, key)
 

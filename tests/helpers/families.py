@@ -68,7 +68,8 @@ def compute(batch: Batch, family: str, **changes: Any) -> tuple[torch.Tensor, to
     }
     given |= {"sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
     moved = {name: move(x, device) for name, x in {**given, **changes}.items()}
-    registry.dispatch(Call(**moved), out, lse, family)
+    call = Call(**moved)
+    registry.admit(call, family).attend(call, out, lse)
     return out.cpu(), lse.cpu()
 
 

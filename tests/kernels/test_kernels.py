@@ -170,7 +170,7 @@ def test_queries_and_outputs_may_be_strided(family, rng):
     fused, wide, buffer, lse = (x.to(device) for x in (fused, wide, buffer, lse.T))
     lse, rest = lse.T, (move(x, device) for x in (batch.qo, batch.kv))
     call = Call(fused[:, 1 : 1 + spec.num_qo_heads], batch.k.to(device), wide[..., 8:], *rest, spec)
-    registry.dispatch(call, buffer[:, 1:], lse, family)
+    registry.admit(call, family).attend(call, buffer[:, 1:], lse)
     check(batch, buffer[:, 1:].cpu(), lse.cpu(), family)
     assert (buffer[:, 0] == 7.0).all()
 

@@ -114,7 +114,7 @@ def random_batch(
     area = sum(a * b for a, b in zip(q_lens, kv_lens, strict=True))
     mask = torch.rand(area, device=device) < 0.7 if spec.mask.custom_mask else None
     sinks = torch.randn(spec.num_qo_heads, device=device) if spec.sinks else None
-    return Batch(spec, q, k, v, qo, table, mask, sinks, k_scale, v_scale)
+    return Batch(spec, q, k, v, qo, table, bool_mask=mask, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
 
 
 def _filled_cache(table: PageTable, pool: int, heads: int, dim: int, dtype: torch.dtype, kv_layout: str) -> Tensor:

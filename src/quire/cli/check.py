@@ -140,7 +140,7 @@ def _errors(family: str, batch: Batch, max_q_len: int) -> tuple[float, float]:
     lse = torch.full(out.shape[:2], torch.nan, device=out.device)
     extras: dict[str, Any] = {"sinks": batch.sinks, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
     call = Call(batch.q, batch.k, batch.v, batch.qo, batch.kv, spec, mask=batch.mask, max_q_len=max_q_len, **extras)
-    registry.dispatch(call, out, lse, family)
+    registry.admit(call, family).attend(call, out, lse)
     exact, exact_lse = batch.exact()
     gap = torch.where(exact_lse == lse, 0.0, (exact_lse - lse).abs())
     return relative_error(out, exact), float(gap.max()) if gap.numel() else 0.0

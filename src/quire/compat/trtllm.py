@@ -128,9 +128,10 @@ def xqa_batch_decode_with_kv_cache(
     """
     ragged = q_cu_seq_lens is not None
     result = trtllm_batch_decode_with_kv_cache(
-        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-        out, sinks=sinks, kv_layout=kv_layout, q_len_per_req=None if ragged else q_len_per_req, o_scale=o_scale,
-        mask=mask, max_q_len=q_len_per_req if ragged else None, cum_seq_lens_q=q_cu_seq_lens, kv_cache_sf=kv_cache_sf,
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
+        window_left=window_left, out=out, sinks=sinks, kv_layout=kv_layout,
+        q_len_per_req=None if ragged else q_len_per_req, o_scale=o_scale, mask=mask,
+        max_q_len=q_len_per_req if ragged else None, cum_seq_lens_q=q_cu_seq_lens, kv_cache_sf=kv_cache_sf,
     )  # fmt: skip
     assert isinstance(result, Tensor)
     return result

@@ -44,7 +44,7 @@ def attend(
     sm_scale: float | None = None,
 ) -> Replay | None:
     """Compute a call into out and, unless it is None, lse. The last three arguments override the planned layer's values
-    unless they are None. Returns what replays the call, as `quire.kernels.registry.dispatch`; None while it is traced.
+    unless they are None. Returns what replays the call, as `Family.attend`; None while it is traced.
 
     Args:
         backend: "auto", or the name of a kernel family.
@@ -126,8 +126,8 @@ def _compute(
     logits_soft_cap: float | None,
     sm_scale: float | None,
 ) -> Replay | None:
-    """Check what lies on the host against the tensors' sizes, apply the run's overrides, and dispatch the call. In
-    inference mode, as sinks and scales may be parameters, and what is written to may be an inference tensor.
+    """Check what lies on the host against the tensors' sizes, apply the run's overrides, and let a family compute the
+    call. In inference mode, as sinks and scales may be parameters, and what is written to may be an inference tensor.
     """
     spec, rows = call.spec, call.qo.indptr
     if rows.device.type == "cpu":
@@ -145,7 +145,7 @@ def _compute(
     sinks = call.sinks is not None
     if window_left is not None or logits_soft_cap is not None or sm_scale is not None or sinks != spec.sinks:
         call.spec, family = _spec_of_run(spec, window_left, logits_soft_cap, sm_scale, sinks), None
-    return registry.dispatch(call, out, lse, backend, family)
+    return registry.admit(call, backend, family).attend(call, out, lse)
 
 
 @operation("attend", "out", "lse")
@@ -193,19 +193,19 @@ def _attend_op(
     items = None
     if prefix_lens is not None and item_positions is not None:
         items = Items(prefix_lens, item_positions, items_len)
-    scale = _join_scales(scales[:3], q_scale, k_scale, v_scale)
+    q_gain, k_gain, v_gain = _join_scales(scales[:3], q_scale, k_scale, v_scale)
     call = Call(
-        q=q,
-        k=k,
-        v=v,
-        qo=RaggedLayout(qo_indptr),
-        kv=kv,
-        spec=AttentionSpec.parse(layer),
+        q,
+        k,
+        v,
+        RaggedLayout(qo_indptr),
+        kv,
+        AttentionSpec.parse(layer),
         mask=mask,
         sinks=sinks,
-        q_scale=scale[0],
-        k_scale=scale[1],
-        v_scale=scale[2],
+        q_scale=q_gain,
+        k_scale=k_gain,
+        v_scale=v_gain,
         items=items,
         q_pe=q_pe,
         k_pe=k_pe,
@@ -295,9 +295,9 @@ def _attend_one_op(
     )
     check_qkv(q, k, v, spec, q.device)
     qo, kv = RaggedLayout(_indptr_of_one(len(q), q.device)), RaggedLayout(_indptr_of_one(len(k), q.device))
-    gains = _join_scales(scales, q_scale, k_scale, v_scale)
-    call = Call(q, k, v, qo, kv, spec, mask, None, *gains, max_q_len=len(q))
-    registry.dispatch(call, out, lse, backend)
+    q_gain, k_gain, v_gain = _join_scales(scales, q_scale, k_scale, v_scale)
+    call = Call(q, k, v, qo, kv, spec, mask=mask, max_q_len=len(q), q_scale=q_gain, k_scale=k_gain, v_scale=v_gain)
+    registry.admit(call, backend).attend(call, out, lse)
 
 
 def _indptr_of_one(length: int, device: torch.device) -> Tensor:

@@ -109,5 +109,16 @@ class Call:
                 q, q_pe = q.float(), q_pe.float() * self.pe_gain
             q, k = torch.cat([q, q_pe], -1), torch.cat([k, self.k_pe], -1)
             spec = spec.replace(latent=False, q_dtype=q.dtype)
-        scales = (self.q_scale, self.k_scale, self.v_scale)
-        return Call(q, k, self.v, self.qo, self.kv, spec, mask, self.sinks, *scales)
+        return Call(
+            q,
+            k,
+            self.v,
+            self.qo,
+            self.kv,
+            spec,
+            mask=mask,
+            sinks=self.sinks,
+            q_scale=self.q_scale,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )

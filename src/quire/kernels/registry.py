@@ -10,10 +10,9 @@ from functools import lru_cache
 from importlib import import_module
 
 import torch
-from torch import Tensor
 
 from quire.definition.spec import AttentionSpec
-from quire.kernels.call import Call, Replay
+from quire.kernels.call import Call
 from quire.kernels.family import Family
 
 FAMILIES = {
@@ -77,17 +76,12 @@ def choose(
     raise ValueError(f"no kernels for this attention on {device}: {told}")
 
 
-def dispatch(
-    call: Call, out: Tensor, lse: Tensor | None, backend: str = "auto", chosen: Family | None = None
-) -> Replay | None:
-    """Compute a call with the family that `backend` names or, for "auto", with the first that can.
+def admit(call: Call, backend: str = "auto", chosen: Family | None = None) -> Family:
+    """The family that computes a call: the one that `backend` names or, for "auto", the first that can.
 
     Args:
         chosen: the family, if it was chosen before for such layers and requests. Another one computes the call if this
             one refuses it.
-
-    Returns:
-        what replays the call with other tensors of equal shapes, strides and dtypes, where the family can.
 
     Raises:
         ValueError: no family can, or the named one cannot.
@@ -100,4 +94,4 @@ def dispatch(
         warnings.warn(f"{found.name} does not compute a call, another kernel family does: {reason}", stacklevel=2)
         but += (found.name,)
         found = choose(call.spec, call.q.device, backend, call.max_q_len, but)
-    return found.attend(call, out, lse)
+    return found

@@ -195,11 +195,6 @@ class Plan(NamedTuple):
         q_pe, k_pe, pe_gain = args.latent or (None, None, 1.0)
         if self.check_pages and isinstance(self.kv, PageTable):
             self.kv.to("cpu").check_pool(len(k))
-        scales = (
-            as_scale(args.q_scale, "q_scale", spec.num_qo_heads),
-            as_scale(args.k_scale, "k_scale", spec.num_kv_heads),
-            as_scale(args.v_scale, "v_scale", spec.num_kv_heads),
-        )
         if args.sinks is not None:
             check_tensor(args.sinks, "sinks", (spec.num_qo_heads,), None, device)
         wanted = args.return_lse or args.lse is not None
@@ -211,8 +206,12 @@ class Plan(NamedTuple):
         else:  # len() of a tensor takes microseconds
             out, lse = outputs(q.shape[0], spec, device, args.out, args.lse, wanted)
         call = Call(
-            q, k, v, self.qo, self.kv, spec, self.mask, args.sinks, *scales, self.items, q_pe, k_pe, pe_gain,
-            self.max_q_len, self.float_workspace, self.int_workspace,
+            q, k, v, self.qo, self.kv, spec, mask=self.mask, sinks=args.sinks,
+            q_scale=as_scale(args.q_scale, "q_scale", spec.num_qo_heads),
+            k_scale=as_scale(args.k_scale, "k_scale", spec.num_kv_heads),
+            v_scale=as_scale(args.v_scale, "v_scale", spec.num_kv_heads),
+            items=self.items, q_pe=q_pe, k_pe=k_pe, pe_gain=pe_gain, max_q_len=self.max_q_len,
+            float_workspace=self.float_workspace, int_workspace=self.int_workspace,
         )  # fmt: skip
         replay = attend(
             call,

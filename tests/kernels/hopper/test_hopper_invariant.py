@@ -333,7 +333,7 @@ def test_kernels_that_are_launched(group, max_q_len, names, monkeypatch, rng):
     monkeypatch.setattr(hopper, "_processors", lambda device: 132)
     batch = random_batch(layer((128, BF16, 2, group)), [max_q_len or 30, 1], [200, 64], 16)
     call = Call(q=batch.q, k=batch.k, v=batch.v, qo=batch.qo, kv=batch.kv, spec=batch.spec, max_q_len=max_q_len)
-    assert hopper._launch(call, batch.q, None) is None
+    assert hopper.FAMILY.launch(call, batch.q, None) is None
     assert [name for name, _ in launched] == names
     schedules = [given["c"].schedule for _, given in launched]
     limits = [(x.least_q_len, x.most_q_len) for x in schedules]

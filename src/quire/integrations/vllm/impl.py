@@ -142,8 +142,9 @@ class QuireAttentionImpl(AttentionImpl[QuireMetadata]):
 
     def _layer_kind(self, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> LayerKind:
         return LayerKind(
-            self.num_heads, self.num_kv_heads, self.head_size, self.scale, self.sliding_window, self.logits_soft_cap,
-            q_dtype, kv_dtype, tuple(self.alibi_slopes or ()),
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_size=self.head_size, scale=self.scale,
+            window=self.sliding_window, soft_cap=self.logits_soft_cap, q_dtype=q_dtype, kv_dtype=kv_dtype,
+            slopes=tuple(self.alibi_slopes or ()),
         )  # fmt: skip
 
     def _scales(self, layer: Any) -> tuple[Any, Any]:

@@ -4,7 +4,6 @@ longer than a small kernel runs. And what a family must know of tensors before a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.definition.spec import FLOATS
 from quire.kernels.call import Addresses, Call, Replay
+from quire.kernels.family import Family
 from quire.kernels.gpu.tma import Matrix, descriptors
 from quire.kernels.gpu.triton_internals import INTERPRETED, direct_launch, has_direct_launch
 
@@ -171,23 +171,27 @@ class SmallLauncher:
         return None
 
 
-def launch_into(
-    launch: Callable[[Call, Tensor, Tensor | None], Replay | None], call: Call, out: Tensor, lse: Tensor | None
-) -> Replay | None:
-    """Launch into out and lse, through a temporary where kernels cannot write to one of them directly."""
-    writable = out.dtype in FLOATS and out.stride(-1) == 1
-    kernel_out = out if writable else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    kernel_lse = lse
-    if lse is not None and not lse.is_contiguous():
-        kernel_lse = torch.empty_like(lse, memory_format=torch.contiguous_format)
-    replay = launch(call, kernel_out, kernel_lse)
-    if kernel_out is out and kernel_lse is lse:
-        return replay
-    if kernel_out is not out:
-        out.copy_(kernel_out)
-    if lse is not None and kernel_lse is not None and kernel_lse is not lse:
-        lse.copy_(kernel_lse)
-    return None
+class GpuFamily(Family):
+    """A family that launches kernels, which write contiguous rows of floats; other outputs are copied."""
+
+    def launch(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
+        """`attend` into outputs that kernels can write to."""
+        raise NotImplementedError
+
+    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
+        writable = out.dtype in FLOATS and out.stride(-1) == 1
+        kernel_out = out if writable else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        kernel_lse = lse
+        if lse is not None and not lse.is_contiguous():
+            kernel_lse = torch.empty_like(lse, memory_format=torch.contiguous_format)
+        replay = self.launch(call, kernel_out, kernel_lse)
+        if kernel_out is out and kernel_lse is lse:
+            return replay
+        if kernel_out is not out:
+            out.copy_(kernel_out)
+        if lse is not None and kernel_lse is not None and kernel_lse is not lse:
+            lse.copy_(kernel_lse)
+        return None
 
 
 def split_scales(call: Call) -> tuple[tuple[float, float, float], tuple[Tensor | None, Tensor | None, Tensor | None]]:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quire.definition.spec import AttentionSpec
 from quire.kernels.call import Call, Replay
-from quire.kernels.family import BASIC, Family
-from quire.kernels.gpu.launch import INTERPRETED, launch_into
+from quire.kernels.family import BASIC
+from quire.kernels.gpu.launch import INTERPRETED, GpuFamily
 from quire.kernels.hopper.decode import host as decode_host
 from quire.kernels.hopper.mask import MASKS
 from quire.kernels.hopper.mla import host as mla_host
@@ -57,17 +57,7 @@ def _launched(spec: AttentionSpec, max_q_len: int) -> tuple[ModuleType, ...]:
     return hosts
 
 
-def _launch(call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
-    processors = _processors(out.device)
-    replays = [host.launch(call, out, lse, processors) for host in _launched(call.spec, call.max_q_len)]
-    if len(replays) == 1 or None in replays:
-        return replays[-1] if replays[0] else None
-    first, second = replays
-    # Both find alike whether addresses are aligned.
-    return lambda addresses, stream: first(addresses, stream) and second(addresses, stream)
-
-
-class _Hopper(Family):
+class _Hopper(GpuFamily):
     name = "hopper"
     # decode/, mla/ and prefill/ decline what one of them does not compute themselves.
     computes = BASIC | MASKS | frozenset({
@@ -99,8 +89,14 @@ class _Hopper(Family):
     ) -> int:
         return decode_host.int_workspace_size(spec, _processors(device), max_q_len, batch_size, kv_tokens)
 
-    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
-        return launch_into(_launch, call, out, lse)
+    def launch(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
+        processors = _processors(out.device)
+        replays = [host.launch(call, out, lse, processors) for host in _launched(call.spec, call.max_q_len)]
+        first, second = replays[0], replays[-1]
+        if first is None or second is None or len(replays) == 1:
+            return first and second
+        # Both find alike whether addresses are aligned.
+        return lambda addresses, stream: first(addresses, stream) and second(addresses, stream)
 
 
 FAMILY = _Hopper()

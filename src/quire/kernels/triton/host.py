@@ -15,14 +15,13 @@ from torch import Tensor
 
 from quire.definition.spec import LOG2E, AttentionSpec
 from quire.kernels.call import Call, Replay
-from quire.kernels.family import BASIC, Family
+from quire.kernels.family import BASIC
 from quire.kernels.gpu.launch import (
     INTERPRETED,
+    GpuFamily,
     Launcher,
-    LaunchReplay,
     extent_in_elements,
     kv_strides,
-    launch_into,
     split_scales,
 )
 from quire.kernels.rope import rope_frequencies
@@ -101,60 +100,7 @@ def _storage(x: Tensor, machine: Machine) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 and not machine.fp8 else x
 
 
-def _launch(call: Call, out: Tensor, lse: Tensor | None) -> LaunchReplay | None:
-    spec, device = call.spec, out.device
-    machine = _machine(device)
-    q, k, v, kv = call.q, call.k, call.v, call.kv
-    q_pe, k_pe = call.q_pe, call.k_pe
-    if k.element_size() == 1:
-        q, k, v = q if q.element_size() > 1 else q.half(), _storage(k, machine), _storage(v, machine)
-    page_size, indices, lengths, has_kv_lens, entries = call.table()
-    (q_scale, k_scale, v_scale), (q_scales, k_scales, v_scales) = split_scales(call)
-    sm_scale = spec.sm_scale * LOG2E * q_scale * k_scale
-    extent = max(extent_in_elements(k), extent_in_elements(v), 0 if k_pe is None else extent_in_elements(k_pe))
-    per_head = (q_scales is not None, k_scales is not None, v_scales is not None)
-    flags = (*per_head, lse is not None, sm_scale <= 0, extent >= 1 << 31, has_kv_lens)
-    tokens, batch = q.shape[0], call.qo.indptr.shape[0] - 1
-    config = _launch_config(spec, device, page_size, tokens, batch, call.max_q_len, flags)
-    num_slots, partials, arrivals = 0, None, None
-    if config.c.split_kv:
-        num_slots = _num_slots(spec, config.c.block_m, machine, batch, entries * max(page_size, 1))
-        partials = call.float_workspace_for(num_slots * config.slot_rows * (spec.head_dim_vo + 2))
-        arrivals = call.int_workspace_for(config.programs)
-    slopes = inv_freq = None
-    mask_tensors, mask_numbers = mask_of(call)
-    if config.c.alibi:
-        slopes = _slopes(spec, device)
-    if config.c.rope:
-        inv_freq = rope_frequencies(spec.head_dim_qk, spec.rope_scale, spec.rope_theta, 1.0, 4.0, 0.0, device)
-    q_pe_strides: tuple[int, ...] = (0, 0)
-    k_pe_strides: tuple[int, ...] = (0, 0)
-    if q_pe is not None and k_pe is not None:
-        k_pe = _storage(k_pe, machine)
-        q_pe_strides, k_pe_strides = q_pe.stride()[:2], k_pe.stride()[:2]
-    replay = config.launch(
-        config.programs,
-        (q, q_pe, k, v, k_pe, out, lse, call.sinks),
-        (
-            partials, arrivals, call.qo.indptr, kv.indptr, lengths, indices,
-            *mask_tensors, slopes, inv_freq, q_scales, k_scales, v_scales,
-        ),
-        (
-            *mask_numbers, num_slots, config.slot_rows, batch, tokens, entries, k.shape[0],
-            sm_scale, v_scale, float(call.pe_gain), spec.logits_soft_cap * LOG2E,
-        ),
-        (*q.stride()[:2], *q_pe_strides, *kv_strides(k), *kv_strides(v), *k_pe_strides, *out.stride()[:2]),
-    )  # fmt: skip
-    # A replay gets addresses from the caller: it must not need tensors that were made here.
-    own = (
-        q is call.q
-        and q_scales is k_scales is v_scales is None
-        and (num_slots == 0 or partials is call.float_workspace)
-    )
-    return replay if own else None
-
-
-class _Triton(Family):
+class _Triton(GpuFamily):
     name = "triton"
     computes = BASIC | MASKS | frozenset({
         "logits_soft_cap", "pos_encoding", "rope_scale", "rope_theta", "slopes", "sinks", "latent", "batch_invariant",
@@ -178,8 +124,57 @@ class _Triton(Family):
         sizes = [m for m in (16, 32, 64) if m <= choose_block_m(spec, rows, machine)]
         return max(_num_slots(spec, m, machine) * min(rows, m) for m in sizes) * row_bytes
 
-    def attend(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
-        return launch_into(_launch, call, out, lse)
+    def launch(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
+        spec, device = call.spec, out.device
+        machine = _machine(device)
+        q, k, v, kv = call.q, call.k, call.v, call.kv
+        q_pe, k_pe = call.q_pe, call.k_pe
+        if k.element_size() == 1:
+            q, k, v = q if q.element_size() > 1 else q.half(), _storage(k, machine), _storage(v, machine)
+        page_size, indices, lengths, has_kv_lens, entries = call.table()
+        (q_scale, k_scale, v_scale), (q_scales, k_scales, v_scales) = split_scales(call)
+        sm_scale = spec.sm_scale * LOG2E * q_scale * k_scale
+        extent = max(extent_in_elements(k), extent_in_elements(v), 0 if k_pe is None else extent_in_elements(k_pe))
+        per_head = (q_scales is not None, k_scales is not None, v_scales is not None)
+        flags = (*per_head, lse is not None, sm_scale <= 0, extent >= 1 << 31, has_kv_lens)
+        tokens, batch = q.shape[0], call.qo.indptr.shape[0] - 1
+        config = _launch_config(spec, device, page_size, tokens, batch, call.max_q_len, flags)
+        num_slots, partials, arrivals = 0, None, None
+        if config.c.split_kv:
+            num_slots = _num_slots(spec, config.c.block_m, machine, batch, entries * max(page_size, 1))
+            partials = call.float_workspace_for(num_slots * config.slot_rows * (spec.head_dim_vo + 2))
+            arrivals = call.int_workspace_for(config.programs)
+        slopes = inv_freq = None
+        mask_tensors, mask_numbers = mask_of(call)
+        if config.c.alibi:
+            slopes = _slopes(spec, device)
+        if config.c.rope:
+            inv_freq = rope_frequencies(spec.head_dim_qk, spec.rope_scale, spec.rope_theta, 1.0, 4.0, 0.0, device)
+        q_pe_strides: tuple[int, ...] = (0, 0)
+        k_pe_strides: tuple[int, ...] = (0, 0)
+        if q_pe is not None and k_pe is not None:
+            k_pe = _storage(k_pe, machine)
+            q_pe_strides, k_pe_strides = q_pe.stride()[:2], k_pe.stride()[:2]
+        replay = config.launch(
+            config.programs,
+            (q, q_pe, k, v, k_pe, out, lse, call.sinks),
+            (
+                partials, arrivals, call.qo.indptr, kv.indptr, lengths, indices,
+                *mask_tensors, slopes, inv_freq, q_scales, k_scales, v_scales,
+            ),
+            (
+                *mask_numbers, num_slots, config.slot_rows, batch, tokens, entries, k.shape[0],
+                sm_scale, v_scale, float(call.pe_gain), spec.logits_soft_cap * LOG2E,
+            ),
+            (*q.stride()[:2], *q_pe_strides, *kv_strides(k), *kv_strides(v), *k_pe_strides, *out.stride()[:2]),
+        )  # fmt: skip
+        # A replay gets addresses from the caller: it must not need tensors that were made here.
+        own = (
+            q is call.q
+            and q_scales is k_scales is v_scales is None
+            and (num_slots == 0 or partials is call.float_workspace)
+        )
+        return replay if own else None
 
 
 FAMILY = _Triton()
