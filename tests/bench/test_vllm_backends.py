@@ -1,0 +1,143 @@
+"""The tool that times vLLM's attention backends, over an engine of a few lines in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from helpers.paths import ROOT
+
+sys.path.append(str(ROOT / "tools"))
+import vllm_backends
+import vllm_worker
+
+# An engine that takes one step per token. Its greedy tokens depend on the prompt and on the backend.
+FAKE_VLLM = """
+from types import SimpleNamespace as Space
+__version__ = "0.26.0"
+
+class SamplingParams:
+    def __init__(self, max_tokens, logprobs=0, **options):
+        self.max_tokens, self.logprobs = max_tokens, logprobs
+
+class Engine:
+    def __init__(self, backend):
+        self.running, self.backend = {}, backend
+        self.model_config = Space(get_vocab_size=lambda: 1000)
+    def add_request(self, name, prompt, params):
+        self.running[name] = (prompt["prompt_token_ids"], params, [], [])
+    def abort_request(self, names):
+        self.running = {name: x for name, x in self.running.items() if name not in names}
+    def has_unfinished_requests(self):
+        return bool(self.running)
+    def step(self):
+        out = []
+        for name, (prompt, params, tokens, logprobs) in list(self.running.items()):
+            tokens.append((len(tokens) + sum(prompt)) % 1000)
+            logprobs.append({tokens[-1]: Space(logprob=-1.0), 7: Space(logprob=-1.05)})
+            if self.backend == "CUSTOM" and len(prompt) == 17 and len(tokens) == 3:
+                tokens[-1] = 7
+            out.append(Space(request_id=name, outputs=[Space(token_ids=list(tokens), logprobs=list(logprobs))]))
+            if len(tokens) == params.max_tokens:
+                del self.running[name]
+        return out
+
+class LLM:
+    def __init__(self, model, attention_backend, **options):
+        if attention_backend == "BROKEN":
+            raise RuntimeError("no such backend")
+        self.llm_engine = Engine(attention_backend)
+    def generate(self, prompts, params, use_tqdm):
+        done = {}
+        for i, prompt in enumerate(prompts):
+            self.llm_engine.add_request(i, prompt, params)
+        while self.llm_engine.has_unfinished_requests():
+            done |= {x.request_id: x for x in self.llm_engine.step()}
+        return [done[i] for i in range(len(prompts))]
+"""
+TORCH = """
+__version__ = "2.11"
+class cuda:
+    get_device_name = staticmethod(lambda: "a GPU")
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """An environment in which the worker finds the engine, and no other torch."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    for name, text in {"vllm": FAKE_VLLM, "torch": TORCH}.items():
+        (folder / f"{name}.py").write_text(text)
+    (folder / "quire").mkdir()
+    for name in ("__init__", "integrations/__init__", "integrations/vllm"):
+        (folder / "quire" / f"{name}.py").parent.mkdir(exist_ok=True)
+        (folder / "quire" / f"{name}.py").write_text("register = lambda: None\n")
+    return {**os.environ, "PYTHONPATH": str(folder), "OUT": str(tmp_path)}
+
+
+def test_measure_takes_turns_and_compares_tokens(environment, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(vllm_backends.subprocess, "Popen", lambda *a, **k: subprocess_popen(*a, **k, env=environment))
+    workers = [
+        vllm_backends.Worker(name, ["--model", str(tmp_path)], tmp_path / f"{name}.log")
+        for name in ("FLASH_ATTN", "CUSTOM", "BROKEN")
+    ]
+    ready = [w.read() for w in workers]
+    assert [x.get("vllm") for x in ready] == ["0.26.0", "0.26.0", None]
+    assert ready[2]["error"] == "RuntimeError: no such backend"
+    args = vllm_backends.argparse.Namespace(
+        cell=["2x16", "3xlognormal", "random:4", "drafts:2", "nonsense"], rounds=3, profile=[], json=tmp_path / "x.json"
+    )
+    result = {"tokens": [], "cells": [], "profiles": [], "errors": []}
+    try:
+        vllm_backends.measure(workers[:2], args, result, float("inf"))
+    finally:
+        for w in workers:
+            w.close()
+    assert result["tokens"][1] == {
+        "backend": "CUSTOM", "tokens": 7 * 32 + 3, "requests": 8, "ties": 1, "different": 0, "largest_gap": 0.05,
+    }  # fmt: skip
+    cells = [(one["cell"], one["backend"], one["rounds"]) for one in result["cells"]]
+    assert cells == [(cell, name, 3) for cell in args.cell[:4] for name in ("FLASH_ATTN", "CUSTOM")]
+    assert len(result["errors"]) == 6
+    assert json.loads((tmp_path / "x.json").read_text())["cells"] == result["cells"]
+    assert vllm_backends.table(result).count("tok/s") == 2
+    assert '"cell": "random:4"' in capsys.readouterr().out
+
+
+subprocess_popen = subprocess.Popen
+
+
+def test_measure_after_the_limit_begins_no_cell(tmp_path):
+    class Quick:
+        backend = "CUSTOM"
+
+        def ask(self, do, **request):
+            return {"result": [] if do == "check" else {"ms": 2.0, "tokens_s": 500.0, "prefill_ms": 3.0}}
+
+    args = vllm_backends.argparse.Namespace(cell=["1x1k", "1x8k"], rounds=4, profile=[], json=None)
+    result = {"tokens": [], "cells": [], "profiles": [], "errors": []}
+    vllm_backends.measure([Quick()], args, result, 0.0)
+    assert [(one["cell"], one["rounds"], one["ms"]) for one in result["cells"]] == [("1x1k", 1, 2.0)]
+    assert result["errors"] == [{"error": "the time was over after the cell 1x1k"}]
+
+
+def test_compare_tokens_tells_roundings_from_other_differences():
+    logprobs = [{"1": -1.0, "2": -1.1, "3": -3.0}] * 3
+    reference = [{"tokens": [1, 1, 1], "logprobs": logprobs}] * 4
+    others = [{"tokens": tokens} for tokens in ([1, 1, 1], [1, 2, 9], [3, 1, 1], [1, 1, 4])]
+    found = vllm_backends.compare_tokens(reference, others)
+    assert found == {"tokens": 9, "requests": 4, "ties": 1, "different": 2, "largest_gap": 99.0}
+
+
+def test_lengths_of_cells(rng):
+    assert vllm_worker.lengths_of("3x2k", rng) == [2048] * 3
+    assert vllm_worker.lengths_of("1x17", rng) == [17]
+    mixed = vllm_worker.lengths_of("400xlognormal", rng)
+    assert len(mixed) == 400
+    assert 16 <= min(mixed) < 300 < 5000 < max(mixed) <= 16384
+    assert [vllm_backends._tokens(x) for x in ("1x64k", "64xlognormal", "random:256")] == [65536, 0, 0]
