@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from quire.engine import SamplingParams, shipped_model
-from quire.engine.chunks import Computed, Decodes
+from quire.engine.batch import ForwardOutput, StepBatch
 from quire.engine.engine import Engine
+from quire.engine.graph_inputs import CapturedInputs, GraphInputs, StepShape
 from quire.engine.graphs import StepGraphs
-from quire.engine.inputs import InputBuffers, Inputs, Shape
 
 
 class DummyRunner:
@@ -31,28 +31,27 @@ class DummyRunner:
 
     def __init__(self, model: Any, num_pages: int, page_size: int, most: int) -> None:
         self.model, self.num_pages, self.page_size = model, num_pages, page_size
-        self.buffers = InputBuffers(Shape(most, most), -(-model.context // page_size), page_size, model.device)
-        self.graphs = StepGraphs(self._compute, self._sample_greedy, self.buffers, most, 0)
+        self.inputs = GraphInputs(StepShape(most, most), -(-model.context // page_size), page_size, model.device)
+        self.graphs = StepGraphs(self._compute, self._sample_greedy, self.inputs, most, 0)
         self.logits = torch.rand(most, 2 if model.tokenizer is None else 400)
         if model.tokenizer is not None:  # text of whole characters, as models write it
             texts = [model.tokenizer.decode([t], skip_special_tokens=True) for t in range(400)]
             self.logits[:, [t for t, text in enumerate(texts) if not text.isalnum()]] = -1.0
 
     @staticmethod
-    def _compute(inputs: Inputs, shape: Shape) -> torch.Tensor:
+    def _compute(inputs: CapturedInputs, shape: StepShape) -> torch.Tensor:
         return torch.empty(0)
 
     @staticmethod
     def _sample_greedy(logits: torch.Tensor) -> None:
         """Nothing."""
 
-    def forward(self, chunks: Any, last_tokens: torch.Tensor) -> Computed:
+    def forward(self, batch: StepBatch, last_tokens: torch.Tensor) -> ForwardOutput:
         """Fill the inputs, as for a graph; a prompt is not computed."""
-        shape = self.graphs.shape(chunks)
+        shape = self.graphs.shape(batch)
         if shape is not None:
-            chunks = self.buffers.fill(chunks, shape)
-        rows = len(chunks) if isinstance(chunks, Decodes) else sum(c.rows for c in chunks)
-        return Computed(chunks, self.logits[:rows], greedy_done=True)
+            batch = self.inputs.fill(batch, shape)
+        return ForwardOutput(batch, self.logits[: batch.num_rows], greedy_done=True)
 
 
 def main() -> None:
@@ -86,9 +85,9 @@ def main() -> None:
     for i in range(args.requests):
         prompt = [5 + (i + j) % 800 for j in range(args.length)]
         request = engine.request(prompt, SamplingParams(max_tokens=None), updates.put)
-        request.silent = args.last
+        request.final_only = args.last
         engine.add(request)
-    while engine.scheduler.waiting or any(r.pending == 0 for r in engine.scheduler.running):
+    while engine.scheduler.waiting or any(r.num_inflight_tokens == 0 for r in engine.scheduler.running):
         engine.step()
     times: dict[str, list[float]] = {"schedule": [], "launch": [], "read": [], "step": []}
     for _ in range(args.steps):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from helpers.paths import ROOT
 from quire.backends import vllm
 from quire.engine import LLM, SamplingParams
-from quire.engine.chunks import Chunk
+from quire.engine.batch import Chunk
 from quire.engine.llm import shipped_model
 from quire.engine.request import Request
 from quire.engine.runner import Runner

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -120,7 +122,7 @@ def test_a_prefix_of_the_step_that_failed_is_computed_by_those_who_wanted_it(fol
 
 def listed(given):
     """The requests, or chunks, among the arguments of a call."""
-    return next(x for x in given if isinstance(x, list))
+    return next(x for x in given if isinstance(x, Sequence))
 
 
 # Before and after tokens are drawn and counted.

@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 from helpers.checkpoints import CONFIGS, VOCAB, save
 from helpers.engines import pages_add_up, same, until_idle
 from quire.engine import LLM, SamplingParams
-from quire.engine.chunks import Decodes
+from quire.engine.batch import StepBatch
+from quire.engine.graph_inputs import GraphInputs, StepShape
 from quire.engine.graphs import StepGraphs, decode_sizes, mixed_sizes
-from quire.engine.inputs import InputBuffers, Shape
 from quire.engine.request import Request
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Scheduler
@@ -33,7 +33,7 @@ def test_sizes_rise_to_the_largest(most):
 
 
 def test_a_step_gets_the_smallest_shape_that_fits(rng):
-    buffers = InputBuffers(Shape(40, 200), 5, 4, torch.device("cpu"))
+    buffers = GraphInputs(StepShape(40, 200), 5, 4, torch.device("cpu"))
     graphs = StepGraphs(lambda inputs, shape: torch.empty(0), lambda logits: None, buffers, 40, 200)
 
     class One:
@@ -42,9 +42,10 @@ def test_a_step_gets_the_smallest_shape_that_fits(rng):
 
     for _ in range(300):
         chunks = [One(rng.choice((1, 1, 1, 1, rng.randint(1, 60)))) for _ in range(rng.randint(1, 45))]
-        tokens, shape = sum(c.count for c in chunks), graphs.shape(chunks)
+        batch = StepBatch([None] * len(chunks), np.zeros(len(chunks)), chunks)
+        tokens, shape = sum(c.count for c in chunks), graphs.shape(batch)
         fitting = [s for s in graphs.shapes if s.rows >= len(chunks) and s.tokens >= tokens]
-        fitting = [s for s in fitting if s.longest > 1 or tokens == len(chunks)]
+        fitting = [s for s in fitting if s.max_row_tokens > 1 or tokens == len(chunks)]
         assert shape == min(fitting, key=lambda s: (s.tokens, s.rows), default=None)
 
 
@@ -65,7 +66,7 @@ def test_inputs_are_the_tables_of_the_step(rng):
         size, most, longest = rng.choice((1, 2, 4, 16)), rng.randint(1, 12), 60
         width, budget = -(-longest // size), rng.choice((12, 40))
         scheduler = Scheduler(width * rng.randint(1, 6), size, most, max(budget, most))
-        buffers = InputBuffers(Shape(most, 64), width, size, torch.device("cpu"))
+        buffers = GraphInputs(StepShape(most, 64), width, size, torch.device("cpu"))
         waiting = [make_request(rng, longest) for _ in range(25)]
         sampled: dict[int, Request] = {}  # the requests of the rows of the last step
         requests, shape = None, None  # those of the last step, if it was one of decodes
@@ -73,18 +74,18 @@ def test_inputs_are_the_tables_of_the_step(rng):
             if waiting and rng.random() < 0.6:
                 scheduler.add(waiting.pop())
             chunks = scheduler.schedule()
-            again = requests is not None and isinstance(chunks, Decodes) and chunks.requests is requests
+            again = requests is not None and chunks.decode_only and chunks.requests is requests
             if chunks and (again or rng.random() < 0.9):  # a step like the last one has a graph, as that one had
                 decodes = all(c.count == 1 for c in chunks)
                 if not again or rng.random() < 0.2:
                     rows = rng.randint(len(chunks), most)
-                    shape = Shape(rows, rows if decodes else 64)
+                    shape = StepShape(rows, rows if decodes else 64)
                 ordered = buffers.fill(chunks, shape)
                 assert sorted(ordered, key=by_request) == sorted(chunks, key=by_request)
                 buffers.views(shape).write_pages()  # as the step does
                 compare(buffers.views(shape), shape, ordered, size, width, sampled)
-                requests = chunks.requests if isinstance(chunks, Decodes) else None
-                if isinstance(ordered, Decodes):
+                requests = chunks.requests if chunks.decode_only else None
+                if ordered.decode_only:
                     ordered.sampled = rng.random() < 0.9
                     repeated += again
             else:
@@ -92,17 +93,18 @@ def test_inputs_are_the_tables_of_the_step(rng):
             done = [c.request for c in ordered if c.samples]
             sampled = dict(enumerate(done))
             for chunk in chunks:
-                chunk.request.computed += chunk.count
+                chunk.request.num_computed_tokens += chunk.count
             for row, request in enumerate(done):
-                request.pending, request.row = 1, row
+                request.num_inflight_tokens, request.row = 1, row
             for request in done:
-                if rng.random() < 0.7 or len(request.tokens) + 1 >= request.limit:  # the host has read the token
-                    request.pending = 0
+                # Either the host has read the token, or the next step knows its value from its row.
+                if rng.random() < 0.7 or len(request.tokens) + 1 >= request.max_total_tokens:
+                    request.num_inflight_tokens = 0
                     request.push(rng.randrange(VOCAB))
                     if request.finish_reason:
                         scheduler.remove(request)
                 else:
-                    request.pending = 0  # of which the next step knows the value from its row
+                    request.num_inflight_tokens = 0
                     request.tokens.append(rng.randrange(VOCAB))
     assert repeated > 100
 
@@ -127,7 +129,7 @@ def compare(inputs, shape, chunks, size, width, sampled):
     assert [sampled[source].tokens[-1] if token < 0 else token for token, source in pairs] == given
     ends = np.cumsum(counts) - 1
     last = [int(end) for end, c in zip(ends, chunks, strict=True) if c.samples]
-    assert inputs.sampled[: len(last)].tolist() == last
+    assert inputs.logit_indices[: len(last)].tolist() == last
 
 
 def test_captured_steps_read_the_buffers_themselves(monkeypatch):
@@ -152,7 +154,7 @@ def test_captured_steps_read_the_buffers_themselves(monkeypatch):
         runner.capture(llm._engine.sampler, 6, 40)
         graphs = runner.step_graphs
         for shape in graphs.shapes:
-            buffers = graphs._buffers
+            buffers = graphs._inputs
             buffers.fill_padding(shape)
             inputs = buffers.views(shape)
             # Tables on the host are checked, and a row must own all entries then.

@@ -200,7 +200,7 @@ def test_a_batch_with_rules_does_not_wait_for_a_gpu(rng):
     sampler, logits = Sampler(device, 4), torch.randn(4, VOCAB, device=device)
     sampler.launch(logits, requests).read()  # which compiles kernels
     for request in requests:
-        request.pending = 1
+        request.num_inflight_tokens = 1
     torch.cuda.set_sync_debug_mode("error")
     try:
         again = sampler.launch(logits[:3], requests[:3])  # a new batch

@@ -261,20 +261,20 @@ def test_tokens_stay_on_the_device_while_requests_come_and_go(rng):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 30, 90)))]
             going = [*going, request(prompt=prompt, **rng.choice(options))][-8:]
         batch = [r for r in going if rng.random() < 0.98]
-        if not batch or any(r.pending and r not in late.requests for r in batch):
+        if not batch or any(r.num_inflight_tokens and r not in late.requests for r in batch):
             continue
         rows = torch.randn(len(batch), VOCAB)
         sampled = kept.launch(rows, batch)
         for row, r in enumerate(batch):
-            r.pending, r.row = r.pending + 1, row
+            r.num_inflight_tokens, r.row = r.num_inflight_tokens + 1, row
         for r, choice in zip(late.requests, late.read(), strict=True) if late else ():
             r.tokens.append(choice.token)
-            r.pending -= 1
+            r.num_inflight_tokens -= 1
         for r in batch:
-            r.pending -= 1
+            r.num_inflight_tokens -= 1
         expected = sample(rows, batch)  # what the host knows now is all before this step's tokens
         for r in batch:
-            r.pending += 1
+            r.num_inflight_tokens += 1
         assert [(c.token, c.logprobs) for c in sampled.read()] == [(c.token, c.logprobs) for c in expected]
         late = sampled
     assert 0 < sum(uploads) < steps  # not all tokens of all requests in each step

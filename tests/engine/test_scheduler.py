@@ -24,14 +24,14 @@ def run_step(scheduler, slots, rng):
     assert len({id(c.request) for c in chunks}) == len(chunks)
     for chunk in chunks:
         assert chunk.count > 0
-        assert chunk.start == chunk.request.computed
+        assert chunk.start == chunk.request.num_computed_tokens
         for i in range(chunk.start, chunk.start + chunk.count):
             slots[chunk.request.pages[i // size], i % size] = chunk.request.tokens[i]
     for chunk in chunks:
         end = chunk.start + chunk.count
         seen = [slots[chunk.request.pages[i // size], i % size] for i in range(end)]
         assert seen == chunk.request.tokens[:end]
-        chunk.request.computed = end
+        chunk.request.num_computed_tokens = end
         if chunk.samples:
             chunk.request.push(rng.randrange(5))
             if chunk.request.finish_reason:
@@ -81,7 +81,7 @@ def test_decoding_goes_on_beside_a_long_prompt():
         chunks = scheduler.schedule()
         counts.append([c.count for c in chunks])
         for chunk in chunks:
-            chunk.request.computed += chunk.count
+            chunk.request.num_computed_tokens += chunk.count
             if chunk.samples:
                 chunk.request.push(2)
     assert counts == [[3, 7], [1, 9], [1, 9], [1, 9], [1, 9], [1, 9], [1, 8], [1, 1]]
@@ -96,7 +96,7 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first():
     order = []
     while not third.finish_reason:
         for chunk in scheduler.schedule():
-            chunk.request.computed += chunk.count
+            chunk.request.num_computed_tokens += chunk.count
             if chunk.samples:
                 chunk.request.push(9)
                 if chunk.request.finish_reason:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from quire.engine import LLM, SamplingParams
-from quire.engine.chunks import Chunk
+from quire.engine.batch import Chunk, StepBatch
 from quire.engine.engine import Engine
 from quire.engine.step_log import StepLog
 
@@ -27,10 +27,10 @@ def chunk_of(request, start, count):
 def test_steps_are_told_by_their_chunks():
     log, request = StepLog(), OfAPrompt()
     begin = time.perf_counter()
-    log.launch([chunk_of(request, 100, 1), chunk_of(request, 64, 36), chunk_of(request, 99, 1)])
+    log.launch(StepBatch.of([chunk_of(request, 100, 1), chunk_of(request, 64, 36), chunk_of(request, 99, 1)]))
     time.sleep(0.02)
     log.read(0)
-    log.launch([chunk_of(request, 120, 4)])  # several tokens after the prompt
+    log.launch(StepBatch.of([chunk_of(request, 120, 4)]))  # several tokens after the prompt
     log.read(0)
     first, second = log.steps()
     assert (first.number, first.requests, first.prompt_tokens, first.decode_tokens) == (1, 3, 36, 2)
@@ -42,7 +42,7 @@ def test_steps_are_told_by_their_chunks():
 def test_a_step_ends_when_its_results_are_read():
     log = StepLog()
     for _ in range(3):
-        log.launch([chunk_of(OfAPrompt(), 100, 1)])
+        log.launch(StepBatch.of([chunk_of(OfAPrompt(), 100, 1)]))
         log.read(1)
     assert [step.number for step in log.steps()] == [1, 2]
     first, second = log.steps()
@@ -55,7 +55,7 @@ def test_the_last_steps_are_kept_in_order(rng):
     size, count = rng.randint(1, 20), rng.randint(21, 60)
     log = StepLog(size)
     for _ in range(count):
-        log.launch([chunk_of(OfAPrompt(), 100, 1)])
+        log.launch(StepBatch.of([chunk_of(OfAPrompt(), 100, 1)]))
         log.read(0)
     assert [step.number for step in log.steps()] == list(range(count - size + 1, count + 1))
     assert log.steps(after=count) == []
@@ -66,7 +66,7 @@ def test_a_reader_beside_the_writer_sees_whole_steps():
 
     def write():
         for i in range(1, 20001):
-            log.launch([chunk_of(OfAPrompt(), 0, i + 1)])
+            log.launch(StepBatch.of([chunk_of(OfAPrompt(), 0, i + 1)]))
             log.read(0)
         ended.set()
 

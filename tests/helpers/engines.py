@@ -12,10 +12,11 @@ import torch
 
 from quire.definition.pages import PageTable
 from quire.engine import LLM, Completion, SamplingParams
-from quire.engine.chunks import Chunk
+from quire.engine.batch import Chunk
 from quire.engine.grammar import masked
+from quire.engine.graph_inputs import CapturedInputs, GraphInputs, StepShape
 from quire.engine.graphs import StepGraphs
-from quire.engine.inputs import InputBuffers, Inputs, Shape
+from quire.engine.inputs import with_last_tokens
 from quire.engine.sampler import sample
 
 
@@ -83,8 +84,8 @@ def same(
 class _Replay:
     """What a captured graph does, computed on the host each time."""
 
-    def __init__(self, graphs: HostGraphs, shape: Shape) -> None:
-        self.graphs, self.shape, self.inputs = graphs, shape, graphs._buffers.views(shape)
+    def __init__(self, graphs: HostGraphs, shape: StepShape) -> None:
+        self.graphs, self.shape, self.inputs = graphs, shape, graphs._inputs.views(shape)
 
     @torch.inference_mode()
     def replay(self) -> None:
@@ -110,15 +111,15 @@ def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
     """Give a runner on the CPU graphs that are computed on the host, whose kernels read tables without gaps."""
     runner, sampler, most = llm._engine.runner, llm._engine.sampler, llm._engine.scheduler.max_num_seqs
     width = min(-(-runner.model.context // runner.page_size), runner.num_pages)
-    buffers = InputBuffers(Shape(most, max(most, max_tokens)), width, runner.page_size, torch.device("cpu"))
+    buffers = GraphInputs(StepShape(most, max(most, max_tokens)), width, runner.page_size, torch.device("cpu"))
     wrappers = runner.new_wrappers()
 
-    def compute(inputs: Inputs, shape: Shape) -> torch.Tensor:
-        ids = torch.where(inputs.ids < 0, sampler.last[inputs.source], inputs.ids)
+    def compute(inputs: CapturedInputs, shape: StepShape) -> torch.Tensor:
+        ids = with_last_tokens(inputs.ids, inputs.source, sampler.last)
         lengths = inputs.last_page_len + (width - 1) * runner.page_size
         pages = PageTable.from_lengths(inputs.kv_indptr, inputs.kv_indices, lengths, runner.page_size)
-        runner.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.longest)
-        return runner.model.logits(ids, inputs.positions, inputs.sampled, runner)
+        runner.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.max_row_tokens)
+        return runner.model.logits(ids, inputs.positions, inputs.logit_indices, runner)
 
     graphs = HostGraphs(compute, sampler.sample_greedy, buffers, most, max_tokens)
     memory = torch.full((most, runner.model.vocab_size), torch.nan)

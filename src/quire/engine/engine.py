@@ -2,7 +2,7 @@
 
 On a GPU, a step is scheduled and launched while the one before it computes, and the results of that one are read after
 the launch, so the device never waits for the host. What is not known when a step is launched is the token that the step
-before samples for each request. Such a token is pending: the scheduler counts it, and its value is taken from the
+before samples for each request. Such a token is in flight: the scheduler counts it, and its value is taken from the
 device's memory. Some ends follow from the token itself (an end token, a stop string, logits that are not finite). The
 request is in one more step by the time that the host learns of them, and the token of that step is dropped.
 
@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine.chunks import Chunk, Computed, Decodes
+from quire.engine.batch import Chunk, ForwardOutput, StepBatch
 from quire.engine.grammar import Grammar, Grammars
 from quire.engine.logits_processors import word_tokens
 from quire.engine.params import SamplingParams
+from quire.engine.prompt_logprobs import add_prompt_logprobs
 from quire.engine.prompt_size import check_size, longest_token
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.sampler import UNDEFINED, Choice, Sampled, Sampler, sample, undefined
 from quire.engine.scheduler import Scheduler
-from quire.engine.scoring import score
 from quire.engine.step_log import StepLog
 
 _WORDS = 64  # how many lists of bad words are kept as tokens
@@ -84,7 +84,7 @@ class Engine:
         self._requests: Sequence[Request] = []  # those of the last launched step that samples; they have their rows
         self._masked = False  # whether any of them has a grammar
         # Steps whose results have not been read, and their chunks that sample.
-        self._launched: deque[tuple[Sampled, Sequence[Chunk]]] = deque()
+        self._launched: deque[tuple[Sampled, StepBatch]] = deque()
         self._updates: deque[Update] = deque()  # those that have not been sent, in order
         self.step_log = StepLog()
         self.launch_at = 0.0
@@ -131,7 +131,7 @@ class Engine:
         if grammar is None or grammar.constraint != params.constraint:
             grammar = self.grammars.prepare(params)
         request = Request(tokens, params, self.model.tokenizer, self.model.end_ids, sink, grammar, words)
-        request.limit = min(request.limit, self.max_len)
+        request.max_total_tokens = min(request.max_total_tokens, self.max_len)
         return request
 
     def _check_length(self, name: str, count: int, params: SamplingParams) -> None:
@@ -197,11 +197,11 @@ class Engine:
         an exception without a known cause ends all requests.
         """
         try:
-            chunks = self.scheduler.schedule()
-            if chunks:
-                self.step_log.launch(chunks)
-                self._launch(chunks)
-            self._read(self.depth if chunks else 0)
+            batch = self.scheduler.schedule()
+            if batch:
+                self.step_log.launch(batch)
+                self._launch(batch)
+            self._read(self.depth if batch else 0)
             self._report()
         except Exception as error:
             self._launched.clear()
@@ -222,69 +222,65 @@ class Engine:
             update = self._updates.popleft()
             update.request.sink(update)
 
-    def _launch(self, chunks: Sequence[Chunk]) -> None:
+    def _launch(self, batch: StepBatch) -> None:
         """Start to compute a step and to sample its tokens."""
         try:
-            computed = self.runner.forward(chunks, self.sampler.last)
+            output = self.runner.forward(batch, self.sampler.last)
         except Exception as error:
             self._read()
-            chunks = [c for c in chunks if c.request.finish_reason is None]
-            computed = self._run_each(chunks, error)
+            output = self._run_each([c for c in batch if c.request.finish_reason is None], error)
         self.scheduler.stats.steps += 1
-        ordered, logits, greedy_done = computed
-        sampling = ordered
-        if isinstance(ordered, Decodes):
-            for request in ordered.requests:
-                request.computed += 1
-        else:
-            for chunk in ordered:  # drafts have not been verified
-                chunk.request.computed = chunk.start + chunk.count - len(chunk.drafts)
-            sampling, logits = [c for c in ordered if c.samples], score(ordered, logits)
-            for request in [c.request for c in ordered if c.request.prompt_only]:
-                if request.computed == request.prompt_len - 1:
+        batch, logits, greedy_done = output
+        batch.count_computed()
+        if not batch.decode_only:
+            logits = add_prompt_logprobs(batch, logits)
+            for request in [r for r in batch.requests if r.prompt_only]:
+                if request.num_computed_tokens == request.prompt_len - 1:
                     self._end(request, "length")
-            greedy_done = greedy_done and logits is computed.logits  # otherwise their rows are others
-        if not sampling:
+            # Otherwise the rows of the logits are others.
+            greedy_done = greedy_done and logits is output.logits
+            batch = batch.sampling()
+        if not batch:
             return
-        requests, ahead = _rows(sampling)
+        requests, draft_index = batch.sampled_rows()
         again = requests is self._requests
         if not again:
             self._requests, self._masked = requests, any(request.matcher is not None for request in requests)
         if self._masked:
             self._read()  # masks depend on the last tokens; the device computes this step meanwhile
         try:
-            sampled = self.sampler.launch(logits, requests, ahead, greedy_done)
+            sampled = self.sampler.launch(logits, requests, draft_index, greedy_done)
         except Exception as error:
             self._requests = []
             self._read()
-            first = [i for i, n in enumerate(ahead or [0] * len(requests)) if n == 0]
+            first = [i for i, n in enumerate(draft_index or [0] * len(requests)) if n == 0]
             self._sample_each([requests[i] for i in first], logits[first], error)
             return
-        alone = requests if ahead is None else [c.request for c in sampling]
-        for request in alone:
-            request.pending += 1
+        for request in batch.requests:
+            request.num_inflight_tokens += 1
         if not again:
-            for row, request in enumerate(alone):  # a row each, where a token can be pending while a step is scheduled
+            # A request has one row where a token can be in flight while a step is scheduled, that is, without drafts.
+            for row, request in enumerate(batch.requests):
                 request.row = row
-        if isinstance(sampling, Decodes):
-            sampling.sampled = True
-        self._launched.append((sampled, sampling))
+        batch.sampled = True
+        self._launched.append((sampled, batch))
 
     def _read(self, leave: int = 0) -> None:
         """Wait for launched steps except the last `leave` ones, and add their tokens to the requests."""
         while len(self._launched) > leave:
-            sampled, chunks = self._launched.popleft()
+            sampled, batch = self._launched.popleft()
             start = time.perf_counter()
             sampled.wait()
-            if isinstance(chunks, Decodes):
+            if batch.decode_only:
                 self._spare = self._pause + time.perf_counter() - start
-            if not sampled.reported and len(sampled.requests) == len(chunks):  # without drafts
+            # Without log-probabilities and drafts, each request has one token.
+            if not sampled.reported and len(sampled.requests) == len(batch):
                 self._push_each(sampled.requests, sampled.tokens())
                 continue
-            for chunk, choices in zip(chunks, _by_chunk(chunks, sampled.read()), strict=True):
+            for chunk, choices in zip(batch, _by_chunk(batch, sampled.read()), strict=True):
                 request = chunk.request
                 if request.finish_reason is None:  # else it has ended since the step was launched
-                    request.pending -= 1
+                    request.num_inflight_tokens -= 1
                     self._push(request, self._verify(chunk, choices) if chunk.drafts else choices)
 
     def _push_each(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
@@ -293,7 +289,7 @@ class Engine:
         for request, token in zip(requests, tokens, strict=True):
             if request.finish_reason is not None:  # it has ended since the step was launched
                 continue
-            request.pending -= 1
+            request.num_inflight_tokens -= 1
             if token == UNDEFINED:
                 self._end(request, "error", undefined(request))
                 continue
@@ -315,7 +311,7 @@ class Engine:
         """
         pairs = enumerate(zip(chunk.drafts, choices, strict=False))
         accepted = next((i for i, (draft, choice) in pairs if choice.token != draft), len(chunk.drafts))
-        chunk.request.computed += accepted
+        chunk.request.num_computed_tokens += accepted
         self.scheduler.stats.accepted_tokens += accepted
         return choices[: accepted + 1]
 
@@ -333,7 +329,7 @@ class Engine:
         if not count:
             _warn(len(requests), error)
 
-    def _run_each(self, chunks: Sequence[Chunk], error: Exception) -> Computed:
+    def _run_each(self, chunks: Sequence[Chunk], error: Exception) -> ForwardOutput:
         """Compute each chunk of a step that raised alone, and end the requests of chunks that raise again; return what
         was computed of the others.
         """
@@ -358,7 +354,7 @@ class Engine:
             self.scheduler.compute_again(request)
         if len(done) == len(chunks):
             _warn(len(chunks), error)
-        return Computed(done, torch.cat(logits) if logits else torch.empty(0))
+        return ForwardOutput(StepBatch.of(done), torch.cat(logits) if logits else torch.empty(0))
 
     def _push(self, request: Request, choices: Sequence[Choice]) -> None:
         """Add the sampled tokens to a request until it ends; end it with the error of a choice, if there is one."""
@@ -391,22 +387,11 @@ class Engine:
         self._updates.append(request.fail(reason, error))
 
 
-def _rows(chunks: Sequence[Chunk]) -> tuple[list[Request], list[int] | None]:
-    """The request of each row of logits, and how many drafts come before its token; None if there are no drafts."""
-    if isinstance(chunks, Decodes):
-        return chunks.requests, None
-    if not any(c.drafts for c in chunks):
-        return [c.request for c in chunks], None
-    counts = [1 + len(c.drafts) for c in chunks]
-    requests = [c.request for c, n in zip(chunks, counts, strict=True) for _ in range(n)]
-    return requests, [i for n in counts for i in range(n)]
-
-
-def _by_chunk(chunks: Sequence[Chunk], choices: Sequence[Choice]) -> Iterable[Sequence[Choice]]:
+def _by_chunk(batch: StepBatch, choices: Sequence[Choice]) -> Iterable[Sequence[Choice]]:
     """The choices of each chunk: one after its last token, and one after each draft."""
-    if len(choices) == len(chunks):
+    if len(choices) == len(batch):
         return zip(choices, strict=True)
-    ends = accumulate((1 + len(c.drafts) for c in chunks), initial=0)
+    ends = accumulate((1 + len(c.drafts) for c in batch), initial=0)
     return (choices[start:end] for start, end in pairwise(ends))
 
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.engine.chunks import Chunk, Computed, Decodes
-from quire.engine.inputs import InputBuffers, Inputs, Shape
+from quire.engine.batch import ForwardOutput, StepBatch
+from quire.engine.graph_inputs import CapturedInputs, GraphInputs, StepShape
 
 # The largest steps that have graphs: their launches would take the host as long as they take the GPU, for small models.
 MAX_ROWS, MAX_TOKENS = 512, 8192
@@ -33,65 +33,65 @@ class StepGraphs:
         compute: computes the logits of a step, [shape.rows, vocab_size], from its inputs.
         sample_greedy: samples a token for each row of the logits of decodes (`Sampler.sample_greedy`). Both are
             captured.
-        buffers: the inputs.
+        inputs: the inputs of all shapes.
         max_num_seqs, max_tokens: the most rows, and the most tokens of a mixed step that has a graph.
     """
 
     def __init__(
         self,
-        compute: Callable[[Inputs, Shape], Tensor],
+        compute: Callable[[CapturedInputs, StepShape], Tensor],
         sample_greedy: Callable[[Tensor], None],
-        buffers: InputBuffers,
+        inputs: GraphInputs,
         max_num_seqs: int,
         max_tokens: int,
     ) -> None:
-        self._forward, self._sample_greedy, self._buffers = compute, sample_greedy, buffers
+        self._forward, self._sample_greedy = compute, sample_greedy
+        self._inputs = inputs
         self._decodes = decode_sizes(max_num_seqs)
         self._mixed = [n for n in mixed_sizes(max_tokens) if n > max_num_seqs]
-        self._most_rows = self._decodes[-1]
-        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._logits: dict[Shape, Tensor] = {}
+        self._max_rows = self._decodes[-1]
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._logits: dict[StepShape, Tensor] = {}
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[StepShape]:
         """The shapes of all graphs, the largest first."""
-        mixed = [Shape(self._most_rows, tokens) for tokens in reversed(self._mixed)]
-        return mixed + [Shape(rows, rows) for rows in reversed(self._decodes)]
+        mixed = [StepShape(self._max_rows, tokens) for tokens in reversed(self._mixed)]
+        return mixed + [StepShape(rows, rows) for rows in reversed(self._decodes)]
 
-    def shape(self, chunks: Sequence[Chunk]) -> Shape | None:
+    def shape(self, batch: StepBatch) -> StepShape | None:
         """The smallest shape that a step fits; None if it is too large."""
-        tokens = len(chunks) if isinstance(chunks, Decodes) else sum(c.count for c in chunks)
-        if tokens == len(chunks) <= self._most_rows:
+        tokens = batch.num_tokens
+        if tokens == len(batch) <= self._max_rows:
             rows = self._decodes[bisect_left(self._decodes, tokens)]
-            return Shape(rows, rows)
-        if len(chunks) > self._most_rows or not self._mixed or tokens > self._mixed[-1]:
+            return StepShape(rows, rows)
+        if len(batch) > self._max_rows or not self._mixed or tokens > self._mixed[-1]:
             return None
-        return Shape(self._most_rows, self._mixed[bisect_left(self._mixed, tokens)])
+        return StepShape(self._max_rows, self._mixed[bisect_left(self._mixed, tokens)])
 
-    def run(self, chunks: Sequence[Chunk]) -> Computed | None:
+    def run(self, batch: StepBatch) -> ForwardOutput | None:
         """Replay the graph of a step; None if there is no graph for it."""
-        shape = self.shape(chunks)
+        shape = self.shape(batch)
         if shape is None or shape not in self._graphs:
             return None
-        if shape.longest > 1 and sum(c.rows for c in chunks) > shape.rows:
+        if shape.max_row_tokens > 1 and batch.num_rows > shape.rows:
             return None
         try:
-            ordered = self._buffers.fill(chunks, shape)
+            batch = self._inputs.fill(batch, shape)
             self._graphs[shape].replay()
         except BaseException:
-            self._buffers.forget()
+            self._inputs.forget()
             raise
-        rows = len(ordered) if isinstance(ordered, Decodes) else sum(c.rows for c in ordered)
-        return Computed(ordered, self._logits[shape][:rows], greedy_done=shape.longest == 1)
+        return ForwardOutput(batch, self._logits[shape][: batch.num_rows], greedy_done=shape.max_row_tokens == 1)
 
-    def _compute(self, inputs: Inputs, shape: Shape) -> Tensor:
+    def _compute(self, inputs: CapturedInputs, shape: StepShape) -> Tensor:
         inputs.write_pages()
         logits = self._forward(inputs, shape).contiguous()
-        if shape.longest == 1:
+        if shape.max_row_tokens == 1:
             self._sample_greedy(logits)
         return logits
 
-    def capture(self, progress: Callable[[list[Shape]], Iterable[Shape]] = iter) -> bool:
+    def capture(self, progress: Callable[[list[StepShape]], Iterable[StepShape]] = iter) -> bool:
         """Capture all graphs, the largest first, so that the others find its memory in the pool.
 
         Args:
@@ -102,13 +102,13 @@ class StepGraphs:
         """
         pool = torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.device(self._buffers.device):
+            with torch.cuda.device(self._inputs.device):
                 for shape in progress(self.shapes):
                     self._graphs[shape], self._logits[shape] = self._capture(shape, pool)
         except Exception as error:
             self._graphs.clear()
             self._logits.clear()
-            torch.cuda.synchronize(self._buffers.device)
+            torch.cuda.synchronize(self._inputs.device)
             self._end_capture()
             message = (
                 f"steps run without CUDA graphs, since the model cannot be captured: {type(error).__name__}: {error}"
@@ -118,13 +118,13 @@ class StepGraphs:
         return True
 
     @torch.inference_mode()
-    def _capture(self, shape: Shape, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture the step of a shape, after a run of padding that compiles its kernels; return the graph, and its
         logits, whose memory the graphs that are captured later use, too.
         """
-        self._buffers.fill_padding(shape)
-        inputs = self._buffers.views(shape)
-        side = torch.cuda.Stream(self._buffers.device)
+        self._inputs.fill_padding(shape)
+        inputs = self._inputs.views(shape)
+        side = torch.cuda.Stream(self._inputs.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._compute(inputs, shape)
@@ -138,8 +138,8 @@ class StepGraphs:
         """Capture a launch. A capture that fails leaves torch's random numbers in the state of a capture, in which no
         others can be drawn; one that succeeds ends that state.
         """
-        with torch.cuda.device(self._buffers.device), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros(1, device=self._buffers.device)
+        with torch.cuda.device(self._inputs.device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=self._inputs.device)
 
 
 class _Memory:

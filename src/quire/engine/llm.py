@@ -69,7 +69,7 @@ def _delta(update: Update) -> Completion:
 def _part(request: Request, text: str, tokens: list[int], reason: str | None, logprobs: Any) -> Completion:
     ranks = None if request.prompt_logprobs is None else request.prompt_ranks
     error = request.error if reason == "error" else None
-    known = (request.reused, error, request.prompt_logprobs, ranks)
+    known = (request.num_cached_tokens, error, request.prompt_logprobs, ranks)
     return Completion(request.prompt, text, tokens, reason, logprobs, *known)
 
 
@@ -204,7 +204,7 @@ class LLM:
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         requests = self._requests(prompts, params, lambda i: updates.put)
         for request in requests:
-            request.silent = on_update is None
+            request.final_only = on_update is None
         index = {id(request): i for i, request in enumerate(requests)}
         self._worker.submit(requests)
         try:

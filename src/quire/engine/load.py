@@ -19,8 +19,8 @@ from quire.engine.checkpoint import check_files, check_weights, load_network, lo
 from quire.engine.compiled_layers import CompiledLayers, decoder_layers, last_norms, recorded_norms
 from quire.engine.config import EngineConfig
 from quire.engine.engine import Engine
+from quire.engine.graph_inputs import StepShape
 from quire.engine.hub import checkpoint_folder, download_weights
-from quire.engine.inputs import Shape
 from quire.engine.memory import free_pages, profiled_pages
 from quire.engine.model import Model
 from quire.engine.probe import check_kinds, check_layers, record
@@ -188,7 +188,7 @@ def _num_pages(model: Model, config: EngineConfig, make: partial[Runner]) -> int
     assert config.max_batched_tokens is not None
     page_bytes = Runner.page_bytes(model, config.page_size, config.kv_cache_dtype)
     if model.device.type == "cuda":
-        largest = Shape(min(config.max_num_seqs, config.max_batched_tokens), config.max_batched_tokens)
+        largest = StepShape(min(config.max_num_seqs, config.max_batched_tokens), config.max_batched_tokens)
         utilization = config.gpu_memory_utilization
         pages = profiled_pages(make, config.page_size, page_bytes, largest, utilization, config.cuda_graphs)
     else:

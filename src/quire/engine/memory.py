@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.engine.inputs import Shape
+from quire.engine.graph_inputs import StepShape
 from quire.engine.runner import Runner
 from quire.engine.selfcheck import profile
 
@@ -23,7 +23,7 @@ def profiled_pages(
     make: Callable[[int], Runner],
     page_size: int,
     page_bytes: int,
-    largest: Shape,
+    largest: StepShape,
     utilization: float,
     cuda_graphs: bool,
 ) -> int:

@@ -43,15 +43,16 @@ class Request:
     Attributes:
         prompt: the tokens of the prompt.
         tokens: the tokens of prompt and output that the host knows.
-        pending: the number of tokens after these that launched steps have sampled and the host has not read: 0 or 1
-            when a step is scheduled.
-        row: the row of the last launched step's tokens that has the pending token.
-        limit: the largest number of tokens, prompt and output.
+        num_inflight_tokens: the number of tokens after these that launched steps have sampled and the host has not
+            read: 0 or 1 when a step is scheduled.
+        row: the row of the last launched step's tokens that has the token in flight.
+        max_total_tokens: the largest number of tokens, prompt and output.
         prompt_only: whether no token is sampled, so the last one of the prompt is not computed.
         prompt_logprobs: log-probabilities of the prompt's tokens as far as they are known, None for the first token, as
             in `Completion`; None if they are not wanted.
         prompt_ranks: as many places of these tokens among all tokens, as in `Completion`.
-        computed: the number of tokens whose keys and values are in the cache, or will be when the launched steps end.
+        num_computed_tokens: the number of tokens whose keys and values are in the cache, or will be when the launched
+            steps end.
         pages: the pages of the computed tokens and of those of the current step, in order.
         node: the last of these pages in the prefix tree, if any is.
         seed: makes the random numbers of the request: `params.seed` or a random one.
@@ -59,11 +60,11 @@ class Request:
         rules: biases and forbidden tokens; None: there are none.
         needs_last_tokens: whether penalties or rules depend on the tokens of prompt or output.
         plain: whether the likeliest token is taken as it is, without a grammar, rules, penalties or reports.
-        silent: whether the sink needs no update but the last one: others are left out, but for those with
+        final_only: whether the sink needs no update but the last one: others are left out, but for those with
             log-probabilities or drafts.
         lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
             tokens by more than the model: one with penalties, bad words of several tokens or a grammar.
-        reused: tokens of the prompt that were in the cache when the request was first admitted.
+        num_cached_tokens: tokens of the prompt that were in the cache when the request was first admitted.
         group: identifies the requests of one call, see `quire.engine.waiting`.
     """
 
@@ -80,16 +81,17 @@ class Request:
         self.prompt_len, self.params, self.sink = len(prompt), params, sink
         self.prompt = list(prompt)
         self.tokens = list(prompt)
-        self.pending, self.row = 0, 0
-        self.limit = self.prompt_len + params.max_tokens if isinstance(params.max_tokens, int) else sys.maxsize
+        self.num_inflight_tokens = self.row = 0
+        max_tokens = params.max_tokens if isinstance(params.max_tokens, int) else sys.maxsize
+        self.max_total_tokens = self.prompt_len + max_tokens
         self.prompt_only = params.max_tokens == 0
-        self.computed = 0
+        self.num_computed_tokens = 0
         self.pages = array("i")
         self.node: Node | None = None
-        self.reused = 0
+        self.num_cached_tokens = 0
         self.group = object()
         self.admitted = False
-        self.silent = False
+        self.final_only = False
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
@@ -97,8 +99,8 @@ class Request:
         self.prompt_ranks: list[int | None] = [None]
         self.seed = random.getrandbits(64) if params.seed is None else params.seed
         stops = frozenset(params.stop_token_ids)
-        self._ends = stops if params.ignore_eos else stops | end_ids
-        self.matcher = None if grammar is None else grammar.matcher(self._ends)
+        self._stop_token_ids = stops if params.ignore_eos else stops | end_ids
+        self.matcher = None if grammar is None else grammar.matcher(self._stop_token_ids)
         self.rules = TokenRules.of(params, stops | end_ids, bad_words)
         words = self.rules is not None and bool(self.rules.words)
         self.needs_last_tokens = params.penalised or words
@@ -108,15 +110,15 @@ class Request:
         self._stream = None if tokenizer is None else text_stream(tokenizer, prompt, params)
 
     @property
-    def scored(self) -> int:
+    def num_known_prompt_logprobs(self) -> int:
         """The number of the prompt's tokens whose next token's log-probability is known."""
         return 0 if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1
 
-    def scores(self, start: int, end: int) -> int:
+    def num_wanted_prompt_logprobs(self, start: int, end: int) -> int:
         """How many of the tokens start to end have a next token whose log-probability is wanted and not known."""
         if self.prompt_logprobs is None:
             return 0
-        return max(0, min(end, self.prompt_len - 1) - max(start, self.scored))
+        return max(0, min(end, self.prompt_len - 1) - max(start, self.num_known_prompt_logprobs))
 
     @property
     def output(self) -> list[int]:
@@ -130,14 +132,14 @@ class Request:
         """`add` a token, and return the update of it; None if it is left out."""
         if self.add(token) and self.logprobs is None:  # as most tokens; `update` would do the same
             text = "" if self._stream is None else self._stream.take()
-            return None if self.silent else Update(self, text, [token])
+            return None if self.final_only else Update(self, text, [token])
         return self.update([token])
 
     def add(self, token: int) -> bool:
         """Add a sampled token; return whether the output goes on, and set finish_reason if it does not."""
         tokens, stream = self.tokens, self._stream
         tokens.append(token)
-        if token in self._ends:
+        if token in self._stop_token_ids:
             ended = True
             if stream is not None and self.params.include_stop_str_in_output:
                 stream.push(token)
@@ -145,7 +147,7 @@ class Request:
             ended = stream is not None and stream.push(token)
         if ended or (self.matcher is not None and self.matcher.push(token)):
             self.finish_reason = "stop"
-        elif len(tokens) >= self.limit:
+        elif len(tokens) >= self.max_total_tokens:
             self.finish_reason = "length"
         else:
             return True

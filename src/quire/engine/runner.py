@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.definition.pages import PageTable
-from quire.engine.chunks import Chunk, Computed
+from quire.engine.batch import Chunk, ForwardOutput, StepBatch
+from quire.engine.graph_inputs import CapturedInputs, GraphInputs, StepShape
 from quire.engine.graphs import MAX_ROWS, MAX_TOKENS, StepGraphs
-from quire.engine.inputs import InputBuffers, Inputs, Shape
+from quire.engine.inputs import logit_indices, token_ids, with_last_tokens
 from quire.engine.model import Model
 from quire.engine.sampler import Sampler
 from quire.engine.scales import Scales
@@ -93,20 +93,20 @@ class Runner:
         kinds = {layer.heads for layer in self.model.layers}
         return {heads: BatchPrefillWithPagedKVCacheWrapper(empty, **options) for heads in kinds}
 
-    def forward(self, chunks: Sequence[Chunk], last_tokens: Tensor) -> Computed:
-        """Compute the chunks, by a graph if there is one for them.
+    def forward(self, batch: StepBatch, last_tokens: Tensor) -> ForwardOutput:
+        """Compute a step, by a graph if there is one for it.
 
         Args:
-            chunks: of a step.
-            last_tokens: `Sampler.last`, the tokens that the last launched step has sampled, for requests whose last
-                token is pending.
+            batch: the step.
+            last_tokens: `Sampler.last`, the tokens that the last launched step has sampled, for requests with a token
+                in flight.
         """
         if self.step_graphs is not None:
-            computed = self.step_graphs.run(chunks)
-            if computed is not None:
-                return computed
-        logits = self.run(chunks, last_tokens) if self.supports_overlap else self.run(chunks)
-        return Computed(chunks, logits)
+            output = self.step_graphs.run(batch)
+            if output is not None:
+                return output
+        logits = self.run(batch, last_tokens) if self.supports_overlap else self.run(batch)
+        return ForwardOutput(batch, logits)
 
     def capture(self, sampler: Sampler, max_rows: int, max_batched_tokens: int, progress: Any = iter) -> None:
         """Capture CUDA graphs of steps, if the runner can. It is called once, after all checks of the runner.
@@ -121,27 +121,28 @@ class Runner:
             return
         rows, tokens, page_size = min(max_rows, MAX_ROWS), min(max_batched_tokens, MAX_TOKENS), self.page_size
         width = min(-(-self.model.context // page_size), self.num_pages)
-        buffers = InputBuffers(Shape(rows, max(rows, tokens)), width, page_size, self.model.device)
-        wrappers = self.new_wrappers()  # whose plans no step without a graph replaces
+        inputs = GraphInputs(StepShape(rows, max(rows, tokens)), width, page_size, self.model.device)
+        # No step without a graph replaces the plans of these wrappers.
+        wrappers = self.new_wrappers()
 
-        def compute(inputs: Inputs, shape: Shape) -> Tensor:
-            ids = torch.where(inputs.ids < 0, sampler.last[inputs.source], inputs.ids)
+        def compute(inputs: CapturedInputs, shape: StepShape) -> Tensor:
+            ids = with_last_tokens(inputs.ids, inputs.source, sampler.last)
             pages = PageTable(inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len, page_size)
-            self.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.longest)
-            logits = self.model.logits(ids, inputs.positions, inputs.sampled, self)
+            self.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.max_row_tokens)
+            logits = self.model.logits(ids, inputs.positions, inputs.logit_indices, self)
             for wrapper in wrappers.values():
-                # The graph will be replayed, which is safe: it reads the tables of `buffers` themselves, and the
+                # The graph will be replayed, which is safe: it reads the tables of `inputs` themselves, and the
                 # workspace of `wrappers`, and `StepGraphs` keeps both.
                 wrapper.forget_cuda_graph()
             return logits
 
-        graphs = StepGraphs(compute, sampler.sample_greedy, buffers, rows, tokens)
+        graphs = StepGraphs(compute, sampler.sample_greedy, inputs, rows, tokens)
         if graphs.capture(progress):
             self.step_graphs = graphs
 
     def run(self, chunks: Sequence[Chunk], last_tokens: Tensor | None = None) -> Tensor:
         """Compute the chunks without graphs; return the logits of the last tokens of each (`Chunk.rows`). `last_tokens`
-        is that of `forward`, and is passed by a runner that supports overlap; None: no token is pending.
+        is that of `forward`, and is passed if the runner supports overlap; None: no token is in flight.
         """
         tables = self.tables(chunks)
         self.begin(chunks, tables)
@@ -161,39 +162,27 @@ class Runner:
         )
 
     def inputs(self, chunks: Sequence[Chunk], last_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The tokens of the chunks, and the indices of rows whose logits are needed; int64, on the model's device."""
-        tokens = [t for c in chunks for t in (*c.request.tokens[c.start : c.start + c.count], *c.drafts)]
-        ends = list(accumulate(c.count for c in chunks))
-        rows = [row for end, c in zip(ends, chunks, strict=True) for row in range(end - c.rows, end)]
-        if not ends or len(tokens) == ends[-1]:
-            ids, last = (upload(np.array(x, dtype=np.int64), self.model.device) for x in (tokens, rows))
-            return ids, last
-        assert last_tokens is not None, "the host does not know a pending token"
-        return self._pending_inputs(chunks, rows, last_tokens)
-
-    def _pending_inputs(self, chunks: Sequence[Chunk], rows: list[int], last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """`inputs` of a step with tokens that the host does not know, and without drafts."""
-        tokens: list[int] = []
-        places: list[tuple[int, int]] = []  # of pending tokens in this step, and in `Sampler.last`
-        for chunk in chunks:
-            known = chunk.request.tokens[chunk.start : chunk.start + chunk.count]
-            tokens += known
-            if len(known) < chunk.count:
-                places.append((len(tokens), chunk.request.row))
-                tokens.append(0)
-        device, (to, source) = self.model.device, zip(*places, strict=True)
-        packed = upload(np.array([*tokens, *rows, *to, *source], dtype=np.int64), device)
-        ids, last, at, pending = packed.split([len(tokens), len(rows), len(to), len(source)])
-        return ids.index_copy(0, at, last_tokens[pending]), last
+        """The tokens of the chunks, and the indices of those whose logits are needed; int64, on the model's device."""
+        batch = StepBatch.of(chunks)
+        known, source = token_ids(batch)
+        vectors = [known, logit_indices(batch)]
+        if (known < 0).any():
+            vectors.append(source)
+        packed = upload(np.concatenate(vectors), self.model.device)
+        ids, logits, *in_flight = packed.split_with_sizes([len(x) for x in vectors])
+        if in_flight:
+            assert last_tokens is not None, "the host does not know a token in flight"
+            ids = with_last_tokens(ids, in_flight[0], last_tokens)
+        return ids, logits
 
     def begin(self, chunks: Sequence[Chunk], tables: StepTables) -> None:
         """Plan a step, for which `attend` is then called once per layer."""
         self.plan(self.wrappers, tables.qo_indptr, tables.pages, tables.slots, max(chunk.count for chunk in chunks))
 
-    def plan(self, wrappers: Wrappers, qo_indptr: Tensor, pages: PageTable, slots: Tensor, longest: int) -> None:
-        """Plan wrappers for a step whose requests have at most `longest` new tokens each."""
+    def plan(self, wrappers: Wrappers, qo_indptr: Tensor, pages: PageTable, slots: Tensor, max_count: int) -> None:
+        """Plan wrappers for a step whose requests have at most `max_count` new tokens each."""
         self._active, self._slots = wrappers, slots
-        options: Any = {"causal": True, "max_token_per_sequence": longest}
+        options: Any = {"causal": True, "max_token_per_sequence": max_count}
         for heads, wrapper in wrappers.items():
             plan(wrapper, pages, heads, self.model.dtype, self.kv_dtype, qo_indptr, **options)
 

@@ -83,7 +83,7 @@ class Sampled:
             for choice, request, chosen, ids, values in zip(choices, self.requests, *reports, strict=True):
                 asked = request.params.logprobs
                 if asked is not None:
-                    choice.logprobs = likeliest(asked, choice.token, chosen, ids, values)
+                    choice.logprobs = top_logprobs(asked, choice.token, chosen, ids, values)
         if UNDEFINED in tokens:
             for choice, request in zip(choices, self.requests, strict=True):
                 if choice.token == UNDEFINED:
@@ -97,7 +97,7 @@ def undefined(request: Request) -> str:
     return reason if request.rules is None else f"none of the tokens that the request allows is possible, or {reason}"
 
 
-def likeliest(
+def top_logprobs(
     count: int, token: int, logprob: float, ids: Sequence[int], logprobs: Sequence[float]
 ) -> dict[int, float]:
     """The log-probabilities of the first `count` ids, which are -1 where no token is left, and of a token."""
@@ -111,7 +111,7 @@ class _Batch:
 
     Args:
         requests: one for each row of logits.
-        ahead: how many drafts come before the token of each row; None: none.
+        draft_index: how many drafts come before the token of each row; None: none.
         lists: has the tokens of requests with penalties or bad words of several tokens.
         vocab_size: the number of columns of the logits.
         device: where the logits are.
@@ -124,7 +124,7 @@ class _Batch:
     def __init__(
         self,
         requests: Sequence[Request],
-        ahead: Sequence[int] | None,
+        draft_index: Sequence[int] | None,
         lists: TokenLists,
         vocab_size: int,
         device: torch.device,
@@ -134,7 +134,7 @@ class _Batch:
         self.logprobs = max(asked) if asked else None
         penalised = any(p.penalised for p in params)
         listed = [i for i, r in enumerate(requests) if r.needs_last_tokens]
-        lens = [len(r.tokens) + r.pending for r in requests]
+        lens = [len(r.tokens) + r.num_inflight_tokens for r in requests]
         slots = [-1] * len(requests)
         if listed:
             for i, slot in zip(listed, lists.hold([requests[i] for i in listed]), strict=True):
@@ -148,8 +148,8 @@ class _Batch:
         self._filters, self._factors = floats[:3], list(floats[3:])
         self._seeds, self._top_k, self._prompts, self._lens, self._slots = whole
         self.index, self._lists = self._lens - self._prompts, lists
-        if ahead is not None:
-            self.index += upload(np.array(ahead), device)
+        if draft_index is not None:
+            self.index += upload(np.array(draft_index), device)
         self._listed = upload(np.array(listed), device) if listed else None
         rules = [r.rules for r in requests]
         self._processors = LogitsProcessors(rules, slots, vocab_size, device) if any(rules) else None
@@ -184,8 +184,8 @@ class Sampler:
         rows: the most requests of a batch.
 
     Attributes:
-        last: int64 [rows] on the device, the tokens of the last batch, 0 where they are undefined: the pending token of
-            a request is at its `row`.
+        last: int64 [rows] on the device, the tokens of the last batch, 0 where they are undefined: the token in flight
+            of a request is at its `row`.
     """
 
     def __init__(self, device: torch.device, rows: int) -> None:
@@ -206,7 +206,11 @@ class Sampler:
 
     @torch.inference_mode()
     def launch(
-        self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None = None, greedy_done: bool = False
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        draft_index: Sequence[int] | None = None,
+        greedy_done: bool = False,
     ) -> Sampled:
         """Start to sample a token for each row of logits, [len(requests), vocab_size].
 
@@ -214,25 +218,27 @@ class Sampler:
 
         Args:
             requests: the request of each row.
-            ahead: how many drafts come before the token of each row, for requests with several rows; None: none, and
-                each request has one row.
+            draft_index: how many drafts come before the token of each row, for requests with several rows; None: there
+                are none, and each request has one row.
             greedy_done: whether `sample_greedy` of these logits, and perhaps of more rows, has been launched before, by
                 itself or in a graph.
         """
         try:
-            return self._launch(logits, requests, ahead, greedy_done)
+            return self._launch(logits, requests, draft_index, greedy_done)
         except BaseException:
             self._requests = ()
             self._lists.forget()
             raise
 
     def _launch(
-        self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None, greedy_done: bool
+        self, logits: Tensor, requests: Sequence[Request], draft_index: Sequence[int] | None, greedy_done: bool
     ) -> Sampled:
-        if requests != self._requests or ahead is not None:
+        if requests != self._requests or draft_index is not None:
             plain = all(request.plain for request in requests)
-            self._batch = None if plain else _Batch(requests, ahead, self._lists, logits.shape[1], self.last.device)
-            self._requests = requests if ahead is None else ()  # of drafts, the host knows later how many count
+            self._batch = (
+                None if plain else _Batch(requests, draft_index, self._lists, logits.shape[1], self.last.device)
+            )
+            self._requests = requests if draft_index is None else ()  # of drafts, the host knows later how many count
         batch, reports = self._batch, None
         if batch is None:
             if not greedy_done:

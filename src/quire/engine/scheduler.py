@@ -6,26 +6,25 @@ their calls. When pages run out, the prefix tree evicts pages that no request ho
 preempted: its pages are released, and it waits to be computed again from its tokens.
 
 The scheduler works with the numbers of tokens, not with the tokens. A step can thus be scheduled while the last token
-of its requests is pending, that is, sampled by a step whose results the host has not read. Pages can be released and
+of its requests is in flight, that is, sampled by a step whose results the host has not read. Pages can be released and
 given to other requests meanwhile, since the device computes steps in order. Only the prefix tree needs the tokens.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quire.cache import PageAllocator, PrefixTree
-from quire.engine.chunks import Chunk, Decodes
+from quire.engine.batch import Chunk, StepBatch
 from quire.engine.request import Request
 from quire.engine.waiting import WaitingQueue
 
-# The most tokens of a step whose next tokens are scored, as logits of all tokens of a long prompt would take too much
-# memory. A prompt whose log-probabilities are wanted is computed in chunks of so many tokens.
-MAX_SCORES = 256
+# The most log-probabilities of prompts that a step computes, as logits of all tokens of a long prompt would take too
+# much memory. A prompt whose log-probabilities are wanted is computed in chunks of so many tokens.
+MAX_PROMPT_LOGPROBS = 256
 
 
 @dataclass(slots=True)
@@ -99,31 +98,32 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.stats = Stats()
-        self._decodes: Decodes | None = None  # the last step, if it was one token of each running request
-        self._steps_left = 0  # how often it can be repeated until a request has all its tokens
-        self._scores_left = MAX_SCORES  # how many more tokens the step can score
+        # The last step, if it was one token of each running request, and how often it can be repeated until a request
+        # has all its tokens.
+        self._last_decodes: StepBatch | None = None
+        self._steps_left = 0
+        # How many more log-probabilities of prompts the step can compute.
+        self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
         self.stats.prompt_tokens += request.prompt_len
 
-    def schedule(self) -> Sequence[Chunk]:
-        """The chunks of the next step; empty if there are no requests, or if all wait for pending tokens."""
-        decodes = self._decode_again()
-        self._scores_left = MAX_SCORES
-        if decodes is not None:
-            admitted = self._admit(self.max_batched_tokens - len(decodes))
-        else:
-            chunks, preempted = self._continue_running()
-            admitted = [] if preempted else self._admit(self.max_batched_tokens - sum(c.count for c in chunks))
-            if chunks and len(chunks) == len(self.running) and not admitted and not self.speculative_tokens:
-                decodes = Decodes.of(chunks)
-            if decodes is not None:
-                self._steps_left = min(r.limit - r.computed for r in self.running) - 2
+    def schedule(self) -> StepBatch:
+        """The next step; empty if there are no requests, or if all wait for tokens in flight."""
+        self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
+        batch, can_admit = self._decode_again(), True
+        can_repeat = batch is not None
+        if batch is None:
+            batch, can_admit = self._continue_running()
+            if batch.decode_only and 0 < len(batch) == len(self.running) and not self.speculative_tokens:
+                can_repeat = True
+                self._steps_left = min(r.max_total_tokens - r.num_computed_tokens for r in self.running) - 2
+        admitted = self._admit(self.max_batched_tokens - batch.num_tokens) if can_admit else []
         held = self.allocator.num_pages - self.allocator.num_free
         self.stats.peak_pages = max(self.stats.peak_pages, held)
-        self._decodes = None if admitted else decodes
-        return [*(chunks if decodes is None else decodes), *admitted] if admitted or decodes is None else decodes
+        self._last_decodes = batch if can_repeat and not admitted else None
+        return StepBatch.of([*batch, *admitted]) if admitted else batch
 
     def state(self) -> Stats:
         """The counts, and the numbers of requests and pages now; also for other threads."""
@@ -151,7 +151,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         if request.finish_reason in ("stop", "length"):
-            self._share(request, request.computed)
+            self._share(request, request.num_computed_tokens)
         self._release(request)
 
     def reset(self) -> list[Request]:
@@ -170,15 +170,16 @@ class Scheduler:
         self._release(request)
         self.waiting.appendleft(request)
 
-    def _decode_again(self) -> Decodes | None:
+    def _decode_again(self) -> StepBatch | None:
         """One more token of each running request, if that was the last step. None if it was another one, or if requests
         must be looked at one by one because there are too few pages.
         """
-        last = self._decodes
+        last = self._last_decodes
         if last is None or self._steps_left <= 0 or last.requests != self.running:
             return None
         starts = last.starts + 1
-        full = np.flatnonzero(starts % self.page_size == 0)  # requests whose pages are full
+        # The requests whose pages are full.
+        full = np.flatnonzero(starts % self.page_size == 0)
         short = len(full) - self.allocator.num_free
         if short > 0 and self.tree.evict(short) < short:
             return None
@@ -188,46 +189,50 @@ class Scheduler:
             request.pages.append(page)
             self._share(request, start)
         self._steps_left -= 1
-        return Decodes(last.requests, starts)
+        return StepBatch(last.requests, starts)
 
-    def _continue_running(self) -> tuple[list[Chunk], bool]:
-        """Chunks of running requests, and whether any was preempted."""
+    def _continue_running(self) -> tuple[StepBatch, bool]:
+        """Chunks of running requests, and whether none of them was preempted, so that others may be admitted."""
         running, size = self.running, self.page_size
-        lefts = [len(r.tokens) + r.pending - r.prompt_only - r.computed for r in running]
+        lefts = [len(r.tokens) + r.num_inflight_tokens - r.prompt_only - r.num_computed_tokens for r in running]
         budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - lefts.count(1)
         spare_rows = self.max_rows - min(self.max_num_seqs, len(running) + len(self.waiting))
         chunks: list[Chunk] = []
         for request, left in zip(running, lefts, strict=False):  # a preemption takes the last ones from `running`
-            start = request.computed
-            count, scores = self._scored(request, 1 if left == 1 <= budget else min(left, prefill_budget, budget))
-            if count <= 0 or start + left >= request.limit:  # at its limit, it ends when its last token is read
+            start = request.num_computed_tokens
+            count = 1 if left == 1 <= budget else min(left, prefill_budget, budget)
+            count, num_prompt_logprobs = self._bound_prompt_logprobs(request, count)
+            # A request at its limit ends when its last token is read.
+            if count <= 0 or start + left >= request.max_total_tokens:
                 continue
             end = start + count
             if end > len(request.pages) * size and not self._make_room(request, end):
-                return chunks, True
-            if count > 1 or (end - request.pending) % size == 0:  # a page may have become full of known tokens
+                return StepBatch.of(chunks), False
+            # A page may have become full of known tokens.
+            if count > 1 or (end - request.num_inflight_tokens) % size == 0:
                 self._share(request, end)
-            chunk = Chunk(request, start, count, count == left and not request.prompt_only, scores=scores)
+            samples = count == left and not request.prompt_only
+            chunk = Chunk(request, start, count, samples, num_prompt_logprobs=num_prompt_logprobs)
             chunks.append(chunk)
             budget -= count
-            self._scores_left -= scores
+            self._prompt_logprobs_left -= num_prompt_logprobs
             if left > 1:
                 prefill_budget -= count
             elif self.speculative_tokens:
                 chunk.drafts = drafts = self._draft(request, end, min(spare_rows, prefill_budget))
                 chunk.count += len(drafts)
                 budget, prefill_budget, spare_rows = (x - len(drafts) for x in (budget, prefill_budget, spare_rows))
-        return chunks, len(running) < len(lefts)
+        return StepBatch.of(chunks), len(running) == len(lefts)
 
-    def _scored(self, request: Request, count: int) -> tuple[int, int]:
-        """The number of tokens of a request's chunk, at most `count` and so many that the step can score those of the
-        prompt whose log-probabilities are wanted; and the number of these.
+    def _bound_prompt_logprobs(self, request: Request, count: int) -> tuple[int, int]:
+        """The number of tokens of a request's chunk, at most `count` and so many that the step can compute the
+        log-probabilities of the prompt that are wanted; and the number of these.
         """
-        start = request.computed
-        scores = request.scores(start, start + count)
-        if scores <= self._scores_left:
-            return count, scores
-        return max(start, request.scored) - start + self._scores_left, self._scores_left
+        start, left = request.num_computed_tokens, self._prompt_logprobs_left
+        wanted = request.num_wanted_prompt_logprobs(start, start + count)
+        if wanted <= left:
+            return count, wanted
+        return max(start, request.num_known_prompt_logprobs) - start + left, left
 
     def _draft(self, request: Request, end: int, most: int) -> list[int]:
         """At most `most` drafts after the `end` tokens of a running request, with pages for them. Drafts take no page
@@ -237,7 +242,7 @@ class Scheduler:
             return []
         free = max(0, self.allocator.num_free - len(self.running))
         room = (len(request.pages) + free) * self.page_size - end
-        most = min(most, self.speculative_tokens, room, request.limit - end - 1)
+        most = min(most, self.speculative_tokens, room, request.max_total_tokens - end - 1)
         drafts = request.lookup.draft(request.tokens, most)
         self._reserve(request, end + len(drafts))
         self.stats.drafted_tokens += len(drafts)
@@ -260,28 +265,32 @@ class Scheduler:
         chunks: list[Chunk] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.first
-            if request.pending:  # it was preempted, and its tokens are known before the next step
+            # A request that was preempted waits until its tokens are known.
+            if request.num_inflight_tokens:
                 break
             length = len(request.tokens) - request.prompt_only
-            known = length - 1 if request.prompt_logprobs is None else request.scored  # the last token is computed
+            # The last token is computed in any case.
+            known = length - 1 if request.prompt_logprobs is None else request.num_known_prompt_logprobs
             pages, request.node = self.tree.find(request.tokens[:known])
-            request.pages, request.computed = array("i", pages), len(pages) * self.page_size
-            count, scores = self._scored(request, min(length - request.computed, budget))
-            if count == 0 or not self._reserve(request, request.computed + count, spare=len(self.running)):
+            request.pages, request.num_computed_tokens = array("i", pages), len(pages) * self.page_size
+            count = min(length - request.num_computed_tokens, budget)
+            count, num_prompt_logprobs = self._bound_prompt_logprobs(request, count)
+            if count == 0 or not self._reserve(request, request.num_computed_tokens + count, spare=len(self.running)):
                 self._release(request)
                 break
             self.waiting.popleft()
             self.running.append(request)
             if not request.admitted:
                 request.admitted = True
-                request.reused = request.computed
-                self.stats.reused_tokens += request.reused
+                request.num_cached_tokens = request.num_computed_tokens
+                self.stats.reused_tokens += request.num_cached_tokens
                 self.stats.admitted_tokens += request.prompt_len
-            self._share(request, request.computed + count)
-            samples = request.computed + count == length and not request.prompt_only
-            chunks.append(Chunk(request, request.computed, count, samples, scores=scores))
+            self._share(request, request.num_computed_tokens + count)
+            samples = request.num_computed_tokens + count == length and not request.prompt_only
+            start = request.num_computed_tokens
+            chunks.append(Chunk(request, start, count, samples, num_prompt_logprobs=num_prompt_logprobs))
             budget -= count
-            self._scores_left -= scores
+            self._prompt_logprobs_left -= num_prompt_logprobs
         return chunks
 
     def _share(self, request: Request, end: int) -> None:
@@ -308,4 +317,4 @@ class Scheduler:
         if request.node is not None:
             self.tree.touch(request.node)
         self.allocator.release(request.pages)
-        request.pages, request.node, request.computed = array("i"), None, 0
+        request.pages, request.node, request.num_computed_tokens = array("i"), None, 0

@@ -11,7 +11,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from quire.engine.chunks import Chunk
+from quire.engine.batch import Chunk
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
 from quire.engine.probe import check_positions
 from quire.engine.request import Request

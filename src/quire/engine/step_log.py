@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.engine.chunks import Chunk, Decodes
+from quire.engine.batch import StepBatch
 
 
 class StepRecord(NamedTuple):
@@ -50,14 +49,13 @@ class StepLog:
         """Seconds since the engine started."""
         return time.perf_counter() - self._begin
 
-    def launch(self, chunks: Sequence[Chunk]) -> None:
-        """A step of these chunks is about to be launched."""
-        tokens, prompts = len(chunks), 0
-        if not isinstance(chunks, Decodes):
-            tokens = sum(c.count for c in chunks)
-            prompts = sum(c.count for c in chunks if c.count > 1 and c.start < c.request.prompt_len)
+    def launch(self, batch: StepBatch) -> None:
+        """A step is about to be launched."""
+        tokens, prompts = batch.num_tokens, 0
+        if not batch.decode_only:
+            prompts = sum(c.count for c in batch if c.count > 1 and c.start < c.request.prompt_len)
         self._count += 1
-        self._open.append((self._count, time.perf_counter(), len(chunks), prompts, tokens - prompts))
+        self._open.append((self._count, time.perf_counter(), len(batch), prompts, tokens - prompts))
 
     def read(self, left: int) -> None:
         """The results of all launched steps but the last `left` ones have been read."""

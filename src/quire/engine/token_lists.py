@@ -41,12 +41,12 @@ class TokenLists:
 
     def hold(self, requests: Sequence[Request]) -> list[int]:
         """Bring the rows of a batch's requests up to date, and give up those of other requests. A request whose last
-        token is pending must have been in the last batch, which has appended that token.
+        token is in flight must have been in the last batch, which has appended that token.
 
         Returns:
             the row of each request.
         """
-        lens = {r: len(r.tokens) + r.pending for r in requests}
+        lens = {r: len(r.tokens) + r.num_inflight_tokens for r in requests}
         self._slots = {r: slot for r, slot in self._slots.items() if r in lens}
         free = iter(sorted(set(range(self._rows)).difference(self._slots.values())))
         new = [r for r in requests if r not in self._slots or self._lens[r] != lens[r]]
@@ -70,7 +70,7 @@ class TokenLists:
 
     def _write(self, requests: Sequence[Request]) -> None:
         """Write all tokens of requests."""
-        assert not any(r.pending for r in requests), "the host does not know a pending token"
+        assert not any(r.num_inflight_tokens for r in requests), "the host does not know a token in flight"
         width = self.tokens.shape[1]
         at = [np.arange(len(r.tokens)) + self._slots[r] * width for r in requests]
         known = np.fromiter(chain.from_iterable(r.tokens for r in requests), dtype=np.int64)
