@@ -74,7 +74,7 @@ def exact_model(folder, device="cpu"):
 
 @pytest.mark.parametrize("how", ["eager", "inputs of graphs", "drafts"])
 def test_they_are_those_of_transformers(folder, rng, monkeypatch, how):
-    monkeypatch.setattr(scheduler, "MAX_SCORES", rng.choice((1, 5, 256)))
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGPROBS", rng.choice((1, 5, 256)))
     prompts, params = random_requests(rng, 30)
     model = exact_model(folder)
     with LLM(folder, **SIZES) as llm:
