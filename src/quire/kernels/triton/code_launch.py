@@ -1,0 +1,232 @@
+"""Products with quantized weights on a GPU: which kernel computes them, and with which constants."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch
+from quire.kernels.gpu.triton_internals import INTERPRETED
+from quire.kernels.triton.code_numbers import NumberConfig, RoundConfig, round_rows, write_numbers
+from quire.kernels.triton.code_product import CodeConfig, multiply_codes
+from quire.kernels.triton.fp8 import storage
+
+PACKED = ("int4", "mxfp4")
+# Columns that are read at a time, and that share a scale of fp8 rows for weights with a scale for each block.
+BLOCK = 128
+# Rows of x up to which codes become numbers in the registers of the kernel that multiplies.
+MAX_ROWS = {"fp8": 64, "int8": 64, "int4": 128, "mxfp4": 128}
+# Elements of a weight that are dequantized at a time, whose numbers stay in the cache until they are multiplied.
+_CHUNK = 1 << 24
+# Programs that run at once on a multiprocessor.
+_RESIDENT = 4
+
+_multiply, _write, _round = SmallLauncher(multiply_codes), SmallLauncher(write_numbers), SmallLauncher(round_rows)
+
+
+def multiply(
+    out: Tensor,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    arrivals: Tensor | None,
+    kind: str,
+    block: tuple[int, int],
+) -> None:
+    """`quire.kernels.code_product.code_product` of x [rows, in_features] into out [rows, out_features] on a GPU."""
+    if len(x) == 0:
+        return
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if INTERPRETED or len(x) <= MAX_ROWS[kind]:
+        splittable = 0 if arrivals is None else len(arrivals)
+        c = product_config(kind, block, len(x), out.shape[1], x.shape[1], x.dtype, x.device, splittable)
+        launch(out, x, codes, scale, zero, bias, arrivals, c)
+    elif kind == "fp8" and _multiplies_fp8(out, x, block):
+        _multiply_fp8(out, x, codes, scale, bias, block)
+    else:
+        _multiply_dequantized(out, x, codes, scale, zero, bias, kind, block)
+
+
+def launch(
+    out: Tensor,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    arrivals: Tensor | None,
+    c: CodeConfig,
+) -> None:
+    """Launch `multiply_codes` with the constants c."""
+    num_rows, out_features = out.shape
+    tiles = triton.cdiv(out_features, c.block_n), triton.cdiv(num_rows, c.block_m)
+    partials = None
+    if c.splits > 1:
+        size = tiles[0] * tiles[1] * c.splits * c.block_n * c.block_m
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    sizes = (out_features, x.shape[1], x.stride(0), scale.stride(1), scale.stride(0))
+    tensors = (x, _stored(codes, c), scale, zero, bias, partials, arrivals if c.splits > 1 else None, out)
+    _multiply((tiles[0], tiles[1] * c.splits), tensors, (num_rows,), sizes, c)
+
+
+def _stored(codes: Tensor, c: CodeConfig | NumberConfig) -> Tensor:
+    """Codes as kernels read them: bytes of fp8 where they are decoded by their bits."""
+    return codes.view(torch.uint8) if c.kind == "fp8" and c.pairs else storage(codes) if c.kind == "fp8" else codes
+
+
+@lru_cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache
+def _has_pairs(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@lru_cache(maxsize=4096)
+def product_config(
+    kind: str,
+    block: tuple[int, int],
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    splittable: int,
+) -> CodeConfig:
+    """The constants of `multiply_codes`.
+
+    Args:
+        kind, block: of the codes.
+        num_rows: of x.
+        out_features, in_features: of the weight.
+        dtype: of x.
+        splittable: tiles that several programs may share.
+    """
+    block_m = min(max(triton.next_power_of_2(num_rows), 8), 64)
+    block_n = 128 if kind in PACKED and out_features > 64 * _num_sms(device) else 64
+    tiles = triton.cdiv(out_features, block_n) * triton.cdiv(num_rows, block_m)
+    blocks = triton.cdiv(in_features, BLOCK)
+    splits = 1
+    if tiles <= splittable:
+        splits = min(max(_RESIDENT * _num_sms(device) // tiles, 1), triton.cdiv(blocks, 2), 16)
+        # As many programs as have blocks of their own.
+        splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
+    pairs = _has_pairs(device) and kind != "int8" and dtype in ((torch.bfloat16,) if kind != "int4" else _HALVES)
+    group = 0 if block[1] >= in_features else block[1]
+    num_stages = 2 if torch.version.hip else 4
+    return CodeConfig(
+        kind, group, block[0], block_m, block_n, splits, num_stages, 4,
+        has_dependent_launch(device), pairs, in_features % BLOCK == 0,
+    )  # fmt: skip
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _multiply_dequantized(
+    out: Tensor,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    block: tuple[int, int],
+) -> None:
+    """The product with the weight's numbers, of some rows of the weight at a time."""
+    out_features, in_features = out.shape[1], x.shape[1]
+    step = min(max(_CHUNK // in_features // BLOCK, 1) * BLOCK, out_features)
+    for start in range(0, out_features, step):
+        rows = range(start, min(start + step, out_features))
+        weight = x.new_empty(len(rows), in_features)
+        write_rows(weight, codes, scale, zero, kind, block, start, out_features)
+        part = out[:, rows.start : rows.stop]
+        if bias is None:
+            torch.mm(x, weight.T, out=part)
+        else:
+            torch.addmm(bias[rows.start : rows.stop], x, weight.T, out=part)
+
+
+def write_rows(
+    weight: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    kind: str,
+    block: tuple[int, int],
+    start: int,
+    out_features: int,
+) -> None:
+    """Write the numbers of the weight's rows from `start` on to `weight` [rows, in_features]."""
+    rows, in_features = weight.shape
+    group = 0 if block[1] >= in_features else block[1]
+    c = NumberConfig(kind, group, block[0], 64, 4, False, in_features % BLOCK == 0)
+    sizes = (out_features, in_features, scale.stride(1), scale.stride(0))
+    grid = (triton.cdiv(rows, c.block_n), triton.cdiv(in_features, BLOCK))
+    _write(grid, (_stored(codes, c), scale, zero, weight), (start, rows), sizes, c)
+
+
+def _multiplies_fp8(out: Tensor, x: Tensor, block: tuple[int, int]) -> bool:
+    """Whether torch multiplies rows of fp8 and weights with scales for these blocks."""
+    by_row = block[0] == 1 and block[1] >= x.shape[1]
+    if any(n % 16 for n in (out.shape[1], x.shape[1])) or x.dtype not in _HALVES or torch.version.hip is not None:
+        return False
+    capability = torch.cuda.get_device_capability(x.device)
+    return capability >= (8, 9) if by_row else capability[0] == 9 and block == (BLOCK, BLOCK) and _has_block_scales()
+
+
+@lru_cache
+def _has_block_scales() -> bool:
+    version = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
+    return version >= (12, 9) and hasattr(F, "scaled_mm")
+
+
+def _multiply_fp8(
+    out: Tensor, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, block: tuple[int, int]
+) -> None:
+    """The product with rows of x that are rounded to fp8."""
+    by_row = block[0] == 1
+    rows, scales = quantize_rows(x, 0 if by_row else BLOCK)
+    if by_row:
+        product = torch._scaled_mm(
+            rows, codes.T, scale_a=scales, scale_b=scale.T, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    else:
+        kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+        product = F.scaled_mm(rows, codes.T, scales, kinds[0], scale.T, kinds[1], output_dtype=torch.bfloat16)
+    product = product[: len(out)]
+    if bias is None:
+        out.copy_(product)
+    else:
+        torch.add(product, bias, out=out)
+
+
+def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Rows as fp8, and what to multiply them by.
+
+    Args:
+        x: [rows, columns].
+        group: columns that share a scale; 0: all of them.
+
+    Returns:
+        float8_e4m3fn [rows, columns], and float32 [rows, groups]. With groups, there are up to 3 rows more, so that
+        their number is a multiple of 4, and the scales of a group are contiguous.
+    """
+    num_rows, columns = x.shape
+    padded = -(-num_rows // 4) * 4 if group else num_rows
+    rows = torch.empty(padded, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    if group:
+        scales = torch.empty(triton.cdiv(columns, group), padded, dtype=torch.float32, device=x.device).T
+    else:
+        scales = torch.empty(padded, 1, dtype=torch.float32, device=x.device)
+    c = RoundConfig(columns, group, has_dependent_launch(x.device))
+    _round((padded, 1), (x, storage(rows), scales), (num_rows,), (x.stride(0), *scales.stride()), c)
+    return rows, scales
