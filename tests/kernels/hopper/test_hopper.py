@@ -408,3 +408,13 @@ def test_what_it_declines():
     assert declines(spec.replace(batch_invariant=True), 0) is None
     assert "nor position encodings" in declines(spec.replace(batch_invariant=True, pos_encoding="ALIBI"), 1)
     assert hopper.FAMILY.declines(spec, torch.device("cpu"), 1) == "it needs a Hopper GPU"
+
+
+def test_hopper_with_an_untested_triton_declines_and_names_the_tested_ones(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "INTERPRETED", False)
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
+    reason = "it was not tested with triton 3.8.0 (tested: 3.6 to 3.7)"
+    for version, expected in (("3.6.0", None), ("3.7.1", None), ("3.8.0", reason)):
+        monkeypatch.setattr(hopper.triton, "__version__", version)
+        assert hopper.FAMILY.declines(spec, torch.device("cuda"), 1) == expected

@@ -10,6 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.softmax import SoftmaxState, empty_state, merge, merge_acc
 
@@ -49,7 +50,7 @@ class Partials:
         gl.store(ml, gl.convert_layout(m, rows))
         gl.store(ml + 1, gl.convert_layout(l, rows))
         # All warps have stored their rows.
-        gl.thread_barrier()
+        thread_barrier()
         arrivals = self.arrivals + slot * self.consumers + consumer
         last = gl.atomic_add(arrivals, 1) == splits - 1
         if last:

@@ -14,9 +14,11 @@ from functools import lru_cache
 from types import ModuleType
 
 import torch
+import triton
 from torch import Tensor
 
 from quire.definition.spec import AttentionSpec
+from quire.definition.versions import untested
 from quire.kernels.call import Call, Replay
 from quire.kernels.family import BASIC
 from quire.kernels.gpu.launch import INTERPRETED, GpuFamily
@@ -70,6 +72,9 @@ class _Hopper(GpuFamily):
             return "it needs a Hopper GPU"
         if torch.cuda.get_device_capability(device)[0] != 9:
             return "it is for Hopper GPUs (sm_90)"
+        # Releases of Triton rename parts of Gluon, so that kernels may not compile with another one.
+        if found := untested({"triton": triton.__version__}):
+            return f"it was not tested with {found[0]}"
         reasons = [host.declines(spec, max_q_len) for host in _hosts(spec, max_q_len)]
         return next((reason for reason in reasons if reason), None)
 

@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.definition.spec import AttentionSpec
+from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.config import TileConfig
 from quire.kernels.hopper.mask import Mask
@@ -320,7 +321,7 @@ class Tables:
         if scan > WARP_SCAN:
             # The compiler passes the span to other warp groups through the shared memory of the prefix sum, and sets no
             # barrier between the two uses.
-            gl.thread_barrier()
+            thread_barrier()
         return Span(program, unit, gl.minimum(unit + size, total), size, request)
 
 

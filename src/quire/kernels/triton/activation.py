@@ -45,7 +45,7 @@ def activate(x, c: tl.constexpr):
     elif c.kind == "gelu":
         return 0.5 * x * (1 + tl.erf(x * _HALF_ROOT))
     else:
-        return x / (1 + tl.exp(-_ROOT * (x + 0.044715 * x * x * x)))
+        return x / (1 + tl.exp((x + 0.044715 * x * x * x) * -_ROOT))
 
 
 @triton.jit(do_not_specialize=["rows", "factor"])

@@ -13,6 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.softmax import SoftmaxState, exponent_base
 
@@ -145,7 +146,7 @@ class Partials:
         acc_step: gl.constexpr = self.rows * self.dim * 4
         ml_step: gl.constexpr = self.rows * 2 * 4
         # All threads have loaded.
-        gl.thread_barrier()
+        thread_barrier()
         gl.inline_asm_elementwise(_clear_ptx(N, acc_step, ml_step), _constraints(1, 1), addresses, gl.int32, False, 1)
 
     @gluon.jit
@@ -226,7 +227,7 @@ class SavedState:
     @gluon.jit
     def save(self, state):
         """Save a state, [block_m, head_dim]. Its warps must meet at a barrier before rows are restored."""
-        gl.thread_barrier()
+        thread_barrier()
         shape: gl.constexpr = [self.config.block_m, self.config.dim]
         self.acc._reinterpret(gl.float32, shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(state.acc)
         flat: gl.constexpr = [2 * self.states, self.config.block_m]

@@ -21,6 +21,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.hopper.decode.combine import MAX_ROWS, SavedState, interleave, one_per_row
 from quire.kernels.hopper.decode.tile import attend_keys, rows_layout, tile_of, transposed, zero_acc
 from quire.kernels.hopper.pipeline import PipelineState
@@ -160,7 +161,7 @@ def _combine(saved, saved_group, continues, partials, output, span, request, seg
     next_group = gl.cdiv(last, size)
     owner = span.owner(zero + low)
     # All warps have saved their rows.
-    gl.thread_barrier()
+    thread_barrier()
     for row in range(0, gl.minimum(row_end, c.partial_rows), R):
         state = saved.rows(row // R)
         if continues:

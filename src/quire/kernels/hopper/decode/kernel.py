@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.hopper.config import TileConfig
 from quire.kernels.hopper.decode.combine import Partials, SavedState, combines, slot_of
 from quire.kernels.hopper.decode.invariant import consume_invariant
@@ -85,7 +86,7 @@ def consume(tables, queries, pipeline, partials, output, span, c: gl.constexpr):
         elif combines(span.program, owner, last):
             saved = SavedState(pipeline.k, pipeline.v, 0, 1, c)
             saved.save(state)
-            gl.thread_barrier()
+            thread_barrier()
             partials.combine(saved, output, request, tile.h, span.program, owner, last)
         else:
             partials.store(state, slot_of(span.program, owner, last), 0, request.rows())

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
+from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.mask import RowMask
 from quire.kernels.hopper.softmax import LOG2E, SoftmaxState, exponent_base
@@ -84,7 +85,7 @@ class Queries:
         if c.k_scale:
             factor *= gl.load(self.k_scale + head // (group // c.tile.packed_heads), valid, 1.0)
         # All warps have read the queries of the tile before.
-        gl.thread_barrier()
+        thread_barrier()
         if c.fp8:
             x, power = _scale_to_fp16(x)
             factor *= power
@@ -94,7 +95,7 @@ class Queries:
         else:
             self.q_shared.index(0).store(x)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         flat: gl.constexpr = rows_layout(c)
         return Rows(gl.convert_layout(factor, flat), mask.rows(request, row + gl.arange(0, c.block_m, flat)))
 
@@ -229,7 +230,7 @@ def _attend_block(state, queries, rows, t0, k, v):
     alpha = gl.exp2(m - base)
     queries.p_shared.permute([1, 0]).store(p.to(queries.p_shared.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     if c.fp8:
         acc = acc[0] * alpha[None, :], acc[1] * alpha[None, :]
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.softmax import SoftmaxState, empty_state, exponent_base
 
@@ -91,7 +92,7 @@ class SpanPartials:
         tile_arrivals = self.arrivals + owner
         rows = gl.minimum(tile.count, self.rows)
         # All warps have stored their rows.
-        gl.thread_barrier()
+        thread_barrier()
         if gl.atomic_add(group_arrivals, 1) == group_last - first:
             gl.store(group_arrivals, 0)
             step, complete = 1, last - owner < FAN_IN
@@ -99,7 +100,7 @@ class SpanPartials:
                 for row in range(0, rows, MERGE_ROWS):
                     state = self._merge_slots(row, rows, owner, first, group_last, 1)
                     self.store(state, slot, row, rows)
-                gl.thread_barrier()
+                thread_barrier()
                 step, complete = FAN_IN, gl.atomic_add(tile_arrivals, 1) == (last - owner) // FAN_IN
                 gl.store(tile_arrivals, 0, complete)
             if complete:

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.mask import Mask, RowMask
 from quire.kernels.hopper.mla.load import BLOCK_M, LatentPipeline, Queries
@@ -142,13 +143,13 @@ class Consumer:
         l = scaled_sums(l, alpha) + gl.convert_layout(l_block, l.type.layout, assert_trivial=True)
         p = p.to(pipeline.k_pe.dtype)
         # All warps have read k_pe, which P replaces.
-        gl.thread_barrier()
+        thread_barrier()
         pipeline.k_pe.index(stage).store(p)
         _store_per_row(m, pipeline.m.index(stage))
         pipeline.l.index(stage).store(l)
         fence_async_shared()
         # All warps have stored before the mbarrier says so.
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(pipeline.p_full.index(stage), count=1)
         return p, alpha, Sums(m, l, scaled_sums(sums.l_other, alpha))
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.combine import Partials
 from quire.kernels.hopper.epilogue import Output
@@ -263,7 +264,7 @@ class Consumer:
                 x = v.load(layout)
                 v.store(gl.where(self.mask.needed_keys(seqlens, j)[:, None], x, gl.zeros_like(x)))
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
 
     @gluon.jit
     def skip(self, tile, state):
@@ -374,7 +375,7 @@ def consume(consumer):
         async_copy.wait_group(0)
         if consumer.row(tile) < tile.load("rows"):
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             attended, kv_state = consumer.attend(tile, kv_state)
             work_tiles.wait(following)
             acc = consumer.start_pv(attended.acc, attended.p, kv_state)
