@@ -25,6 +25,8 @@ def rendered(name: str) -> str:
     result = json.loads((ROOT / name).read_text())
     if "runs" in result:
         return soak(result)
+    if "vllm" in result and "kv_cache_dtype" in result:
+        return vllm(result)
     on_gpu = "triton" in result
     compiler = "triton" if on_gpu else "numba"
     machine = (
@@ -84,6 +86,36 @@ def soak(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {result[name]}" for name in packages if result[name])
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"{machine}, {versions}, {result['date']}:\n\n| load | result |\n|---|---|\n{table}\n"
+
+
+def vllm(result: dict[str, Any]) -> str:
+    """The machine, and the table of a result of tools/vllm_backends.py: each backend's figures, and how many times as
+    fast as the first one it is.
+    """
+    cells, names = result["cells"], {"CUSTOM": "CUSTOM (Quire)", "FLASHINFER": "FLASHINFER (over `quire.compat`)"}
+    backends = list(dict.fromkeys(one["backend"] for one in cells))
+    drafts = f", {result['draft_tokens']} drafts per step" if result["draft_tokens"] else ""
+    lines = [
+        f"{result['device']}, vLLM {result['vllm']}, torch {result['torch']}, {result['date']}; {result['model']}, "
+        f"cache {result['kv_cache_dtype']}{drafts}:\n",
+        "| cell | " + " | ".join(names.get(name, name) for name in backends) + " |",
+        "|---" * (len(backends) + 1) + "|",
+    ]
+    for cell in dict.fromkeys(one["cell"] for one in cells):
+        of = {one["backend"]: one for one in cells if one["cell"] == cell}
+        first, texts = of.get(backends[0]), []
+        for name in backends:
+            one = of.get(name)
+            if one is None:
+                texts.append("no result")
+                continue
+            key, unit = ("ms", "ms per step") if "ms" in one else ("tokens_s", "tokens/s")
+            ratio = ""
+            if first is not None and one is not first:
+                ratio = f", {first[key] / one[key] if key == 'ms' else one[key] / first[key]:.2f} times as fast"
+            texts.append(f"{one[key]:,.2f} {unit}{ratio}" if key == "ms" else f"{one[key]:,.0f} {unit}{ratio}")
+        lines.append(f"| {cell} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ import pytest
 from helpers.paths import ROOT
 
 sys.path.append(str(ROOT / "tools"))
+import benchmark_tables
 import vllm_backends
 import vllm_worker
 
@@ -141,3 +142,26 @@ def test_lengths_of_cells(rng):
     assert len(mixed) == 400
     assert 16 <= min(mixed) < 300 < 5000 < max(mixed) <= 16384
     assert [vllm_backends._tokens(x) for x in ("1x64k", "64xlognormal", "random:256")] == [65536, 0, 0]
+
+
+def test_table_of_a_result_has_each_backends_figures():
+    cells = [
+        {"cell": "1x8k", "backend": "FLASH_ATTN", "ms": 3.0},
+        {"cell": "1x8k", "backend": "CUSTOM", "ms": 2.0},
+        {"cell": "random:256", "backend": "FLASH_ATTN", "tokens_s": 10000.0},
+        {"cell": "random:256", "backend": "CUSTOM", "tokens_s": 12500.0},
+        {"cell": "1x64k", "backend": "CUSTOM", "ms": 5.0},
+    ]
+    result = {
+        "device": "a GPU", "vllm": "0.26.0", "torch": "2.11", "date": "2026-11-27", "model": "m", "cells": cells,
+        "kv_cache_dtype": "fp8", "draft_tokens": 3,
+    }  # fmt: skip
+    lines = benchmark_tables.vllm(result).splitlines()
+    assert lines[0] == "a GPU, vLLM 0.26.0, torch 2.11, 2026-11-27; m, cache fp8, 3 drafts per step:"
+    assert lines[2:] == [
+        "| cell | FLASH_ATTN | CUSTOM (Quire) |",
+        "|---|---|---|",
+        "| 1x8k | 3.00 ms per step | 2.00 ms per step, 1.50 times as fast |",
+        "| random:256 | 10,000 tokens/s | 12,500 tokens/s, 1.25 times as fast |",
+        "| 1x64k | no result | 5.00 ms per step |",
+    ]
