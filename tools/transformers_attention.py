@@ -2,12 +2,14 @@
 
     PYTHONPATH=src python tools/transformers_attention.py layers --json benchmarks/results/<device>-hf-layers.json
     PYTHONPATH=src python tools/transformers_attention.py generate --json benchmarks/results/<device>-hf-generate.json
+    PYTHONPATH=src python tools/transformers_attention.py batch --json benchmarks/results/<device>-hf-batch.json
 
 "layers" calls the attention functions that Transformers has by name, of eight layers with the heads of Llama-3.1-8B and
 bf16, with masks by the mask functions, as a model does: `us` is the time per layer as it is called, `graph_us` that in
 a CUDA graph, where the mask is made before. "generate" is `model.generate` with random weights of a named shape: the
-time per token between a short and a long output. Implementations take turns; figures are medians. FlashAttention is
-among them where its package is installed, and an implementation that fails has its error in place of times.
+time per token between a short and a long output; "batch" is `model.generate_batch`, continuous batching, in which the
+requests' prompts have half to all of the named length. Implementations take turns; figures are medians. FlashAttention
+is among them where its package is installed, and an implementation that fails has its error in place of times.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -57,6 +60,9 @@ GENERATE_CELLS = {
     for cache in ("dynamic", "static")
     for batch, length, is_padded in ((1, 1024, False), (1, 16384, False), (16, 4096, False), (64, 1024, True))
 }
+
+# (requests, the longest prompt)
+BATCH_CELLS = {f"{batch}x{length}": (batch, length) for batch, length in ((16, 1024), (64, 1024), (16, 8192))}
 
 
 def implementations() -> list[str]:
@@ -190,28 +196,57 @@ def bench_generate(cell: tuple[int, int, str, bool], names: list[str], model: An
     return each(names, prepare, rounds=3)
 
 
+def bench_batch(cell: tuple[int, int], names: list[str], model: Any) -> dict[str, Any]:
+    """Milliseconds per step of each implementation in continuous batching."""
+    batch, longest = cell
+    lengths = torch.linspace(longest // 2, longest, batch).int().tolist()
+    prompts = [torch.randint(1, model.config.vocab_size, (length,)).tolist() for length in lengths]
+    short, long = 4, 68
+
+    def generate(name: str, count: int) -> float:
+        if model.config._attn_implementation != name:
+            model.set_attn_implementation(name)
+        config = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        start = time.perf_counter()
+        found = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+        torch.cuda.synchronize()
+        errors = {output.error for output in found.values() if output.error}
+        if errors or len(found) != batch:
+            raise RuntimeError(f"{len(found)} of {batch} requests ended, with errors {errors}")
+        return (time.perf_counter() - start) * 1e3
+
+    def prepare(name: str) -> dict[str, Callable[[], float]]:
+        generate(name, short)
+        return {"ms": lambda: (generate(name, long) - generate(name, short)) / (long - short)}
+
+    return each(names, prepare, rounds=3)
+
+
 def main() -> None:
     """Time what was asked for, and print a line for each cell."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=["layers", "generate"])
+    parser.add_argument("what", choices=["layers", "generate", "batch"])
     parser.add_argument("--cells", help="of these names only, separated by commas")
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model of generate")
-    parser.add_argument("--layers", type=int, default=8, help="of the model of generate")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    parser.add_argument("--layers", type=int, default=8, help="of the model")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    cells: dict[str, Any] = LAYER_CELLS if args.what == "layers" else GENERATE_CELLS
+    known: dict[str, dict[str, Any]] = {"layers": LAYER_CELLS, "generate": GENERATE_CELLS, "batch": BATCH_CELLS}
+    cells = known[args.what]
     chosen = args.cells.split(",") if args.cells else list(cells)
     names, rows = implementations(), []
     result = {**machine(), "transformers": transformers.__version__, "operation": f"transformers {args.what}"}
-    if args.what == "generate":
+    if args.what != "layers":
         result |= {"shape": args.shape, "layers": args.layers}
         model = random_model(args.shape, args.layers)
     with torch.no_grad():
         for cell in chosen:
             if args.what == "layers":
                 found = bench_layers(cells[cell], names)
-            else:
+            elif args.what == "generate":
                 found = bench_generate(cells[cell], names, model)
+            else:
+                found = bench_batch(cells[cell], names, model)
             rows.append({"cell": cell, **found})
             print(cell, json.dumps(found), flush=True)
             torch.cuda.empty_cache()
