@@ -92,3 +92,15 @@ def test_readme_links_are_absolute_and_lead_to_pages_and_files():
         for part in files:
             if part in address:
                 assert (ROOT / address.partition(part)[2]).is_file(), address
+
+
+def test_flashinfer_page_has_each_public_operation():
+    """All names but those of the caches, which FlashInfer does not have."""
+    page = (DOCS / "flashinfer.md").read_text()
+    modules = {f"quire.{name}" for name in ("core", "cache")}
+    missing = [
+        name
+        for name, value in public_callables()
+        if "." not in name and value.__module__ not in modules and f"`{name}`" not in page
+    ]
+    assert not missing
