@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
@@ -99,7 +100,7 @@ def new_model() -> LlamaForCausalLM:
 def add_dropout(model: LlamaForCausalLM, p: float) -> None:
     """Dropout on what each block adds to the residual stream: the corpus is small, and is read some thirty times."""
 
-    def drop(module, inputs, output):
+    def drop(module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
         return F.dropout(output, p, training=module.training)
 
     for layer in model.model.layers:
@@ -115,7 +116,7 @@ def rate(step: int, steps: int, peak: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
 
 
-def next_token_nats(model, ids: torch.Tensor, skip: int = 0) -> torch.Tensor:
+def next_token_nats(model: LlamaForCausalLM, ids: torch.Tensor, skip: int = 0) -> torch.Tensor:
     """Sum of -ln p(token) over `ids` [batch, length], the first `skip` predictions of each row left out."""
     logits = model(input_ids=ids[:, :-1]).logits.float()
     targets = ids[:, 1:].clone()
@@ -124,7 +125,7 @@ def next_token_nats(model, ids: torch.Tensor, skip: int = 0) -> torch.Tensor:
 
 
 @torch.no_grad()
-def bits_per_byte(model, ids: torch.Tensor, num_bytes: int, device: str) -> float:
+def bits_per_byte(model: LlamaForCausalLM, ids: torch.Tensor, num_bytes: int, device: str) -> float:
     """Windows of a whole context that advance by half of it, so that each token but the first has a long past."""
     model.eval()
     half, nats, start = CONTEXT // 2, 0.0, 0
@@ -137,14 +138,16 @@ def bits_per_byte(model, ids: torch.Tensor, num_bytes: int, device: str) -> floa
     return nats / math.log(2) / num_bytes
 
 
-def optimizer_for(model, peak: float) -> torch.optim.AdamW:
+def optimizer_for(model: LlamaForCausalLM, peak: float) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=torch.cuda.is_available())
 
 
-def train(model, ids: torch.Tensor, valid: torch.Tensor, valid_bytes: int, args) -> None:
+def train(
+    model: LlamaForCausalLM, ids: torch.Tensor, valid: torch.Tensor, valid_bytes: int, args: argparse.Namespace
+) -> None:
     torch.set_float32_matmul_precision("high")
     cuda = args.device == "cuda"
     forward = torch.compile(model) if cuda else model
@@ -173,7 +176,7 @@ def train(model, ids: torch.Tensor, valid: torch.Tensor, valid_bytes: int, args)
             )
 
 
-def sample(model, tokenizer: Tokenizer, prompt: str, device: str, tokens: int = 60) -> str:
+def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, device: str, tokens: int = 60) -> str:
     ids = torch.tensor([tokenizer.encode(prompt).ids], device=device)
     return tokenizer.decode(model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)[0].tolist())
 

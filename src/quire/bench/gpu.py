@@ -77,8 +77,8 @@ _GRAPH_SECONDS = 8e-3  # or as many as take this long: more would only heat the 
 _PAUSE = 0.4  # seconds before each series of replays, for the clocks to recover
 
 
-@triton.jit
-def _read(x, sums, n, block: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _read(x, sums, n, block: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """Sum x in strides over the grid, to measure how fast memory is read."""
     offsets = tl.program_id(0) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.int32)

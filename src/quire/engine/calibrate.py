@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.engine.arguments import Prompt
 from quire.engine.config import EngineConfig
-from quire.engine.llm import LLM, Prompt
+from quire.engine.llm import LLM
 from quire.engine.params import SamplingParams
 from quire.engine.runner import Runner
 from quire.engine.scales import Scales, write_scales

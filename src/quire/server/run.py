@@ -141,7 +141,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, name: tuple, started: Callable[[Server], None] | None
+        self, config: uvicorn.Config, service: Service, name: tuple[str, int], started: Callable[[Server], None] | None
     ) -> None:
         super().__init__(config)
         self._service, self._started, self._hurried = service, started, False

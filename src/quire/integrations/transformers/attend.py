@@ -115,7 +115,7 @@ def _attend(
     return run(flat_rows(query), k, v, sinks, make, settings).view(batch, q_len, heads, value.shape[3])
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_step(
     layer: int,
     query: Tensor,

@@ -51,7 +51,7 @@ def _digest() -> str:
 function = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-def kernel(body: Callable) -> Callable:
+def kernel(body: Callable[..., None]) -> Callable[..., None]:
     """The decorator of kernels: Numba compiles them for all threads and keeps the result on disk.
 
     Numba recompiles a kernel if the file that it is in has changed. A kernel is also stale if a function that it calls

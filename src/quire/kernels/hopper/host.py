@@ -21,7 +21,8 @@ from quire.definition.spec import AttentionSpec
 from quire.definition.versions import untested
 from quire.kernels.call import Call, Replay
 from quire.kernels.family import BASIC
-from quire.kernels.gpu.launch import INTERPRETED, GpuFamily
+from quire.kernels.gpu.launch import GpuFamily
+from quire.kernels.gpu.triton_internals import INTERPRETED
 from quire.kernels.hopper.decode import host as decode_host
 from quire.kernels.hopper.mask import MASKS
 from quire.kernels.hopper.mla import host as mla_host

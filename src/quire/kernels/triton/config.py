@@ -10,7 +10,7 @@ import triton
 from triton import language as tl
 
 from quire.definition.spec import FLOATS8, AttentionSpec
-from quire.kernels.gpu.launch import INTERPRETED
+from quire.kernels.gpu.triton_internals import INTERPRETED
 from quire.kernels.triton.mask import MaskConfig
 
 INVARIANT_SPLIT = 512  # keys of a work unit in batch-invariant mode

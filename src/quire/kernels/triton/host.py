@@ -17,13 +17,13 @@ from quire.definition.spec import LOG2E, AttentionSpec
 from quire.kernels.call import Call, Replay
 from quire.kernels.family import BASIC
 from quire.kernels.gpu.launch import (
-    INTERPRETED,
     GpuFamily,
     Launcher,
     extent_in_elements,
     kv_strides,
     split_scales,
 )
+from quire.kernels.gpu.triton_internals import INTERPRETED
 from quire.kernels.rope import rope_frequencies
 from quire.kernels.triton import kernel
 from quire.kernels.triton.config import INVARIANT_SPLIT, Config, Machine, choose_block_m, make_config, tune

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -215,7 +216,12 @@ def _tensors(x: Tensor, out: Tensor, paged: bool = False) -> tuple[Tensor | int,
 
 
 def _launch(
-    tensors: tuple, angles: tuple, table: tuple | None, heads: tuple[int, int], scales: tuple, c: RopeConfig
+    tensors: tuple[Any, ...],
+    angles: tuple[Any, ...],
+    table: tuple[Any, ...] | None,
+    heads: tuple[int, int],
+    scales: tuple[float, float],
+    c: RopeConfig,
 ) -> None:
     (q, *_, v), (_positions, indptr, _inv_freq, cache) = tensors, angles
     tokens, (q_heads, k_heads) = len(q[0]), heads
@@ -244,7 +250,7 @@ def rotate(
     interleave: bool,
 ) -> None:
     """`quire.kernels.rope.rotate` on a GPU. inv_freq comes from `quire.kernels.rope.rope_frequencies`."""
-    tensors: list = []
+    tensors: list[Any] = []
     for x, out in ((q, q_out), (k, k_out)):
         rest = None if x is None else _tensors(x[..., rotary_dim:], out[..., rotary_dim:])
         tensors += [_tensors(out if x is None else x, out), rest]

@@ -7,6 +7,8 @@ that they matter. `map_rows` writes rows that were filtered.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -111,7 +113,7 @@ def first_largest(x, maxima, top, vocab, c: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["outputs", "rows", "chunks", "top_k_value", "seed_value", "offset_value"])
-def select_rows(
+def select_rows(  # noqa: C901
     x, indices, maxima, sums, ids, kept, found, temperature, top_k, top_p, min_p, seed, offset,
     temperature_value, top_k_value, top_p_value, min_p_value, seed_value, offset_value,
     tokens, valid, state, x_row, outputs, rows, vocab, chunks, seed_step, offset_step, shared_seed, c: tl.constexpr,
@@ -204,7 +206,7 @@ def _select(
     x: Tensor,
     indices: Tensor | None,
     tensors: tuple[Tensor | None, ...],
-    values: tuple,
+    values: tuple[Any, ...],
     outs: tuple[Tensor | None, Tensor | None, Tensor | None],
     c: RowConfig,
 ) -> None:
@@ -232,7 +234,7 @@ def sample(
     x: Tensor,
     indices: Tensor | None,
     tensors: tuple[Tensor | None, ...],
-    values: tuple,
+    values: tuple[Any, ...],
     logits: bool,
     joint: bool,
     greedy: bool,
@@ -243,7 +245,7 @@ def sample(
         _select(x, indices, tensors, values, (tokens, valid.view(torch.int8), None), c)
 
 
-def transform(out: Tensor, x: Tensor, tensors: tuple[Tensor | None, ...], values: tuple, kind: str) -> None:
+def transform(out: Tensor, x: Tensor, tensors: tuple[Tensor | None, ...], values: tuple[Any, ...], kind: str) -> None:
     """`quire.kernels.sampling.transform_rows` on a GPU."""
     (rows, vocab), logits = x.shape, kind != "probs"
     if not rows or not vocab:

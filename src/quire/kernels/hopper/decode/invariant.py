@@ -56,7 +56,7 @@ def _no_keys(c: gl.constexpr):
 
 
 @gluon.jit
-def consume_invariant(tables, queries, pipeline, partials, output, span, c: gl.constexpr):
+def consume_invariant(tables, queries, pipeline, partials, output, span, c: gl.constexpr):  # noqa: C901
     """Attend to the pipeline's blocks, tile by tile, split group by split group, unit by unit."""
     whole_tiles: gl.constexpr = c.schedule.whole_tiles
     unit_size: gl.constexpr = c.tile.unit_size

@@ -14,7 +14,8 @@ from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements,
 from quire.kernels.hopper.config import TileConfig
 from quire.kernels.hopper.epilogue import OutputConfig
 from quire.kernels.hopper.mask import MaskConfig
-from quire.kernels.hopper.mla.kernel import BLOCK_M, REGISTERS, Config, decode_latent, prefill_latent
+from quire.kernels.hopper.mla.kernel import REGISTERS, Config, decode_latent, prefill_latent
+from quire.kernels.hopper.mla.load import BLOCK_M
 from quire.kernels.hopper.pipeline import PipelineConfig
 from quire.kernels.hopper.schedule import ScheduleConfig, SpanConfig, scan_size
 from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig
