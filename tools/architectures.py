@@ -150,9 +150,13 @@ def main() -> int:
 
 def architectures() -> dict[str, str]:
     """The class of each model type."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
-    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    # The type of a model that sees images is loaded with the class that does.
+    return {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
 
 def supervise(names: list[str]) -> Iterator[dict[str, str]]:
@@ -191,14 +195,15 @@ def work(names: list[str]) -> None:
 def attempt(name: str, folder: Path, windows: bool = True) -> tuple[str, str]:
     """An architecture's result and its reason; `windows` adds sliding windows to configurations without them."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from quire.engine import LLM
+    from quire.engine.multimodal import auto_class
 
     prompts = make_prompts()
     try:
         save(name, folder, windows)
-        network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        network = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32)
         expected = [own_tokens(network, prompt) for prompt in prompts]
     except Exception as error:
         return "untried", f"{type(error).__name__}: {error}"
@@ -220,9 +225,10 @@ def make_prompts() -> list[list[int]]:
     """Short prompts, some of them longer than windows, and some with a common prefix."""
     import torch
 
-    start = torch.randint(10, VOCAB, (24,)).tolist()
+    # Special tokens have the lowest ids.
+    start = torch.randint(20, VOCAB, (24,)).tolist()
     return [
-        [*start[:n], *torch.randint(10, VOCAB, (m,)).tolist()] for n, m in ((24, 13), (0, 1), (24, 2), (13, 9), (0, 3))
+        [*start[:n], *torch.randint(20, VOCAB, (m,)).tolist()] for n, m in ((24, 13), (0, 1), (24, 2), (13, 9), (0, 3))
     ]
 
 
@@ -256,15 +262,17 @@ def check(network: Any, llm: Any, prompts: list[list[int]], expected: list[list[
 def save(name: str, folder: Path, windows: bool = True) -> None:
     """Save a checkpoint with weights so large that the next token depends on all visible tokens."""
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
+
+    from quire.engine.multimodal import auto_class
 
     kind = CONFIG_MAPPING[name]
     config = kind(**{**shrunk(kind().to_dict(), windows), **OVERRIDES.get(name, {})})
     with torch.device("meta"):
-        size = AutoModelForCausalLM.from_config(config).num_parameters()
+        size = auto_class(config).from_config(config).num_parameters()
     if size > PARAMETERS:
         raise ValueError(f"it has {size / 1e6:.0f} million parameters")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
     for key, weight in model.named_parameters():
         if weight.ndim >= 2:
             torch.nn.init.normal_(weight, std=0.2)
@@ -286,6 +294,8 @@ def shrunk(config: dict[str, Any], windows: bool) -> dict[str, Any]:
             small[key] = 1
         elif isinstance(value, dict) and key.endswith("config"):
             small[key] = shrunk(value, windows) | {k: v for k, v in value.items() if k == "model_type"}
+        elif isinstance(value, dict) and "mrope_section" in value:
+            small[key] = {**value, "mrope_section": [2, 3, 3]}
         elif isinstance(value, list) and len(value) == layers:
             small[key] = value[:LAYERS]
         elif key in DEFAULTS and value in (None, False) and (windows or "window" not in key):

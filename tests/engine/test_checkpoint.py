@@ -296,12 +296,6 @@ def save_gemma3(folder):
 
 
 KINDS = {
-    "LlavaForConditionalGeneration": (
-        lambda: transformers.LlavaConfig(
-            text_config=transformers.LlamaConfig(**TEXT), vision_config=transformers.CLIPVisionConfig(**VISION)
-        ),
-        "a vision-language model",
-    ),
     "CLIPModel": (
         lambda: transformers.CLIPConfig(text_config=TEXT, vision_config=VISION),
         "a vision-language model",

@@ -184,7 +184,8 @@ def test_calls_that_may_load_code_say_whether_they_are_trusted():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-                if owner.startswith("Auto") and node.func.attr in ("from_pretrained", "from_config"):
+                # `kind` is one of the classes that load models.
+                if owner.startswith(("Auto", "kind")) and node.func.attr in ("from_pretrained", "from_config"):
                     found += 1
                     assert "trust_remote_code" in {keyword.arg for keyword in node.keywords}, (file, node.lineno)
     assert found >= 6

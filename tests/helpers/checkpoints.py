@@ -78,19 +78,24 @@ def save(name: str, folder: Path, vocab_size: int = VOCAB, **changes: Any) -> Pa
 
 
 def save_with_tokenizer(name: str, folder: Path, columns: int = 11) -> Path:
-    """A checkpoint whose tokenizer is a byte-level BPE of this module's text, with an end token, and whose logits have
-    this number of columns without a token.
+    """A checkpoint with the tokenizer of `save_tokenizer`, whose logits have this number of columns without a token."""
+    return save(name, folder, vocab_size=save_tokenizer(folder) + columns)
+
+
+def save_tokenizer(folder: Path, *special: str) -> int:
+    """Save a byte-level BPE of this module's text, whose first tokens are an end token and these special ones, and
+    return the number of its tokens.
     """
     own = Tokenizer(models.BPE())
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=400, special_tokens=["<|end|>", *special], initial_alphabet=alphabet, show_progress=False
     )
     own.train([__file__], trainer)
     PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|end|>").save_pretrained(folder)
-    return save(name, folder, vocab_size=own.get_vocab_size() + columns)
+    return own.get_vocab_size()
 
 
 def change_config(folder: Path, **changes: Any) -> Path:

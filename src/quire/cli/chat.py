@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.loading import engine_config, loading, on_interrupt
 from quire.distribution import pip_install
 from quire.engine import SamplingParams
+from quire.engine.chat import render_chat
 
 if TYPE_CHECKING:
     from quire.engine import LLM
@@ -45,7 +46,7 @@ class _Local:
         """
         prompt: Any = completed(messages)
         if not self.plain:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = render_chat(self._tokenizer, messages, add_generation_prompt=True)
             prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         stream: Any = self._llm.stream(prompt, self._params)
         async with aclosing(stream):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 
 from quire.distribution import pip_install
 from quire.engine.hf_attention import NAME, attention
+from quire.engine.multimodal import auto_class, is_multimodal, keep_language_model
 from quire.engine.weights.registry import find_format
 
 _CAN_RUN = "only causal language models of text can be run"
@@ -130,22 +132,24 @@ def load_network(
         FileNotFoundError: a file of the weights is missing.
         ValueError: the weights are broken, quantized, or not those of the model.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
+    kind = auto_class(config)
     if dtype is None and device.type == "cpu":
         dtype = torch.float32
     if dummy:
         dtype = dtype or config.dtype or torch.float32
         with _reading(str(folder), trust_remote_code), torch.device(device):
-            return AutoModelForCausalLM.from_config(
+            network = kind.from_config(
                 config, dtype=dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
             )
+        return _text_part(folder, network)
     headers = _read_headers(folder, config)
     _check_types(folder, config, headers)
     with _reading(str(folder), trust_remote_code), _quiet():
         # Weights of other shapes are in the report, by which `_check_report` refuses them.
-        network, report = AutoModelForCausalLM.from_pretrained(
+        network, report = kind.from_pretrained(
             folder,
             config=config,
             dtype=dtype or "auto",
@@ -157,6 +161,15 @@ def load_network(
             trust_remote_code=trust_remote_code,
         )
     _check_report(folder, config, network, report, headers)
+    return _text_part(folder, network)
+
+
+def _text_part(folder: Path, network: Any) -> Any:
+    """The network, of whose parts only the language model is left."""
+    if is_multimodal(network.config):
+        keep_language_model(network)
+        what = f"{folder} is {_described(network.config)}: its language model runs, on text alone"
+        print(f"quire: {what}", file=sys.stderr, flush=True)
     return network
 
 
@@ -171,7 +184,11 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         return None
     with _reading(f"the tokenizer of {folder}", trust_remote_code):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    if not getattr(tokenizer, "chat_template", None):
+        # Vision-language models have it with what prepares images.
+        tokenizer.chat_template = read_json(folder / "chat_template.json").get("chat_template")
+    return tokenizer
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -234,7 +251,7 @@ def _check_kind(folder: Path, config: Any, trust_remote_code: bool) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    is_known, name = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING, _class_name(config)
+    is_known, name = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or is_multimodal(config), _class_name(config)
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         if trust_remote_code:
             return

@@ -27,6 +27,7 @@ from torch import Tensor
 from quire.engine.batch import Chunk, ForwardOutput, StepBatch
 from quire.engine.grammar import Grammar, Grammars
 from quire.engine.logits_processors import word_tokens
+from quire.engine.multimodal import check_text
 from quire.engine.params import SamplingParams
 from quire.engine.prompt_logprobs import add_prompt_logprobs
 from quire.engine.prompt_size import check_size, longest_token
@@ -124,6 +125,7 @@ class Engine:
             ("allowed_token_ids", params.allowed_token_ids),
         ):
             self._check_tokens(what, ids or ())
+        check_text(name, tokens, self.model.media_tokens)
         if self.model.tokenizer is None and (params.stop or params.bad_words):
             what = "stop strings" if params.stop else "bad_words"
             raise ValueError(f"{name} has {what}, but {self.model.folder} has no tokenizer")

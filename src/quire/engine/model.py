@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from quire.engine.compiled_layers import CompiledLayers, compile_errors, compiling
 from quire.engine.generation import read_generation_config
 from quire.engine.hf_attention import NAME, PaddedAttention, StepAttention, running
+from quire.engine.multimodal import media_tokens
 from quire.steps import Layer
 
 # Where a library's tiles do not divide the number of rows of a product, it may compute some rows otherwise than others,
@@ -50,6 +51,7 @@ class Model:
         layers: the parameters of each layer's attention, which `quire.engine.load` finds.
         context: the largest number of tokens of a request.
         default_params: the sampling parameters of generation_config.json, for requests that leave them out.
+        media_tokens: the tokens that stand for something else than text, and what that is: {151655: "image"}.
         end_ids: the tokens that end an output, from generation_config.json or else config.json.
         replacements: what computes parts of the network in place of Transformers.
         compiled_layers: the compiled decoder layers, of which there may be none; one of the replacements.
@@ -68,6 +70,7 @@ class Model:
         self.vocab_size: int = self.config.vocab_size
         self.default_params, ends = read_generation_config(folder, network)
         ends = getattr(self.config, "eos_token_id", None) if ends is None else ends
+        self.media_tokens = media_tokens(network.config)
         self.end_ids = frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
         self.layers: list[Layer] = []
         self.replacements: list[Replacement] = []

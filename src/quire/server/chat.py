@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import Completion
+from quire.engine.chat import render_chat
 from quire.server.errors import bad
 from quire.server.protocol import ChatRequest, Message, Messages, TokenizeRequest
 from quire.server.responses import answer
@@ -68,7 +69,7 @@ def _rendered(service: Service, body: Messages | TokenizeRequest) -> str:
     ours = {"add_generation_prompt": not body.continue_final_message, "continue_final_message": False}
     given = {name: getattr(body, name) for name in ours if getattr(body, name) is not None}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **{**ours, **given}, **options)
+        text = render_chat(tokenizer, messages, **{**ours, **given}, **options)
     except Exception as error:  # the template is a program of the checkpoint, run on the messages of a request
         raise bad("messages", f"the chat template refuses the messages: {error}") from None
     if any("\ud800" <= character <= "\udfff" for character in text):
