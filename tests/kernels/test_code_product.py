@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from helpers.interpret import INTERPRETED
-from quire.kernels.code_product import PACKED, code_product, dequantize, pack_words, unpack_words
+from quire.kernels.code_product import (
+    PACKED,
+    code_product,
+    dequantize,
+    grouped_code_product,
+    pack_words,
+    unpack_words,
+)
+from quire.kernels.grouped_gemm import group_by_expert
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PRECISION = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -98,6 +106,37 @@ def test_product_of_few_rows_is_that_of_the_numbers(layout, dtype, device, rng):
         x.copy_(torch.randn(num_rows, columns))
         bias = rng.choice((None, torch.randn(rows).to(device, dtype)))
         check(weight, x, bias, PRECISION[dtype] if INTERPRETED or device == "cuda" else 2 * PRECISION[dtype])
+
+
+@pytest.mark.interpret(dtype=[torch.float32])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", PRECISION, ids=str)
+@pytest.mark.parametrize("layout", ["fp8 blocks", "int8 groups", "int4 groups of 128", "mxfp4"])
+def test_product_of_experts_is_that_of_each_experts_numbers(layout, dtype, device, rng):
+    columns = rng.choice((128, 256)) if layout != "mxfp4" else rng.choice((160, 256))
+    for tokens, top_k, num_experts in ((1, 2, 8), (rng.randint(2, 12), 2, 4), (rng.randint(20, 40), 1, 3)):
+        rows = rng.choice((64, 72, 200))
+        weights = [make_weight(layout, rows, columns, device) for _ in range(num_experts)]
+        stacked = [torch.stack([getattr(w, part) for w in weights]) for part in ("codes", "scale")]
+        zero = None if weights[0].zero is None else torch.stack([w.zero for w in weights])
+        # Groups of a row of codes are far from each other in memory, as in `make_weight`.
+        scale, zero = (None if x is None else x.mT.contiguous().mT for x in (stacked[1], zero))
+        chosen = torch.cat([torch.randperm(num_experts)[:top_k] for _ in range(tokens)]).to(device)
+        order, position, ends = group_by_expert(chosen, num_experts)
+        x = torch.randn(tokens, columns).to(device, dtype)
+        arrivals = torch.zeros(4096, dtype=torch.int32, device=device)
+        kind, block = weights[0].kind, weights[0].block
+        rest = (ends, stacked[0], scale, zero, arrivals, kind, *block)
+        each = x.repeat_interleave(top_k, 0)
+        exact, size = (
+            torch.stack([f(weights[e].exact) @ f(row.double().cpu()) for e, row in zip(chosen, each, strict=True)])
+            for f in (lambda t: t, torch.abs)
+        )
+        for out in (grouped_code_product(x, order, *rest), grouped_code_product(each[order.long()], None, *rest)):
+            assert (out.shape, out.dtype) == ((len(chosen), rows), dtype)
+            bound = PRECISION[dtype] if INTERPRETED or device == "cuda" else 2 * PRECISION[dtype]
+            assert ((out[position].double().cpu() - exact).abs() <= bound * size).all()
+        assert not arrivals.any()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

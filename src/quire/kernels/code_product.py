@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -128,3 +130,65 @@ def _(
 
 def _new(x: Tensor, codes: Tensor, kind: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], codes.shape[1 if kind in PACKED else 0])
+
+
+@torch.library.custom_op("quire::grouped_code_product", mutates_args=())
+def grouped_code_product(
+    x: Tensor,
+    order: Tensor | None,
+    ends: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    arrivals: Tensor | None,
+    kind: str,
+    block_rows: int,
+    block_columns: int,
+) -> Tensor:
+    """`quire.kernels.grouped_gemm.grouped_gemm` with quantized weights.
+
+    Args:
+        x: float16, bfloat16 or float32 [tokens, in_features]. With `order`, each token has as many rows, one after
+            another, as it has experts; without, x has the sorted rows themselves.
+        order, ends: as `group_by_expert` returns them.
+        codes, scale, zero, arrivals, kind, block_rows, block_columns: as `code_product` takes them, of all experts:
+            [num_experts, ...].
+
+    Returns:
+        [rows, out_features] of the dtype of x, added up in float32.
+    """
+    out = _new_groups(x, order, codes, kind)
+    if not on_triton(x.device):
+        codes = unpack_words(codes, x.shape[-1]) if kind in PACKED else codes
+        rows = x if order is None else x[order // (len(order) // max(len(x), 1))]
+        starts = [0, *ends.tolist()]
+        for expert, (start, end) in enumerate(pairwise(starts)):
+            own_zero = None if zero is None else zero[expert]
+            weight = dequantize(codes[expert], scale[expert], own_zero, kind, (block_rows, block_columns), x.dtype)
+            out[start:end] = rows[start:end] @ weight.T
+        return out
+    from quire.kernels.triton.code_launch import multiply_groups
+
+    multiply_groups(out, x, order, ends, codes, scale, zero, arrivals, kind, (block_rows, block_columns))
+    return out
+
+
+@grouped_code_product.register_fake
+def _(
+    x: Tensor,
+    order: Tensor | None,
+    ends: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    arrivals: Tensor | None,
+    kind: str,
+    block_rows: int,
+    block_columns: int,
+) -> Tensor:
+    return _new_groups(x, order, codes, kind)
+
+
+def _new_groups(x: Tensor, order: Tensor | None, codes: Tensor, kind: str) -> Tensor:
+    rows = x if order is None else order
+    return x.new_empty(rows.shape[0], codes.shape[2 if kind in PACKED else 1])

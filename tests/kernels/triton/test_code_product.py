@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.triton_compile import compile_kernel
-from quire.kernels.triton.code_launch import product_config
+from quire.kernels.triton.code_groups import multiply_code_groups
+from quire.kernels.triton.code_launch import group_config, product_config
 from quire.kernels.triton.code_numbers import NumberConfig, RoundConfig, round_rows, write_numbers
 from quire.kernels.triton.code_product import multiply_codes
 
@@ -58,6 +59,19 @@ def test_products_of_few_rows_compile(kind, block, zero, target):
             assert ("wgmma.mma_async" in ptx) == c.wgmma
             # Codes reach the tensor cores without a second way through shared memory.
             assert "0x10," in "".join(re.findall(r"cp\.async\.c[ag].*?, 0x\w+,", ptx))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_products_of_experts_compile(target):
+    for rows in (4, 1024):
+        c = group_config("mxfp4", (1, 32), rows, 32, 2880, 2880, torch.bfloat16, CPU, 4096)
+        stages = 2 if target == "gfx942" else c.num_stages
+        c = replace(c, splits=2, launch_pdl=target in OVERLAPPING, pairs=target != "gfx942", num_stages=stages)
+        given = tensors("mxfp4", False, target, True) | dict.fromkeys(("x", "out"), "*bf16")
+        given |= {"order": "*i32", "ends": "*i32", "partials": "*fp32", "arrivals": "*i32", "c": c}
+        usage = compile_kernel(multiply_code_groups, target, given, num_warps=c.num_warps)
+        assert usage.shared <= usage.limit
+        assert usage.spills == 0, (rows, usage.spills)
 
 
 @every_case

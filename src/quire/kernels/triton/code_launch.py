@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch
 from quire.kernels.gpu.triton_internals import INTERPRETED
+from quire.kernels.triton.code_groups import CodeGroupConfig, multiply_code_groups
 from quire.kernels.triton.code_numbers import NumberConfig, RoundConfig, round_rows, write_numbers
 from quire.kernels.triton.code_product import CodeConfig, multiply_codes
 from quire.kernels.triton.fp8 import storage
@@ -25,7 +26,10 @@ _CHUNK = 1 << 24
 # Programs that run at once on a multiprocessor.
 _RESIDENT = 4
 
-_multiply, _write, _round = SmallLauncher(multiply_codes), SmallLauncher(write_numbers), SmallLauncher(round_rows)
+_HALVES = (torch.bfloat16, torch.float16)
+
+_multiply, _multiply_groups = SmallLauncher(multiply_codes), SmallLauncher(multiply_code_groups)
+_write, _round = SmallLauncher(write_numbers), SmallLauncher(round_rows)
 
 
 def multiply(
@@ -66,10 +70,7 @@ def launch(
     """Launch `multiply_codes` with the constants c."""
     num_rows, out_features = out.shape
     tiles = triton.cdiv(out_features, c.block_n), triton.cdiv(num_rows, c.block_m)
-    partials = None
-    if c.splits > 1:
-        size = tiles[0] * tiles[1] * c.splits * c.block_n * c.block_m
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    partials = _partials(c, tiles[0] * tiles[1], x)
     sizes = (out_features, x.shape[1], x.stride(0), scale.stride(1), scale.stride(0))
     tensors = (x, _stored(codes, c), scale, zero, bias, partials, arrivals if c.splits > 1 else None, out)
     _multiply((tiles[0], tiles[1] * c.splits), tensors, (num_rows,), sizes, c)
@@ -110,25 +111,104 @@ def product_config(
         dtype: of x.
         splittable: tiles that several programs may share.
     """
-    block_m = min(max(triton.next_power_of_2(num_rows), 8), 64)
-    block_n = 128 if kind in PACKED and out_features > 64 * _num_sms(device) else 64
-    tiles = triton.cdiv(out_features, block_n) * triton.cdiv(num_rows, block_m)
-    blocks = triton.cdiv(in_features, BLOCK)
+    block_m = min(max(triton.next_power_of_2(num_rows), 8), 128)
+    return _config(
+        kind, block, block_m, triton.cdiv(num_rows, block_m), out_features, in_features, dtype, device, splittable
+    )
+
+
+@lru_cache(maxsize=4096)
+def group_config(
+    kind: str,
+    block: tuple[int, int],
+    num_rows: int,
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    splittable: int,
+) -> CodeGroupConfig:
+    """The constants of `multiply_code_groups`: those of `product_config`, and the number of experts. Most experts have
+    at most twice as many rows as the mean, which is one tile.
+    """
+    mean = triton.cdiv(num_rows, num_experts)
+    block_m = min(max(triton.next_power_of_2(2 * mean), 8), 128)
+    c = _config(kind, block, block_m, min(num_rows, num_experts), out_features, in_features, dtype, device, splittable)
+    return CodeGroupConfig(**vars(c), padded_experts=triton.next_power_of_2(num_experts))
+
+
+def _config(
+    kind: str,
+    block: tuple[int, int],
+    block_m: int,
+    tiles_m: int,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    splittable: int,
+) -> CodeConfig:
+    """The constants for `tiles_m` tiles of block_m rows of x."""
+    wide = block_m == 128 or (kind in PACKED and out_features > 64 * _num_sms(device))
+    block_n, num_warps = 128 if wide else 64, 8 if block_m == 128 else 4
+    tiles, blocks = triton.cdiv(out_features, block_n) * tiles_m, triton.cdiv(in_features, BLOCK)
     splits = 1
     if tiles <= splittable:
         splits = min(max(_RESIDENT * _num_sms(device) // tiles, 1), triton.cdiv(blocks, 2), 16)
         # As many programs as have blocks of their own.
         splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
-    pairs = _has_pairs(device) and kind != "int8" and dtype in ((torch.bfloat16,) if kind != "int4" else _HALVES)
-    group = 0 if block[1] >= in_features else block[1]
-    num_stages = 2 if torch.version.hip else 4
+    pairs = _has_pairs(device) and kind != "int8" and dtype in (_HALVES if kind == "int4" else _HALVES[:1])
     return CodeConfig(
-        kind, group, block[0], block_m, block_n, splits, num_stages, 4,
-        has_dependent_launch(device), pairs, in_features % BLOCK == 0,
+        kind=kind,
+        group=0 if block[1] >= in_features else block[1],
+        scale_rows=block[0],
+        block_m=block_m,
+        block_n=block_n,
+        splits=splits,
+        num_stages=2 if torch.version.hip else 4 if block_m < 128 else 3,
+        num_warps=num_warps,
+        launch_pdl=has_dependent_launch(device),
+        pairs=pairs,
+        even=in_features % BLOCK == 0,
+    )
+
+
+def multiply_groups(
+    out: Tensor,
+    x: Tensor,
+    order: Tensor | None,
+    ends: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    arrivals: Tensor | None,
+    kind: str,
+    block: tuple[int, int],
+) -> None:
+    """`quire.kernels.code_product.grouped_code_product` into out on a GPU."""
+    (num_rows, out_features), (num_tokens, in_features), num_experts = out.shape, x.shape, len(ends)
+    if num_rows == 0:
+        return
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    splittable = 0 if arrivals is None else len(arrivals)
+    c = group_config(
+        kind, block, num_rows, num_experts, out_features, in_features, x.dtype, x.device, splittable
     )  # fmt: skip
+    tiles = min(num_rows, min(num_experts, num_rows) + num_rows // c.block_m)
+    tiles_n = triton.cdiv(out_features, c.block_n)
+    partials = _partials(c, tiles * tiles_n, x)
+    strides = (codes.stride(0), scale.stride(0), scale.stride(2), scale.stride(1))
+    tensors = (x, order, ends, _stored(codes, c), scale, zero, partials, arrivals if c.splits > 1 else None, out)
+    sizes = (out_features, in_features, x.stride(0), *strides)
+    _multiply_groups((tiles_n, tiles * c.splits), tensors, (num_rows // num_tokens, num_experts), sizes, c)
 
 
-_HALVES = (torch.bfloat16, torch.float16)
+def _partials(c: CodeConfig, tiles: int, x: Tensor) -> Tensor | None:
+    """Memory for the sums of programs that share tiles."""
+    if c.splits == 1:
+        return None
+    return torch.empty(tiles * c.splits * c.block_n * c.block_m, dtype=torch.float32, device=x.device)
 
 
 def _multiply_dequantized(
