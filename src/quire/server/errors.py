@@ -1,4 +1,4 @@
-"""Errors in the formatter of OpenAI's interface: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the form of OpenAI's interface: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def invalid(error: ValueError, param: str | None = None) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Answer all errors of an application in OpenAI's formatter."""
+    """Answer all errors of an application in OpenAI's form."""
 
     async def ours(request: Request, error: Any) -> JSONResponse:
         return error.response()

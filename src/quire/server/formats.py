@@ -1,4 +1,4 @@
-"""The formatter that a completion must have: OpenAI's `response_format`, and the fields that vLLM has for it."""
+"""The form that a completion must have: OpenAI's `response_format`, and the fields that vLLM has for it."""
 
 from __future__ import annotations
 

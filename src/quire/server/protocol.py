@@ -67,7 +67,7 @@ class SamplingBody(BaseModel):
 
     @property
     def form_field(self) -> str:
-        """The field that may constrain the formatter of completions."""
+        """The field that may constrain the form of completions."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
@@ -137,13 +137,10 @@ class SamplingBody(BaseModel):
                 raise bad(name, f"{name} has {longest} characters: this server allows {limits.max_stop_length} at most")
 
     def _constraint(self, limits: ServerLimits) -> dict[str, str]:
-        """The keyword argument of SamplingParams for the formatter of completions; empty if they are free."""
-        forms = [
-            formatter.constraint()
-            for formatter in (self.response_format, self.structured_outputs)
-            if formatter is not None
-        ]
-        if len(forms := [formatter for formatter in forms if formatter]) > 1:
+        """The keyword argument of SamplingParams for the form of completions; empty if they are free."""
+        fields = (self.response_format, self.structured_outputs)
+        forms = [form for field in fields if field is not None and (form := field.constraint())]
+        if len(forms) > 1:
             raise bad("structured_outputs", "structured_outputs and response_format can't be combined")
         if not forms:
             return {}

@@ -51,7 +51,7 @@ async def answer(
     Args:
         request: of HTTP; its body has been read.
         generation: its completions.
-        formatter: of the answer.
+        formatter: makes the choices of the response.
         body: says whether it is a stream of server-sent events, the first of which is sent when there is one, and what
             they have.
 

@@ -17,7 +17,7 @@ class Error(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An error, in OpenAI's formatter."""
+    """An error, in OpenAI's form."""
 
     error: Error
 

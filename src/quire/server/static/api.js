@@ -42,25 +42,25 @@ async function* pieces(stream) {
   for (let next = await reader.read(); !next.done; next = await reader.read()) yield next.value;
 }
 
-const formatter = document.getElementById("key-formatter");
+const form = document.getElementById("key-form");
 const field = document.getElementById("key");
 
 function demandKey() {
   document.getElementById("key-note").textContent = key ? "This key is wrong." : "This server demands a key.";
-  if (formatter.hidden) {
-    formatter.hidden = false;
+  if (form.hidden) {
+    form.hidden = false;
     field.focus();
   }
 }
 
-formatter.addEventListener("submit", (event) => {
+form.addEventListener("submit", (event) => {
   event.preventDefault();
   key = field.value;
   document.dispatchEvent(new Event("key"));
 });
 
-/** Hide the formatter of the key, which is right. */
+/** Hide the form of the key, which is right. */
 export function keyIsRight() {
-  formatter.hidden = true;
+  form.hidden = true;
   field.value = "";
 }

@@ -142,7 +142,7 @@ function clear() {
   $("prompt").value = "";
 }
 
-$("prompt-formatter").addEventListener("submit", (event) => {
+$("prompt-form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (!running) generate();
 });
@@ -152,9 +152,9 @@ $("modes").addEventListener("change", clear);
 $("boundaries").addEventListener("change", () => output.classList.toggle("marked", $("boundaries").checked));
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && $("prompt-formatter").contains(event.target)) {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && $("prompt-form").contains(event.target)) {
     event.preventDefault();
-    $("prompt-formatter").requestSubmit($("generate"));
+    $("prompt-form").requestSubmit($("generate"));
   }
 });
 
