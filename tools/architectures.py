@@ -86,7 +86,7 @@ layers that the default configuration has.
 - *runs*: greedy tokens were those of `generate` in Transformers, packed with other requests, in chunks, after prefixes
   found in the cache, and decoded.
 - *refused*: `LLM` raises a ValueError with this reason before it serves anything.
-- *not tried*: such a configuration could not be made, or `generate` itself failed with it, as told beside.
+- *not tried*: such a configuration could not be made, or `generate` itself failed with it, for the reason in the table.
 - *wrong*: tokens were others, or it failed without a refusal. That is a defect.
 
 A checkpoint may ask for more than its architecture's defaults do, and is checked when it is loaded, whatever stands
