@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -112,3 +113,12 @@ def test_wheel_entry_point_runs_the_command_line(installed):
 def test_check_extras_has_a_promise_for_each_extra():
     promises = runpy.run_path(str(ROOT / "tools" / "check_extras.py"))["PROMISES"]
     assert promises.keys() == {"none", *PROJECT["optional-dependencies"]}
+
+
+def test_extras_in_texts_are_those_of_the_distribution():
+    """`pip install 'quire[...]'` would install another project."""
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    wrong = [file for file in files if re.search(r"(?<![\w-])quire\[[a-z]", file.read_text())]
+    assert not wrong
+    named = {name for file in files for name in re.findall(rf"{DISTRIBUTION}\[(\w+)\]", file.read_text())}
+    assert named <= PROJECT["optional-dependencies"].keys()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
+from quire.distribution import DISTRIBUTION
 from quire.engine.config import EngineConfig
 
 _FILE = "a file of prompts, one per line; if it has lines of nothing but ---, prompts are what stands between them"
@@ -172,7 +173,9 @@ def _bench(commands: Any) -> None:
         const=Path("-"),
         help="write JSON to a file, after each cell, or without one to stdout",
     )
-    parser.add_argument("--plot", type=Path, help="draw rates under their ceiling, as PNG (needs quire[bench])")
+    parser.add_argument(
+        "--plot", type=Path, help=f"draw rates under their ceiling, as PNG (needs {DISTRIBUTION}[bench])"
+    )
 
     engine = parser.add_argument_group("throughput and latency of the engine")
     engine.add_argument("--model", help=_MODEL)

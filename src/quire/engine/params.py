@@ -132,8 +132,8 @@ class SamplingParams:
         grammar: the output is a text of this grammar, in llguidance's dialect of Lark's language.
 
     Biases and forbidden tokens come before penalties and temperature. At most one of the last three may be set. They
-    need llguidance (quire[structured]), which refuses what it does not know of a schema, an expression or a grammar
-    when the request is made.
+    need llguidance (quire-attention[structured]), which refuses what it does not know of a schema, an expression or a
+    grammar when the request is made.
 
     Raises:
         ValueError: a value is invalid; the message names the attribute, its value and the allowed values.
