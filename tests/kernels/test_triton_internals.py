@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +54,13 @@ def count(out, n, start):
     gl.store(out, position.place())
 
 
+@dataclass(frozen=True)
+class Record:
+    """Constants of a kernel."""
+
+    size: int
+
+
 class Recorder:
     """A launch function that keeps its arguments."""
 
@@ -72,6 +81,20 @@ def test_known_version_is_installed():
     KNOWN_VERSION.
     """
     assert triton.__version__.startswith(f"{triton_internals.KNOWN_VERSION}.")
+
+
+def test_hook_of_a_compilation_takes_records_as_constants():
+    """With a hook set, as by vLLM's monitor of compilations, Triton writes the constants as JSON."""
+    given = []
+    options = SimpleNamespace(num_warps=4, num_ctas=1, num_stages=1, enable_fp_fusion=True)
+    options.launch_cooperative_grid, options.extern_libs = False, None
+    config = Record(3)
+    count._call_hook(
+        lambda **passed: given.append(passed["compile"]), "key", {}, 0, {(0,): config, (1,): 5}, options, [{}], False
+    )
+    (passed,) = given
+    assert passed["constants"] == {(0,): config, (1,): 5}
+    assert json.loads(passed["specialization_data"])["constant_vals"] == [repr(config), 5]
 
 
 def test_direct_launch_of_a_kernel_passes_what_triton_passes(monkeypatch):

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import is_dataclass
+from functools import lru_cache, wraps
 from inspect import getclosurevars
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 import triton
+from triton.runtime import jit
 from triton.runtime.interpreter import InterpretedFunction
 from typing_extensions import dataclass_transform
 
@@ -66,6 +68,28 @@ def descriptor_launch(compiled: Any) -> Callable[..., Any]:
     """
     launch: Callable[..., Any] = getclosurevars(compiled.run.launch).nonlocals["launcher"]
     return launch
+
+
+def accept_records_in_hooks() -> None:
+    """Let kernels with dataclasses as constants be compiled where a program has set hooks for compilations.
+
+    vLLM sets one once it is warm. For hooks, Triton writes the constants as JSON, and raises TypeError for objects. It
+    is given the text of dataclasses.
+    """
+    serialize = jit.serialize_specialization_data
+    if hasattr(serialize, "__wrapped__"):
+        return
+
+    @wraps(serialize)
+    def with_text(name: str, signature: Any, constants: dict[Any, Any], *rest: Any) -> str:
+        texts = {key: repr(value) if is_dataclass(value) else value for key, value in constants.items()}
+        text: str = serialize(name, signature, texts, *rest)
+        return text
+
+    jit.serialize_specialization_data = with_text
+
+
+accept_records_in_hooks()
 
 
 class DescriptorFormat(NamedTuple):
