@@ -120,10 +120,11 @@ def run_child(kernels: str, checkpoint: Path, requests: int) -> None:
     """Measure one of the kernels, and print the result."""
     if kernels == "quire":
         import quire.compat  # noqa: F401  (which FlashInfer's name means from now on)
+    found = measure(checkpoint, requests)
+    # FlashInfer's package uses the GPU when it is imported, which mini-sglang's engine refuses before its own start.
     import flashinfer
 
-    found = {"kernels": kernels, "flashinfer": flashinfer.__version__, **measure(checkpoint, requests)}
-    print(RESULT + json.dumps(found), flush=True)
+    print(RESULT + json.dumps({"kernels": kernels, "flashinfer": flashinfer.__version__, **found}), flush=True)
 
 
 def run(kernels: str, args: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:

@@ -70,6 +70,10 @@ class Engine:
         rng.shuffle(self.free)
         self.requests: list[Request] = []
         self.req_to_token = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        # A graph cannot copy them from the host.
+        self.sinks = {
+            one.layer_id: {"sinks": one.sinks_of_test.to(device)} for one in layers if one.sinks_of_test is not None
+        }
         self.backend = make(self.runner(**options))
         self.graphs: dict[Any, Any] = {}
 
@@ -107,7 +111,9 @@ class Engine:
             if stored:
                 self._store(one, batch, k, v)
             given = (None, None) if stored else (k.clone(), v.clone())
-            out = self.backend.forward(q, *given, one, batch, save_kv_cache=not stored, **self._sinks(one))
+            out = self.backend.forward(
+                q, *given, one, batch, save_kv_cache=not stored, **self.sinks.get(one.layer_id, {})
+            )
             self.check(one, requests, counts, out, q, k, v, masks, alone)
         if mode == "TARGET_VERIFY":
             for request, n in zip(requests, counts, strict=True):
@@ -149,7 +155,7 @@ class Engine:
         def run():
             self.backend.init_forward_metadata_in_graph(batch)
             outs = [
-                self.backend.forward(*given, one, batch, **self._sinks(one))
+                self.backend.forward(*given, one, batch, **self.sinks.get(one.layer_id, {}))
                 for one, given in zip(self.layers, inputs, strict=True)
             ]
             graph.outs = outs
@@ -200,7 +206,7 @@ class Engine:
             past = request.past.get(one.layer_id, tuple(x[:0] for x in kept))
             request.past[one.layer_id] = tuple(torch.cat(pair) for pair in zip(past, kept, strict=True))
             keys, values = new if alone else request.past[one.layer_id]
-            options: dict[str, Any] = {key: x.cpu() for key, x in self._sinks(one).items()}
+            options: dict[str, Any] = {key: x.cpu() for key, x in self.sinks.get(one.layer_id, {}).items()}
             if masks is not None:
                 options["mask"] = torch.ones(n, len(keys), dtype=torch.bool)
                 options["mask"][:, len(keys) - n :] = masks[b]
@@ -317,10 +323,6 @@ class Engine:
         if self.kv_dtype.itemsize > 1 or one.k_scale_float is None:
             return 1.0, 1.0
         return one.k_scale_float, one.v_scale_float
-
-    def _sinks(self, one):
-        sinks = one.sinks_of_test
-        return {} if sinks is None else {"sinks": sinks.to(self.device)}
 
     def _spec(self, one, kv_dtype):
         return attention_spec(
