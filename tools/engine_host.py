@@ -92,12 +92,12 @@ def main() -> None:
     times: dict[str, list[float]] = {"schedule": [], "launch": [], "read": [], "step": []}
     for _ in range(args.steps):
         start = time.thread_time()
-        chunks = engine.scheduler.schedule()
+        batch = engine.scheduler.schedule()
         scheduled = time.thread_time()
-        engine._launch(chunks)
+        engine._sample(engine._forward(batch))
         launched = time.thread_time()
         engine._read(1)
-        engine._report()
+        engine._send()
         end = time.thread_time()
         spans = (scheduled - start, launched - scheduled, end - launched, end - start)
         for name, span in zip(times, spans, strict=True):

@@ -101,7 +101,7 @@ def compare(runner: type[Runner], args: argparse.Namespace) -> int:
     differ = [i for i, pair in enumerate(zip(ours, engines, strict=True)) if not same(*pair, CLOSE[args.dtype])]
     print(
         f"{runner.__name__}: {len(ours) - len(differ)} of {len(ours)} prompts as the engine completes them, in "
-        f"{stats.steps} steps, {stats.reused_tokens} tokens of prompts reused, {stats.preemptions} preemptions"
+        f"{stats.steps} steps, {stats.cached_tokens} tokens of prompts reused, {stats.preemptions} preemptions"
     )
     for i in differ:
         print(f"prompt {i}\n  backend: {ours[i].text!r}\n  engine:  {engines[i].text!r}")

@@ -147,8 +147,8 @@ def test_prompts_that_begin_alike_share_pages(folder):
     start = [(7 * i) % VOCAB for i in range(40)]
     with LLM(folder, page_size=4, num_pages=64) as llm:
         done = llm.generate([[*start, i] for i in range(10)], GREEDY)
-        assert [c.reused_tokens for c in done] == [0] + [40] * 9
-        assert llm.stats.reused_tokens == 360
+        assert [c.num_cached_tokens for c in done] == [0] + [40] * 9
+        assert llm.stats.cached_tokens == 360
         assert llm.stats.peak_pages <= 10 + 10 * 7
 
 
@@ -250,7 +250,7 @@ def test_no_page_is_lost_in_1000_requests(folder, rng):
         until_idle(llm)
         assert cancelled > 50
         assert llm.stats.preemptions > 0
-        assert llm.stats.reused_tokens > 0
+        assert llm.stats.cached_tokens > 0
         assert pages_add_up(llm)
 
 

@@ -126,7 +126,7 @@ def listed(given):
 
 
 # Before and after tokens are drawn and counted.
-@pytest.mark.parametrize(("of", "name"), [(sampler.Sampler, "_launch"), (sampler.Sampled, "__init__")])
+@pytest.mark.parametrize(("of", "name"), [(sampler.Sampler, "_launch"), (sampler.SampledTokens, "__init__")])
 def test_a_row_that_cannot_be_sampled_ends_its_request_alone(folder, rng, monkeypatch, of, name):
     original = getattr(of, name)
 

@@ -127,5 +127,5 @@ def test_the_second_time_prompts_are_found_in_the_cache(reference, rng):
         first = llm.generate(prompts, params)
         again = llm.generate(prompts[::-1], params[::-1])[::-1]
     for prompt, a, b in zip(prompts, first, again, strict=True):
-        assert b.reused_tokens == (len(prompt) - 1) // 4 * 4
+        assert b.num_cached_tokens == (len(prompt) - 1) // 4 * 4
         assert reference.same(prompt, b.token_ids, a.token_ids)

@@ -70,5 +70,5 @@ def test_statistics_are_those_of_the_moment():
         assert end.free_pages + end.cached_pages == 100
         again = llm.generate(PROMPTS, GREEDY)
         after = llm.stats
-        assert after.reused_tokens == sum(c.reused_tokens for c in again) + end.reused_tokens
-        assert after.hit_rate == after.reused_tokens / after.prompt_tokens > 0
+        assert after.cached_tokens == sum(c.num_cached_tokens for c in again) + end.cached_tokens
+        assert after.hit_rate == after.cached_tokens / after.prompt_tokens > 0

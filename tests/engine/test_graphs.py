@@ -95,16 +95,15 @@ def test_inputs_are_the_tables_of_the_step(rng):
             for chunk in chunks:
                 chunk.request.num_computed_tokens += chunk.count
             for row, request in enumerate(done):
-                request.num_inflight_tokens, request.row = 1, row
+                request.num_total_tokens += 1
+                request.row = row
             for request in done:
                 # Either the host has read the token, or the next step knows its value from its row.
                 if rng.random() < 0.7 or len(request.tokens) + 1 >= request.max_total_tokens:
-                    request.num_inflight_tokens = 0
-                    request.push(rng.randrange(VOCAB))
+                    request.push([rng.randrange(VOCAB)])
                     if request.finish_reason:
                         scheduler.remove(request)
                 else:
-                    request.num_inflight_tokens = 0
                     request.tokens.append(rng.randrange(VOCAB))
     assert repeated > 100
 

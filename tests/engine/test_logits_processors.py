@@ -14,12 +14,12 @@ pytest.importorskip("transformers")
 import transformers
 
 from helpers.checkpoints import save_with_tokenizer
-from helpers.engines import captured_on_the_host, pages_add_up, until_idle
+from helpers.engines import add_output, captured_on_the_host, pages_add_up, read, sample, until_idle
 from quire.engine import LLM, SamplingParams
 from quire.engine.logits_processors import LogitsProcessors, TokenRules, word_tokens
 from quire.engine.params import LIBRARY_DEFAULTS
 from quire.engine.request import Request
-from quire.engine.sampler import Sampler, sample
+from quire.engine.sampler import Sampler
 
 VOCAB = 60
 SIZES = {"page_size": 4, "num_pages": 20, "max_num_seqs": 12, "max_batched_tokens": 24}
@@ -73,7 +73,7 @@ def test_processed_logits_are_those_of_the_reference(rng):
             params = SamplingParams(max_tokens=20, temperature=1.0, **options).over(LIBRARY_DEFAULTS)
             prompt = rng.choices(kinds, k=rng.randint(1, 5))
             made = Request(prompt, params, None, ends, print, bad_words=words)
-            made.tokens += output
+            add_output(made, output)
             requests.append(made)
             expected.append(processed(row, params, ends | {*params.stop_token_ids}, words, prompt, output))
         tokens = torch.full((rows, 20), -5)
@@ -198,9 +198,9 @@ def test_a_batch_with_rules_does_not_wait_for_a_gpu(rng):
     params = SamplingParams(temperature=0, **options).over(LIBRARY_DEFAULTS)
     requests = [Request([1, 2], params, None, frozenset([0]), print, bad_words=[[5], [6, 7, 8]]) for _ in range(4)]
     sampler, logits = Sampler(device, 4), torch.randn(4, VOCAB, device=device)
-    sampler.launch(logits, requests).read()  # which compiles kernels
+    read(sampler.launch(logits, requests))  # which compiles kernels
     for request in requests:
-        request.num_inflight_tokens = 1
+        request.num_total_tokens += 1
     torch.cuda.set_sync_debug_mode("error")
     try:
         again = sampler.launch(logits[:3], requests[:3])  # a new batch
@@ -209,7 +209,7 @@ def test_a_batch_with_rules_does_not_wait_for_a_gpu(rng):
         repeated = sampler.launch(logits[:3], requests[:3])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(choice.token is not None for choice in (*again.read(), *repeated.read()))
+    assert all(choice.token is not None for choice in (*read(again), *read(repeated)))
 
 
 def test_sampled_tokens_obey_rules_among_others(rng):
@@ -221,7 +221,7 @@ def test_sampled_tokens_obey_rules_among_others(rng):
         ruled = [Request([1], params, None, frozenset([0]), print, bad_words=words) for _ in range(count)]
         free = [Request([1], SamplingParams(**common).over(LIBRARY_DEFAULTS), None, frozenset(), print)] * 5
         for request in ruled:
-            request.tokens += output
+            add_output(request, output)
         return {c.token for c in sample(logits.expand(count + 5, -1), [*ruled, *free])[:count]}
 
     assert drawn(allowed_token_ids=[3, 7, 7, 50]) == {3, 7, 50}

@@ -21,7 +21,7 @@ from helpers.checkpoints import VOCAB, save
 from helpers.engines import captured_on_the_host, pages_add_up, same, until_idle
 from quire.engine import LLM, SamplingParams
 from quire.engine.engine import Engine
-from quire.engine.sampler import Sampled, Sampler
+from quire.engine.sampler import SampledTokens, Sampler
 
 SIZES = {"page_size": 4, "num_pages": 16, "max_num_seqs": 12, "max_batched_tokens": 24}
 
@@ -95,7 +95,7 @@ def test_tokens_do_not_depend_on_when_they_are_read(folder, rng, how):
     replays = 0
     for _ in range(2):
         stats, graphs = read_late(folder, how, *random_requests(rng, 40))
-        assert stats.reused_tokens > 0
+        assert stats.cached_tokens > 0
         replays += graphs.replays if how != "eager" else 1
     assert replays
 
@@ -225,7 +225,7 @@ def test_a_request_is_in_the_next_step_if_the_device_leaves_time(folder, monkeyp
     launched after that; otherwise the engine waits for nothing. Nor does it wait for the next request.
     """
     # A sleep of no time would give the processor to other processes, which may keep it for longer than 4 ms.
-    monkeypatch.setattr(Sampled, "wait", lambda sampled: time.sleep(seconds) if seconds else None)
+    monkeypatch.setattr(SampledTokens, "wait", lambda sampled: time.sleep(seconds) if seconds else None)
     ended = threading.Semaphore(0)
     with LLM(folder, page_size=4) as llm:
         set_up(llm, "eager")
@@ -270,7 +270,7 @@ def test_pages_of_an_output_are_found_by_a_prompt_that_continues_it(folder, how,
         longer = [*prompt, *done.token_ids, 7]
         again = llm.generate([longer], SamplingParams(temperature=0, max_tokens=1))[0]
         # The last token of the first request was not computed.
-        assert again.reused_tokens == (len(longer) - 2) // 4 * 4
+        assert again.num_cached_tokens == (len(longer) - 2) // 4 * 4
 
 
 def test_a_step_that_raises_ends_the_request_that_caused_it(folder, rng):

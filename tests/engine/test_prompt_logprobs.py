@@ -51,7 +51,7 @@ def check(model, prompt, params, done):
         assert report is None
         assert done.prompt_ranks is None
         return
-    assert done.reused_tokens == 0
+    assert done.num_cached_tokens == 0
     assert done.prompt_ranks[0] is None
     assert len(done.prompt_ranks) == len(prompt)
     assert report[0] is None
@@ -137,7 +137,7 @@ def test_a_prompt_of_which_no_token_is_wanted_ends_when_it_is_computed(folder, r
                 assert asked is None or len(completion.prompt_logprobs) == size
             assert llm.generate([prompt, [3, 4]], [only, greedy])[1].finish_reason == "length"
             again = llm.generate([prompt[:40]], greedy)
-            assert again[0].reused_tokens == (min(size, 40) - 1) // 4 * 4
+            assert again[0].num_cached_tokens == (min(size, 40) - 1) // 4 * 4
             until_idle(llm)
             same(again, expected, llm, [prompt[:40]], [greedy])
         assert pages_add_up(llm)

@@ -37,7 +37,7 @@ def engine_of(model, depth=0, speculative_tokens=0):
 def found(engine, requests):
     """All that a caller can ask for."""
     known = [(r.output, r.text, r.finish_reason, r.error) for r in requests]
-    return engine.scheduler.state(), engine.step_log.steps(), known
+    return engine.scheduler.snapshot(), engine.step_log.steps(), known
 
 
 def run(engine, params, cancelled=()):
@@ -122,7 +122,7 @@ def unsampled(engine, monkeypatch):
 
     def raising(self, *given):
         requests = next(x for x in given if isinstance(x, list))
-        if any(len(r.output) >= 5 and r.prompt[0] == engine.tokens("x", "")[0] for r in requests):
+        if any(len(r.output) >= 5 and r.prompt[0] == engine.prompts.encode("x", "")[0] for r in requests):
             raise OverflowError("too large")
         return launch(self, *given)
 
@@ -134,7 +134,7 @@ def uncomputed(engine, monkeypatch):
     compute = engine.runner.run
 
     def raising(chunks, *given):
-        if any(c.start > 20 and c.request.prompt[0] == engine.tokens("x", "")[0] for c in chunks):
+        if any(c.start > 20 and c.request.prompt[0] == engine.prompts.encode("x", "")[0] for c in chunks):
             raise ArithmeticError("spoilt")
         return compute(chunks, *given)
 

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from helpers.engines import add_output, read, sample
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
-from quire.engine.request import Request
-from quire.engine.sampler import Sampler, sample
+from quire.engine.request import UNDEFINED, Request
+from quire.engine.sampler import Sampler
 
 VOCAB = 50
 
@@ -17,7 +18,7 @@ VOCAB = 50
 def request(prompt=(1, 2), output=(), temperature=1.0, **params):
     complete = SamplingParams(temperature=temperature, **params).over(LIBRARY_DEFAULTS)
     made = Request(prompt, complete, None, frozenset(), lambda update: None)
-    made.tokens += output
+    add_output(made, output)
     return made
 
 
@@ -122,9 +123,12 @@ def test_a_row_does_not_depend_on_the_others(rng):
 def test_logits_that_are_not_numbers_fail_their_row_only(logits, poison):
     rows = torch.stack([logits, logits, torch.full_like(logits, -math.inf)])
     rows[1, 3] = poison
-    choices = sample(rows, [request(), request(temperature=0), request()])
-    assert [c.token is None for c in choices] == [False, True, True]
-    assert [c.error for c in choices] == [None] + ["the model's logits are not finite"] * 2
+    requests = [request(), request(temperature=0), request()]
+    sampled = Sampler(rows.device, 3).launch(rows, requests).tokens()
+    assert [token == UNDEFINED for token in sampled] == [False, True, True]
+    for one, token in zip(requests, sampled, strict=True):
+        one.push([token])
+    assert [one.error for one in requests] == [None] + ["the model's logits are not finite"] * 2
 
 
 def test_some_tokens_may_be_impossible():
@@ -207,7 +211,7 @@ def test_whatever_is_allowed_samples_a_possible_token(rng):
         rows[torch.rand(rows.shape) < 0.3] = -torch.inf
         rows[:, rng.randrange(VOCAB)] = rng.choice((-5.0, 0.0, 5.0))
         for row, choice, option in zip(rows, sample(rows, requests), options, strict=True):
-            assert choice.error is None
+            assert choice.token is not None
             assert row[choice.token] > -torch.inf, option
 
 
@@ -222,7 +226,7 @@ def test_sampling_again_gives_the_tokens_again(logits):
     first = [c.token for c in sample(rows, requests)]
     assert [c.token for c in sample(rows, requests)] == first
     for made, token in zip(requests, first, strict=True):
-        made.push(token)
+        add_output(made, [token])
     assert [c.token for c in sample(rows, requests)] != first
 
 
@@ -266,16 +270,16 @@ def test_tokens_stay_on_the_device_while_requests_come_and_go(rng):
         rows = torch.randn(len(batch), VOCAB)
         sampled = kept.launch(rows, batch)
         for row, r in enumerate(batch):
-            r.num_inflight_tokens, r.row = r.num_inflight_tokens + 1, row
-        for r, choice in zip(late.requests, late.read(), strict=True) if late else ():
+            r.num_total_tokens += 1
+            r.row = row
+        for r, choice in zip(late.requests, read(late), strict=True) if late else ():
             r.tokens.append(choice.token)
-            r.num_inflight_tokens -= 1
         for r in batch:
-            r.num_inflight_tokens -= 1
+            r.num_total_tokens -= 1
         expected = sample(rows, batch)  # what the host knows now is all before this step's tokens
         for r in batch:
-            r.num_inflight_tokens += 1
-        assert [(c.token, c.logprobs) for c in sampled.read()] == [(c.token, c.logprobs) for c in expected]
+            r.num_total_tokens += 1
+        assert [(c.token, c.logprobs) for c in read(sampled)] == [(c.token, c.logprobs) for c in expected]
         late = sampled
     assert 0 < sum(uploads) < steps  # not all tokens of all requests in each step
 
@@ -299,9 +303,9 @@ def test_greedy_tokens_of_a_forward_pass_are_those_of_plain_batches(rng):
         sampled = kept.launch(logits, going, greedy_done=done)
         assert kept.last[: len(going)].tolist() == [token or 0 for token in expected]
         if late is not None:
-            assert [choice.token for choice in late[0].read()] == late[1]
+            assert [choice.token for choice in read(late[0])] == late[1]
         late = sampled, expected
         plain += done and all(r.plain for r in going)
         for r, token in zip(going, expected, strict=True):
-            r.tokens.append(token or 0)
+            add_output(r, [token or 0])
     assert 10 < plain < 190

@@ -74,7 +74,7 @@ def test_scales_that_are_powers_of_two_change_no_bit(name, batch_invariant, fold
             found.append(llm.generate(prompts, PARAMS))
     assert outcome(found[0]) == outcome(found[1])
     assert all(c.error is None for c in found[0])
-    assert found[1][-1].reused_tokens > 0 or len(prompts[0]) < 4
+    assert found[1][-1].num_cached_tokens > 0 or len(prompts[0]) < 4
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])

@@ -33,7 +33,8 @@ def run_step(scheduler, slots, rng):
         assert seen == chunk.request.tokens[:end]
         chunk.request.num_computed_tokens = end
         if chunk.samples:
-            chunk.request.push(rng.randrange(5))
+            chunk.request.num_total_tokens += 1
+            chunk.request.push([rng.randrange(5)])
             if chunk.request.finish_reason:
                 scheduler.remove(chunk.request)
     return chunks
@@ -65,7 +66,7 @@ def test_random_schedules(rng):
         assert held == len(scheduler.tree)
         assert all(r.finish_reason in ("length", "cancelled") for r in requests)
         preemptions += scheduler.stats.preemptions
-        reused += scheduler.stats.reused_tokens
+        reused += scheduler.stats.cached_tokens
     assert preemptions > 0
     assert reused > 0
 
@@ -83,7 +84,8 @@ def test_decoding_goes_on_beside_a_long_prompt():
         for chunk in chunks:
             chunk.request.num_computed_tokens += chunk.count
             if chunk.samples:
-                chunk.request.push(2)
+                chunk.request.num_total_tokens += 1
+                chunk.request.push([2])
     assert counts == [[3, 7], [1, 9], [1, 9], [1, 9], [1, 9], [1, 9], [1, 8], [1, 1]]
 
 
@@ -98,7 +100,8 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first():
         for chunk in scheduler.schedule():
             chunk.request.num_computed_tokens += chunk.count
             if chunk.samples:
-                chunk.request.push(9)
+                chunk.request.num_total_tokens += 1
+                chunk.request.push([9])
                 if chunk.request.finish_reason:
                     order.append(chunk.request)
                     scheduler.remove(chunk.request)

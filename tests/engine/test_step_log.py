@@ -95,7 +95,7 @@ def test_the_engine_records_every_token(rng, depth):
     assert len(steps) == steps[-1].number == stats.steps
     singles = sum(step.decode_tokens for step in steps) - sum(len(c.token_ids) - 1 for c in done)
     assert 0 <= singles <= len(prompts)  # a prompt's last token alone
-    assert sum(step.prompt_tokens for step in steps) + singles == stats.admitted_tokens - stats.reused_tokens
+    assert sum(step.prompt_tokens for step in steps) + singles == stats.admitted_tokens - stats.cached_tokens
     assert max(step.requests for step in steps) <= 6
     assert all(step.duration > 0 for step in steps)
     assert any(a.start + a.duration > b.start for a, b in pairwise(steps)) == bool(depth)
@@ -106,7 +106,7 @@ def test_a_step_that_raises_is_recorded_and_closed(monkeypatch):
         raise RuntimeError("broken")
 
     with LLM(num_pages=50) as llm:
-        monkeypatch.setattr(Engine, "_launch", broken)
+        monkeypatch.setattr(Engine, "_forward", broken)
         assert llm.generate([[1, 2, 3]])[0].finish_reason == "error"
         monkeypatch.undo()
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0].finish_reason == "length"

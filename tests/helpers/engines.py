@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +18,34 @@ from quire.engine.grammar import masked
 from quire.engine.graph_inputs import CapturedInputs, GraphInputs, StepShape
 from quire.engine.graphs import StepGraphs
 from quire.engine.inputs import with_last_tokens
-from quire.engine.sampler import sample
+from quire.engine.request import UNDEFINED, Request
+from quire.engine.sampler import SampledTokens, Sampler
+
+
+@dataclass
+class SampledToken:
+    """The next token of a request, None where it is undefined, and its log-probabilities."""
+
+    token: int | None
+    logprobs: dict[int, float] | None
+
+
+def add_output(request: Request, tokens: Sequence[int]) -> None:
+    """Add tokens to the output of a request, as if steps had sampled them and the host had read them."""
+    request.tokens += tokens
+    request.num_total_tokens += len(tokens)
+
+
+def read(sampled: SampledTokens) -> list[SampledToken]:
+    """The next token of each request of a batch."""
+    tokens = [None if token == UNDEFINED else token for token in sampled.tokens()]
+    logprobs = sampled.logprobs() or [None] * len(tokens)
+    return [SampledToken(*pair) for pair in zip(tokens, logprobs, strict=True)]
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[SampledToken]:
+    """The next token of each request, drawn by a new sampler from its row of logits."""
+    return read(Sampler(logits.device, len(requests)).launch(logits, requests))
 
 
 def pages_add_up(llm: LLM) -> bool:
@@ -43,7 +71,7 @@ def tokens_of_rounded_logits(
 ) -> set[int | None]:
     """The tokens that may follow `output` if logits have rounding errors, of which those of float32 are up to 5e-6."""
     engine, scheduler = llm._engine, llm._engine.scheduler
-    tokens = engine.tokens(prompt, "prompt")
+    tokens = engine.prompts.encode(prompt, "prompt")
     request = engine.request([*tokens, *output], params, lambda update: None)
     request.prompt_len = len(tokens)
     scheduler.tree.clear()

@@ -120,7 +120,7 @@ def _summarise(llm: LLM, done: list[Completion], seconds: float, as_json: bool) 
         "generated_tokens_per_second": round(stats.generated_tokens / seconds, 1),
         "pages_used": stats.peak_pages,
         "pages": llm.num_pages,
-        "prefix_tokens_reused": stats.reused_tokens,
+        "prefix_tokens_reused": stats.cached_tokens,
         "preemptions": stats.preemptions,
     }
     if as_json:
@@ -129,7 +129,7 @@ def _summarise(llm: LLM, done: list[Completion], seconds: float, as_json: bool) 
     facts = (
         f"{len(done)} prompts in {seconds:.1f} s",
         f"{stats.prompt_tokens} prompt tokens ({summary['prompt_tokens_per_second']}/s)",
-        f"{stats.reused_tokens} of them reused",
+        f"{stats.cached_tokens} of them reused",
         f"{stats.generated_tokens} generated ({summary['generated_tokens_per_second']}/s)",
         f"{stats.peak_pages} of {llm.num_pages} pages used",
         f"{stats.preemptions} preemptions",

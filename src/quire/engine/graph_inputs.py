@@ -88,11 +88,11 @@ class GraphInputs:
         self._offsets = torch.arange(0, largest.rows + 1, dtype=torch.int32, device=device) * width
         self._host_table = np.zeros((largest.rows, width), dtype=np.int64)
         self._index = np.arange(largest.rows)
-        # The requests of the last step, in the order of its chunks and in that of its rows; the chunk of each row, and
-        # the row of each request.
+        # The requests of the last step, in the order of its chunks and in that of its rows; the chunk of each row, None
+        # if the chunks have the order of their rows; and the row of each request.
         self._requests: list[Request] = []
         self._in_rows: list[Request] = []
-        self._order = np.zeros(0, dtype=np.int64)
+        self._order: np.ndarray | None = None
         self._rows: dict[Request, int] = {}
         # The vectors of the last step, in one memory and one by one, and its shape.
         self._host = np.zeros(0, dtype=np.uint8)
@@ -177,7 +177,7 @@ class GraphInputs:
     def _place(self, batch: StepBatch) -> StepBatch:
         """Give each request a row below len(batch), its old one if possible; return the chunks in that order."""
         requests, count = batch.requests, len(batch)
-        if requests != self._requests:
+        if requests is not self._requests and requests != self._requests:
             old = self._rows
             self._rows = {r: old[r] for r in requests if old.get(r, count) < count}
             taken = set(self._rows.values())
@@ -185,10 +185,11 @@ class GraphInputs:
             for request in requests:
                 if request not in self._rows:
                     self._rows[request] = next(free)
-            self._order = np.argsort([self._rows[r] for r in requests])
-            self._in_rows = [requests[i] for i in self._order.tolist()]
+            order = np.argsort([self._rows[r] for r in requests])
+            self._order = None if (order[:-1] < order[1:]).all() else order
+            self._in_rows = [requests[i] for i in order.tolist()]
         self._requests = requests
-        return batch.in_order(self._order, self._in_rows)
+        return batch if self._order is None else batch.in_order(self._order, self._in_rows)
 
     def _lay_out(self, batch: StepBatch, shape: StepShape) -> None:
         """Begin the vectors of a step with what does not change while steps repeat it, and with padding."""

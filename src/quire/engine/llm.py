@@ -18,7 +18,7 @@ from quire.engine.load import load_engine
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
-from quire.engine.scheduler import Stats
+from quire.engine.stats import Stats
 from quire.engine.step_log import StepLog
 from quire.engine.worker import Worker, check_process
 
@@ -38,7 +38,7 @@ class Completion:
         token_ids: the tokens of the output, with the end token if there was one.
         finish_reason: "stop", "length", "cancelled" or "error"; None in a stream that has not ended.
         logprobs: for each output token, its log-probability and those of the likeliest tokens, if requested.
-        reused_tokens: the number of tokens of the prompt whose keys and values were in the cache already.
+        num_cached_tokens: the number of tokens of the prompt whose keys and values were in the cache already.
         error: the type and message of the exception, if finish_reason is "error".
         prompt_logprobs: for each token of the prompt, its log-probability and those of the likeliest tokens, if
             requested; None for the first token. Each element of a stream has the whole list.
@@ -51,7 +51,7 @@ class Completion:
     token_ids: list[int]
     finish_reason: str | None
     logprobs: list[dict[int, float]] | None = None
-    reused_tokens: int = 0
+    num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     prompt_ranks: list[int | None] | None = None
@@ -63,7 +63,7 @@ def _completion(request: Request) -> Completion:
 
 def _delta(update: Update) -> Completion:
     """The element of a stream for one step. The request may be some steps further already."""
-    return _part(update.request, update.text, update.token_ids, update.finish_reason, update.logprobs)
+    return _part(update.request, update.text, list(update.token_ids), update.finish_reason, update.logprobs)
 
 
 def _part(request: Request, text: str, tokens: list[int], reason: str | None, logprobs: Any) -> Completion:
@@ -117,7 +117,7 @@ class LLM:
     @property
     def stats(self) -> Stats:
         """Counts since the engine started, and the requests and pages of this moment."""
-        return self._engine.scheduler.state()
+        return self._engine.scheduler.snapshot()
 
     @property
     def step_log(self) -> StepLog:
@@ -176,7 +176,7 @@ class LLM:
         Raises:
             ValueError: the prompt is neither text nor token ids, or the model has no tokenizer; the message has `name`.
         """
-        return self._engine.tokens(prompt, name)
+        return self._engine.prompts.encode(prompt, name)
 
     def generate(
         self,

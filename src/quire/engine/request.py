@@ -6,7 +6,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from quire.cache import Node
@@ -16,6 +16,9 @@ from quire.engine.logits_processors import TokenRules
 from quire.engine.params import SamplingParams
 from quire.engine.text import text_stream
 
+# In place of a token, where a row of logits is not finite.
+UNDEFINED = -1
+
 
 @dataclass(slots=True)
 class Update:
@@ -23,7 +26,7 @@ class Update:
 
     request: Request
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: Sequence[int] = ()
     finish_reason: str | None = None
     logprobs: list[dict[int, float]] | None = None
 
@@ -43,8 +46,7 @@ class Request:
     Attributes:
         prompt: the tokens of the prompt.
         tokens: the tokens of prompt and output that the host knows.
-        num_inflight_tokens: the number of tokens after these that launched steps have sampled and the host has not
-            read: 0 or 1 when a step is scheduled.
+        num_total_tokens: the number of tokens of prompt and output, those in flight included.
         row: the row of the last launched step's tokens that has the token in flight.
         max_total_tokens: the largest number of tokens, prompt and output.
         prompt_only: whether no token is sampled, so the last one of the prompt is not computed.
@@ -61,7 +63,7 @@ class Request:
         needs_last_tokens: whether penalties or rules depend on the tokens of prompt or output.
         plain: whether the likeliest token is taken as it is, without a grammar, rules, penalties or reports.
         final_only: whether the sink needs no update but the last one: others are left out, but for those with
-            log-probabilities or drafts.
+            log-probabilities.
         lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
             tokens by more than the model: one with penalties, bad words of several tokens or a grammar.
         num_cached_tokens: tokens of the prompt that were in the cache when the request was first admitted.
@@ -81,7 +83,7 @@ class Request:
         self.prompt_len, self.params, self.sink = len(prompt), params, sink
         self.prompt = list(prompt)
         self.tokens = list(prompt)
-        self.num_inflight_tokens = self.row = 0
+        self.num_total_tokens, self.row = self.prompt_len, 0
         max_tokens = params.max_tokens if isinstance(params.max_tokens, int) else sys.maxsize
         self.max_total_tokens = self.prompt_len + max_tokens
         self.prompt_only = params.max_tokens == 0
@@ -99,8 +101,9 @@ class Request:
         self.prompt_ranks: list[int | None] = [None]
         self.seed = random.getrandbits(64) if params.seed is None else params.seed
         stops = frozenset(params.stop_token_ids)
-        self._stop_token_ids = stops if params.ignore_eos else stops | end_ids
-        self.matcher = None if grammar is None else grammar.matcher(self._stop_token_ids)
+        stop_token_ids = stops if params.ignore_eos else stops | end_ids
+        self._last_token_ids = stop_token_ids | {UNDEFINED}
+        self.matcher = None if grammar is None else grammar.matcher(stop_token_ids)
         self.rules = TokenRules.of(params, stops | end_ids, bad_words)
         words = self.rules is not None and bool(self.rules.words)
         self.needs_last_tokens = params.penalised or words
@@ -108,6 +111,13 @@ class Request:
         self.plain = free and params.greedy and params.logprobs is None
         self.lookup = None if self.matcher is not None or self.needs_last_tokens else PromptLookup()
         self._stream = None if tokenizer is None else text_stream(tokenizer, prompt, params)
+
+    @property
+    def num_inflight_tokens(self) -> int:
+        """The number of tokens that launched steps have sampled and the host has not read: 0 or 1 when a step is
+        scheduled.
+        """
+        return self.num_total_tokens - len(self.tokens)
 
     @property
     def num_known_prompt_logprobs(self) -> int:
@@ -128,37 +138,61 @@ class Request:
     def text(self) -> str:
         return "" if self._stream is None else self._stream.text
 
-    def push(self, token: int) -> Update | None:
-        """`add` a token, and return the update of it; None if it is left out."""
-        if self.add(token) and self.logprobs is None:  # as most tokens; `update` would do the same
-            text = "" if self._stream is None else self._stream.take()
-            return None if self.final_only else Update(self, text, [token])
-        return self.update([token])
+    def push(self, tokens: Sequence[int], logprobs: Sequence[dict[int, float] | None] | None = None) -> Update | None:
+        """Add sampled tokens until the output ends, which sets finish_reason.
 
-    def add(self, token: int) -> bool:
-        """Add a sampled token; return whether the output goes on, and set finish_reason if it does not."""
-        tokens, stream = self.tokens, self._stream
-        tokens.append(token)
-        if token in self._stop_token_ids:
-            ended = True
-            if stream is not None and self.params.include_stop_str_in_output:
-                stream.push(token)
-        else:
-            ended = stream is not None and stream.push(token)
-        if ended or (self.matcher is not None and self.matcher.push(token)):
-            self.finish_reason = "stop"
-        elif len(tokens) >= self.max_total_tokens:
-            self.finish_reason = "length"
-        else:
-            return True
-        return False
+        Args:
+            tokens: UNDEFINED in place of a token that is not known, which ends the output with an error.
+            logprobs: the log-probabilities of each token; None: there are none.
+
+        Returns:
+            the update of the added tokens; None if it is left out.
+        """
+        known, stream = self.tokens, self._stream
+        start, matcher = len(known), self.matcher
+        try:
+            for token in tokens:
+                if token in self._last_token_ids:
+                    self._end_with(token)
+                    break
+                known.append(token)
+                if (stream is not None and stream.push(token)) or (matcher is not None and matcher.push(token)):
+                    self.finish_reason = "stop"
+                    break
+                if len(known) >= self.max_total_tokens:
+                    self.finish_reason = "length"
+                    break
+            else:
+                if self.logprobs is None:
+                    # Most updates have text and tokens alone.
+                    text = "" if stream is None else stream.take()
+                    return None if self.final_only else Update(self, text, tokens)
+        except Exception as error:
+            # The tokenizer or the grammar has raised.
+            self.finish_reason, self.error = "error", f"{type(error).__name__}: {error}"
+        added = known[start:]
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs += [x for x in logprobs[: len(added)] if x is not None]
+        return self._update(added)
+
+    def _end_with(self, token: int) -> None:
+        """End the output with a stop token, or with an error if the token is UNDEFINED."""
+        if token == UNDEFINED:
+            self.finish_reason, self.error = "error", "the model's logits are not finite"
+            if self.rules is not None:
+                self.error = f"none of the tokens that the request allows is possible, or {self.error}"
+            return
+        self.finish_reason = "stop"
+        self.tokens.append(token)
+        if self._stream is not None and self.params.include_stop_str_in_output:
+            self._stream.push(token)
 
     def fail(self, reason: str, error: str | None = None) -> Update:
         """End without another token, with the reason "cancelled", or "error" and its description."""
         self.finish_reason, self.error = reason, error
-        return self.update([])
+        return self._update(())
 
-    def update(self, token_ids: list[int]) -> Update:
+    def _update(self, token_ids: Sequence[int]) -> Update:
         """The update of the tokens that were added last."""
         stream, reason = self._stream, self.finish_reason
         logprobs = None if self.logprobs is None or not token_ids else self.logprobs[-len(token_ids) :]

@@ -4,7 +4,7 @@ The token of a request depends on its own logits, parameters and random numbers 
 hash of the request's seed and the token's index in the output (`quire.sampling`), so a request with a seed is
 reproducible in any batch, on any device, and after a preemption.
 
-Nothing here waits for a GPU except `Sampled.read`: tables go to the device and results to the host through pinned
+Nothing here waits for a GPU except `SampledTokens.wait`: tables go to the device and results to the host through pinned
 memory. What a batch of requests needs on the device stays there as long as the batches have the same requests: their
 parameters, the number of tokens of each, which every step counts up, and for penalties and bad words the tokens
 themselves.
@@ -13,7 +13,6 @@ themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,24 +22,14 @@ from quire import sampling
 from quire.definition.tensors import check_tensor
 from quire.engine.grammar import masked
 from quire.engine.logits_processors import LogitsProcessors
-from quire.engine.request import Request
+from quire.engine.request import UNDEFINED, Request
 from quire.engine.token_lists import TokenLists
 from quire.steps import greedy_rows, upload
 
-UNDEFINED = -1  # in place of a token, where a row of logits is not finite
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-@dataclass(slots=True)
-class Choice:
-    """The next token of a request, or None and an error."""
-
-    token: int | None
-    logprobs: dict[int, float] | None = None
-    error: str | None = None
-
-
-class Sampled:
+class SampledTokens:
     """The next tokens of requests, on their way to the host.
 
     Args:
@@ -51,7 +40,7 @@ class Sampled:
     """
 
     def __init__(self, requests: Sequence[Request], tokens: Tensor, reports: sampling.Logprobs | None) -> None:
-        self.requests, self.reported = requests, reports is not None
+        self.requests = requests
         tensors = [tokens, *(reports or ())]
         self._event = None
         if tokens.is_cuda:
@@ -74,27 +63,17 @@ class Sampled:
         self.wait()
         return self._host[0].tolist()
 
-    def read(self) -> list[Choice]:
-        """The choice of each request, once all are sampled."""
+    def logprobs(self) -> list[dict[int, float] | None] | None:
+        """For each request, the log-probabilities of its token and of the likeliest ones, or None; None if no request
+        wants them.
+        """
+        if len(self._host) == 1:
+            return None
         self.wait()
-        tokens, *reports = (x.tolist() for x in self._host)
-        choices = [Choice(token) for token in tokens]
-        if reports:
-            for choice, request, chosen, ids, values in zip(choices, self.requests, *reports, strict=True):
-                asked = request.params.logprobs
-                if asked is not None:
-                    choice.logprobs = top_logprobs(asked, choice.token, chosen, ids, values)
-        if UNDEFINED in tokens:
-            for choice, request in zip(choices, self.requests, strict=True):
-                if choice.token == UNDEFINED:
-                    choice.token, choice.logprobs, choice.error = None, None, undefined(request)
-        return choices
-
-
-def undefined(request: Request) -> str:
-    """Why the next token of a request is undefined."""
-    reason = "the model's logits are not finite"
-    return reason if request.rules is None else f"none of the tokens that the request allows is possible, or {reason}"
+        return [
+            None if r.params.logprobs is None else top_logprobs(r.params.logprobs, *columns)
+            for r, *columns in zip(self.requests, *(x.tolist() for x in self._host), strict=True)
+        ]
 
 
 def top_logprobs(
@@ -134,7 +113,7 @@ class _Batch:
         self.logprobs = max(asked) if asked else None
         penalised = any(p.penalised for p in params)
         listed = [i for i, r in enumerate(requests) if r.needs_last_tokens]
-        lens = [len(r.tokens) + r.num_inflight_tokens for r in requests]
+        lens = [r.num_total_tokens for r in requests]
         slots = [-1] * len(requests)
         if listed:
             for i, slot in zip(listed, lists.hold([requests[i] for i in listed]), strict=True):
@@ -211,7 +190,7 @@ class Sampler:
         requests: Sequence[Request],
         draft_index: Sequence[int] | None = None,
         greedy_done: bool = False,
-    ) -> Sampled:
+    ) -> SampledTokens:
         """Start to sample a token for each row of logits, [len(requests), vocab_size].
 
         Each call samples the next token of its requests, so no token may be sampled elsewhere unless a call raises.
@@ -232,8 +211,9 @@ class Sampler:
 
     def _launch(
         self, logits: Tensor, requests: Sequence[Request], draft_index: Sequence[int] | None, greedy_done: bool
-    ) -> Sampled:
-        if requests != self._requests or draft_index is not None:
+    ) -> SampledTokens:
+        is_same = requests is self._requests or requests == self._requests
+        if not is_same or draft_index is not None:
             plain = all(request.plain for request in requests)
             self._batch = (
                 None if plain else _Batch(requests, draft_index, self._lists, logits.shape[1], self.last.device)
@@ -243,19 +223,14 @@ class Sampler:
         if batch is None:
             if not greedy_done:
                 self.sample_greedy(logits)
-            return Sampled(requests, self._marked[: len(requests)], None)
+            return SampledTokens(requests, self._marked[: len(requests)], None)
         matchers = [None if request.finish_reason else request.matcher for request in requests]
         drawn = batch.sample(masked(logits, matchers))
         if batch.logprobs is not None:
             reports = sampling.token_logprobs(logits, drawn.tokens, min(batch.logprobs, logits.shape[1]))
         batch.count(drawn.tokens)
         self.last[: len(requests)] = drawn.tokens
-        return Sampled(requests, torch.where(drawn.valid, drawn.tokens, self._undefined), reports)
-
-
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
-    """The next token of each request from its row of logits, [len(requests), vocab_size]; waits for it."""
-    return Sampler(logits.device, len(requests)).launch(logits, requests).read()
+        return SampledTokens(requests, torch.where(drawn.valid, drawn.tokens, self._undefined), reports)
 
 
 def _floats(columns: list[list[float]], device: torch.device) -> Tensor:

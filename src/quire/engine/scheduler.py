@@ -13,60 +13,19 @@ given to other requests meanwhile, since the device computes steps in order. Onl
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from quire.cache import PageAllocator, PrefixTree
 from quire.engine.batch import Chunk, StepBatch
 from quire.engine.request import Request
+from quire.engine.stats import Stats
 from quire.engine.waiting import WaitingQueue
 
 # The most log-probabilities of prompts that a step computes, as logits of all tokens of a long prompt would take too
 # much memory. A prompt whose log-probabilities are wanted is computed in chunks of so many tokens.
 MAX_PROMPT_LOGPROBS = 256
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counts since the engine started, and its state when the counts were asked for.
-
-    Attributes:
-        steps: computed steps.
-        prompt_tokens: tokens of the prompts of all requests.
-        admitted_tokens: tokens of the prompts of requests that have been admitted at least once.
-        reused_tokens: those of admitted_tokens that were in the cache.
-        generated_tokens: sampled tokens.
-        drafted_tokens: tokens that were guessed and computed, see `LLM(speculative_tokens=...)`.
-        accepted_tokens: those of drafted_tokens that were sampled, too, and thus did not need a step of their own.
-        preemptions: requests whose pages were released before they ended.
-        peak_pages: the most pages in use at once, the prefix tree's included.
-        running, waiting: requests.
-        pages, free_pages: pages of the cache, and those that neither a request nor the prefix tree holds.
-        cached_pages: pages of the prefix tree, which requests may hold, too.
-        held_pages: pages that running requests hold.
-    """
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    admitted_tokens: int = 0
-    generated_tokens: int = 0
-    reused_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    preemptions: int = 0
-    peak_pages: int = 0
-    running: int = 0
-    waiting: int = 0
-    pages: int = 0
-    free_pages: int = 0
-    cached_pages: int = 0
-    held_pages: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """The part of the admitted prompts' tokens that were in the cache."""
-        return self.reused_tokens / self.admitted_tokens if self.admitted_tokens else 0.0
 
 
 class Scheduler:
@@ -125,7 +84,7 @@ class Scheduler:
         self._last_decodes = batch if can_repeat and not admitted else None
         return StepBatch.of([*batch, *admitted]) if admitted else batch
 
-    def state(self) -> Stats:
+    def snapshot(self) -> Stats:
         """The counts, and the numbers of requests and pages now; also for other threads."""
         return replace(
             self.stats,
@@ -194,7 +153,7 @@ class Scheduler:
     def _continue_running(self) -> tuple[StepBatch, bool]:
         """Chunks of running requests, and whether none of them was preempted, so that others may be admitted."""
         running, size = self.running, self.page_size
-        lefts = [len(r.tokens) + r.num_inflight_tokens - r.prompt_only - r.num_computed_tokens for r in running]
+        lefts = [r.num_total_tokens - r.prompt_only - r.num_computed_tokens for r in running]
         budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - lefts.count(1)
         spare_rows = self.max_rows - min(self.max_num_seqs, len(running) + len(self.waiting))
         chunks: list[Chunk] = []
@@ -283,7 +242,7 @@ class Scheduler:
             if not request.admitted:
                 request.admitted = True
                 request.num_cached_tokens = request.num_computed_tokens
-                self.stats.reused_tokens += request.num_cached_tokens
+                self.stats.cached_tokens += request.num_cached_tokens
                 self.stats.admitted_tokens += request.prompt_len
             self._share(request, request.num_computed_tokens + count)
             samples = request.num_computed_tokens + count == length and not request.prompt_only

@@ -57,7 +57,7 @@ def profile(runner: Runner, num_tokens: int, num_seqs: int) -> None:
     logits = runner.run([probe_chunk(runner, [0] * length, b * pages, 0, length) for b in range(num_seqs)])
     params = SamplingParams(temperature=1.0).over(LIBRARY_DEFAULTS)
     requests = [_probe_request([0], params) for _ in range(num_seqs)]
-    Sampler(runner.model.device, num_seqs).launch(logits, requests).read()
+    Sampler(runner.model.device, num_seqs).launch(logits, requests).wait()
 
 
 def probe_chunk(runner: Runner, tokens: list[int], first_page: int, start: int, end: int) -> Chunk:

@@ -46,7 +46,7 @@ class TokenLists:
         Returns:
             the row of each request.
         """
-        lens = {r: len(r.tokens) + r.num_inflight_tokens for r in requests}
+        lens = {r: r.num_total_tokens for r in requests}
         self._slots = {r: slot for r, slot in self._slots.items() if r in lens}
         free = iter(sorted(set(range(self._rows)).difference(self._slots.values())))
         new = [r for r in requests if r not in self._slots or self._lens[r] != lens[r]]

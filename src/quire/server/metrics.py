@@ -77,7 +77,7 @@ class _EngineState(Collector):
             "prompt_tokens": ("Tokens of admitted prompts, those in the cache included.", stats.admitted_tokens),
             "generation_tokens": ("Tokens that were generated.", stats.generated_tokens),
             "prefix_cache_queries": ("Tokens of admitted prompts.", stats.admitted_tokens),
-            "prefix_cache_hits": ("Those of them that were in the cache.", stats.reused_tokens),
+            "prefix_cache_hits": ("Those of them that were in the cache.", stats.cached_tokens),
             "num_preemptions": ("Requests whose pages were released before they ended.", stats.preemptions),
             "engine_steps": ("Steps that the engine has computed.", stats.steps),
         }

@@ -272,7 +272,7 @@ class Generation:
             self._tokens[index] += len(part.token_ids)
             self.output_tokens += len(part.token_ids)
         if index % samples == 0:
-            self.cached_tokens[index // samples] = part.reused_tokens
+            self.cached_tokens[index // samples] = part.num_cached_tokens
         if part.finish_reason is not None:
             self._open.discard(index)
             self._service.running -= 1
