@@ -22,7 +22,8 @@ def usable_device(device: str | torch.device) -> torch.device:
     device = default_device() if device == "auto" else device
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+    except (RuntimeError, AssertionError) as error:
+        # Torch without CUDA asserts.
         raise ValueError(f"device = {str(device)!r} can't be used: {error}") from None
 
 

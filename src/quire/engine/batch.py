@@ -54,8 +54,9 @@ class StepBatch(Sequence[Chunk]):
     """
 
     def __init__(self, requests: list[Request], starts: np.ndarray, chunks: Sequence[Chunk] | None = None) -> None:
-        self.requests, self.starts, self._chunks = requests, starts, chunks
-        self.decode_only, self.sampled = chunks is None, False
+        self.requests, self.starts = requests, starts
+        self._chunks, self.decode_only = chunks, chunks is None
+        self.sampled = False
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> StepBatch:

@@ -68,13 +68,15 @@ def calibrate(
         raise ValueError(f"kv_cache_dtype = {config.kv_cache_dtype!r}: scales are measured with the model's own dtype")
     with LLM(model, config, runner=_Measuring) as llm:
         listed = [llm.encode(text, f"text {i}") for i, text in enumerate(texts)]
-        most = llm.max_len - 1  # a request generates a token
-        pieces = [tokens[i : i + most] for tokens in listed for i in range(0, len(tokens), most)]
+        # A request generates a token.
+        max_prompt = llm.max_len - 1
+        pieces = [tokens[i : i + max_prompt] for tokens in listed for i in range(0, len(tokens), max_prompt)]
         if not pieces:
             raise ValueError("there are no texts to measure")
         runner = llm._engine.runner
         assert isinstance(runner, _Measuring)
-        runner.largest.zero_()  # forget the tokens that were computed to check the model
+        # Forget the tokens that were computed to check the model.
+        runner.largest.zero_()
         for done in llm.generate(pieces, SamplingParams(temperature=0, max_tokens=1)):
             if done.finish_reason == "error":
                 raise RuntimeError(f"a text could not be computed: {done.error}")

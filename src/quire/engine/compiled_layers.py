@@ -65,7 +65,8 @@ def recorded_norms(layers: list[nn.Module], norms: list[nn.Module]) -> Iterator[
     """
     kinds = {type(norm) for norm in norms}
     within = [child for layer in layers for child in layer.children() if type(child) in kinds]
-    inputs: list[tuple[nn.Module, tuple[Any, ...]]] = []  # the tensors are kept, so that none has the id of another
+    # The tensors are kept, so that none has the id of another.
+    inputs: list[tuple[nn.Module, tuple[Any, ...]]] = []
     outputs: list[tuple[nn.Module, Any]] = []
     hooks = [
         module.register_forward_pre_hook(lambda module, args: inputs.append((module, args)))
@@ -88,7 +89,8 @@ def recorded_norms(layers: list[nn.Module], norms: list[nn.Module]) -> Iterator[
     starts = [(module, args[0]) for module, args in inputs if module in layers and args]
     first = {layer: norm for layer, x in starts if (norm := norm_of(x)) is not None}
     following = {layer: norm for layer, output in outputs if (norm := norm_of(output)) is not None}
-    if len(first) == len(following) == len(layers):  # layers are alike then, and share compiled code
+    # Layers are alike then, and share compiled code.
+    if len(first) == len(following) == len(layers):
         found.first.update(first)
         found.following.update(following)
 
@@ -135,7 +137,8 @@ class CompiledLayers:
 
     def enable(self, on: bool) -> None:
         """Run the layers compiled, or as Transformers has them."""
-        self.on, self._output, self._normed = on, None, None
+        self.on = on
+        self._output = self._normed = None
         for module in (*self.layers, *self._norms, *self._first.values()):
             module.__dict__.pop("forward", None)
         if on:
@@ -183,7 +186,8 @@ def compiling(tokens: int) -> Iterator[None]:
     from quire.engine.inductor_passes import ReplaceTopK
 
     options = {"combo_kernels": True, "inplace_buffers": False, "post_grad_custom_pre_pass": ReplaceTopK()}
-    if hasattr(inductor.triton, "enable_pdl"):  # since torch 2.10
+    # Torch has it since 2.10.
+    if hasattr(inductor.triton, "enable_pdl"):
         options["triton.enable_pdl"] = tokens == 1
     with torch._dynamo.config.patch(specialize_float=True), inductor.patch(options):
         yield

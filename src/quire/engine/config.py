@@ -133,7 +133,8 @@ class EngineConfig:
             ValueError: the backend's bits depend on how a prompt is cut into chunks, which depends on the other
                 requests, and batch_invariant is wanted.
         """
-        gpu, tokens, backend = device.type == "cuda", self.max_batched_tokens, self.backend
+        gpu, backend = device.type == "cuda", self.backend
+        tokens = self.max_batched_tokens
         if tokens is None:
             # Large steps compute prompts faster, and make decoding requests wait longer. Those of a batch-invariant
             # engine all cost as much as the largest.

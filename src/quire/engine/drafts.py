@@ -9,40 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_LONGEST, _SHORTEST = 3, 1  # tokens that a guess rests on
+# The most and the fewest tokens that a guess rests on.
+_MAX_MATCH, _MIN_MATCH = 3, 1
 
 
 class PromptLookup:
     """Where the tokens of a request occurred last, by themselves and with one or two tokens before them."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}  # of the last tokens that are not the request's last ones
-        self._known = 0  # up to here, the end of all tokens is in _ends
+        # The last end of each run of tokens, but for the request's last ones, up to the end `_num_known`.
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._num_known = 0
 
-    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that followed the last tokens of `tokens` where these occurred before, the longest
-        match first; empty if they did not. A match of one token, which is often by chance, gives one draft.
+    def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
+        """At most `max_drafts` tokens that followed the last tokens of `tokens` where these occurred before, the
+        longest match first; empty if they did not. A match of one token, which is often by chance, gives one draft.
 
         Args:
             tokens: prompt and output, which begin with the tokens of earlier calls.
         """
-        if most <= 0:
+        if max_drafts <= 0:
             return []
         ends, count = self._ends, len(tokens)
-        sizes = range(_LONGEST, _SHORTEST - 1, -1)
-        for end in range(self._known + 1, count):
+        sizes = range(_MAX_MATCH, _MIN_MATCH - 1, -1)
+        for end in range(self._num_known + 1, count):
             for size in sizes:
                 if size <= end:
                     ends[tuple(tokens[end - size : end])] = end
-        self._known = max(self._known, count - 1)
+        self._num_known = max(self._num_known, count - 1)
         for size in sizes:
             start = ends.get(tuple(tokens[-size:])) if size < count else None
             if start is not None:
-                most = most if size > 1 else 1
+                max_drafts = max_drafts if size > 1 else 1
                 # Beyond the last token, what is repeated goes on as the drafts do.
-                drafts = list(tokens[start : start + most])
+                drafts = list(tokens[start : start + max_drafts])
                 period = count - start
-                while len(drafts) < most:
+                while len(drafts) < max_drafts:
                     drafts.append(drafts[-period])
                 return drafts
         return []

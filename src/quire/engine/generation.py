@@ -50,7 +50,8 @@ def read_generation_config(folder: Path, network: Any) -> tuple[SamplingParams, 
     from transformers import GenerationConfig
 
     path = folder / "generation_config.json"
-    read_json(path)  # Transformers ignores a file that it cannot parse
+    # Transformers ignores a file that it cannot parse.
+    read_json(path)
     config = network.generation_config or GenerationConfig()
     settings = {name: value for name, value in config.to_dict().items() if value not in (None, [], {})}
     defaults = GenerationConfig._get_default_generation_params()

@@ -27,8 +27,8 @@ from quire.steps import upload
 
 _T = TypeVar("_T")
 _END = "<|end of quire's grammar|>"
-_COMPILED = 64  # grammars that are kept for further requests
-_REFUSED = 256  # grammars whose errors are kept
+# How many grammars are kept for further requests, and of how many the errors.
+_MAX_COMPILED, _MAX_REFUSED = 64, 256
 
 
 class Grammar:
@@ -42,7 +42,8 @@ class Grammar:
     """
 
     def __init__(self, grammars: Grammars, constraint: tuple[str, str], state: Any) -> None:
-        self.grammars, self.constraint, self._state = grammars, constraint, state
+        self.grammars, self.constraint = grammars, constraint
+        self._state = state
 
     def matcher(self, ends: frozenset[int]) -> Matcher:
         """The matcher of a new request, whose output ends with a token of `ends`."""
@@ -62,7 +63,8 @@ class Matcher:
     """
 
     def __init__(self, grammar: Grammar, state: Any, ends: frozenset[int]) -> None:
-        self.grammar, self.state, self.ends, self.count = grammar, state, ends, 0
+        self.grammar, self.state = grammar, state
+        self.ends, self.count = ends, 0
 
     def push(self, token: int) -> bool:
         """Add a token to the output; return whether the output is complete, so that no token may follow.
@@ -92,8 +94,8 @@ class Grammars:
         self._process: GrammarProcess | None = None
         # Of all above, and held while a grammar is compiled.
         self._lock = threading.Lock()
-        self._compiled: _Recent[Grammar] = _Recent(_COMPILED)
-        self._refused: _Recent[str] = _Recent(_REFUSED)
+        self._compiled: _Recent[Grammar] = _Recent(_MAX_COMPILED)
+        self._refused: _Recent[str] = _Recent(_MAX_REFUSED)
 
     def prepare(self, params: SamplingParams) -> Grammar | None:
         """The grammar of a request, which is compiled unless it is kept; None if there is none.
@@ -179,15 +181,16 @@ class Grammars:
             from llguidance import LLExecutor, LLTokenizer
         except ImportError as error:
             raise ImportError(f"{name} needs llguidance: {pip_install('structured')} ({error})") from error
-        folder, own = self._model.folder, self._model.tokenizer
-        if own is None:
+        folder, tokenizer = self._model.folder, self._model.tokenizer
+        if tokenizer is None:
             raise ValueError(f"{name} needs a tokenizer, but {folder} has none")
         try:
-            source, self._end = _with_end(own)
+            source, self._end = _with_end(tokenizer)
             size = max(self._model.vocab_size, self._end + 1)
             self._tokenizer = LLTokenizer(source, n_vocab=size, eos_token=self._end)
-        except Exception as error:  # of a tokenizer of another library, or of an unknown kind
-            kind = f"the tokenizer of {folder}, of type {type(own).__name__}"
+        except Exception as error:
+            # The tokenizer is of another library, or of an unknown kind.
+            kind = f"the tokenizer of {folder}, of type {type(tokenizer).__name__}"
             self._unusable = f"can't be used: llguidance does not read {kind}: {error}"
             raise ValueError(f"{name} {self._unusable}") from error
         self._words, self._executor = -(-size // 32), LLExecutor()
@@ -197,21 +200,22 @@ class Grammars:
 class _Recent(Generic[_T]):
     """The values of the keys that were used last; for use in any thread."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._lock = most, threading.Lock()
+    def __init__(self, max_size: int) -> None:
+        self._max_size, self._lock = max_size, threading.Lock()
         self._values: dict[tuple[str, str], _T] = {}
 
     def get(self, key: tuple[str, str]) -> _T | None:
         with self._lock:
             if key not in self._values:
                 return None
-            value = self._values[key] = self._values.pop(key)  # the last one from now on
+            # It is the last one from now on.
+            value = self._values[key] = self._values.pop(key)
             return value
 
     def put(self, key: tuple[str, str], value: _T) -> None:
         with self._lock:
             self._values[key] = value
-            if len(self._values) > self._most:
+            if len(self._values) > self._max_size:
                 del self._values[next(iter(self._values))]
 
     def drop(self, key: tuple[str, str], value: _T) -> None:
@@ -244,8 +248,8 @@ def masked(logits: Tensor, matchers: Sequence[Matcher | None]) -> Tensor:
     rows = {i: matcher for i, matcher in enumerate(matchers) if matcher is not None}
     if not rows:
         return logits
-    given = list(rows.values())
-    bits = upload(given[0].grammar.grammars.masks(given), logits.device).view(torch.uint8)
+    found = list(rows.values())
+    bits = upload(found[0].grammar.grammars.masks(found), logits.device).view(torch.uint8)
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
     forbidden = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
     # A sum with -inf, unlike a replacement by it, keeps NaN and turns +inf into it.

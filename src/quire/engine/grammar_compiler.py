@@ -137,7 +137,8 @@ def main() -> None:
     """
     # Where all cores are busy, the engine is first: its requests do not wait for the grammars of others.
     os.nice(10)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the process that started this one
+    # Ctrl-C in a terminal is for the process that started this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines = map(json.loads, sys.stdin.buffer)
     sys.path[:], source, size, end = next(lines)
     from llguidance import LLTokenizer

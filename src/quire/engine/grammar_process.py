@@ -57,5 +57,6 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() != owner:
         return
     process.kill()
-    with process:  # closes its pipes and waits for it
+    # The end of the context closes its pipes and waits for it.
+    with process:
         pass

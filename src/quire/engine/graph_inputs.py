@@ -100,9 +100,9 @@ class GraphInputs:
         self._shape: StepShape | None = None
         # The last step, if all its chunks were decodes.
         self._last: StepBatch | None = None
-        self.forget()
+        self.invalidate()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Write all pages of all rows in the next step, because the device's table is undefined."""
         # The pages that each row was written from, and how many of them.
         self._owners: list[array[int] | None] = [None] * len(self._host_table)

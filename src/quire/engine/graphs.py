@@ -80,7 +80,7 @@ class StepGraphs:
             batch = self._inputs.fill(batch, shape)
             self._graphs[shape].replay()
         except BaseException:
-            self._inputs.forget()
+            self._inputs.invalidate()
             raise
         return ForwardOutput(batch, self._logits[shape][: batch.num_rows], greedy_done=shape.max_row_tokens == 1)
 
@@ -150,15 +150,16 @@ class _Memory:
         self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": place, "version": 3}
 
 
-def decode_sizes(most: int) -> list[int]:
-    """The numbers of rows that decodes are padded to: 1, 2, 4, then multiples of 8, beyond 256 of 32; and `most`."""
-    sizes = [n for n in (1, 2, 4, *range(8, 257, 8), *range(288, most, 32)) if n < most]
-    return [*sizes, most]
+def decode_sizes(max_rows: int) -> list[int]:
+    """The numbers of rows that decodes are padded to: 1, 2, 4, then multiples of 8, beyond 256 of 32; and max_rows."""
+    sizes = [n for n in (1, 2, 4, *range(8, 257, 8), *range(288, max_rows, 32)) if n < max_rows]
+    return [*sizes, max_rows]
 
 
-def mixed_sizes(most: int) -> list[int]:
+def mixed_sizes(max_tokens: int) -> list[int]:
     """The numbers of tokens that mixed steps are padded to: from 32 on, powers of two and the middles between them, and
     from 256 on eight sizes between powers of two, since there the time of a step grows with its tokens.
     """
-    sizes = [n for k in range(5, most.bit_length()) for n in range(1 << k, 2 << k, 1 << (k - (1 if k < 8 else 3)))]
-    return [n for n in sizes if n < most] + ([most] if most >= 32 else [])
+    powers = range(5, max_tokens.bit_length())
+    sizes = [n for k in powers for n in range(1 << k, 2 << k, 1 << (k - (1 if k < 8 else 3)))]
+    return [n for n in sizes if n < max_tokens] + ([max_tokens] if max_tokens >= 32 else [])

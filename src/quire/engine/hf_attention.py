@@ -105,7 +105,7 @@ def attention(
     """The function of Transformers' attention interface: query [1, num_qo_heads, tokens, head_dim], key and value
     [1, num_kv_heads, tokens, head_dim]; returns [1, tokens, num_qo_heads, head_dim].
     """
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.compiler.is_compiling():
         return _attend(q.contiguous(), k, v, s_aux, module.quire_index)[None], None
     name, step = type(module).__name__, _running.step
@@ -120,7 +120,8 @@ def attention(
     layer = _layer(
         *(q.shape[1], k.shape[1], q.shape[2], v.shape[2]),
         sm_scale=float(scaling) if scaling is not None else q.shape[2] ** -0.5,
-        window_left=sliding_window - 1 if sliding_window else -1,  # Transformers includes the token itself
+        # Transformers includes the token itself in the window.
+        window_left=sliding_window - 1 if sliding_window else -1,
         logits_soft_cap=float(softcap) if softcap else 0.0,
     )
     if isinstance(step, AttentionRecorder):

@@ -224,7 +224,8 @@ class LLM:
         updates: asyncio.Queue[Completion] = asyncio.Queue()
 
         def sink(index: int, part: Completion) -> None:
-            with suppress(RuntimeError):  # the loop has been closed, so the update has no reader
+            # Where the loop has been closed, the update has no reader.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(updates.put_nowait, part)
 
         cancel = self.start([prompt], params, sink)

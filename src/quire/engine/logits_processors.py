@@ -30,11 +30,13 @@ def word_tokens(tokenizer: Any, words: Iterable[str]) -> list[tuple[int, ...]]:
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         plain = word.lstrip(" ")
-        own, spaced = (tuple(ids) for ids in tokenizer([plain, f" {plain}"], add_special_tokens=False)["input_ids"])
-        if not own:
+        texts = [plain, f" {plain}"]
+        alone, spaced = (tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+        if not alone:
             raise ValueError(f"bad_words has {word!r}, which has no tokens")
-        sequences[own] = None
-        if spaced[-len(own) :] != own:  # else the first sequence forbids the second, too
+        sequences[alone] = None
+        # Otherwise the first sequence forbids the second, too.
+        if spaced[-len(alone) :] != alone:
             sequences[spaced] = None
     return list(sequences)
 
@@ -69,10 +71,10 @@ class TokenRules:
         Raises:
             ValueError: all of allowed_token_ids are forbidden.
         """
-        least, bias = params.min_tokens, params.logit_bias or {}
+        min_tokens, bias = params.min_tokens, params.logit_bias or {}
         entries = [(token, value, _ALWAYS) for token, value in bias.items()]
         entries += [(word[0], -np.inf, _ALWAYS) for word in bad_words if len(word) == 1]
-        entries += [(token, -np.inf, least) for token in sorted(ends)] if least else []
+        entries += [(token, -np.inf, min_tokens) for token in sorted(ends)] if min_tokens else []
         words = [word for word in bad_words if len(word) > 1]
         allowed = None if params.allowed_token_ids is None else np.unique(params.allowed_token_ids)
         if not entries and not words and allowed is None:
@@ -97,21 +99,22 @@ class LogitsProcessors:
     def __init__(
         self, rules: Sequence[TokenRules | None], slots: Sequence[int], vocab_size: int, device: torch.device
     ) -> None:
-        given = [(row, r) for row, r in enumerate(rules) if r is not None]
+        of_rows = [(row, r) for row, r in enumerate(rules) if r is not None]
         self._added = self._words = self._allowed = None
-        if any(len(r.tokens) for _, r in given):
-            row = np.repeat([row for row, _ in given], [len(r.tokens) for _, r in given])
-            tokens, values, until = (np.concatenate([getattr(r, x) for _, r in given]) for x in _COLUMNS)
+        if any(len(r.tokens) for _, r in of_rows):
+            row = np.repeat([row for row, _ in of_rows], [len(r.tokens) for _, r in of_rows])
+            tokens, values, until = (np.concatenate([getattr(r, x) for _, r in of_rows]) for x in _COLUMNS)
             table = np.stack([row * vocab_size + tokens, row, until, values.view(np.int64)])
             self._added = upload(table[:, tokens < vocab_size], device)
-        limited = [(row, r.allowed[r.allowed < vocab_size]) for row, r in given if r.allowed is not None]
+        limited = [(row, r.allowed[r.allowed < vocab_size]) for row, r in of_rows if r.allowed is not None]
         if limited:
             allowed = np.concatenate([row * vocab_size + tokens for row, tokens in limited])
             self._allowed = upload(np.array([row for row, _ in limited]), device), upload(allowed, device)
-        words = [(row, word) for row, r in given for word in r.words if word[-1] < vocab_size]
+        words = [(row, word) for row, r in of_rows for word in r.words if word[-1] < vocab_size]
         if words:
             longest = max(len(word) for _, word in words) - 1
-            before = np.full((len(words), longest), -1)  # the tokens before the last one, at the end of a row
+            # The tokens before the last one of each word, at the end of a row.
+            before = np.full((len(words), longest), -1)
             for line, (_, word) in zip(before, words, strict=True):
                 line[longest - len(word) + 1 :] = word[:-1]
             columns = [(row * vocab_size + word[-1], row, slots[row], len(word) - 1) for row, word in words]

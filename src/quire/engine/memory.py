@@ -53,5 +53,5 @@ def profiled_pages(
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    room = total * utilization - (total - free) - step * (1 + cuda_graphs)
-    return max(1, int(room) // page_bytes)
+    capacity = total * utilization - (total - free) - step * (1 + cuda_graphs)
+    return max(1, int(capacity) // page_bytes)

@@ -62,7 +62,8 @@ class Model:
     """
 
     def __init__(self, folder: Path, network: Any, tokenizer: Any, max_model_len: int | None = None) -> None:
-        self.folder, self.network, self.tokenizer = folder, network, tokenizer
+        self.folder, self.network = folder, network
+        self.tokenizer = tokenizer
         self.config = network.config.get_text_config()
         self.device: torch.device = next(network.parameters()).device
         self.dtype: torch.dtype = network.dtype
@@ -80,10 +81,10 @@ class Model:
     def _find_context(self, max_model_len: int | None) -> int:
         # Whisper's decoder has the second name.
         names = ("max_position_embeddings", "max_target_positions")
-        own: int = next(filter(None, (getattr(self.config, name, None) for name in names)), 1 << 20)
-        if max_model_len is not None and max_model_len > own:
-            raise ValueError(f"max_model_len = {max_model_len}: the context of {self.folder} is {own} tokens")
-        return max_model_len or own
+        longest: int = next(filter(None, (getattr(self.config, name, None) for name in names)), 1 << 20)
+        if max_model_len is not None and max_model_len > longest:
+            raise ValueError(f"max_model_len = {max_model_len}: the context of {self.folder} is {longest} tokens")
+        return max_model_len or longest
 
     @property
     def compiled(self) -> bool:
@@ -101,9 +102,9 @@ class Model:
         """The logits of the tokens at `rows`: tokens, positions int64 [n]; rows int64 [m]; returns [m, vocab_size]."""
         if self.width is None:
             return self._computed(tokens, positions, rows, step)
-        given, step = len(rows), PaddedAttention(step, len(tokens))
+        num_rows, step = len(rows), PaddedAttention(step, len(tokens))
         tokens, positions, rows = (_padded(x, self.width) for x in (tokens, positions, rows))
-        return self._computed(tokens, positions, rows, step)[:given]
+        return self._computed(tokens, positions, rows, step)[:num_rows]
 
     def _computed(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: StepAttention) -> Tensor:
         """`logits` of a step as it is."""
@@ -122,10 +123,11 @@ class Model:
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
         )
         logits: Tensor = result.logits[0]
-        return logits if len(logits) == len(rows) else logits[rows]  # not all models support logits_to_keep
+        # Not all models support logits_to_keep.
+        return logits if len(logits) == len(rows) else logits[rows]
 
     @torch.inference_mode()
-    def own_logits(self, tokens: Tensor) -> Tensor:
+    def transformers_logits(self, tokens: Tensor) -> Tensor:
         """The logits of Transformers' own code, with eager attention: tokens int64 [n, len]; returns [n, len,
         vocab_size].
         """

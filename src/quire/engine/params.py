@@ -42,8 +42,9 @@ def _text(value: Any) -> bool:
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     """The tokens of an attribute that must be a list of token ids."""
     ids = _several(name, value)
-    plain = set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _INT64))  # as most, and long
-    if not plain:
+    # Most are lists of int, and may be long.
+    are_ints = set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _INT64))
+    if not are_ints:
         _check(all(_whole(i, 0) for i in ids), name, ids, f"they must be whole numbers from 0 to {_INT64}")
     return ids
 
@@ -82,7 +83,8 @@ def _schema(value: Any) -> str:
     return text
 
 
-@lru_cache(64)  # parameters with a large schema are copied often
+# Parameters with a large schema are copied often.
+@lru_cache(64)
 def _is_object(text: str) -> bool:
     return isinstance(json.loads(text), dict)
 
@@ -176,19 +178,21 @@ class SamplingParams:
         self._check_constraint()
 
     def _check_distribution(self) -> None:
-        t, p, m, r = self.temperature, self.top_p, self.min_p, self.repetition_penalty
+        t, k = self.temperature, self.top_k
+        p, m = self.top_p, self.min_p
         _check(t is None or (_number(t) and t >= 0), "temperature", t, "it must be a number, 0 or larger")
-        k = self.top_k
         _check(k is None or _whole(k, -1), "top_k", k, f"{_WHOLE}; 0 or -1 for all")
         _check(p is None or (_number(p) and 0 < p <= 1), "top_p", p, "it must be above 0, and 1 at most")
         _check(m is None or (_number(m) and 0 <= m <= 1), "min_p", m, "it must be between 0 and 1")
         allowed = "it must be a whole number from -2**63 to 2**64 - 1, or None"
         _check(self.seed is None or _whole(self.seed, -(2**63), 2**64 - 1), "seed", self.seed, allowed)
+        r = self.repetition_penalty
         _check(r is None or (_number(r) and r > 0), "repetition_penalty", r, "it must be a positive number")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(_number(getattr(self, name)), name, getattr(self, name), "it must be a number")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            if getattr(self, name) is not None:  # a Python integer may exceed the range of torch's
+            # A Python integer may exceed the range of torch's.
+            if getattr(self, name) is not None:
                 self._set(name, float(getattr(self, name)))
 
     def _check_tokens(self) -> None:
@@ -214,12 +218,14 @@ class SamplingParams:
         self._set("stop_token_ids", ids)
         for name in ("include_stop_str_in_output", "ignore_eos"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "it must be True or False")
-        most, least = self.max_tokens, self.min_tokens
+        max_tokens, min_tokens = self.max_tokens, self.min_tokens
         allowed = f'{_WHOLE}, and 0 or larger; None for no limit; or "auto"'
-        _check(most is None or most == "auto" or _whole(most, 0), "max_tokens", most, allowed)
-        _check(_whole(least, 0), "min_tokens", least, f"{_WHOLE}, and 0 or larger")
-        if isinstance(most, int):
-            _check(least <= most, "min_tokens", least, f"it must be at most max_tokens, which is {most}")
+        ok = max_tokens is None or max_tokens == "auto" or _whole(max_tokens, 0)
+        _check(ok, "max_tokens", max_tokens, allowed)
+        _check(_whole(min_tokens, 0), "min_tokens", min_tokens, f"{_WHOLE}, and 0 or larger")
+        if isinstance(max_tokens, int):
+            allowed = f"it must be at most max_tokens, which is {max_tokens}"
+            _check(min_tokens <= max_tokens, "min_tokens", min_tokens, allowed)
 
     def _check_constraint(self) -> None:
         if self.json_schema is not None:
@@ -241,12 +247,12 @@ class SamplingParams:
 
     def truncated(self, prompt: list[int], max_len: int) -> list[int]:
         """The tokens of a prompt that are used, if prompt and output have at most `max_len` tokens."""
-        most = self.truncate_prompt_tokens
-        if most is None:
+        max_prompt = self.truncate_prompt_tokens
+        if max_prompt is None:
             return prompt
-        if most == -1:
-            most = max(1, max_len - (self.max_tokens if isinstance(self.max_tokens, int) else 1))
-        return prompt[-most:]
+        if max_prompt == -1:
+            max_prompt = max(1, max_len - (self.max_tokens if isinstance(self.max_tokens, int) else 1))
+        return prompt[-max_prompt:]
 
     @property
     def constraint(self) -> tuple[str, str] | None:

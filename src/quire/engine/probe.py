@@ -63,7 +63,8 @@ def check_positions(model: Model) -> None:
     """
     near = [min(5 * i, model.context - 1) for i in range(4)]
     short, long = (record(model, [*near[:-1], last]).rotated for last in (near[-1], model.context - 1))
-    for i in range(min(8, len(short))):  # covers all kinds of layers; rounding errors grow with depth
+    # The first layers are of all kinds, and rounding errors grow with depth.
+    for i in range(min(8, len(short))):
         if (long[i] - short[i]).norm() > 0.01 * short[i].norm():
             raise ValueError(_step_dependent(model))
 

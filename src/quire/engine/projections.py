@@ -86,7 +86,8 @@ def recorded(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
     Yields:
         a list that has, after the context, the layers that may be merged, in the order of their calls.
     """
-    calls: list[tuple[nn.Module, nn.Linear, Tensor]] = []  # the tensors are kept, so that none has the id of another
+    # The tensors are kept, so that none has the id of another.
+    calls: list[tuple[nn.Module, nn.Linear, Tensor]] = []
     hooks = []
 
     def note(parent: nn.Module, linear: nn.Linear, args: tuple[Tensor, ...]) -> None:

@@ -80,7 +80,8 @@ class Request:
         grammar: Grammar | None = None,
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.prompt_len, self.params, self.sink = len(prompt), params, sink
+        self.prompt_len = len(prompt)
+        self.params, self.sink = params, sink
         self.prompt = list(prompt)
         self.tokens = list(prompt)
         self.num_total_tokens, self.row = self.prompt_len, 0
@@ -198,7 +199,8 @@ class Request:
         logprobs = None if self.logprobs is None or not token_ids else self.logprobs[-len(token_ids) :]
         if stream is None:
             return Update(self, "", token_ids, reason, logprobs)
-        if reason not in (None, "error"):  # the decoder itself may have raised
+        # After an error the decoder is not called, which may have raised it.
+        if reason not in (None, "error"):
             stream.finish()
             if stream.stopped and reason == "length":
                 self.finish_reason = "stop"

@@ -62,7 +62,8 @@ class Runner:
         batch_invariant: bool = False,
         kv_cache_scales: Scales | None = None,
     ) -> None:
-        self.model, self.num_pages, self.page_size = model, num_pages, page_size
+        self.model = model
+        self.num_pages, self.page_size = num_pages, page_size
         self.kv_dtype = self.cache_dtype(model, kv_cache_dtype)
         self.caches = [self._new_cache(layer) for layer in model.layers]
         self._backend, self.batch_invariant = backend, batch_invariant
@@ -119,7 +120,8 @@ class Runner:
         """
         if not self.overlaps:
             return
-        rows, tokens, page_size = min(max_rows, MAX_ROWS), min(max_batched_tokens, MAX_TOKENS), self.page_size
+        rows, tokens = min(max_rows, MAX_ROWS), min(max_batched_tokens, MAX_TOKENS)
+        page_size = self.page_size
         width = min(-(-self.model.context // page_size), self.num_pages)
         inputs = GraphInputs(StepShape(rows, max(rows, tokens)), width, page_size, self.model.device)
         # No step without a graph replaces the plans of these wrappers.

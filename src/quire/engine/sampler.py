@@ -85,7 +85,7 @@ def top_logprobs(
     return report
 
 
-class _Batch:
+class SamplingBatch:
     """What a batch of requests that are not all plain needs on the device.
 
     Args:
@@ -141,9 +141,9 @@ class _Batch:
         if self._factors:
             tables = (self._lists.tokens, self._prompts, self._lens, self._slots)
             penalties = sampling.Penalties(*tables, *self._factors)
-        heat, top_p, min_p = self._filters
+        temperature, top_p, min_p = self._filters
         return sampling.sample(
-            logits, heat, self._top_k, top_p, min_p, seed=self._seeds, offset=self.index, penalties=penalties
+            logits, temperature, self._top_k, top_p, min_p, seed=self._seeds, offset=self.index, penalties=penalties
         )
 
     def count(self, tokens: Tensor) -> None:
@@ -169,11 +169,13 @@ class Sampler:
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.last = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._marked = torch.zeros(rows, dtype=torch.int32, device=device)  # `last` of plain batches, with UNDEFINED
+        # The tokens of plain batches, with UNDEFINED.
+        self._marked = torch.zeros(rows, dtype=torch.int32, device=device)
         self._undefined = torch.full((), UNDEFINED, dtype=torch.int32, device=device)
         self._lists = TokenLists(device, rows)
-        self._requests: Sequence[Request] = ()  # those of the last batch
-        self._batch: _Batch | None = None  # None: they are all plain
+        # The requests of the last batch, and what they need; None: they are all plain.
+        self._requests: Sequence[Request] = ()
+        self._batch: SamplingBatch | None = None
 
     def sample_greedy(self, logits: Tensor) -> None:
         """Sample a token for each row of logits, [rows, vocab_size], as if all requests were plain. It may be captured
@@ -206,7 +208,7 @@ class Sampler:
             return self._launch(logits, requests, draft_index, greedy_done)
         except BaseException:
             self._requests = ()
-            self._lists.forget()
+            self._lists.invalidate()
             raise
 
     def _launch(
@@ -216,9 +218,10 @@ class Sampler:
         if not is_same or draft_index is not None:
             plain = all(request.plain for request in requests)
             self._batch = (
-                None if plain else _Batch(requests, draft_index, self._lists, logits.shape[1], self.last.device)
+                None if plain else SamplingBatch(requests, draft_index, self._lists, logits.shape[1], self.last.device)
             )
-            self._requests = requests if draft_index is None else ()  # of drafts, the host knows later how many count
+            # Of drafts, the host knows later how many count.
+            self._requests = requests if draft_index is None else ()
         batch, reports = self._batch, None
         if batch is None:
             if not greedy_done:

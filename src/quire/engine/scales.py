@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quire.engine.checkpoint import read_json
 
-Scales = list[tuple[float, float]]  # of keys and values, for each layer
+# The scales of the keys and values of each layer.
+Scales = list[tuple[float, float]]
 
 # Names that checkpoints have for scales, behind the number of the layer: `self_attn.k_scale` (compressed-tensors),
 # `self_attn.attn.k_scale` (vLLM), `self_attn.k_proj.k_scale` (ModelOpt), `self_attn.k_proj.output_scale` (Quark), and
@@ -33,7 +34,8 @@ def read_scales(source: Path, num_layers: int) -> Scales | None:
         ValueError: a scale is missing, is not one positive number, or contradicts another one; scales are those of
             another kind of cache; or a file is broken.
     """
-    found: dict[str, dict[tuple[int, str], float]] = {}  # of each prefix: a draft head has layers of its own
+    # By prefix, since a draft head has layers of its own.
+    found: dict[str, dict[tuple[int, str], float]] = {}
     for file in [source] if source.is_file() else sorted(source.glob("*.safetensors")):
         for name, match, tensor in _tensors(file):
             scales, scale = found.setdefault(match[1] or "", {}), _number(tensor, f"{file}: {name}")

@@ -49,7 +49,8 @@ class Scheduler:
         max_batched_tokens: int,
         speculative_tokens: int = 0,
     ) -> None:
-        self.page_size, self.max_num_seqs, self.max_batched_tokens = page_size, max_num_seqs, max_batched_tokens
+        self.page_size, self.max_num_seqs = page_size, max_num_seqs
+        self.max_batched_tokens = max_batched_tokens
         self.speculative_tokens = speculative_tokens
         self.max_rows = max(max_num_seqs, 1 + speculative_tokens) if speculative_tokens else max_num_seqs
         self.allocator = PageAllocator(num_pages)
@@ -100,7 +101,8 @@ class Scheduler:
         """The number of pages that running requests hold; prompts with a common prefix hold the same pages."""
         held = np.zeros(self.allocator.num_pages, dtype=bool)
         for request in list(self.running):
-            held[np.asarray(request.pages[:], dtype=np.int32)] = True  # a copy: the engine may add pages meanwhile
+            # Of a copy, since the engine may add pages meanwhile.
+            held[np.asarray(request.pages[:], dtype=np.int32)] = True
         return int(held.sum())
 
     def remove(self, request: Request) -> None:
@@ -157,7 +159,8 @@ class Scheduler:
         budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - lefts.count(1)
         spare_rows = self.max_rows - min(self.max_num_seqs, len(running) + len(self.waiting))
         chunks: list[Chunk] = []
-        for request, left in zip(running, lefts, strict=False):  # a preemption takes the last ones from `running`
+        # A preemption takes the last ones from `running`.
+        for request, left in zip(running, lefts, strict=False):
             start = request.num_computed_tokens
             count = 1 if left == 1 <= budget else min(left, prefill_budget, budget)
             count, num_prompt_logprobs = self._bound_prompt_logprobs(request, count)
@@ -193,16 +196,16 @@ class Scheduler:
             return count, wanted
         return max(start, request.num_known_prompt_logprobs) - start + left, left
 
-    def _draft(self, request: Request, end: int, most: int) -> list[int]:
-        """At most `most` drafts after the `end` tokens of a running request, with pages for them. Drafts take no page
-        from the prefix tree, and none that a running request may need in the next step.
+    def _draft(self, request: Request, end: int, max_drafts: int) -> list[int]:
+        """At most `max_drafts` drafts after the `end` tokens of a running request, with pages for them. Drafts take no
+        page from the prefix tree, and none that a running request may need in the next step.
         """
         if request.lookup is None:
             return []
         free = max(0, self.allocator.num_free - len(self.running))
-        room = (len(request.pages) + free) * self.page_size - end
-        most = min(most, self.speculative_tokens, room, request.max_total_tokens - end - 1)
-        drafts = request.lookup.draft(request.tokens, most)
+        capacity = (len(request.pages) + free) * self.page_size - end
+        max_drafts = min(max_drafts, self.speculative_tokens, capacity, request.max_total_tokens - end - 1)
+        drafts = request.lookup.draft(request.tokens, max_drafts)
         self._reserve(request, end + len(drafts))
         self.stats.drafted_tokens += len(drafts)
         return drafts
@@ -212,7 +215,8 @@ class Scheduler:
         if the request itself was preempted.
         """
         while not self._reserve(request, end):
-            victim = self.running[-1]  # not in this step, whose requests come before this one
+            # The last one is not in this step yet, whose requests come before `request`.
+            victim = self.running[-1]
             self.compute_again(victim)
             self.stats.preemptions += 1
             if victim is request:
@@ -276,4 +280,5 @@ class Scheduler:
         if request.node is not None:
             self.tree.touch(request.node)
         self.allocator.release(request.pages)
-        request.pages, request.node, request.num_computed_tokens = array("i"), None, 0
+        request.pages, request.node = array("i"), None
+        request.num_computed_tokens = 0

@@ -82,7 +82,7 @@ def _difference(runner: Runner, seed: int) -> str:
     tokens = [[token % model.vocab_size for token in row] for row in rows]
     # This raises if no kernel family supports a layer.
     runner.run([probe_chunk(runner, tokens[0], 0, 0, 1)])
-    expected = model.own_logits(torch.tensor(tokens, device=model.device))
+    expected = model.transformers_logits(torch.tensor(tokens, device=model.device))
 
     def differ(steps: Sequence[Sequence[_Part]]) -> list[bool]:
         """For each part of the steps, whether the logits of its last token differ."""
@@ -121,7 +121,8 @@ def _steps(n: int, batch: int) -> list[list[_Part]]:
 
 def _varies(runner: Runner) -> bool:
     """Whether the logits of a request depend, by a bit, on a request before it in the step, or on its chunks."""
-    pages, vocab, width = runner.num_pages // 2, runner.model.vocab_size, runner.model.width or 0
+    pages, width = runner.num_pages // 2, runner.model.width or 0
+    vocab = runner.model.vocab_size
     longest = min(runner.model.context, pages * runner.page_size)
     n = min(17, longest, width // 2)
     if n < 2:

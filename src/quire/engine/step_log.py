@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.engine.batch import StepBatch
 
@@ -40,8 +40,10 @@ class StepLog:
 
     def __init__(self, size: int = 256) -> None:
         self._begin = time.perf_counter()
-        self._ring: list[tuple | None] = [None] * size  # step n is at n % size; an element is replaced as a whole
-        self._open: deque[tuple[int, float, int, int, int]] = deque()  # steps that have been launched and not read
+        # Step n is at n % size. An element is replaced as a whole, so that other threads may read it.
+        self._ring: list[tuple[Any, ...] | None] = [None] * size
+        # Steps that have been launched and not read.
+        self._open: deque[tuple[int, float, int, int, int]] = deque()
         self._count = 0
 
     @property

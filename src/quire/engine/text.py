@@ -14,9 +14,13 @@ from weakref import WeakKeyDictionary
 
 from quire.engine.params import SamplingParams
 
-_CONTEXT = 6  # last tokens of the prompt, decoded with the output since a token's text can depend on those before it
-_WINDOW = 4  # tokens that are decoded at once; then the window starts anew at the token that was added last
-_BROKEN = "\ufffd"  # the text of an incomplete character
+# How many tokens of the end of a prompt are decoded with the output, since a token's text can depend on those before
+# it.
+_CONTEXT = 6
+# How many tokens are decoded at once; then the window starts anew at the token that was added last.
+_WINDOW = 4
+# The text of an incomplete character.
+_BROKEN = "\ufffd"
 
 
 class _OwnTexts(dict[int, str | None]):
@@ -28,11 +32,12 @@ class _OwnTexts(dict[int, str | None]):
 
     def __missing__(self, token: int) -> str | None:
         text = self._decode([token], skip_special_tokens=True)
-        own = self[token] = text if text and _BROKEN not in text else None
-        return own
+        known = self[token] = text if text and _BROKEN not in text else None
+        return known
 
 
-_own_texts: WeakKeyDictionary[Any, _OwnTexts] = WeakKeyDictionary()  # of each tokenizer whose tokens have them
+# The texts of each tokenizer whose tokens have texts of their own.
+_own_texts: WeakKeyDictionary[Any, _OwnTexts] = WeakKeyDictionary()
 
 
 def decoder(tokenizer: Any) -> tuple[Callable[..., str], _OwnTexts | None]:
@@ -95,7 +100,8 @@ class TextStream:
         skip_special: whether special tokens have no text.
     """
 
-    searches = True  # whether stop strings end the text
+    # Whether stop strings end the text.
+    searches = True
 
     def __init__(
         self,
@@ -105,18 +111,23 @@ class TextStream:
         include_stop: bool = False,
         skip_special: bool = True,
     ) -> None:
-        self._stops, self._include_stop, self._skip_special = stops, include_stop, skip_special
+        self._stops, self._include_stop = stops, include_stop
+        self._skip_special = skip_special
         self._decoder, self._own_texts = decoder(tokenizer)
-        self._window = list(prompt[-_CONTEXT:])  # the last tokens, which are decoded together
-        self._known = self._decode()  # their text, without what is not in the stream's text yet
-        if self._known.startswith(_BROKEN):  # a decoder of single bytes needs all those of the first character
+        # The last tokens, which are decoded together, and their text, without what is not in the stream's text yet.
+        self._window = list(prompt[-_CONTEXT:])
+        self._known = self._decode()
+        if self._known.startswith(_BROKEN):
+            # A decoder of single bytes needs all those of the first character.
             suffixes = (self._window[i:] for i in range(1, len(self._window)))
             whole = (w for w in suffixes if not self._decoder(w, skip_special_tokens=True).startswith(_BROKEN))
             self._window = next(whole, self._window)
             self._known = self._decode()
-        self._read = len(self._window)  # how many of them have all their text in the stream's
-        self._taken: list[str] = []  # the text that has been taken, in parts
-        self._held = ""  # the text after that, in which stop strings begin
+        # How many of the last tokens have all their text in the stream's.
+        self._read = len(self._window)
+        # The text that has been taken, in parts, and the text after that, in which stop strings begin.
+        self._taken: list[str] = []
+        self._held = ""
         self.stopped = False
 
     @property
@@ -133,11 +144,13 @@ class TextStream:
         """Add a token; return whether the text contains a stop string, before which it then ends."""
         window = self._window
         if self._own_texts is not None and self._read == len(window):
-            own = self._own_texts[token]
-            if own is not None:
-                if window:  # later tokens do not depend on these
-                    self._window, self._known, self._read = [], "", 0
-                self._extend(own)
+            text = self._own_texts[token]
+            if text is not None:
+                # Later tokens do not depend on those of the window.
+                if window:
+                    self._window, self._known = [], ""
+                    self._read = 0
+                self._extend(text)
                 return self.stopped
         window.append(token)
         full, length = self._decoder(window, skip_special_tokens=self._skip_special), len(self._known)
@@ -186,8 +199,8 @@ class TextStream:
 class _LateStops(TextStream):
     """A text that no stop string ends before the first `min_tokens` tokens have been added."""
 
-    def __init__(self, min_tokens: int, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, min_tokens: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._left = min_tokens
 
     def push(self, token: int) -> bool:
@@ -197,8 +210,10 @@ class _LateStops(TextStream):
 
 def text_stream(tokenizer: Any, prompt: Sequence[int], params: SamplingParams) -> TextStream:
     """The text of the output of a request with these parameters."""
-    given = tokenizer, prompt, params.stop or (), params.include_stop_str_in_output
-    return _LateStops(params.min_tokens, *given) if params.min_tokens and params.stop else TextStream(*given)
+    arguments = (tokenizer, prompt, params.stop or (), params.include_stop_str_in_output)
+    if params.min_tokens and params.stop:
+        return _LateStops(params.min_tokens, *arguments)
+    return TextStream(*arguments)
 
 
 def _overlap(text: str, stop: str) -> int:

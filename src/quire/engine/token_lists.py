@@ -12,7 +12,8 @@ from torch import Tensor
 from quire.engine.request import Request
 from quire.steps import upload
 
-_SPARE = 64  # tokens that a list has room for, at least, beyond those that are put into it
+# How many tokens a list has room for, at least, beyond those that are put into it.
+_SPARE = 64
 
 
 class TokenLists:
@@ -33,9 +34,10 @@ class TokenLists:
         self.tokens = torch.zeros(rows, 0, dtype=torch.int32, device=device)
         self._device, self._rows = device, rows
         self._slots: dict[Request, int] = {}
-        self._lens: dict[Request, int] = {}  # how many tokens of each request the table has
+        # How many tokens of each request the table has.
+        self._lens: dict[Request, int] = {}
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Write the tokens of all requests in the next batch, because the table is undefined."""
         self._slots, self._lens = {}, {}
 

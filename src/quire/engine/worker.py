@@ -15,7 +15,8 @@ import torch
 from quire.engine.engine import Engine
 from quire.engine.request import Request, Update
 
-_Command = tuple[Callable[[Request], None], Sequence[Request]]  # a method of the engine to call with each request
+# A method of the engine, and the requests to call it with.
+_Command = tuple[Callable[[Request], None], Sequence[Request]]
 
 # Seconds without an update after which a waiting thread looks whether the engine's thread has ended.
 _LOOK = 1.0
