@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from helpers.checkpoints import VOCAB, save
 from quire.engine import LLM, SamplingParams, generation
+from quire.engine.transformers_internals import generation_defaults
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def test_settings_that_change_tokens_and_are_not_here_are_told_once(folder, netw
 
 
 def test_settings_that_change_nothing_are_not_told(folder, network, write):
-    usual = GenerationConfig._get_default_generation_params()
+    usual = generation_defaults()
     write(**usual)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""What is replaced in the graphs of layers before they are compiled."""
+"""What `inductor_passes.py` knows of torch.compile, and what it replaces in graphs before they are compiled."""
 
 from __future__ import annotations
 
@@ -7,11 +7,48 @@ import torch
 
 pytest.importorskip("transformers")
 
+import torch._dynamo.config
+import torch._inductor.config
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from quire.engine.compiled_layers import compiling
-from quire.engine.inductor_passes import ReplaceTopK
+from quire.engine.inductor_passes import COMPILE_ERRORS, KNOWN_VERSIONS, ReplaceTopK, compiling
+
+
+def test_known_version_is_installed():
+    """On another version, compare inductor_passes.py with the code of torch, and then change KNOWN_VERSIONS."""
+    assert torch.__version__.startswith(tuple(f"{version}." for version in KNOWN_VERSIONS))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_compiling_changes_the_settings_within_the_context_alone(tokens):
+    def settings():
+        inductor = torch._inductor.config
+        return torch._dynamo.config.specialize_float, inductor.combo_kernels, inductor.triton.enable_pdl
+
+    before = settings()
+    with compiling(tokens):
+        assert settings() == (True, True, tokens == 1)
+        assert isinstance(torch._inductor.config.post_grad_custom_pre_pass, ReplaceTopK)
+    assert settings() == before
+
+
+@pytest.mark.parametrize("limit", [False, True], ids=["unsupported", "recompiled"])
+def test_compile_errors_are_what_torch_compile_raises(limit, monkeypatch):
+    def unsupported(x):
+        torch._dynamo.graph_break()
+        return x
+
+    def doubled(x):
+        return x * 2
+
+    if limit:
+        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    compiled = torch.compile(doubled if limit else unsupported, fullgraph=True, dynamic=False, backend="eager")
+    if limit:
+        compiled(torch.ones(1))
+    with pytest.raises(COMPILE_ERRORS):
+        compiled(torch.ones(2))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ bits without their scales, and asks on the terminal whether to run code of the f
 from __future__ import annotations
 
 import json
-import logging
 import re
 import sys
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 from quire.distribution import pip_install
 from quire.engine.hf_attention import NAME, attention
 from quire.engine.multimodal import auto_class, is_multimodal, keep_language_model
+from quire.engine.transformers_internals import conversion_errors, without_load_report
 from quire.engine.weights.registry import find_format
 
 _CAN_RUN = "only causal language models of text can be run"
@@ -232,16 +231,12 @@ def _quiet() -> Iterator[None]:
     """Without Transformers' progress bars, and without its messages about tensors, which `_check_report` refuses."""
     from transformers.utils import logging as settings
 
-    def is_other(record: logging.LogRecord) -> bool:
-        return not any(text in record.getMessage() for text in ("LOAD REPORT", "seem corrupted"))
-
-    logger, bars = logging.getLogger("transformers.modeling_utils"), settings.is_progress_bar_enabled()
-    logger.addFilter(is_other)
+    bars = settings.is_progress_bar_enabled()
     settings.disable_progress_bar()
     try:
-        yield
+        with without_load_report():
+            yield
     finally:
-        logger.removeFilter(is_other)
         if bars:
             settings.enable_progress_bar()
 
@@ -369,16 +364,13 @@ def _check_report(folder: Path, config: Any, network: Any, report: dict[str, Any
 
 
 def _conversion_error(error: Exception) -> str | None:
-    """Which parameter Transformers could not make of the checkpoint's tensors, as of those of experts, and why. It logs
-    that, and raises an exception without it; the report is a variable on the stack.
-    """
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        errors = getattr(frame.f_locals.get("loading_info"), "conversion_errors", None)
-        if errors:
-            name, text = min(errors.items())
-            why = re.search(r"^\w+(Error|Exception): (.*)$", text, re.MULTILINE)
-            return f"{name} can't be made of the checkpoint's tensors{_more(errors)}: {why[2] if why else text}"
-    return None
+    """Which parameter Transformers could not make of the checkpoint's tensors, and why; None for other errors."""
+    errors = conversion_errors(error)
+    if not errors:
+        return None
+    name, text = min(errors.items())
+    why = re.search(r"^\w+(Error|Exception): (.*)$", text, re.MULTILINE)
+    return f"{name} can't be made of the checkpoint's tensors{_more(errors)}: {why[2] if why else text}"
 
 
 def _more(names: Iterable[Any]) -> str:

@@ -170,36 +170,6 @@ class CompiledLayers:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-@contextmanager
-def compiling(tokens: int) -> Iterator[None]:
-    """A context for calls with so many tokens, which may compile.
-
-    Numbers of modules, such as a norm's epsilon, are constants. What takes little time, such as the norms of queries
-    and of keys, is computed by one kernel. The kernels of a single token take as long as their launches, so each is
-    launched while the one before it runs (programmatic dependent launch); steps of more tokens became slower by it
-    (docs/notes/triton-experiments.md). No kernel writes to its inputs: those that did would be tuned with copies of
-    them, whose launches take the host longer than most kernels run, so that all configurations looked alike.
-    """
-    import torch._dynamo.config
-    import torch._inductor.config as inductor
-
-    from quire.engine.inductor_passes import ReplaceTopK
-
-    options = {"combo_kernels": True, "inplace_buffers": False, "post_grad_custom_pre_pass": ReplaceTopK()}
-    # Torch has it since 2.10.
-    if hasattr(inductor.triton, "enable_pdl"):
-        options["triton.enable_pdl"] = tokens == 1
-    with torch._dynamo.config.patch(specialize_float=True), inductor.patch(options):
-        yield
-
-
-def compile_errors() -> tuple[type[Exception], ...]:
-    """What torch.compile raises for code that it cannot compile."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-    return TorchDynamoException, FailOnRecompileLimitHit
-
-
 def _handing_over(forward: Any) -> Any:
     """A layer's `forward` that takes the norm of its input, and returns that of its output after the output; None where
     there is none.

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.engine.checkpoint import read_json
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
+from quire.engine.transformers_internals import generation_defaults
 
 # Transformers' names of the attributes of `SamplingParams`.
 _OURS = {
@@ -54,7 +55,7 @@ def read_generation_config(folder: Path, network: Any) -> tuple[SamplingParams, 
     read_json(path)
     config = network.generation_config or GenerationConfig()
     settings = {name: value for name, value in config.to_dict().items() if value not in (None, [], {})}
-    defaults = GenerationConfig._get_default_generation_params()
+    defaults = generation_defaults()
     _warn_of_others(path, settings, defaults, set(GenerationConfig().to_dict()))
     values = {**defaults, **settings} if settings.get("do_sample") is True else {**settings, "temperature": 0.0}
     try:

@@ -1,12 +1,28 @@
-"""What is replaced in the graphs of decoder layers before Inductor compiles them."""
+"""How Inductor compiles decoder layers: its settings, and what is replaced in their graphs before.
+
+This file alone reads private modules of torch.compile in the engine. They are those of KNOWN_VERSIONS of torch.
+`tests/engine/test_inductor_passes.py` compares them with the installed version, and fails on others until somebody has
+done so. It is imported when layers are compiled, since an import of Inductor takes long.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+import torch._dynamo.config
+import torch._inductor.config as inductor
 from torch import fx
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from quire.steps import topk  # noqa: F401, which registers torch.ops.quire.topk
+# This import registers torch.ops.quire.topk.
+from quire.steps import topk  # noqa: F401
+
+KNOWN_VERSIONS = ("2.11", "2.13")
+# What torch.compile raises for code that it cannot compile.
+COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
 
 class ReplaceTopK(CustomGraphPass):
@@ -24,3 +40,23 @@ class ReplaceTopK(CustomGraphPass):
     def uuid(self) -> bytes:
         """What Inductor's cache of compiled graphs knows the pass by."""
         return get_hash_for_files((__file__,))
+
+
+@contextmanager
+def compiling(tokens: int) -> Iterator[None]:
+    """A context for calls with so many tokens, which may compile.
+
+    Numbers of modules, such as a norm's epsilon, are constants. What takes little time, such as the norms of queries
+    and of keys, is computed by one kernel. The kernels of a single token take as long as their launches, so each is
+    launched while the one before it runs (programmatic dependent launch); steps of more tokens became slower by it
+    (docs/notes/triton-experiments.md). No kernel writes to its inputs: those that did would be tuned with copies of
+    them, whose launches take the host longer than most kernels run, so that all configurations looked alike.
+    """
+    options = {
+        "combo_kernels": True,
+        "inplace_buffers": False,
+        "post_grad_custom_pre_pass": ReplaceTopK(),
+        "triton.enable_pdl": tokens == 1,
+    }
+    with torch._dynamo.config.patch(specialize_float=True), inductor.patch(options):
+        yield

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.engine.compiled_layers import CompiledLayers, compile_errors, compiling
+from quire.engine.compiled_layers import CompiledLayers
 from quire.engine.generation import read_generation_config
 from quire.engine.hf_attention import NAME, PaddedAttention, StepAttention, running
 from quire.engine.multimodal import media_tokens
@@ -111,10 +111,13 @@ class Model:
         with running(step, self.layers):
             if not self.compiled:
                 return self._logits(tokens, positions, rows)
+            # Importing Inductor takes long, and is only necessary for compiled layers.
+            from quire.engine.inductor_passes import COMPILE_ERRORS, compiling
+
             try:
                 with compiling(len(tokens)):
                     return self._logits(tokens, positions, rows)
-            except compile_errors() as error:
+            except COMPILE_ERRORS as error:
                 self.compiled_layers.give_up(error)
                 return self._logits(tokens, positions, rows)
 

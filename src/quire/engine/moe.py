@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.definition.spec import FLOATS
 from quire.engine.hf_attention import NAME
+from quire.engine.transformers_internals import apply_gate
 from quire.steps import group_by_expert, grouped_gemm
 
 
@@ -35,7 +36,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
     sorted_experts = chosen[order] if module.has_bias else None
     x = project("gate_up_proj" if module.has_gate else "up_proj", hidden_states, order)
-    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    x = apply_gate(module, x) if module.has_gate else module.act_fn(x)
     x = project("down_proj", x, None)
     if getattr(module, "has_post_expert_norm", False):
         x = module.post_expert_norm(x)

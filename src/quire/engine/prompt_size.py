@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from quire.engine.transformers_internals import calls_library_to_encode
+
 # One character has four at most when it is decomposed, so NFC makes one of four at most.
 _COMPOSED = 4
 _KEEPING = ("ByteLevel", "Digits", "Metaspace")
@@ -21,10 +23,8 @@ def longest_token(tokenizer: Any) -> int | None:
         tokenizer: a Transformers tokenizer.
     """
     from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast as Fast
 
-    kind = type(tokenizer)
-    if not issubclass(kind, Fast) or (kind.__call__, kind._encode_plus) != (Fast.__call__, Fast._encode_plus):
+    if not calls_library_to_encode(tokenizer):
         return None
     library, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
     steps = _steps(library.pre_tokenizer, "pretokenizers")

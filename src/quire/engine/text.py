@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from quire.engine.params import SamplingParams
+from quire.engine.transformers_internals import calls_library_to_decode
 
 # How many tokens of the end of a prompt are decoded with the output, since a token's text can depend on those before
 # it.
@@ -46,11 +47,8 @@ def decoder(tokenizer: Any) -> tuple[Callable[..., str], _OwnTexts | None]:
     library's, which takes a quarter of the time.
     """
     from tokenizers.decoders import ByteLevel
-    from transformers import PreTrainedTokenizerFast as Fast
 
-    kind = type(tokenizer)
-    plain = isinstance(tokenizer, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
-    if not plain or "decode" in vars(tokenizer) or tokenizer.clean_up_tokenization_spaces:
+    if not calls_library_to_decode(tokenizer):
         return tokenizer.decode, None
     library = tokenizer.backend_tokenizer
     if tokenizer not in _own_texts and isinstance(library.decoder, ByteLevel):
