@@ -264,7 +264,7 @@ def _class_name(config: Any) -> str:
 
 
 def _head(name: str) -> str | None:
-    """What a model is by the end of its class's name, if that tells."""
+    """What a model is by the end of its class's name, None if that does not say."""
     return next((what for end, what in _HEADS.items() if re.search(f"({end})$", name)), None)
 
 

@@ -45,9 +45,9 @@ class Grammar:
         self.grammars, self.constraint = grammars, constraint
         self._state = state
 
-    def matcher(self, ends: frozenset[int]) -> Matcher:
-        """The matcher of a new request, whose output ends with a token of `ends`."""
-        return Matcher(self, self._state.deep_copy(), ends)
+    def matcher(self, stop_token_ids: frozenset[int]) -> Matcher:
+        """The matcher of a new request, whose output ends with one of the stop tokens."""
+        return Matcher(self, self._state.deep_copy(), stop_token_ids)
 
 
 class Matcher:
@@ -56,15 +56,15 @@ class Matcher:
     Args:
         grammar: that of the request.
         state: llguidance's matcher, of this request alone.
-        ends: tokens that end the output, allowed where the grammar accepts the text before them.
+        stop_token_ids: tokens that end the output, allowed where the grammar accepts the text before them.
 
     Attributes:
         count: tokens of the output.
     """
 
-    def __init__(self, grammar: Grammar, state: Any, ends: frozenset[int]) -> None:
+    def __init__(self, grammar: Grammar, state: Any, stop_token_ids: frozenset[int]) -> None:
         self.grammar, self.state = grammar, state
-        self.ends, self.count = ends, 0
+        self.stop_token_ids, self.count = stop_token_ids, 0
 
     def push(self, token: int) -> bool:
         """Add a token to the output; return whether the output is complete, so that no token may follow.
@@ -148,7 +148,7 @@ class Grammars:
                 self.forget(matcher.grammar)
                 raise ValueError(f"the grammar can't go on after {matcher.count} tokens: {reason(matcher.state)}")
             _set(row, self._end, False)
-            for token in matcher.ends:
+            for token in matcher.stop_token_ids:
                 _set(row, token, matcher.state.is_accepting())
         empty = np.flatnonzero(~bits.any(1))
         if len(empty):

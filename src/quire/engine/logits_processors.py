@@ -60,12 +60,12 @@ class TokenRules:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, ends: frozenset[int], bad_words: Sequence[Sequence[int]] = ()
+        cls, params: SamplingParams, stop_token_ids: frozenset[int], bad_words: Sequence[Sequence[int]] = ()
     ) -> TokenRules | None:
         """The rules of a request's parameters; None if there are none.
 
         Args:
-            ends: the end and stop tokens, which min_tokens forbids for a while.
+            stop_token_ids: the end and stop tokens, which min_tokens forbids for a while.
             bad_words: the token sequences of `params.bad_words`.
 
         Raises:
@@ -74,7 +74,7 @@ class TokenRules:
         min_tokens, bias = params.min_tokens, params.logit_bias or {}
         entries = [(token, value, _ALWAYS) for token, value in bias.items()]
         entries += [(word[0], -np.inf, _ALWAYS) for word in bad_words if len(word) == 1]
-        entries += [(token, -np.inf, min_tokens) for token in sorted(ends)] if min_tokens else []
+        entries += [(token, -np.inf, min_tokens) for token in sorted(stop_token_ids)] if min_tokens else []
         words = [word for word in bad_words if len(word) > 1]
         allowed = None if params.allowed_token_ids is None else np.unique(params.allowed_token_ids)
         if not entries and not words and allowed is None:
@@ -144,8 +144,8 @@ class LogitsProcessors:
             before, (at, row, slot, count) = self._words
             place = torch.arange(-before.shape[1], 0, device=out.device) + lens[row, None]
             last = tokens[slot[:, None], place.clamp(min=0)]
-            ends = ((last == before) | (before < 0)).all(1) & (index[row] >= count)
-            flat.index_add_(0, at, torch.where(ends, -torch.inf, 0.0))
+            is_match = ((last == before) | (before < 0)).all(1) & (index[row] >= count)
+            flat.index_add_(0, at, torch.where(is_match, -torch.inf, 0.0))
         return out
 
 

@@ -69,10 +69,10 @@ class Model:
         self.dtype: torch.dtype = network.dtype
         self.context = self._find_context(max_model_len)
         self.vocab_size: int = self.config.vocab_size
-        self.default_params, ends = read_generation_config(folder, network)
-        ends = getattr(self.config, "eos_token_id", None) if ends is None else ends
+        self.default_params, end_ids = read_generation_config(folder, network)
+        end_ids = getattr(self.config, "eos_token_id", None) if end_ids is None else end_ids
         self.media_tokens = media_tokens(network.config)
-        self.end_ids = frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
+        self.end_ids = frozenset() if end_ids is None else frozenset([end_ids] if isinstance(end_ids, int) else end_ids)
         self.layers: list[Layer] = []
         self.replacements: list[Replacement] = []
         self.compiled_layers = CompiledLayers([])

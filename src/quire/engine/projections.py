@@ -90,14 +90,14 @@ def recorded(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
     calls: list[tuple[nn.Module, nn.Linear, Tensor]] = []
     hooks = []
 
-    def note(parent: nn.Module, linear: nn.Linear, args: tuple[Tensor, ...]) -> None:
+    def record(parent: nn.Module, linear: nn.Linear, args: tuple[Tensor, ...]) -> None:
         if args:
             calls.append((parent, linear, args[0]))
 
     for parent in network.modules():
         for child in parent.children():
             if type(child) is nn.Linear:
-                hooks.append(child.register_forward_pre_hook(partial(note, parent)))
+                hooks.append(child.register_forward_pre_hook(partial(record, parent)))
     found: list[list[nn.Linear]] = []
     try:
         yield found

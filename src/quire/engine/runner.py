@@ -146,9 +146,9 @@ class Runner:
         """Compute the chunks without graphs; return the logits of the last tokens of each (`Chunk.rows`). `last_tokens`
         is that of `forward`, and is passed if the runner supports overlap; None: no token is in flight.
         """
+        tokens, rows = self.inputs(chunks, last_tokens)
         tables = self.tables(chunks)
         self.begin(chunks, tables)
-        tokens, rows = self.inputs(chunks, last_tokens)
         return self.model.logits(tokens, tables.positions, rows, self)
 
     def tables(self, chunks: Sequence[Chunk], pad_to: int = 0) -> StepTables:

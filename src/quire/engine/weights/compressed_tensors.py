@@ -88,7 +88,8 @@ def _packed(tensors: Tensors, prefix: str) -> Matrix:
     check_shape(f"{prefix}weight_packed", words, (rows, -(-columns * bits // 32)))
     check_shape(f"{prefix}weight_scale", scale, (rows, groups))
     check_scale(f"{prefix}weight_scale", scale)
-    size, zero, order = group_size(f"{prefix}weight_scale", columns, groups), None, None
+    size = group_size(f"{prefix}weight_scale", columns, groups)
+    zero = order = None
     codes = unpack(words, bits)[:, :columns]
     if "weight_zero_point" in tensors:
         zero_words = tensors["weight_zero_point"]
