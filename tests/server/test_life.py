@@ -115,14 +115,14 @@ def test_pages_whose_scripts_are_elsewhere_are_not_found(url, path):
 
 
 def test_a_failed_completion_is_answered_and_the_next_one_succeeds(llm, url, monkeypatch):
-    add = Request.add
+    push = Request.push
 
     def broken(request, *given):
         if len(request.output) == 2:
             raise RuntimeError("broken")
-        return add(request, *given)
+        return push(request, *given)
 
-    monkeypatch.setattr(Request, "add", broken)
+    monkeypatch.setattr(Request, "push", broken)
     done = httpx.post(f"{url}/v1/completions", json=LONG)
     assert (done.status_code, done.json()["error"]["code"]) == (500, "engine_error")
     streamed = httpx.post(f"{url}/v1/completions", json={**LONG, "stream": True})
