@@ -276,7 +276,8 @@ def test_server_of_a_name_of_the_hub_has_that_name(hub):
 
 
 def environment(hub, tmp_path):
-    return {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path)}
+    cache = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path)}
+    return {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", **cache}
 
 
 def test_serve_with_a_name_downloads_and_serves_it(hub, tmp_path):

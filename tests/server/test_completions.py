@@ -208,22 +208,22 @@ def test_parts_of_a_late_reader_come_together(llm):
     assert usage["completion_tokens"] == 18
 
 
-def readme(url):
-    """The README, with the address of a server."""
-    text = (ROOT / "README.md").read_text()
+def guide(url):
+    """The guide, with the address of a server."""
+    text = (ROOT / "docs" / "guide.md").read_text()
     assert text.count("http://127.0.0.1:8000/v1") == 2
     return text.replace("http://127.0.0.1:8000", url)
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
-def test_curl_runs_as_in_the_readme(llm, url):
-    (command,) = re.findall("^    (curl .*)$", readme(url), re.MULTILINE)
+def test_curl_runs_as_in_the_guide(llm, url):
+    (command,) = re.findall("^    (curl .*)$", guide(url), re.MULTILINE)
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, timeout=30)
     assert json.loads(done.stdout)["choices"][0]["text"] == text(llm, "import os\n", max_tokens=16)
 
 
-def test_the_official_client_runs_as_in_the_readme(llm, url):
-    code = re.search(r"^    from openai import OpenAI\n(?:(?:    .*)?\n)*", readme(url), re.MULTILINE)[0]
+def test_the_official_client_runs_as_in_the_guide(llm, url):
+    code = re.search(r"^    from openai import OpenAI\n(?:(?:    .*)?\n)*", guide(url), re.MULTILINE)[0]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(textwrap.dedent(code), {})
