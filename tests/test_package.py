@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -154,3 +155,12 @@ def test_what_documents_name_exists():
         for word in text.replace("(", " ").replace(")", " ").replace("`", " ").split():
             if word.startswith(("src/", "tests/", "tools/", "docs/", "examples/", "benchmarks/")):
                 assert any(ROOT.glob(word.rstrip(".,:;/"))), f"{file.name} names {word}"
+
+
+def test_modules_that_documents_name_exist():
+    known = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py")]
+    # The name of a module that users write.
+    known.append("sitecustomize.py")
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        for name in re.findall(r"`([\w/]+\.py)`", file.read_text()):
+            assert any(f"/{path}".endswith(f"/{name}") for path in known), f"{file.name} names {name}"
