@@ -29,6 +29,7 @@ from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.sampler import SampledTokens, Sampler
 from quire.engine.scheduler import Scheduler
+from quire.engine.stats import Stats
 from quire.engine.step_log import StepLog
 
 # How many lists of bad words are kept as tokens.
@@ -62,11 +63,11 @@ class Engine:
     ) -> None:
         self.runner, self.model = runner, runner.model
         self.depth = int(runner.overlaps and not speculative_tokens) if depth is None else depth
+        self.stats, self.step_log = Stats(), StepLog()
         sizes = (runner.num_pages, runner.page_size, max_num_seqs, max_batched_tokens, speculative_tokens)
-        self.scheduler = Scheduler(*sizes)
+        self.scheduler = Scheduler(*sizes, self.stats)
         self.sampler = Sampler(self.model.device, self.scheduler.max_rows)
-        self.reporter = Reporter(self.scheduler)
-        self.stats, self.step_log = self.scheduler.stats, StepLog()
+        self.reporter = Reporter(self.scheduler, self.stats)
         self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
         self.prompts = PromptReader(self.model, self.max_len)
         self.grammars = Grammars(self.model)

@@ -16,8 +16,9 @@ from quire.definition.checks import as_dtype
 from quire.engine import moe, projections
 from quire.engine.arguments import usable_device
 from quire.engine.checkpoint import check_files, check_weights, load_network, load_tokenizer, read_config
-from quire.engine.compiled_layers import CompiledLayers, decoder_layers, last_norms, recorded_norms
+from quire.engine.compiled_layers import CompiledLayers
 from quire.engine.config import EngineConfig
+from quire.engine.decoder_layers import decoder_layers, last_norms, recorded_norms
 from quire.engine.engine import Engine
 from quire.engine.graph_inputs import StepShape
 from quire.engine.hub import checkpoint_folder, download_weights

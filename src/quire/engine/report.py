@@ -11,6 +11,7 @@ from quire.engine.request import Request, Update
 from quire.engine.sampler import SampledTokens
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculative import accepted_rows
+from quire.engine.stats import Stats
 
 # A request, the tokens that a step has sampled for it, and their log-probabilities, if any request wants them.
 Output = tuple[Request, Sequence[int], Sequence[dict[int, float] | None] | None]
@@ -20,11 +21,12 @@ class Reporter:
     """Adds tokens to requests, ends requests, and sends the updates of both to their sinks.
 
     Args:
-        scheduler: has the requests, and the counts of the engine.
+        scheduler: has the requests.
+        stats: counts the tokens that are reported.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler, self._stats = scheduler, scheduler.stats
+    def __init__(self, scheduler: Scheduler, stats: Stats) -> None:
+        self._scheduler, self._stats = scheduler, stats
         # The updates that have not been sent, in order.
         self._updates: deque[Update] = deque()
 

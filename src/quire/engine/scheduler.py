@@ -36,6 +36,7 @@ class Scheduler:
         max_num_seqs: the largest number of running requests.
         max_batched_tokens: the largest number of tokens of a step.
         speculative_tokens: the most drafts of a request in a step.
+        stats: counts what the scheduler does; by default new counts.
 
     Attributes:
         max_rows: the largest number of tokens that a step samples: one for each request and one for each draft.
@@ -48,6 +49,7 @@ class Scheduler:
         max_num_seqs: int,
         max_batched_tokens: int,
         speculative_tokens: int = 0,
+        stats: Stats | None = None,
     ) -> None:
         self.page_size, self.max_num_seqs = page_size, max_num_seqs
         self.max_batched_tokens = max_batched_tokens
@@ -57,7 +59,7 @@ class Scheduler:
         self.tree = PrefixTree(self.allocator, page_size)
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.stats = Stats()
+        self.stats = Stats() if stats is None else stats
         # The last step, if it was one token of each running request, and how often it can be repeated until a request
         # has all its tokens.
         self._last_decodes: StepBatch | None = None
