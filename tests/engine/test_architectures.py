@@ -48,7 +48,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_is_refused_with_the_reason(tool, name, tmp_path):
+def test_llm_with_an_unsupported_architecture_says_why(tool, name, tmp_path):
     tool.save(name, tmp_path)
     with pytest.raises(ValueError, match=re.escape(REFUSED[name])) as raised:
         LLM(tmp_path, num_pages=64)
@@ -56,11 +56,11 @@ def test_what_cannot_run_is_refused_with_the_reason(tool, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["phi3", "whisper", "nemotron", "stablelm"])
-def test_what_is_accepted_runs(tool, name, tmp_path):
+def test_llm_with_a_supported_architecture_runs(tool, name, tmp_path):
     assert tool.attempt(name, tmp_path) == ("runs", "")
 
 
-def test_arguments_that_are_not_known_are_refused():
+def test_attention_with_an_unknown_argument_names_it():
     module, x = torch.nn.Module(), torch.zeros(1, 2, 3, 8)
     for name in ("position_bias", "head_mask", "indices", "softcap_of_another_name"):
         with pytest.raises(ValueError, match=f"Module asks its attention function for {name}"):
@@ -74,7 +74,7 @@ def llama(folder, **changes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tokens_that_mix_outside_attention_are_refused(tmp_path, monkeypatch, dtype):
+def test_llm_with_tokens_mixed_outside_attention_is_refused(tmp_path, monkeypatch, dtype):
     """A sum with the token before, standing for a convolution over tokens, is found when the model is loaded."""
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x) + x.roll(1, 1))
@@ -83,7 +83,7 @@ def test_tokens_that_mix_outside_attention_are_refused(tmp_path, monkeypatch, dt
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_that_is_more_than_the_interface_tells_is_refused(tmp_path, monkeypatch, dtype):
+def test_llm_with_attention_beyond_the_interface_is_refused(tmp_path, monkeypatch, dtype):
     eager = modeling_llama.eager_attention_forward
 
     def twice_as_sharp(*args, scaling, **kwargs):
@@ -96,13 +96,13 @@ def test_attention_that_is_more_than_the_interface_tells_is_refused(tmp_path, mo
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 1), (1, 2), (1, 5), (4, 1), (4, 3), (64, 2)])
-def test_caches_of_any_size_can_be_tried_out(tmp_path, page_size, num_pages):
+def test_llm_with_a_cache_of_any_size_passes_its_checks(tmp_path, page_size, num_pages):
     with LLM(llama(tmp_path, max_position_embeddings=6), page_size=page_size, num_pages=num_pages) as llm:
         assert llm.stats.steps == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rounding_and_experts_are_no_reason_to_refuse(tmp_path, dtype, rng):
+def test_llm_with_experts_in_any_dtype_passes_its_checks(tmp_path, dtype, rng):
     torch.manual_seed(rng.randrange(1 << 31))
     with LLM(save("gpt-oss", tmp_path), dtype=dtype, num_pages=64) as llm:
         assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
@@ -137,7 +137,7 @@ def network(request, tmp_path_factory):
     return network
 
 
-def test_positions_that_depend_on_the_step_are_refused_beyond_where_they_stay(network):
+def test_llm_with_positions_that_depend_on_the_step_is_refused(network):
     if network.config.max_position_embeddings == ORIGINAL:
         pytest.skip("the context ends where they would begin to change")
     for most in (None, ORIGINAL + 1):
@@ -148,7 +148,7 @@ def test_positions_that_depend_on_the_step_are_refused_beyond_where_they_stay(ne
 
 
 @pytest.mark.parametrize("budget", [5, 2048])
-def test_up_to_there_tokens_are_those_of_generate(network, budget, rng, tool):
+def test_llm_with_max_model_len_before_positions_change_has_the_tokens_of_generate(network, budget, rng, tool):
     start = [rng.randrange(1, SHAPE["vocab_size"]) for _ in range(12)]
     prompts = [start[:3], [*start, 5, 6], start[2:] * 2, start[::-1], [7]]
     with LLM(network.folder, page_size=4, num_pages=128, max_model_len=ORIGINAL, max_batched_tokens=budget) as llm:
@@ -158,7 +158,7 @@ def test_up_to_there_tokens_are_those_of_generate(network, budget, rng, tool):
         assert len(prompts[2]) + len(done.token_ids) == ORIGINAL
 
 
-def test_max_model_len_bounds_requests(tmp_path):
+def test_llm_with_max_model_len_bounds_requests(tmp_path):
     with LLM(llama(tmp_path), num_pages=64, max_model_len=20) as llm:
         (done,) = llm.generate([1] * 15, SamplingParams(max_tokens=None, ignore_eos=True))
         assert (len(done.token_ids), done.finish_reason) == (5, "length")

@@ -37,7 +37,7 @@ def prompts(rng):
 @pytest.mark.parametrize(
     "name", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3", "gpt-oss"))]
 )
-def test_tokens_are_those_of_eager_layers_and_layers_share_code(traced, tmp_path, rng, name):
+def test_compiled_layers_give_the_tokens_of_eager_ones_and_share_code(traced, tmp_path, rng, name):
     torch.manual_seed(rng.randrange(1 << 31))
     save(name, tmp_path)
     asked = prompts(rng)
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_eager_layers_and_layers_share_code(traced, tmp_path
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])
-def test_layers_compute_the_norm_of_the_next_one(traced, tmp_path, monkeypatch, name):
+def test_compiled_layers_compute_the_norm_of_the_next_layer(traced, tmp_path, monkeypatch, name):
     """Only the first norm of a step is computed by itself. OLMo 2 has none at the start of its layers."""
     calls, run = [], CompiledLayers._run_norm
 
@@ -71,7 +71,7 @@ def test_layers_compute_the_norm_of_the_next_one(traced, tmp_path, monkeypatch, 
     assert calls == ([True] if name == "olmo2" else [True] + [False] * layers)
 
 
-def test_a_cpu_runs_eagerly_unless_asked(tmp_path):
+def test_llm_on_a_cpu_without_compile_runs_eagerly(tmp_path):
     save("llama", tmp_path)
     with pytest.raises(ValueError, match="compile = 'yes': it must be True, False or 'auto'"):
         LLM(tmp_path, compile="yes")
@@ -79,7 +79,7 @@ def test_a_cpu_runs_eagerly_unless_asked(tmp_path):
         assert not llm.model.compiled
 
 
-def test_what_cannot_be_compiled_runs_eagerly_and_says_why_once(traced, tmp_path, rng, monkeypatch):
+def test_compiled_layers_that_cannot_be_compiled_run_eagerly_and_warn_once(traced, tmp_path, rng, monkeypatch):
     forward = modeling_llama.LlamaMLP.forward
 
     def broken(self, x):
@@ -97,7 +97,7 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_why_once(traced, tmp_path
     assert len([w for w in told if "can't be compiled" in str(w.message)]) == 1
 
 
-def test_errors_of_a_step_are_not_errors_of_the_compiler(traced, tmp_path, monkeypatch):
+def test_compiled_layers_after_an_error_of_a_step_stay_compiled(traced, tmp_path, monkeypatch):
     save("llama", tmp_path)
     with LLM(tmp_path, num_pages=64, compile=True) as llm:
         monkeypatch.setattr(llm._engine.runner, "attend", lambda *args: 1 / 0)
@@ -106,7 +106,7 @@ def test_errors_of_a_step_are_not_errors_of_the_compiler(traced, tmp_path, monke
         assert llm.model.compiled
 
 
-def test_random_weights_need_only_a_configuration(tmp_path):
+def test_llm_with_dummy_weights_needs_only_a_configuration(tmp_path):
     for file in save("llama", tmp_path).glob("*.safetensors"):
         file.unlink()
     with pytest.raises(FileNotFoundError, match="the weights are missing"):
@@ -120,7 +120,7 @@ def test_random_weights_need_only_a_configuration(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "gpt-oss"])
-def test_inductor_on_a_gpu_gives_the_tokens_of_eager_layers(tmp_path, rng, name):
+def test_compiled_layers_on_a_gpu_give_the_tokens_of_eager_ones(tmp_path, rng, name):
     torch.manual_seed(rng.randrange(1 << 31))
     save(name, tmp_path)
     asked = prompts(rng)

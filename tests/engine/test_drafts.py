@@ -52,7 +52,7 @@ def random_requests(rng, count):
     return prompts, params
 
 
-def test_drafts_are_what_followed_the_longest_match_last(rng):
+def test_prompt_lookup_of_repeated_tokens_drafts_what_followed_the_longest_match(rng):
     for _ in range(300):
         tokens, lookup, most = repeating(rng, rng.randint(1, 60)), PromptLookup(), rng.randint(0, 6)
         for end in sorted({rng.randint(1, len(tokens)), len(tokens)}):  # a lookup goes on where the last one ended
@@ -71,7 +71,7 @@ def test_drafts_are_what_followed_the_longest_match_last(rng):
 
 
 @pytest.mark.parametrize("how", [pytest.param("eager", marks=pytest.mark.slow), "inputs of graphs"])
-def test_tokens_are_those_without_drafts(folder, rng, how):
+def test_llm_with_drafts_has_the_tokens_without_them(folder, rng, how):
     accepted = replays = 0
     for most in (1, 3, 7):
         prompts, params = random_requests(rng, 36)
@@ -106,7 +106,7 @@ def test_tokens_are_those_without_drafts(folder, rng, how):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("graphs", [True, False])
-def test_tokens_on_a_gpu_are_those_without_drafts(folder, rng, graphs):
+def test_llm_with_drafts_on_a_gpu_has_the_tokens_without_them(folder, rng, graphs):
     prompts, params = random_requests(rng, 40)
     options = {**SIZES, "device": "cuda", "dtype": "float32", "backend": "triton", "cuda_graphs": graphs}
     with LLM(folder, **options) as llm:
@@ -119,7 +119,7 @@ def test_tokens_on_a_gpu_are_those_without_drafts(folder, rng, graphs):
         same(done, expected, llm, prompts, params)
 
 
-def test_drafts_save_steps_and_end_where_the_output_does(rng):
+def test_llm_with_drafts_of_repeated_text_takes_fewer_steps(rng):
     text = "def f(x):\n    return [1, 2, 3, 4, 5, 6, 7, 8, 9]\n\n\n" * 2
     for more in ({"max_tokens": 30}, {"max_tokens": 60, "stop": "5, 6"}, {"max_tokens": 31, "temperature": 0.2}):
         params = SamplingParams(**{"temperature": 0, "seed": 1, **more})
@@ -139,7 +139,7 @@ def test_drafts_save_steps_and_end_where_the_output_does(rng):
 
 
 @pytest.mark.parametrize("prompt_len", [1, 3, 4, 8])
-def test_rejected_drafts_are_not_in_the_prefix_tree(folder, rng, prompt_len):
+def test_prefix_tree_after_rejected_drafts_has_known_tokens_alone(folder, rng, prompt_len):
     """Prompts that continue an output find only pages with the keys and values of its own tokens."""
     greedy = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
     with LLM(folder, page_size=4) as plain, LLM(folder, page_size=4, speculative_tokens=5) as llm:
@@ -158,7 +158,7 @@ def test_rejected_drafts_are_not_in_the_prefix_tree(folder, rng, prompt_len):
         assert llm.stats.drafted_tokens > llm.stats.accepted_tokens
 
 
-def test_a_step_samples_no_more_tokens_than_there_are_rows(folder, rng):
+def test_scheduler_with_a_full_batch_makes_no_drafts(folder, rng):
     """As the batch grows, drafts give way to requests."""
     prompts = [repeating(rng, 20, kinds=1) for _ in range(8)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -174,7 +174,7 @@ def test_a_step_samples_no_more_tokens_than_there_are_rows(folder, rng):
 
 
 @pytest.mark.filterwarnings("ignore:a step of .* raised:RuntimeWarning")
-def test_an_error_of_sampling_with_drafts_is_sampled_again_without_them(folder, rng, monkeypatch):
+def test_llm_with_drafts_whose_sampling_raised_samples_without_them(folder, rng, monkeypatch):
     from quire import sampling
 
     prompts = [repeating(rng, 20) for _ in range(6)]
@@ -198,12 +198,12 @@ def test_an_error_of_sampling_with_drafts_is_sampled_again_without_them(folder, 
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "4"])
-def test_a_bad_number_of_drafts_is_named(value):
+def test_llm_with_an_invalid_number_of_drafts_names_it(value):
     with pytest.raises(ValueError, match="speculative_tokens"):
         LLM(speculative_tokens=value)
 
 
-def test_drafts_of_a_runner_without_all_logits_are_refused():
+def test_llm_with_drafts_and_a_runner_without_all_logits_is_refused():
     class Own(Runner):
         supports_all_logits = False
 

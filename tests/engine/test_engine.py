@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     return save("llama", tmp_path_factory.mktemp("llama"))
 
 
-def test_one_params_or_one_each(llm):
+def test_generate_with_one_params_or_one_for_each_prompt_is_equal(llm):
     many = llm.generate(PROMPTS, GREEDY)
     each = llm.generate(PROMPTS, [GREEDY] * len(PROMPTS))
     assert [c.text for c in many] == [c.text for c in each]
@@ -46,7 +46,7 @@ def test_one_params_or_one_each(llm):
     assert llm.generate([], GREEDY) == []
 
 
-def test_strings_and_token_ids_are_the_same(llm):
+def test_generate_with_strings_or_their_token_ids_is_equal(llm):
     ids = [llm.model.tokenizer(p)["input_ids"] for p in PROMPTS]
     by_text, by_ids = llm.generate(PROMPTS, GREEDY), llm.generate(ids, GREEDY)
     assert [c.token_ids for c in by_text] == [c.token_ids for c in by_ids]
@@ -55,14 +55,14 @@ def test_strings_and_token_ids_are_the_same(llm):
     assert llm.generate(torch.tensor(ids[1]).numpy(), GREEDY)[0].text == by_text[1].text
 
 
-def test_a_completion_is_the_text_of_its_tokens(llm):
+def test_completion_has_the_text_of_its_tokens(llm):
     for completion in llm.generate(PROMPTS, GREEDY):
         decode = llm.model.tokenizer.decode
         both = decode(completion.prompt_token_ids + completion.token_ids, skip_special_tokens=True)
         assert both == decode(completion.prompt_token_ids, skip_special_tokens=True) + completion.text
 
 
-def test_a_seed_repeats_whatever_else_is_in_the_batch(llm):
+def test_generate_with_a_seed_in_another_batch_repeats_its_tokens(llm):
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=20)
     alone = llm.generate(PROMPTS[1], params)[0].token_ids
     others = [SamplingParams(temperature=1.5, max_tokens=30)] * 3
@@ -72,7 +72,7 @@ def test_a_seed_repeats_whatever_else_is_in_the_batch(llm):
     assert llm.generate(PROMPTS[1], free)[0].token_ids != llm.generate(PROMPTS[1], free)[0].token_ids
 
 
-def test_max_tokens_and_context(llm):
+def test_generate_without_max_tokens_ends_at_the_context(llm):
     for count in (1, 2, 17):
         done = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))[0]
         assert (len(done.token_ids), done.finish_reason) == (count, "length")
@@ -81,7 +81,7 @@ def test_max_tokens_and_context(llm):
     assert (len(done.token_ids), done.finish_reason) == (3, "length")
 
 
-def test_stop_strings_and_stop_tokens(llm):
+def test_generate_with_stop_strings_or_stop_tokens_ends_there(llm):
     free = llm.generate(PROMPTS[1], GREEDY)[0]
     stop = free.text[5:8]
     done = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=24, stop=stop))[0]
@@ -93,7 +93,7 @@ def test_stop_strings_and_stop_tokens(llm):
     assert done.token_ids == free.token_ids[: free.token_ids.index(token) + 1]
 
 
-def test_the_models_own_end_stops_unless_ignored(folder):
+def test_generate_with_ignore_eos_goes_on_after_end_tokens(folder):
     with LLM(folder, page_size=4) as llm:
         llm.model.end_ids = frozenset(range(0, VOCAB, 3))
         done = llm.generate([[5, 6]], SamplingParams(temperature=1.0, seed=1, max_tokens=100))[0]
@@ -104,7 +104,7 @@ def test_the_models_own_end_stops_unless_ignored(folder):
         assert (done.finish_reason, len(done.token_ids)) == ("length", 100)
 
 
-def test_logprobs_add_up_with_transformers(llm):
+def test_generate_with_logprobs_reports_those_of_transformers(llm):
     from transformers import AutoModelForCausalLM
 
     done = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=8, logprobs=2))[0]
@@ -120,7 +120,7 @@ def test_logprobs_add_up_with_transformers(llm):
             assert value == pytest.approx(float(row[t]), abs=1e-4)
 
 
-def test_updates_make_the_completion(llm):
+def test_generate_with_on_update_reports_the_parts_of_completions(llm):
     parts = {i: [] for i in range(len(PROMPTS))}
     done = llm.generate(PROMPTS, GREEDY, on_update=lambda i, part: parts[i].append(part))
     for i, completion in enumerate(done):
@@ -129,7 +129,7 @@ def test_updates_make_the_completion(llm):
         assert [p.finish_reason for p in parts[i]] == [None] * (len(parts[i]) - 1) + [completion.finish_reason]
 
 
-def test_without_on_update_only_ends_are_reported(llm, monkeypatch):
+def test_generate_without_on_update_makes_updates_of_ends_alone(llm, monkeypatch):
     made = []
 
     def update(*args):
@@ -143,7 +143,7 @@ def test_without_on_update_only_ends_are_reported(llm, monkeypatch):
     assert [u.finish_reason for u in made] == [c.finish_reason for c in done] == ["length"] * len(PROMPTS)
 
 
-def test_prompts_that_begin_alike_share_pages(folder):
+def test_generate_with_a_common_prefix_shares_its_pages(folder):
     start = [(7 * i) % VOCAB for i in range(40)]
     with LLM(folder, page_size=4, num_pages=64) as llm:
         done = llm.generate([[*start, i] for i in range(10)], GREEDY)
@@ -162,7 +162,7 @@ def stream_all(llm, prompts, params):
     return asyncio.run(every())
 
 
-def test_streams_make_the_completions(llm):
+def test_stream_has_the_parts_of_the_completion(llm):
     done = llm.generate(PROMPTS, GREEDY)
     for parts, completion in zip(stream_all(llm, PROMPTS, GREEDY), done, strict=True):
         assert "".join(p.text for p in parts) == completion.text
@@ -171,7 +171,7 @@ def test_streams_make_the_completions(llm):
         assert len(parts) > 1
 
 
-def test_leaving_a_stream_cancels_its_request(llm):
+def test_stream_that_is_left_cancels_its_request(llm):
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
     async def some():
@@ -187,7 +187,7 @@ def test_leaving_a_stream_cancels_its_request(llm):
     assert pages_add_up(llm)
 
 
-def test_an_exception_in_the_callback_cancels(llm):
+def test_generate_with_a_callback_that_raises_cancels_its_requests(llm):
     class Stop(Exception):
         pass
 
@@ -201,7 +201,7 @@ def test_an_exception_in_the_callback_cancels(llm):
     assert pages_add_up(llm)
 
 
-def test_callers_in_many_threads_share_steps(llm):
+def test_generate_in_many_threads_shares_steps(llm):
     expected = [c.text for c in llm.generate(PROMPTS, GREEDY)]
     results = {}
 
@@ -217,7 +217,7 @@ def test_callers_in_many_threads_share_steps(llm):
 
 
 @pytest.mark.slow
-def test_no_page_is_lost_in_1000_requests(folder, rng):
+def test_pages_after_1000_requests_add_up(folder, rng):
     with LLM(folder, page_size=4, num_pages=24, max_num_seqs=12, max_batched_tokens=24) as llm:
         starts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(6)]
         cancelled = 0
@@ -254,7 +254,7 @@ def test_no_page_is_lost_in_1000_requests(folder, rng):
         assert pages_add_up(llm)
 
 
-def test_a_failing_step_ends_its_requests_and_no_others(folder):
+def test_step_that_raises_ends_its_requests_alone(folder):
     with LLM(folder, page_size=4) as llm:
         good = llm.generate([[1, 2, 3]], GREEDY)[0]
         logits, llm.model.logits = llm.model.logits, lambda *a: 1 / 0
@@ -266,7 +266,7 @@ def test_a_failing_step_ends_its_requests_and_no_others(folder):
         assert llm.generate([[1, 2, 3]], GREEDY)[0].token_ids == good.token_ids
 
 
-def test_logits_that_are_not_numbers_fail_their_request_only(folder):
+def test_logits_that_are_not_finite_end_their_request_alone(folder):
     with LLM(folder, page_size=4) as llm:
         prompts = [[1, 2, 3], [9, 8, 7, 6], [4, 5]]
         good = llm.generate(prompts, GREEDY)
@@ -284,12 +284,12 @@ def test_logits_that_are_not_numbers_fail_their_request_only(folder):
 
 @pytest.mark.parametrize("name", ["page_size", "num_pages", "max_num_seqs", "max_batched_tokens"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
-def test_bad_sizes_are_named(name, value):
+def test_llm_with_an_invalid_size_names_it(name, value):
     with pytest.raises(ValueError, match=f"{name} = {value}"):
         LLM(**{name: value})
 
 
-def test_bad_devices_dtypes_and_backends(folder):
+def test_llm_with_an_unknown_device_dtype_or_backend_names_it(folder):
     with pytest.raises(ValueError, match="backend = 'fast' is unknown"):
         LLM(folder, backend="fast")
     with pytest.raises(ValueError, match="float12"):
@@ -339,7 +339,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("case", SPOILT)
-def test_broken_checkpoints_are_named(folder, tmp_path, case):
+def test_llm_with_a_broken_checkpoint_names_it(folder, tmp_path, case):
     spoil, error, message = SPOILT[case]
     copy = broken(folder, tmp_path, spoil)
     with pytest.raises(error, match=message) as raised:
@@ -347,12 +347,12 @@ def test_broken_checkpoints_are_named(folder, tmp_path, case):
     assert str(copy) in str(raised.value)
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_llm_with_a_missing_folder_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no model folder .*nothing"):
         LLM(tmp_path / "nothing")
 
 
-def test_models_that_cannot_run_say_why(tmp_path):
+def test_llm_with_an_unsupported_model_says_why(tmp_path):
     from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
 
     tiny = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
@@ -365,7 +365,7 @@ def test_models_that_cannot_run_say_why(tmp_path):
         LLM(tmp_path / "bert")
 
 
-def test_without_a_tokenizer_tokens_are_enough(folder):
+def test_llm_without_a_tokenizer_takes_token_ids(folder):
     with LLM(folder) as llm:
         assert llm.generate([[1, 2]], GREEDY)[0].text == ""
         with pytest.raises(ValueError, match="has no tokenizer: pass token ids"):
@@ -374,7 +374,7 @@ def test_without_a_tokenizer_tokens_are_enough(folder):
             llm.generate([[1]], SamplingParams(stop="x"))
 
 
-def test_a_closed_llm_says_so_and_its_thread_ends(folder):
+def test_llm_after_close_refuses_requests_and_has_no_thread(folder):
     llm = LLM(folder)
     thread = llm._worker.thread
     llm.close()
@@ -397,7 +397,7 @@ def test_llm_leaves_the_garbage_collection_of_its_process_as_it_was(folder):
         assert (gc.isenabled(), gc.get_freeze_count(), gc.get_threshold()) == before
 
 
-def test_closing_ends_what_runs(folder):
+def test_close_with_running_requests_cancels_them(folder):
     llm = LLM(folder)
     done = []
 
@@ -414,7 +414,7 @@ def test_closing_ends_what_runs(folder):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_other_dtypes_run(dtype):
+def test_llm_with_another_dtype_runs(dtype):
     with LLM(dtype=dtype) as llm:
         assert llm.model.dtype == getattr(torch, dtype)
         done = llm.generate(PROMPTS, GREEDY)

@@ -45,7 +45,7 @@ def read(folder, network):
 @pytest.mark.parametrize(
     ("penalty", "sampling"), [(0.6, {}), (1.7, {"do_sample": False, "temperature": 0.3, "top_p": 0.9})]
 )
-def test_tokens_are_those_of_generate(folder, network, write, rng, penalty, sampling):
+def test_default_params_give_the_tokens_of_generate(folder, network, write, rng, penalty, sampling):
     write(eos_token_id=[0, 5], repetition_penalty=penalty, max_new_tokens=15, **sampling)
     network.generation_config = GenerationConfig.from_pretrained(folder)
     prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(4)]
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_generate(folder, network, write, rng, penalty, samp
     assert [c.token_ids for c in plain] != [c.token_ids for c in done]
 
 
-def test_sampling_follows_the_file(folder, network, write):
+def test_default_params_with_do_sample_give_the_distribution_of_generate(folder, network, write):
     """With do_sample, 4,000 first tokens are distributed as the logits that `generate` would sample from."""
     write(eos_token_id=0, do_sample=True, temperature=0.7, top_k=12, top_p=0.9, min_p=0.02, repetition_penalty=1.4)
     network.generation_config = GenerationConfig.from_pretrained(folder)
@@ -78,7 +78,7 @@ def test_sampling_follows_the_file(folder, network, write):
     assert chi2 < freedom + 6 * (2 * freedom) ** 0.5 + 10
 
 
-def test_defaults_are_what_transformers_makes_of_any_file(folder, network, write, rng):
+def test_default_params_of_any_file_are_those_of_transformers(folder, network, write, rng):
     values = {
         "do_sample": [None, False, True],
         "temperature": [None, 0.3, 1, 2.0],
@@ -109,7 +109,7 @@ def test_defaults_are_what_transformers_makes_of_any_file(folder, network, write
             assert ours.top_p == (said.get("top_p") or 1)
 
 
-def test_each_field_is_the_requests_or_the_files(folder, write):
+def test_request_params_replace_default_params_field_by_field(folder, write):
     write(do_sample=True, temperature=0.6, max_new_tokens=4, eos_token_id=0)
     with LLM(folder) as llm:
         usual = llm.default_params
@@ -122,7 +122,7 @@ def test_each_field_is_the_requests_or_the_files(folder, write):
         assert llm._engine.request([1], SamplingParams(), lambda update: None).params == usual
 
 
-def test_no_file_is_greedy(folder, tmp_path):
+def test_default_params_without_a_file_are_greedy(folder, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -135,7 +135,7 @@ def test_no_file_is_greedy(folder, tmp_path):
 OTHERS = {"no_repeat_ngram_size": 3, "suppress_tokens": [4], "num_beams": 4, "min_new_tokens": 1, "typical_p": 0.9}
 
 
-def test_settings_that_change_tokens_and_are_not_here_are_told_once(folder, network, write):
+def test_unsupported_settings_that_change_tokens_warn_once(folder, network, write):
     write(**OTHERS, do_sample=True, bad_words_ids=[[1, 2]], eos_token_id=0)
     with pytest.warns(UserWarning, match="settings that Quire does not have") as told:
         read(folder, network)
@@ -144,7 +144,7 @@ def test_settings_that_change_tokens_and_are_not_here_are_told_once(folder, netw
         assert f"{name} = {value!r}" in str(told[0].message)
 
 
-def test_settings_that_change_nothing_are_not_told(folder, network, write):
+def test_unsupported_settings_that_change_nothing_do_not_warn(folder, network, write):
     usual = generation_defaults()
     write(**usual)
     with warnings.catch_warnings():
@@ -156,7 +156,7 @@ def test_settings_that_change_nothing_are_not_told(folder, network, write):
         read(folder, network)
 
 
-def test_our_names_are_transformers_own():
+def test_renamed_settings_have_names_of_transformers():
     """What it renames would be neither taken nor told."""
     assert set(generation._OURS) <= set(GenerationConfig().to_dict())
 
@@ -170,7 +170,7 @@ def test_our_names_are_transformers_own():
         ('{"do_sample": true, "temperature": "hot"}', "temperature"),
     ],
 )
-def test_a_broken_file_is_named(folder, write, text, message):
+def test_llm_with_a_broken_generation_config_names_the_folder(folder, write, text, message):
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=message) as raised:
         LLM(folder)

@@ -58,7 +58,7 @@ def runs(llm, fails):
 
 
 @pytest.mark.parametrize("where", ["prompt", "output"])
-def test_a_chunk_that_cannot_be_computed_ends_its_request_alone(folder, rng, where):
+def test_chunk_that_raises_ends_its_request_alone(folder, rng, where):
     together = 0
     for _ in range(6):
         sizes = {
@@ -105,7 +105,7 @@ def test_a_chunk_that_cannot_be_computed_ends_its_request_alone(folder, rng, whe
     assert together
 
 
-def test_a_prefix_of_the_step_that_failed_is_computed_by_those_who_wanted_it(folder):
+def test_prefix_of_a_failed_chunk_is_computed_by_the_next_request(folder):
     """The second request takes the first one's pages in the step that should have filled them."""
     start = list(range(1, 13))
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -127,7 +127,7 @@ def listed(given):
 
 # Before and after tokens are drawn and counted.
 @pytest.mark.parametrize(("of", "name"), [(sampler.Sampler, "_launch"), (sampler.SampledTokens, "__init__")])
-def test_a_row_that_cannot_be_sampled_ends_its_request_alone(folder, rng, monkeypatch, of, name):
+def test_row_whose_sampling_raises_ends_its_request_alone(folder, rng, monkeypatch, of, name):
     original = getattr(of, name)
 
     def failing(*given):
@@ -153,7 +153,7 @@ def test_a_row_that_cannot_be_sampled_ends_its_request_alone(folder, rng, monkey
 
 
 @pytest.mark.parametrize("what", ["computing", "sampling"])
-def test_what_raises_for_many_and_for_none_alone_goes_on_and_is_told(folder, monkeypatch, what):
+def test_step_that_raises_for_no_request_alone_goes_on_and_warns(folder, monkeypatch, what):
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
     asked = [[1, 2, 3], [4, 5], [6]]
     with LLM(folder, page_size=4) as llm:
@@ -172,7 +172,7 @@ def test_what_raises_for_many_and_for_none_alone_goes_on_and_is_told(folder, mon
         assert [c.token_ids for c in done] == [c.token_ids for c in expected]
 
 
-def test_a_tokenizer_that_raises_ends_its_request_alone(monkeypatch):
+def test_tokenizer_that_raises_ends_its_request_alone(monkeypatch):
     greedy = SamplingParams(temperature=0, max_tokens=6)
     with LLM() as llm:
         expected = llm.generate(["import os\n", "x = 1\n"], greedy)
@@ -193,7 +193,7 @@ def test_a_tokenizer_that_raises_ends_its_request_alone(monkeypatch):
         assert pages_add_up(llm)
 
 
-def test_what_cannot_be_traced_to_a_request_ends_all_and_the_engine_lives(folder, monkeypatch):
+def test_scheduler_that_raises_ends_all_requests_and_the_engine_goes_on(folder, monkeypatch):
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with LLM(folder, page_size=4) as llm:
         expected = llm.generate([[1, 2, 3], [4]], greedy)

@@ -91,7 +91,7 @@ def check(reference, prompts, counts, **engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_greedy_tokens_are_those_of_transformers(reference, engine, rng):
+def test_llm_of_each_model_has_the_greedy_tokens_of_transformers(reference, engine, rng):
     prompts, counts = batch(rng, reference.network.config.vocab_size)
     stats = check(reference, prompts, counts, **ENGINES[engine])
     assert stats.generated_tokens == sum(counts)
@@ -101,7 +101,7 @@ def test_greedy_tokens_are_those_of_transformers(reference, engine, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("name", [*CONFIGS, *FURTHER_CONFIGS])
-def test_greedy_tokens_on_a_gpu_are_those_of_transformers(name, cuda_graphs, rng, tmp_path):
+def test_llm_of_each_model_on_a_gpu_has_the_greedy_tokens_of_transformers(name, cuda_graphs, rng, tmp_path):
     torch.manual_seed(sum(name.encode()))
     reference = Reference(save(name, tmp_path))
     prompts, counts = batch(rng, reference.network.config.vocab_size)
@@ -112,7 +112,7 @@ def test_greedy_tokens_on_a_gpu_are_those_of_transformers(name, cuda_graphs, rng
 @pytest.mark.parametrize(
     "page_size", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)]
 )
-def test_a_pool_so_small_that_requests_are_preempted(reference, page_size, rng):
+def test_llm_with_too_few_pages_preempts_and_has_equal_tokens(reference, page_size, rng):
     prompts, counts = batch(rng, reference.network.config.vocab_size)
     counts = [n + 24 for n in counts]  # all grow over the end of a page or two
     longest = max(len(p) + n for p, n in zip(prompts, counts, strict=True))
@@ -120,7 +120,7 @@ def test_a_pool_so_small_that_requests_are_preempted(reference, page_size, rng):
     assert stats.preemptions > 0
 
 
-def test_the_second_time_prompts_are_found_in_the_cache(reference, rng):
+def test_llm_with_repeated_prompts_finds_them_in_the_cache(reference, rng):
     prompts, counts = batch(rng, reference.network.config.vocab_size)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
     with LLM(reference.folder, page_size=4) as llm:

@@ -21,7 +21,7 @@ def expected():
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
-def test_a_cache_of_8_bits_begins_as_one_of_32(expected, name):
+def test_llm_with_an_fp8_cache_begins_with_the_tokens_of_float32(expected, name):
     kind = "float16" if name == "fp8_e5m2" else "bfloat16"  # other tests compile the kernels of these dtypes, too
     with LLM(page_size=4, num_pages=200, dtype=kind, kv_cache_dtype=name) as llm:
         dtype = torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
@@ -30,7 +30,7 @@ def test_a_cache_of_8_bits_begins_as_one_of_32(expected, name):
     assert sum(a.token_ids[:3] == b.token_ids[:3] for a, b in zip(done, expected, strict=True)) >= len(PROMPTS) // 2
 
 
-def test_8_bits_take_a_quarter_of_the_memory():
+def test_page_bytes_of_fp8_are_a_quarter_of_those_of_float32():
     with LLM(num_pages=8) as llm:
         runner = llm._engine.runner
         assert runner.page_bytes(llm.model, 16) == 4 * runner.page_bytes(llm.model, 16, "fp8")
@@ -38,7 +38,7 @@ def test_8_bits_take_a_quarter_of_the_memory():
         assert held == 8 * runner.page_bytes(llm.model, runner.page_size)
 
 
-def test_attention_may_be_batch_invariant(expected):
+def test_llm_with_batch_invariant_has_equal_tokens(expected):
     with LLM(page_size=4, num_pages=200, batch_invariant=True) as llm:
         assert all(wrapper.invariant for wrapper in llm._engine.runner.wrappers.values())
         done = llm.generate(PROMPTS, GREEDY)
@@ -46,17 +46,17 @@ def test_attention_may_be_batch_invariant(expected):
 
 
 @pytest.mark.parametrize("value", [0, -0.5, 1.01, 90])
-def test_a_bad_utilization_is_named(value):
+def test_llm_with_an_invalid_gpu_memory_utilization_names_it(value):
     with pytest.raises(ValueError, match=f"gpu_memory_utilization = {value}: it must be above 0"):
         LLM(gpu_memory_utilization=value)
 
 
-def test_an_unknown_dtype_of_the_cache_is_named():
+def test_llm_with_an_unknown_kv_cache_dtype_names_it():
     with pytest.raises(ValueError, match="kv_cache_dtype = 'int4' is not known"):
         LLM(kv_cache_dtype="int4")
 
 
-def test_statistics_are_those_of_the_moment():
+def test_stats_during_generate_are_those_of_the_moment():
     with LLM(page_size=4, num_pages=100, max_num_seqs=2) as llm:
         assert (llm.stats.running, llm.stats.waiting, llm.stats.free_pages, llm.stats.hit_rate) == (0, 0, 100, 0.0)
         seen = []

@@ -39,7 +39,7 @@ BAD_PROMPTS = {
 
 
 @pytest.mark.parametrize("case", BAD_PROMPTS)
-def test_bad_prompts_are_named_before_anything_starts(llm, case):
+def test_generate_with_an_invalid_prompt_names_it_and_starts_nothing(llm, case):
     prompt, message = BAD_PROMPTS[case]
     before = llm.stats
     with pytest.raises(ValueError, match=message):
@@ -49,7 +49,7 @@ def test_bad_prompts_are_named_before_anything_starts(llm, case):
         llm.check(prompt)
 
 
-def test_tokens_of_any_integer_type(llm):
+def test_encode_with_any_integer_type_returns_new_ints(llm):
     tokens = [5, 6, 7]
     for prompt in (tokens, (5, 6, 7), array("i", tokens), np.array(tokens), [5, np.int32(6), 7]):
         encoded = llm.encode(prompt)
@@ -59,18 +59,18 @@ def test_tokens_of_any_integer_type(llm):
 
 
 @pytest.mark.parametrize("prompts", [b"x = 1", bytearray(b"x"), {"x = 1": 1}, {"x = 1"}, None, 5, memoryview(b"x")])
-def test_what_is_no_list_of_prompts_is_refused(llm, prompts):
+def test_generate_with_another_type_than_prompts_names_it(llm, prompts):
     with pytest.raises(ValueError, match=f"prompts is of type {type(prompts).__name__}: it must be a string, a list"):
         llm.generate(prompts, GREEDY)
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, ["greedy"], "g", 0.7, [None]])
-def test_what_are_no_params_is_refused(llm, params):
+def test_generate_with_another_type_than_params_names_it(llm, params):
     with pytest.raises(ValueError, match=r"params = .*SamplingParams"):
         llm.generate(["import os\n"], params)
 
 
-def test_a_prompt_longer_than_the_cache():
+def test_generate_with_a_prompt_longer_than_the_cache_names_both_sizes():
     with (
         LLM(page_size=4, num_pages=3) as llm,
         pytest.raises(ValueError, match="12 tokens: the cache of 12 tokens"),

@@ -40,7 +40,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_call_in_a_forked_process_raises_and_the_parent_goes_on(llm, call):
+def test_llm_call_in_a_forked_process_raises_and_the_parent_goes_on(llm, call):
     told = in_child(lambda: call(llm))
     assert told.startswith(MADE_BEFORE)
     assert "Start processes by spawn or forkserver" in told
@@ -48,14 +48,14 @@ def test_a_call_in_a_forked_process_raises_and_the_parent_goes_on(llm, call):
     assert len(llm.generate("import os\n", PARAMS)[0].token_ids) == 5
 
 
-def test_waiting_for_updates_in_a_forked_process_raises(llm):
+def test_until_done_in_a_forked_process_raises(llm):
     """As `generate` would whose on_update forks the process."""
     told = in_child(lambda: next(llm._worker.until_done(queue.SimpleQueue(), 1)))
     assert told.startswith(MADE_BEFORE)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ends_by_an_error_leaves_nobody_waiting(monkeypatch):
+def test_generate_after_the_engine_thread_ended_raises(monkeypatch):
     with LLM(num_pages=50) as llm:
         monkeypatch.setattr(llm._engine, "step", sys.exit)  # which no step catches, and threading does not print
         with pytest.raises(RuntimeError, match="the thread of this LLM has ended by an error"):
@@ -65,7 +65,7 @@ def test_a_thread_that_ends_by_an_error_leaves_nobody_waiting(monkeypatch):
             llm.generate("import os\n", PARAMS)
 
 
-def test_an_llm_in_a_forked_process_is_refused_where_torch_would_wait(llm):
+def test_llm_made_in_a_forked_process_is_refused(llm):
     told = in_child(lambda: LLM(num_pages=50).generate("import os\n", PARAMS))
     if torch.get_num_threads() > 1 and sys.platform == "linux":
         assert told.startswith("RuntimeError: an LLM was made before this process was forked")
@@ -74,7 +74,7 @@ def test_an_llm_in_a_forked_process_is_refused_where_torch_would_wait(llm):
     assert "spawn or forkserver" in told
 
 
-def test_closing_in_a_forked_process_leaves_the_parent_alone(llm):
+def test_close_in_a_forked_process_leaves_the_parent_running(llm):
     def close():
         llm.close()
         return llm.alive

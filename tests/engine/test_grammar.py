@@ -65,7 +65,7 @@ def requests_with_schemas(rng, count):
     return [rng.choice(PROMPTS) for _ in schemas], params, schemas
 
 
-def test_complete_outputs_are_valid_in_any_batch_and_at_any_depth(folder, rng):
+def test_json_schema_in_any_batch_and_depth_gives_valid_outputs(folder, rng):
     """In a pool so small that requests are preempted, with results read at once and one step late."""
     sizes = {"page_size": 4, "num_pages": 44, "max_num_seqs": 12, "max_batched_tokens": 24, "max_model_len": 176}
     prompts, params, schemas = requests_with_schemas(rng, 16)
@@ -88,7 +88,7 @@ def test_complete_outputs_are_valid_in_any_batch_and_at_any_depth(folder, rng):
             assert pages_add_up(llm)
 
 
-def test_any_object_is_an_object(folder, rng):
+def test_json_schema_of_any_object_gives_objects(folder, rng):
     params = [random_params(rng, json_schema=OBJECT, temperature=1.0, seed=i, max_tokens=120) for i in range(24)]
     with LLM(folder, max_model_len=200) as llm:
         done = [c for c in llm.generate([PROMPTS[0]] * 24, params) if c.finish_reason == "stop"]
@@ -97,7 +97,7 @@ def test_any_object_is_an_object(folder, rng):
 
 
 @pytest.mark.parametrize(("options", "space"), [({}, r"[ \t]{0,4}|\r?\n[ \t]{0,64}"), ({"whitespace_pattern": ""}, "")])
-def test_white_space_is_bounded(llm, options, space):
+def test_json_schema_with_whitespace_options_bounds_whitespace(llm, options, space):
     schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 4, "x-guidance": options}
     params = [SamplingParams(temperature=1, seed=i, max_tokens=240, json_schema=schema) for i in range(16)]
     done = [c for c in llm.generate([PROMPTS[0]] * 16, params) if c.finish_reason == "stop"]
@@ -106,7 +106,7 @@ def test_white_space_is_bounded(llm, options, space):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_expressions_and_grammars(folder, depth):
+def test_regex_and_grammar_outputs_match_them(folder, depth):
     regex = r"[0-9]{3}-(ab|größe)+;"
     grammar = 'start: "let " NAME " = " (NAME | "(" NAME ")") ";"\nNAME: /[a-z]{1,5}/'
     params = [SamplingParams(temperature=1, seed=i, max_tokens=90, regex=regex) for i in range(8)]
@@ -121,7 +121,7 @@ def test_expressions_and_grammars(folder, depth):
     assert sum(c.finish_reason == "stop" for c in done) >= 8
 
 
-def test_what_may_go_on_ends_with_an_end_token_or_at_the_limit(llm):
+def test_regex_without_a_last_character_ends_by_an_end_token_or_the_limit(llm):
     """A number can always have one more digit: the end token ends it, unless the request ignores end tokens."""
     (end,) = llm.model.end_ids
     params = [SamplingParams(temperature=1, seed=i, max_tokens=60, regex="[0-9]+") for i in range(30)]
@@ -134,7 +134,7 @@ def test_what_may_go_on_ends_with_an_end_token_or_at_the_limit(llm):
     assert digits.text.isdecimal()
 
 
-def test_stop_tokens_end_only_what_is_complete(llm):
+def test_stop_tokens_beside_a_regex_end_complete_outputs_alone(llm):
     """Stop tokens that the grammar would take for text are no text."""
     stops = [llm.encode(letter)[0] for letter in "qxyz"]
     params = SamplingParams(temperature=1, max_tokens=60, regex="[a-z]{4,}", stop_token_ids=stops, ignore_eos=True)
@@ -148,7 +148,7 @@ def test_stop_tokens_end_only_what_is_complete(llm):
     assert any(c.finish_reason == "stop" for c in done)
 
 
-def test_log_probabilities_are_those_of_all_tokens(folder):
+def test_logprobs_beside_a_regex_are_those_of_all_tokens(folder):
     """A grammar changes which token is chosen, not the report."""
     with LLM(folder) as llm:
         free = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=1, logprobs=5))[0]
@@ -160,7 +160,7 @@ def test_log_probabilities_are_those_of_all_tokens(folder):
     assert bound.token_ids[0] in bound.logprobs[0]
 
 
-def test_a_mask_that_allows_nothing_ends_its_request_alone(random_weights):
+def test_mask_that_allows_no_token_ends_its_request_alone(random_weights):
     with LLM(random_weights) as llm:
         ends = [token for token in range(llm.model.vocab_size) if {*"bd"} & {*llm.model.tokenizer.decode([token])}]
         stuck = SamplingParams(temperature=1, seed=1, regex="[ac][bd]", stop_token_ids=ends, max_tokens=9)
@@ -177,7 +177,7 @@ def test_a_mask_that_allows_nothing_ends_its_request_alone(random_weights):
             assert pages_add_up(llm)
 
 
-def test_logits_that_are_not_finite_are_found_beside_and_below_a_mask(random_weights):
+def test_masked_logits_that_are_not_finite_end_their_request(random_weights):
     with LLM(random_weights) as llm:
         digits = llm._engine.request(PROMPTS[0], SamplingParams(regex="[0-9]{3}", temperature=0), lambda update: None)
         free = llm._engine.request(PROMPTS[0], SamplingParams(temperature=0), lambda update: None)
@@ -220,7 +220,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("given", "message"), BAD, ids=lambda x: str(x)[:40])
-def test_bad_grammars_are_named_when_the_request_is_made(llm, given, message):
+def test_request_with_an_invalid_grammar_names_it(llm, given, message):
     for make in (partial(llm.generate, PROMPTS[0]), llm.prepare):
         with pytest.raises(ValueError, match=f"(?s)^{message}") as caught:
             make(SamplingParams(**given))
@@ -243,12 +243,12 @@ def test_bad_grammars_are_named_when_the_request_is_made(llm, given, message):
     ],
     ids=lambda x: str(x)[:40],
 )
-def test_bad_values_are_named(given, message):
+def test_params_with_an_invalid_constraint_name_it(given, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**given)
 
 
-def test_schemas_may_be_dicts_or_text():
+def test_params_with_a_schema_as_dict_or_text_are_equal():
     params = SamplingParams(json_schema=OBJECT)
     assert params.json_schema == '{"type": "object"}'
     assert params == SamplingParams(json_schema=params.json_schema)
@@ -256,7 +256,7 @@ def test_schemas_may_be_dicts_or_text():
     assert len({params, SamplingParams(regex="a"), SamplingParams()}) == 3
 
 
-def test_models_without_a_usable_tokenizer_are_named(tmp_path):
+def test_json_schema_without_a_usable_tokenizer_is_refused(tmp_path):
     with LLM(save("llama", tmp_path / "none")) as llm, pytest.raises(ValueError, match="json_schema needs a tokenizer"):
         llm.generate([[1, 2]], SamplingParams(json_schema=OBJECT))
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "{": 1, "}": 2}, unk_token="[UNK]"))
@@ -267,7 +267,7 @@ def test_models_without_a_usable_tokenizer_are_named(tmp_path):
         assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
-def test_a_missing_package_is_named():
+def test_json_schema_without_llguidance_names_the_package():
     code = """
 import sys
 sys.modules["llguidance"] = None
@@ -282,7 +282,7 @@ with LLM(num_pages=8, device="cpu") as llm:
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_is_a_step_ahead_computes_the_same(random_weights, rng):
+def test_json_schema_on_a_gpu_at_any_depth_gives_equal_outputs(random_weights, rng):
     """With graphs and without, results read at once and one step late."""
     prompts, params, schemas = requests_with_schemas(rng, 24)
     done = []

@@ -21,7 +21,7 @@ from quire.steps import StepTables
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 100, 256, 257, 300, 1000])
-def test_sizes_rise_to_the_largest(most):
+def test_sizes_of_graphs_rise_to_the_largest(most):
     sizes = decode_sizes(most)
     assert sizes[-1] == most
     assert sizes == sorted(set(sizes))
@@ -32,7 +32,7 @@ def test_sizes_rise_to_the_largest(most):
         assert next(size for size in mixed if size >= n) < 1.6 * n
 
 
-def test_a_step_gets_the_smallest_shape_that_fits(rng):
+def test_shape_of_a_step_is_the_smallest_that_fits(rng):
     buffers = GraphInputs(StepShape(40, 200), 5, 4, torch.device("cpu"))
     graphs = StepGraphs(lambda inputs, shape: torch.empty(0), lambda logits: None, buffers, 40, 200)
 
@@ -59,7 +59,7 @@ def by_request(chunk):
     return id(chunk.request)
 
 
-def test_inputs_are_the_tables_of_the_step(rng):
+def test_graph_inputs_of_random_schedules_equal_tables_made_anew(rng):
     """Random schedules, of which some steps are left out: each row's tables are those that are made from scratch."""
     repeated = 0
     for _ in range(30):
@@ -131,7 +131,7 @@ def compare(inputs, shape, chunks, size, width, sampled):
     assert inputs.logit_indices[: len(last)].tolist() == last
 
 
-def test_captured_steps_read_the_buffers_themselves(monkeypatch):
+def test_captured_step_reads_the_tables_of_graph_inputs(monkeypatch):
     """The buffers stay, so that graphs may be replayed after later plans of their wrappers. Capture is made up, on the
     CPU.
     """
@@ -182,7 +182,7 @@ def requests(rng, count):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_tokens_with_graphs_are_those_without(folders, rng, name):
+def test_llm_with_graphs_has_the_tokens_without_them(folders, rng, name):
     prompts, params = requests(rng, 40)
     sizes = {"device": "cuda", "dtype": "float32", "page_size": 8, "max_num_seqs": 24, "max_batched_tokens": 128}
     found = []
@@ -202,7 +202,7 @@ def test_tokens_with_graphs_are_those_without(folders, rng, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["plain", "mixed"])
-def test_steps_that_sample_within_their_graphs(folders, rng, kind):
+def test_llm_with_graphs_samples_plain_decodes_within_them(folders, rng, kind):
     """Plain requests, and plain ones with others among them, that end at different times and are preempted: the tokens
     are those without graphs, and sampling is launched for steps with prompts, and for requests that are not plain.
     """
@@ -230,7 +230,7 @@ def test_steps_that_sample_within_their_graphs(folders, rng, kind):
 
 
 @pytest.mark.gpu
-def test_prompts_of_thousands_of_tokens_replay_graphs(rng):
+def test_prompts_of_thousands_of_tokens_replay_a_graph(rng):
     """They are computed in one step, whose tokens are those of a step without a graph."""
     prompts = [[rng.randrange(5, 300) for _ in range(rng.randint(150, 250))] for _ in range(24)]
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -250,7 +250,7 @@ def test_prompts_of_thousands_of_tokens_replay_graphs(rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_the_shipped_model_with_graphs(dtype, kv_cache_dtype):
+def test_bundled_model_with_graphs_has_the_tokens_without_them(dtype, kv_cache_dtype):
     texts = ["import os\n", "def add(a, b):\n    return", "class Stack:\n    def push(self, item):\n"] * 9
     greedy = SamplingParams(temperature=0, max_tokens=40, logprobs=5)
     found = []
@@ -269,7 +269,7 @@ def test_the_shipped_model_with_graphs(dtype, kv_cache_dtype):
 
 
 @pytest.mark.gpu
-def test_a_model_that_cannot_be_captured_says_why_once_and_runs(folders):
+def test_model_that_cannot_be_captured_warns_once_and_runs(folders):
     from quire.engine.model import Model
 
     greedy = SamplingParams(temperature=0, max_tokens=20)
@@ -295,7 +295,7 @@ def test_a_model_that_cannot_be_captured_says_why_once_and_runs(folders):
 
 
 @pytest.mark.gpu
-def test_the_cache_takes_what_the_utilization_leaves(folders):
+def test_num_pages_by_default_fill_the_utilization(folders):
     """With a context so long that the requests could use all memory."""
     total = torch.cuda.mem_get_info()[1]
     options = {"device": "cuda", "page_size": 64, "max_num_seqs": 10**6, "cuda_graphs": False}

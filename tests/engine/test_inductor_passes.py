@@ -60,7 +60,7 @@ def test_compile_errors_are_what_torch_compile_raises(limit, monkeypatch):
         (lambda x: x.topk(3, largest=False), False),
     ],
 )
-def test_the_largest_elements_of_rows_are_chosen_by_quire(choose, replaced):
+def test_replace_topk_of_largest_elements_of_rows_calls_quire(choose, replaced):
     x = torch.rand(5, 9)
     traced = make_fx(choose, tracing_mode="fake")(x)
     ReplaceTopK()(traced.graph)
@@ -72,7 +72,7 @@ def test_the_largest_elements_of_rows_are_chosen_by_quire(choose, replaced):
 
 
 @pytest.mark.gpu
-def test_compiled_code_chooses_by_quire():
+def test_compiled_topk_on_a_gpu_calls_quire():
     x = torch.rand(5, 64, device="cuda")
     with compiling(5), torch.inference_mode():
         (values, indices), (code,) = run_and_get_code(torch.compile(lambda x: x.softmax(-1).topk(8)), x)

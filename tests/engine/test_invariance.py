@@ -56,7 +56,7 @@ def outcomes(llm, prompts, params, alone):
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"gpt-oss"}))
-def test_bits_do_not_depend_on_what_runs_beside(folders, rng, name, dtype):
+def test_batch_invariant_requests_beside_others_have_equal_bits(folders, rng, name, dtype):
     prompts, params = random_requests(rng, 24)
     with LLM(folders[name], **ROOM, dtype=dtype, batch_invariant=True) as llm:
         expected = outcomes(llm, prompts, params, alone=True)
@@ -68,7 +68,7 @@ def test_bits_do_not_depend_on_what_runs_beside(folders, rng, name, dtype):
         assert pages_add_up(llm)
 
 
-def test_nor_on_drafts_and_graphs(folders, rng):
+def test_batch_invariant_requests_with_drafts_and_graphs_have_equal_bits(folders, rng):
     prompts = [[rng.randrange(VOCAB) for _ in range(3)] * rng.randint(1, 9) for _ in range(24)]
     params = [SamplingParams(temperature=0.1, max_tokens=20, seed=i, logprobs=1) for i in range(24)]
     with LLM(folders["llama"], **ROOM, dtype="bfloat16", batch_invariant=True) as llm:
@@ -85,7 +85,7 @@ def test_nor_on_drafts_and_graphs(folders, rng):
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "llama", "qwen3"])
-def test_nor_on_a_gpu(folders, rng, name, dtype, graphs):
+def test_batch_invariant_requests_on_a_gpu_have_equal_bits(folders, rng, name, dtype, graphs):
     prompts, params = random_requests(rng, 18)
     options = {"dtype": dtype, "device": "cuda", "batch_invariant": True, "cuda_graphs": graphs}
     with LLM(folders[name], **ROOM, **options) as llm:
@@ -94,12 +94,12 @@ def test_nor_on_a_gpu(folders, rng, name, dtype, graphs):
         assert outcomes(llm, prompts, params, alone=False) == expected
 
 
-def test_a_model_that_varies_is_refused(folders):
+def test_batch_invariant_model_whose_logits_vary_is_refused(folders):
     """Each expert multiplies as many rows as it has tokens in the step."""
     with pytest.raises(ValueError, match="can't be run with batch_invariant: its logits depend on the other requests"):
         LLM(folders["gpt-oss"], **ROOM, batch_invariant=True)
 
 
-def test_hoppers_kernels_are_refused():
+def test_batch_invariant_with_hopper_is_refused():
     with pytest.raises(ValueError, match="backend = 'hopper' is not supported with batch_invariant"):
         LLM(backend="hopper", batch_invariant=True)

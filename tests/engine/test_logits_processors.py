@@ -59,7 +59,7 @@ def random_rules(rng, vocab, favourites=()):
     return options, words
 
 
-def test_processed_logits_are_those_of_the_reference(rng):
+def test_processed_logits_of_random_rules_equal_the_reference(rng):
     """Rows with rules of all kinds, and without any, by their outputs of 0 to 12 tokens of few kinds."""
     for _ in range(60):
         rows, kinds = rng.randint(1, 9), rng.sample(range(VOCAB), 4)
@@ -88,7 +88,7 @@ def test_processed_logits_are_those_of_the_reference(rng):
         np.testing.assert_allclose(out.numpy(), np.array(expected), rtol=0, atol=2e-5)
 
 
-def test_logits_that_are_not_numbers_stay_so(rng):
+def test_processed_logits_that_are_not_finite_stay_so(rng):
     logits = torch.randn(4, VOCAB)
     logits[0, 3], logits[1, 3], logits[2, 3] = torch.nan, torch.inf, -torch.inf
     rules = TokenRules.of(SamplingParams(logit_bias={3: 1.0}, min_tokens=2), frozenset([3]))
@@ -156,7 +156,7 @@ def exact_model(folder):
 
 
 @pytest.mark.parametrize("how", ["at once", "late", "inputs of graphs", "drafts"])
-def test_tokens_are_those_of_the_reference(folder, rng, how):
+def test_llm_with_rules_has_the_tokens_of_the_reference(folder, rng, how):
     """With results that are read at once, one step late, from graphs, and with drafts; requests are preempted."""
     with LLM(folder, **SIZES, speculative_tokens=3 * (how == "drafts")) as llm:
         prompts, params = random_requests(rng, llm, 24)
@@ -180,7 +180,7 @@ def test_tokens_are_those_of_the_reference(folder, rng, how):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_tokens_on_a_gpu_are_those_of_the_reference(folder, rng, graphs, drafts):
+def test_llm_with_rules_on_a_gpu_has_the_tokens_of_the_reference(folder, rng, graphs, drafts):
     options = {"device": "cuda", "dtype": "float32", "backend": "triton", "cuda_graphs": graphs}
     with LLM(folder, **SIZES, **options, speculative_tokens=drafts) as llm:
         prompts, params = random_requests(rng, llm, 40)
@@ -192,7 +192,7 @@ def test_tokens_on_a_gpu_are_those_of_the_reference(folder, rng, graphs, drafts)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_batch_with_rules_does_not_wait_for_a_gpu(rng):
+def test_sampler_with_rules_does_not_wait_for_a_gpu(rng):
     device = torch.device("cuda")
     options = {"logit_bias": {3: 1.0}, "allowed_token_ids": range(1, 50), "min_tokens": 9, "max_tokens": 20}
     params = SamplingParams(temperature=0, **options).over(LIBRARY_DEFAULTS)
@@ -212,7 +212,7 @@ def test_a_batch_with_rules_does_not_wait_for_a_gpu(rng):
     assert all(choice.token is not None for choice in (*read(again), *read(repeated)))
 
 
-def test_sampled_tokens_obey_rules_among_others(rng):
+def test_sampler_with_rules_among_free_rows_obeys_them(rng):
     logits = torch.randn(VOCAB)
     common = {"temperature": 5.0, "max_tokens": 9}
 
@@ -234,7 +234,7 @@ def test_sampled_tokens_obey_rules_among_others(rng):
     assert drawn(words=[[1, 3]], allowed_token_ids=[3, 5]) == {3, 5}  # the prompt is no part of the output
 
 
-def test_drafts_are_made_where_rules_do_not_depend_on_the_last_tokens():
+def test_request_with_rules_on_last_tokens_has_no_drafts():
     def made(words=(), **options):
         params = SamplingParams(temperature=0, max_tokens=9, **options).over(LIBRARY_DEFAULTS)
         return Request([1], params, None, frozenset([0]), print, bad_words=words)
@@ -246,7 +246,7 @@ def test_drafts_are_made_where_rules_do_not_depend_on_the_last_tokens():
     assert made(logit_bias={}).plain
 
 
-def test_bad_words_are_tokenized_with_and_without_a_space(folder):
+def test_word_tokens_have_words_with_and_without_a_space(folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def ids(text):
@@ -264,7 +264,7 @@ def test_bad_words_are_tokenized_with_and_without_a_space(folder):
         assert not any(tuple(output[i : i + len(w)]) == w for w in tokens for i in range(len(output)))
 
 
-def test_rules_and_a_regular_expression_both_hold():
+def test_llm_with_rules_and_a_regex_obeys_both():
     pytest.importorskip("llguidance")
     with LLM(page_size=4, num_pages=200) as llm:
         ids = {text: llm.encode(text)[0] for text in "abc"}
@@ -283,7 +283,7 @@ def test_rules_and_a_regular_expression_both_hold():
     assert all(re.fullmatch("[ab]{1,9}", completion.text) for completion in done[8:])
 
 
-def test_a_request_whose_tokens_are_all_forbidden_ends_alone():
+def test_request_whose_tokens_are_all_forbidden_ends_alone():
     with LLM(page_size=4, num_pages=200) as llm:
         a, b = (llm.encode(text)[0] for text in "ab")
         pytest.importorskip("llguidance")

@@ -34,17 +34,17 @@ def corpus(trainer):
     return trainer.read_corpus(Path(sysconfig.get_paths()["stdlib"]))
 
 
-def test_the_folder_is_small():
+def test_bundled_model_folder_is_small():
     assert sum(f.stat().st_size for f in shipped_model().iterdir()) < 12e6
 
 
-def test_its_report_beats_xz():
+def test_bundled_model_report_beats_xz():
     report = json.loads((shipped_model() / "training.json").read_text())
     assert report["held_out_bits_per_byte"] < 0.75 * report["xz_9_bits_per_byte"]
 
 
 @pytest.mark.slow
-def test_held_out_text_takes_fewer_bits_than_xz_needs(trainer, corpus):
+def test_bundled_model_on_held_out_text_needs_fewer_bits_than_xz(trainer, corpus):
     """Held out by the same rule, whatever Python's version here; a few files, to be quick."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,7 +58,7 @@ def test_held_out_text_takes_fewer_bits_than_xz_needs(trainer, corpus):
     assert 0.3 < bits < 0.75 * xz
 
 
-def test_the_tokenizer_gives_every_text_back():
+def test_bundled_tokenizer_of_any_text_gives_it_back():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(shipped_model())
@@ -66,7 +66,7 @@ def test_the_tokenizer_gives_every_text_back():
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_its_words_are_words_of_python(corpus, rng):
+def test_bundled_model_completions_have_words_of_python(corpus, rng):
     """Nearly all words of its completions are words of the standard library: text, not noise.
 
     Of 100 times 24 completions, the worst had 0.926, and of 200,000 draws of 24 out of them none had less than 0.9; of

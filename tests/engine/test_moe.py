@@ -27,7 +27,7 @@ KINDS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_compute_what_the_modelling_code_does(kind, device, rng):
+def test_experts_forward_of_each_kind_equals_the_modelling_code(kind, device, rng):
     module = KINDS[kind]().to(device).requires_grad_(False)
     for weight in module.parameters():
         torch.nn.init.normal_(weight, std=0.2)
@@ -42,7 +42,7 @@ def test_they_compute_what_the_modelling_code_does(kind, device, rng):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_graph_has_any_number_of_tokens(kind, rng):
+def test_experts_forward_compiled_once_takes_any_number_of_tokens(kind, rng):
     module, graphs = KINDS[kind]().requires_grad_(False), []
     for weight in module.parameters():
         torch.nn.init.normal_(weight, std=0.2)
@@ -60,7 +60,7 @@ def test_one_graph_has_any_number_of_tokens(kind, rng):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-def test_a_network_gets_its_own_experts_back(name, tmp_path, monkeypatch):
+def test_replaced_experts_disabled_are_those_of_the_network(name, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(moe, "experts_forward", lambda *args, own=moe.experts_forward: calls.append(1) or own(*args))
     network = AutoModelForCausalLM.from_pretrained(save(name, tmp_path), attn_implementation="eager")
@@ -75,7 +75,7 @@ def test_a_network_gets_its_own_experts_back(name, tmp_path, monkeypatch):
     assert len(calls) == network.config.num_hidden_layers
 
 
-def test_networks_without_experts_and_those_of_other_dtypes_are_left_alone(tmp_path):
+def test_can_replace_without_experts_or_with_other_dtypes_is_false(tmp_path):
     dense = AutoModelForCausalLM.from_pretrained(save("llama", tmp_path / "dense"))
     assert not moe.can_replace(dense)
     mixtral = AutoModelForCausalLM.from_pretrained(save("mixtral", tmp_path / "mixtral")).double()
@@ -85,7 +85,7 @@ def test_networks_without_experts_and_those_of_other_dtypes_are_left_alone(tmp_p
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-def test_their_steps_are_captured(name, dtype, tmp_path, recwarn):
+def test_llm_with_replaced_experts_captures_its_steps(name, dtype, tmp_path, recwarn):
     options = {"device": "cuda", "dtype": dtype, "num_pages": 160, "page_size": 8, "max_batched_tokens": 64}
     with LLM(save(name, tmp_path), max_num_seqs=4, **options) as llm:
         done = llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=9, ignore_eos=True))

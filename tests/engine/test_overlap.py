@@ -91,7 +91,7 @@ def read_late(folder, how, prompts, params):
         return llm.stats, llm._engine.runner.step_graphs
 
 
-def test_tokens_do_not_depend_on_when_they_are_read(folder, rng, how):
+def test_overlapping_steps_have_the_tokens_of_steps_read_at_once(folder, rng, how):
     replays = 0
     for _ in range(2):
         stats, graphs = read_late(folder, how, *random_requests(rng, 40))
@@ -100,7 +100,7 @@ def test_tokens_do_not_depend_on_when_they_are_read(folder, rng, how):
     assert replays
 
 
-def test_plain_requests_alone_and_among_others(folder, rng, how):
+def test_overlapping_steps_of_plain_and_other_requests_have_equal_tokens(folder, rng, how):
     """A step of decodes has sampled as if all its requests were plain. The next one takes these tokens if they are, and
     those that replaced them if not, whatever ends, is preempted or arrives in between.
     """
@@ -113,7 +113,7 @@ def test_plain_requests_alone_and_among_others(folder, rng, how):
     read_late(folder, how, prompts, params)
 
 
-def test_a_plain_decode_beside_a_prompt_that_is_scored_token_by_token(folder, how):
+def test_plain_decode_beside_prompt_logprobs_has_equal_tokens(folder, how):
     """The prompt has the first row of logits, that of the first request, which has ended. No token is sampled there."""
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     params = [replace(greedy, max_tokens=2), greedy, replace(greedy, prompt_logprobs=0)]
@@ -127,7 +127,7 @@ def test_a_plain_decode_beside_a_prompt_that_is_scored_token_by_token(folder, ho
         same(done, expected, llm, *given)
 
 
-def test_steps_of_plain_decodes_sample_within_their_graphs(folder, how):
+def test_steps_of_plain_decodes_launch_no_sampling(folder, how):
     """Sampling is launched after the step of the prompts only. A request that is not plain has no part in that."""
     greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     other = replace(greedy, temperature=1.0, seed=1)
@@ -145,7 +145,7 @@ def test_steps_of_plain_decodes_sample_within_their_graphs(folder, how):
         assert launched == []
 
 
-def test_text_and_stop_strings_do_not_depend_on_when_they_are_read(rng, how):
+def test_overlapping_steps_have_the_text_and_stops_of_steps_read_at_once(rng, how):
     texts = [
         "import os\n",
         "def add(a, b):\n    return",
@@ -171,7 +171,7 @@ def test_text_and_stop_strings_do_not_depend_on_when_they_are_read(rng, how):
         assert pages_add_up(llm)
 
 
-def test_1000_requests_that_come_and_go_lose_no_page(folder, rng, how):
+def test_overlapping_steps_of_1000_requests_lose_no_page(folder, rng, how):
     with LLM(folder, **{**SIZES, "num_pages": 24 if how != "eager" else 16}) as llm:  # fewer requests, fewer pages
         set_up(llm, how)
         ended = {"cancelled": 0, "length": 0, "stop": 0}
@@ -202,7 +202,7 @@ def test_1000_requests_that_come_and_go_lose_no_page(folder, rng, how):
         assert pages_add_up(llm)
 
 
-def test_a_request_that_ends_is_in_one_more_step_and_no_other(folder, how):
+def test_request_that_ends_by_a_token_is_in_one_more_step(folder, how):
     """The ends that follow from a number are known when a step is scheduled; those from a token one step later."""
     with LLM(folder, page_size=4) as llm:
         free = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))[0]
@@ -220,7 +220,7 @@ def test_a_request_that_ends_is_in_one_more_step_and_no_other(folder, how):
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.0])
-def test_a_request_is_in_the_next_step_if_the_device_leaves_time(folder, monkeypatch, seconds):
+def test_request_that_arrives_while_the_host_waits_is_in_the_next_step(folder, monkeypatch, seconds):
     """It comes 10 ms after the results of a step have been read. If the device takes 100 ms for a step, the next one is
     launched after that; otherwise the engine waits for nothing. Nor does it wait for the next request.
     """
@@ -261,7 +261,7 @@ def test_a_request_is_in_the_next_step_if_the_device_leaves_time(folder, monkeyp
 
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 3, 4, 5, 8])
-def test_pages_of_an_output_are_found_by_a_prompt_that_continues_it(folder, how, prompt_len):
+def test_prompt_that_continues_an_output_finds_its_pages(folder, how, prompt_len):
     with LLM(folder, page_size=4) as llm:
         set_up(llm, how)
         prompt = list(range(1, 1 + prompt_len))
@@ -273,7 +273,7 @@ def test_pages_of_an_output_are_found_by_a_prompt_that_continues_it(folder, how,
         assert again.num_cached_tokens == (len(longer) - 2) // 4 * 4
 
 
-def test_a_step_that_raises_ends_the_request_that_caused_it(folder, rng):
+def test_overlapping_step_that_raises_ends_the_request_that_caused_it(folder, rng):
     bad = VOCAB - 1
     for _ in range(3):
         prompts, params = random_requests(rng, 12)
@@ -303,7 +303,7 @@ def test_a_step_that_raises_ends_the_request_that_caused_it(folder, rng):
             assert pages_add_up(llm)
 
 
-def test_logits_that_are_not_finite_end_their_request_one_step_late(folder, how):
+def test_overlapping_logits_that_are_not_finite_end_their_request_late(folder, how):
     prompts = [[1, 2, 3], [9, 8, 7, 6], [4, 5]]
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(folder, page_size=4) as llm:
@@ -344,7 +344,7 @@ def test_sampling_that_raises_for_all_goes_on_row_by_row(folder, rng, monkeypatc
             same(done, expected, llm, prompts, params)
 
 
-def test_steps_that_repeat_go_on_after_one_whose_sampling_raised(folder, rng, how, monkeypatch):
+def test_repeated_steps_after_sampling_raised_have_equal_tokens(folder, rng, how, monkeypatch):
     """The tokens of the step after it are those that the host has sampled, not those that the device had before."""
     prompts = [[rng.randrange(1, VOCAB) for _ in range(3)] for _ in range(5)]
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -368,7 +368,7 @@ def test_steps_that_repeat_go_on_after_one_whose_sampling_raised(folder, rng, ho
         same(done, expected, llm, prompts, [greedy] * len(prompts))
 
 
-def test_steps_overlap_on_a_gpu_only_and_without_a_backend_of_ones_own(folder):
+def test_steps_overlap_on_a_gpu_with_runners_that_support_it(folder):
     with LLM(folder) as llm:
         assert llm._engine.depth == 0
         assert Engine(llm._engine.runner, 4, 16, depth=1).depth == 1

@@ -38,7 +38,7 @@ def exact(parent, *inputs):
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_those_of_each_layer(rng, dtype, traced):
+def test_merged_layers_equal_each_layer(rng, dtype, traced):
     torch.manual_seed(rng.randrange(1 << 31))
     parent = Parent([rng.choice((8, 16, 40)) for _ in range(3)], rng.random() < 0.5, dtype)
     x, y = torch.randn(1, 5, 24, dtype=dtype), torch.randn(1, 5, 24, dtype=dtype)
@@ -66,7 +66,7 @@ def test_products_are_those_of_each_layer(rng, dtype, traced):
             torch.testing.assert_close(got.double(), want, **tolerance)
 
 
-def test_layers_with_other_inputs_or_of_other_kinds_stay_alone():
+def test_recorded_layers_of_other_inputs_or_kinds_are_not_grouped():
     parent = Parent([8, 8, 8, 8], True, torch.float32)
     parent.part3 = torch.nn.Linear(24, 8, bias=False)
     x, y = torch.randn(2, 1, 3, 24)
@@ -79,7 +79,7 @@ def test_layers_with_other_inputs_or_of_other_kinds_stay_alone():
     assert groups == []
 
 
-def test_layers_of_real_models_are_found():
+def test_recorded_layers_of_llama_are_grouped():
     network = AutoModelForCausalLM.from_config(CONFIGS["llama"](), dtype=torch.float32)
     with torch.no_grad(), recorded(network) as groups:
         network(torch.tensor([[1, 2]]))
@@ -90,7 +90,7 @@ def test_layers_of_real_models_are_found():
     assert not any(network.lm_head in group for group in groups)
 
 
-def test_code_that_needs_whole_rows_runs_unmerged(tmp_path, monkeypatch):
+def test_llm_with_code_that_needs_whole_rows_runs_unmerged(tmp_path, monkeypatch):
     """`view` of a column of a product raises, which must not refuse a model that runs without merged layers."""
     torch.manual_seed(0)
     save("llama", tmp_path)
@@ -109,7 +109,7 @@ def test_code_that_needs_whole_rows_runs_unmerged(tmp_path, monkeypatch):
         assert llm.generate([1, 2, 3], greedy)[0].token_ids == expected[0].token_ids
 
 
-def test_merging_takes_two():
+def test_merged_layers_of_frozen_weights_stay_frozen():
     linear = torch.nn.Linear(4, 4)
     merged = Merged([linear, torch.nn.Linear(4, 2)])
     assert merged.sizes == [4, 2]

@@ -73,7 +73,7 @@ def exact_model(folder, device="cpu"):
 
 
 @pytest.mark.parametrize("how", ["eager", "inputs of graphs", "drafts"])
-def test_they_are_those_of_transformers(folder, rng, monkeypatch, how):
+def test_prompt_logprobs_are_those_of_transformers(folder, rng, monkeypatch, how):
     monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGPROBS", rng.choice((1, 5, 256)))
     prompts, params = random_requests(rng, 30)
     model = exact_model(folder)
@@ -95,7 +95,7 @@ def test_they_are_those_of_transformers(folder, rng, monkeypatch, how):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("graphs", [True, False])
-def test_they_are_those_of_transformers_on_a_gpu(folder, rng, graphs):
+def test_prompt_logprobs_on_a_gpu_are_those_of_transformers(folder, rng, graphs):
     prompts, params = random_requests(rng, 40)
     model = exact_model(folder, "cuda")
     with LLM(folder, **SIZES, device="cuda", dtype="float32", backend="triton", cuda_graphs=graphs) as llm:
@@ -106,7 +106,7 @@ def test_they_are_those_of_transformers_on_a_gpu(folder, rng, graphs):
         check(model, *case)
 
 
-def test_each_element_of_a_stream_has_them(folder):
+def test_prompt_logprobs_of_a_stream_are_in_each_element(folder):
     with LLM(folder, **SIZES) as llm:
         parts = []
         params = SamplingParams(max_tokens=3, prompt_logprobs=1)
@@ -117,7 +117,7 @@ def test_each_element_of_a_stream_has_them(folder):
 
 @pytest.mark.parametrize("asked", [None, 1])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_prompt_of_which_no_token_is_wanted_ends_when_it_is_computed(folder, rng, asked, depth):
+def test_request_without_output_ends_when_its_prompt_is_computed(folder, rng, asked, depth):
     """Alone and beside others, in one chunk or in several, of one token, of a cached prefix, and of the whole context;
     the pages that it leaves in the prefix tree are right.
     """
@@ -159,6 +159,6 @@ def test_prompt_logprobs_of_a_runner_without_all_logits_are_refused():
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "4"])
-def test_a_bad_number_is_named(value):
+def test_params_with_invalid_prompt_logprobs_name_them(value):
     with pytest.raises(ValueError, match=r"^prompt_logprobs = "):
         SamplingParams(prompt_logprobs=value)

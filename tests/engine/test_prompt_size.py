@@ -71,7 +71,7 @@ def test_longest_token_is_a_bound_of_every_text(name):
         assert len(text) <= longest * len(tokenizer(text)["input_ids"])
 
 
-def test_no_character_is_composed_of_more_than_four():
+def test_composed_characters_have_four_parts_at_most():
     assert max(len(unicodedata.normalize("NFD", chr(code))) for code in range(0x110000)) == 4
 
 

@@ -88,7 +88,7 @@ PARAMS = {
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", PARAMS)
-def test_a_sink_that_is_called_finds_the_state_after_the_step(model, kind, depth):
+def test_sink_that_is_called_finds_the_state_after_the_step(model, kind, depth):
     if kind == "a grammar":
         pytest.importorskip("llguidance")
     engine = engine_of(model, depth)
@@ -98,7 +98,7 @@ def test_a_sink_that_is_called_finds_the_state_after_the_step(model, kind, depth
     assert engine.scheduler.stats.preemptions > 0 or kind != "plain"
 
 
-def test_a_sink_that_is_called_after_drafts_finds_all_that_were_accepted(model):
+def test_sink_that_is_called_after_drafts_finds_all_accepted_ones(model):
     engine = engine_of(model, speculative_tokens=4)
     _, updates = run(engine, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     assert engine.scheduler.stats.accepted_tokens > 0
@@ -169,14 +169,14 @@ def unscheduled(engine, monkeypatch):
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", ["plain", "log-probabilities"])
 @pytest.mark.parametrize("spoil", [not_finite, unsampled, uncomputed, undecoded, unscheduled])
-def test_a_sink_that_is_called_about_an_error_finds_the_state_after_the_step(model, spoil, kind, depth, monkeypatch):
+def test_sink_that_is_called_with_an_error_finds_the_state_after_the_step(model, spoil, kind, depth, monkeypatch):
     engine = engine_of(model, depth)
     spoil(engine, monkeypatch)
     requests, _ = run(engine, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **PARAMS[kind]))
     assert "error" in {r.finish_reason for r in requests}
 
 
-def test_counts_and_steps_are_whole_when_generate_returns():
+def test_stats_when_generate_returns_have_all_its_tokens():
     """In the caller's thread, which the last update wakes up while the engine's thread still runs."""
     params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
     with LLM(**SIZES) as llm:
@@ -188,7 +188,7 @@ def test_counts_and_steps_are_whole_when_generate_returns():
             assert llm.step_log.steps()[-1].number == stats.steps
 
 
-def test_parts_before_an_error_have_none(monkeypatch):
+def test_parts_before_an_error_have_no_error(monkeypatch):
     """Though the request has failed when the caller's thread looks at its first part."""
     with LLM(**SIZES) as llm:
         undecoded(llm._engine, monkeypatch)

@@ -33,12 +33,12 @@ def logits(rng):
     return torch.randn(VOCAB) * 2
 
 
-def test_temperature_0_takes_the_likeliest(logits):
+def test_sampler_with_temperature_0_takes_the_likeliest(logits):
     assert draw(logits, 3, temperature=0) == [int(logits.argmax())] * 3
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_samples_follow_the_distribution(logits, temperature):
+def test_sampler_with_a_temperature_follows_its_distribution(logits, temperature):
     count = 20_000
     expected = torch.softmax(logits.double() / temperature, -1) * count
     seen = torch.bincount(torch.tensor(draw(logits, count, temperature=temperature)), minlength=VOCAB)
@@ -48,31 +48,31 @@ def test_samples_follow_the_distribution(logits, temperature):
     assert chi2 < freedom + 6 * math.sqrt(2 * freedom) + 10  # six standard deviations
 
 
-def test_top_k(logits):
+def test_sampler_with_top_k_takes_one_of_the_k_likeliest(logits):
     best = set(logits.topk(4).indices.tolist())
     assert set(draw(logits, 3000, top_k=4, temperature=5.0)) == best
     assert len(set(draw(logits, 3000, top_k=-1, temperature=50.0))) == VOCAB
     assert len(set(draw(logits, 50, top_k=10**6, temperature=50.0))) > 4
 
 
-def test_top_p():
+def test_sampler_with_top_p_takes_one_of_the_first_tokens_that_reach_p():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert set(draw(logits, 2000, top_p=0.7)) == {0, 1}
     assert set(draw(logits, 2000, top_p=0.81)) == {0, 1, 2}
     assert set(draw(logits, 50, top_p=1e-9)) == {0}
 
 
-def test_min_p():
+def test_sampler_with_min_p_takes_no_token_less_likely():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert set(draw(logits, 2000, min_p=0.2)) == {0, 1, 2}
     assert set(draw(logits, 50, min_p=1.0)) == {0}
 
 
-def test_a_temperature_near_0_is_greedy(logits):
+def test_sampler_with_a_temperature_near_0_is_greedy(logits):
     assert set(draw(logits, 200, temperature=1e-6)) == {int(logits.argmax())}
 
 
-def test_penalties_by_hand():
+def test_sampler_with_penalties_takes_the_token_computed_by_hand():
     logits = torch.tensor([[2.0, -1.0, 1.9, 0.5]])
 
     def best(**params):
@@ -89,7 +89,7 @@ def test_penalties_by_hand():
     assert sample(negative, [request(prompt=(0,), temperature=0, repetition_penalty=2.0)])[0].token == 1
 
 
-def test_logprobs_are_those_before_temperature_and_penalties(logits):
+def test_sampler_with_logprobs_reports_those_before_temperature_and_penalties(logits):
     exact = torch.log_softmax(logits.double(), -1)
     choice = sample(logits[None], [request(temperature=3.0, repetition_penalty=5.0, logprobs=3)])[0]
     top = exact.topk(3).indices.tolist()
@@ -102,7 +102,7 @@ def test_logprobs_are_those_before_temperature_and_penalties(logits):
     assert sample(logits[None], [request()])[0].logprobs is None
 
 
-def test_a_row_does_not_depend_on_the_others(rng):
+def test_sampler_row_beside_others_has_the_token_that_it_has_alone(rng):
     options = [
         {"seed": 1},
         {"seed": 2, "temperature": 0.3},
@@ -120,7 +120,7 @@ def test_a_row_does_not_depend_on_the_others(rng):
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_logits_that_are_not_numbers_fail_their_row_only(logits, poison):
+def test_sampler_row_that_is_not_finite_is_undefined_alone(logits, poison):
     rows = torch.stack([logits, logits, torch.full_like(logits, -math.inf)])
     rows[1, 3] = poison
     requests = [request(), request(temperature=0), request()]
@@ -131,7 +131,7 @@ def test_logits_that_are_not_numbers_fail_their_row_only(logits, poison):
     assert [one.error for one in requests] == [None] + ["the model's logits are not finite"] * 2
 
 
-def test_some_tokens_may_be_impossible():
+def test_sampler_with_impossible_tokens_takes_the_others():
     logits = torch.full((VOCAB,), -math.inf)
     logits[7] = logits[9] = 0.0
     assert set(draw(logits, 200)) == {7, 9}
@@ -162,12 +162,12 @@ BAD = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
-def test_bad_parameters_are_named(name, value):
+def test_params_with_an_invalid_value_name_it(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
 
 
-def test_min_tokens_beyond_max_tokens_is_refused():
+def test_params_with_min_tokens_beyond_max_tokens_are_refused():
     with pytest.raises(ValueError, match="min_tokens = 5: it must be at most max_tokens, which is 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
     with pytest.raises(ValueError, match="min_tokens = 200: it must be at most max_tokens, which is 128"):
@@ -195,7 +195,7 @@ ENDS = {
 }
 
 
-def test_whatever_is_allowed_samples_a_possible_token(rng):
+def test_sampler_with_extreme_parameters_takes_a_possible_token(rng):
     """Every end of every parameter beside any others, over logits with ties, large numbers and impossible tokens."""
     for _ in range(60):
         options = [{name: rng.choice(values) for name, values in ENDS.items() if rng.random() < 0.5} for _ in range(8)]
@@ -215,12 +215,12 @@ def test_whatever_is_allowed_samples_a_possible_token(rng):
             assert row[choice.token] > -torch.inf, option
 
 
-def test_small_temperatures_and_large_ones(logits):
+def test_sampler_with_extreme_temperatures_is_greedy_or_uniform(logits):
     assert set(draw(logits, 50, temperature=5e-324)) == {int(logits.argmax())}
     assert len(set(draw(logits, 3000, temperature=1e300))) == VOCAB
 
 
-def test_sampling_again_gives_the_tokens_again(logits):
+def test_sampler_with_equal_outputs_repeats_its_tokens(logits):
     requests = [request(seed=i) for i in range(40)]
     rows = logits.expand(40, -1)
     first = [c.token for c in sample(rows, requests)]
@@ -230,7 +230,7 @@ def test_sampling_again_gives_the_tokens_again(logits):
     assert [c.token for c in sample(rows, requests)] != first
 
 
-def test_what_one_says_goes_over_what_is_usual():
+def test_params_over_others_keep_their_own_values():
     usual = SamplingParams(temperature=0.5, top_k=3, max_tokens=7, stop="a").over(LIBRARY_DEFAULTS)
     assert usual == SamplingParams(
         temperature=0.5, top_k=3, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=7, stop="a"
@@ -242,7 +242,7 @@ def test_what_one_says_goes_over_what_is_usual():
     assert SamplingParams().over(usual) == usual
 
 
-def test_tokens_stay_on_the_device_while_requests_come_and_go(rng):
+def test_sampler_with_changing_batches_draws_as_a_new_one(rng):
     """A sampler that goes on from step to step draws what a new one draws for the same requests, with results that are
     read one step late, requests that miss steps, and ends.
     """
@@ -284,7 +284,7 @@ def test_tokens_stay_on_the_device_while_requests_come_and_go(rng):
     assert 0 < sum(uploads) < steps  # not all tokens of all requests in each step
 
 
-def test_greedy_tokens_of_a_forward_pass_are_those_of_plain_batches(rng):
+def test_sample_greedy_before_a_launch_gives_the_tokens_of_plain_batches(rng):
     """Whether `sample_greedy` comes before or in a launch, plain and other batches have the tokens that a new sampler
     draws, also when they are read after the next batch, and as the tokens of the next step.
     """

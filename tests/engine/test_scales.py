@@ -64,7 +64,7 @@ def unchecked(monkeypatch):
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_scales_that_are_powers_of_two_change_no_bit(name, batch_invariant, folders, file, rng, unchecked):
+def test_cache_scales_of_powers_of_two_change_no_bit(name, batch_invariant, folders, file, rng, unchecked):
     """Windows, soft caps, sinks, norms of keys, query heads that share keys, chunks and prefixes from the cache."""
     prompts, found = random_prompts(rng), []
     prompts.append([*prompts[0], 5, 6, 7])
@@ -78,7 +78,7 @@ def test_scales_that_are_powers_of_two_change_no_bit(name, batch_invariant, fold
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
-def test_replayed_steps_have_the_scales(name, folders, file, rng, unchecked):
+def test_cache_scales_in_replayed_steps_change_no_token(name, folders, file, rng, unchecked):
     found, prompts = [], random_prompts(rng)
     for replayed in (False, True):
         with LLM(folders[name][1], kv_cache_dtype="fp8", kv_cache_scales=file, num_pages=120, max_num_seqs=4) as llm:
@@ -92,7 +92,7 @@ def test_replayed_steps_have_the_scales(name, folders, file, rng, unchecked):
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
-def test_scales_change_no_bit_on_a_gpu(name, dtype, cuda_graphs, folders, file, rng, unchecked):
+def test_cache_scales_of_powers_of_two_on_a_gpu_change_no_bit(name, dtype, cuda_graphs, folders, file, rng, unchecked):
     """Without Inductor, whose tuning may choose other kernels, with other bits, when a model is loaded again."""
     prompts, found = random_prompts(rng), []
     options = {"device": "cuda", "dtype": dtype, "cuda_graphs": cuda_graphs, "num_pages": 120, "max_num_seqs": 8}
@@ -133,7 +133,7 @@ class Checked(Runner):
     ("name", "kv_cache_dtype", "dtype"),
     [*((name, "fp8_e4m3", torch.float32) for name in sorted(CONFIGS)), ("gemma2", "fp8_e5m2", torch.float16)],
 )
-def test_attention_is_that_of_rounded_keys_and_values(name, kv_cache_dtype, dtype, folders, rng):
+def test_attention_with_any_scales_is_that_of_rounded_keys_and_values(name, kv_cache_dtype, dtype, folders, rng):
     """With any scales, of which some saturate."""
     model = load_model(folders[name][0], torch.device("cpu"), EngineConfig(dtype=dtype))
     scales = [(2 ** rng.uniform(-9, 3), 2 ** rng.uniform(-9, 3)) for _ in model.layers]
@@ -152,7 +152,7 @@ def logits_of(folder, tokens, **options):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_large_keys_need_scales(name, folders, rng, tmp_path):
+def test_calibrated_scales_of_large_keys_reduce_the_error(name, folders, rng, tmp_path):
     folder, texts = folders[name][1], random_prompts(rng, 8)
     tokens = [rng.randrange(VOCAB) for _ in range(40)]
     scales = calibrate(folder, texts, tmp_path / "s")
@@ -166,13 +166,13 @@ def test_large_keys_need_scales(name, folders, rng, tmp_path):
     assert errors[1] > 0.8
 
 
-def test_a_model_that_saturates_is_refused_with_the_way_out(folders, file):
+def test_llm_whose_keys_saturate_is_refused_and_names_calibrate(folders, file):
     with pytest.raises(ValueError, match=r"do not fit an fp8 cache with these scales \(`quire calibrate`\)"):
         LLM(folders["llama"][1], kv_cache_dtype="fp8", num_pages=20)
     LLM(folders["llama"][1], kv_cache_dtype="fp8", kv_cache_scales=file, num_pages=20).close()
 
 
-def test_a_checkpoints_scales_are_used_unless_a_file_has_others(folders, file, tmp_path, rng, unchecked):
+def test_llm_with_scales_in_checkpoint_and_file_takes_those_of_the_file(folders, file, tmp_path, rng, unchecked):
     prompts = random_prompts(rng)
     folder = shutil.copytree(folders["qwen3"][1], tmp_path / "m")
     shutil.copy(file, folder / "scales.safetensors")
@@ -192,7 +192,7 @@ def test_a_checkpoints_scales_are_used_unless_a_file_has_others(folders, file, t
     assert exact[0] == exact[1] != found[0]
 
 
-def test_a_scale_of_1_that_nobody_chose_is_told(folders, unchecked):
+def test_llm_with_an_fp8_cache_without_scales_warns(folders, unchecked):
     with pytest.warns(RuntimeWarning, match="has no scales for an fp8 cache: keys and values beyond 448 become 448"):
         LLM(folders["llama"][0], kv_cache_dtype="fp8", num_pages=20).close()
 
@@ -210,7 +210,7 @@ NAMES = {
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("pattern", NAMES.values(), ids=NAMES)
-def test_names_of_scales(pattern, shape, tmp_path, rng):
+def test_read_scales_with_any_known_names_returns_them(pattern, shape, tmp_path, rng):
     numbers = [(rng.uniform(0.001, 9), rng.uniform(0.001, 9)) for _ in range(12)]
     tensors = {
         pattern.format(i, kind, kind): torch.tensor(x).reshape(shape)
@@ -230,14 +230,14 @@ def test_names_of_scales(pattern, shape, tmp_path, rng):
         assert ours == pytest.approx(theirs)
 
 
-def test_one_scale_for_keys_and_values(tmp_path):
+def test_read_scales_with_one_for_keys_and_values_returns_it_twice(tmp_path):
     tensors = {f"model.layers.{i}.self_attn.kv_scale": torch.tensor(i + 0.5) for i in range(3)}
     tensors["mtp.layers.0.self_attn.kv_scale"] = torch.tensor(9.0)  # of a draft head, which is not run
     save_file(tensors, tmp_path / "a.safetensors")
     assert read_scales(tmp_path / "a.safetensors", 3) == [(0.5, 0.5), (1.5, 1.5), (2.5, 2.5)]
 
 
-def test_no_scales_are_none(folders):
+def test_read_scales_without_any_returns_none(folders):
     assert read_scales(folders["llama"][0], 4) is None
 
 
@@ -263,7 +263,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
-def test_wrong_scales_are_named(case, tmp_path):
+def test_read_scales_with_invalid_ones_names_them(case, tmp_path):
     changes, message = case
     tensors = {name: x for name, x in (GOOD | changes).items() if x is not None}
     save_file(tensors, tmp_path / "a.safetensors")
@@ -280,7 +280,7 @@ def test_wrong_scales_are_named(case, tmp_path):
         ("config.json", {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, None),
     ],
 )
-def test_scales_of_other_caches_are_refused(file, content, message, tmp_path):
+def test_read_scales_of_another_cache_is_refused(file, content, message, tmp_path):
     save_file(GOOD, tmp_path / "a.safetensors")
     (tmp_path / file).write_text(json.dumps(content))
     if message is None:
@@ -290,7 +290,7 @@ def test_scales_of_other_caches_are_refused(file, content, message, tmp_path):
         read_scales(tmp_path, 2)
 
 
-def test_bad_files_are_named(folders, file, tmp_path):
+def test_llm_with_a_broken_scales_file_names_it(folders, file, tmp_path):
     folder = folders["llama"][0]
     empty, broken = tmp_path / "empty.safetensors", tmp_path / "broken.safetensors"
     save_file({"x": torch.ones(1)}, empty)
@@ -306,7 +306,7 @@ def test_bad_files_are_named(folders, file, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_measured_scales_are_those_of_transformers_keys(name, folders, rng, tmp_path):
+def test_calibrate_gives_the_scales_of_transformers_keys(name, folders, rng, tmp_path):
     folder, texts = folders[name][0], random_prompts(rng, 3)
     network = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     largest = torch.zeros(4, 2)
@@ -322,7 +322,7 @@ def test_measured_scales_are_those_of_transformers_keys(name, folders, rng, tmp_
     assert load_file(tmp_path / "a").keys() == {LAYER.format(i, kind) for i in range(4) for kind in "kv"}
 
 
-def test_long_texts_are_measured_in_pieces(folders, rng, tmp_path):
+def test_calibrate_with_long_texts_cuts_them(folders, rng, tmp_path):
     folder, text = folders["llama"][0], [rng.randrange(VOCAB) for _ in range(600)]
     pieces = [text[i : i + 255] for i in range(0, 600, 255)]  # of a context of 256 tokens
     whole, cut = (torch.tensor(calibrate(folder, x, tmp_path / "a", num_pages=40)) for x in ([text], pieces))

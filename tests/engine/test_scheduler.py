@@ -40,7 +40,7 @@ def run_step(scheduler, slots, rng):
     return chunks
 
 
-def test_random_schedules(rng):
+def test_schedule_of_random_requests_computes_each_token_once_in_its_page(rng):
     preemptions = reused = 0
     for _ in range(150):
         size, longest = rng.choice((1, 2, 4, 16)), 60
@@ -71,7 +71,7 @@ def test_random_schedules(rng):
     assert reused > 0
 
 
-def test_decoding_goes_on_beside_a_long_prompt():
+def test_schedule_beside_a_long_prompt_goes_on_decoding():
     scheduler = Scheduler(100, 4, 8, 10)
     params = SamplingParams(max_tokens=50)
     short, long = (Request([1] * n, params, None, frozenset(), lambda update: None) for n in (3, 60))
@@ -89,7 +89,7 @@ def test_decoding_goes_on_beside_a_long_prompt():
     assert counts == [[3, 7], [1, 9], [1, 9], [1, 9], [1, 9], [1, 9], [1, 8], [1, 1]]
 
 
-def test_the_latest_arrival_is_preempted_and_comes_back_first():
+def test_schedule_without_pages_preempts_the_latest_arrival():
     scheduler = Scheduler(6, 4, 8, 100)
     params = SamplingParams(max_tokens=12)
     first, second, third = (Request([i] * 4, params, None, frozenset(), lambda update: None) for i in range(3))

@@ -24,7 +24,7 @@ def chunk_of(request, start, count):
     return Chunk(request, start, count, True)
 
 
-def test_steps_are_told_by_their_chunks():
+def test_step_log_counts_tokens_by_their_chunks():
     log, request = StepLog(), OfAPrompt()
     begin = time.perf_counter()
     log.launch(StepBatch.of([chunk_of(request, 100, 1), chunk_of(request, 64, 36), chunk_of(request, 99, 1)]))
@@ -39,7 +39,7 @@ def test_steps_are_told_by_their_chunks():
     assert first.start + first.duration <= second.start <= log.now
 
 
-def test_a_step_ends_when_its_results_are_read():
+def test_step_log_of_a_launched_step_ends_when_it_is_read():
     log = StepLog()
     for _ in range(3):
         log.launch(StepBatch.of([chunk_of(OfAPrompt(), 100, 1)]))
@@ -51,7 +51,7 @@ def test_a_step_ends_when_its_results_are_read():
     assert [step.number for step in log.steps(after=1)] == [2, 3]
 
 
-def test_the_last_steps_are_kept_in_order(rng):
+def test_step_log_beyond_its_size_keeps_the_last_steps_in_order(rng):
     size, count = rng.randint(1, 20), rng.randint(21, 60)
     log = StepLog(size)
     for _ in range(count):
@@ -61,7 +61,7 @@ def test_the_last_steps_are_kept_in_order(rng):
     assert log.steps(after=count) == []
 
 
-def test_a_reader_beside_the_writer_sees_whole_steps():
+def test_step_log_read_beside_the_writer_has_whole_steps():
     log, ended = StepLog(16), threading.Event()
 
     def write():
@@ -83,7 +83,7 @@ def test_a_reader_beside_the_writer_sees_whole_steps():
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_engine_records_every_token(rng, depth):
+def test_step_log_of_the_engine_has_every_token(rng, depth):
     """Tokens of prompts are those that were admitted and not in the cache; the others follow prompts. Steps overlap
     where results are read after the next launch.
     """
@@ -101,7 +101,7 @@ def test_the_engine_records_every_token(rng, depth):
     assert any(a.start + a.duration > b.start for a, b in pairwise(steps)) == bool(depth)
 
 
-def test_a_step_that_raises_is_recorded_and_closed(monkeypatch):
+def test_step_log_of_a_step_that_raises_has_it(monkeypatch):
     def broken(self, chunks):
         raise RuntimeError("broken")
 

@@ -44,19 +44,19 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_parts_make_the_text(tokenizer, text):
+def test_text_stream_parts_make_the_text(tokenizer, text):
     parts, made = stream(tokenizer, text)
     assert "".join(parts) == made.text == text
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_no_part_has_half_a_character(tokenizer, text):
+def test_text_stream_parts_have_whole_characters(tokenizer, text):
     parts, _ = stream(tokenizer, text)
     assert not any("\ufffd" in part for part in parts)
     assert len(tokenizer(TEXTS[2])["input_ids"]) > len(TEXTS[2])  # there are halves
 
 
-def test_random_text(tokenizer, rng):
+def test_text_stream_of_random_text_makes_the_text(tokenizer, rng):
     for _ in range(30):
         text = "".join(rng.choice("ab \n(=é漢🙂") for _ in range(rng.randint(1, 40)))
         parts, made = stream(tokenizer, text)
@@ -64,14 +64,14 @@ def test_random_text(tokenizer, rng):
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_a_prompt_of_single_bytes_changes_no_text_that_follows(count):
+def test_text_stream_after_a_prompt_of_single_bytes_is_equal(count):
     tokenizer = byte_fallback()
     for text in ("漢é", "🙂a漢", "ab🙂🙂"):
         parts, made = stream(tokenizer, text, prompt="漢🙂é" * count)
         assert "".join(parts) == made.text == " " + text  # to this tokenizer, a text begins with a space
 
 
-def test_a_broken_character_at_the_end_is_shown_as_such(tokenizer):
+def test_text_stream_with_half_a_character_at_its_end_shows_a_replacement(tokenizer):
     made = TextStream(tokenizer, [], ())
     made.push(tokenizer("漢", add_special_tokens=False)["input_ids"][0])
     assert made.take() == ""
@@ -79,13 +79,13 @@ def test_a_broken_character_at_the_end_is_shown_as_such(tokenizer):
     assert made.take(last=True) == "\ufffd"
 
 
-def test_text_ends_before_a_stop_string(tokenizer):
+def test_text_stream_with_a_stop_string_ends_before_it(tokenizer):
     parts, made = stream(tokenizer, "for x in y:\n    pass\n\ndef g():\n", stops=["\n\n", "never"])
     assert made.stopped
     assert made.text == "".join(parts) == "for x in y:\n    pass"
 
 
-def test_a_text_may_include_the_stop_string(tokenizer, rng):
+def test_text_stream_that_includes_the_stop_string_ends_after_it(tokenizer, rng):
     text = "for x in y:\n    pass\n\ndef g():\n"
     for _ in range(30):
         begin = rng.randrange(len(text) - 1)
@@ -102,7 +102,7 @@ def test_a_text_may_include_the_stop_string(tokenizer, rng):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_that_end_in_the_first_tokens_do_not_count(tokenizer, rng, include):
+def test_text_stream_with_min_tokens_ignores_earlier_stop_strings(tokenizer, rng, include):
     text = "ab ab ab def ab(ab):\n    return ab\n" * 2
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     for least in range(len(tokens)):
@@ -127,12 +127,12 @@ def test_stop_strings_that_end_in_the_first_tokens_do_not_count(tokenizer, rng, 
             assert made.text == text[: start + include * length]
 
 
-def test_the_first_of_several_stop_strings_counts(tokenizer):
+def test_text_stream_with_several_stop_strings_ends_before_the_first(tokenizer):
     _, made = stream(tokenizer, "one two three", stops=["three", "two"])
     assert made.text == "one "
 
 
-def test_what_may_begin_a_stop_string_is_held_back(tokenizer):
+def test_text_stream_with_the_begin_of_a_stop_string_holds_it_back(tokenizer):
     text = "a END b EN"
     parts, made = stream(tokenizer, text, stops=["ENDING"])
     assert not made.stopped
@@ -143,7 +143,7 @@ def test_what_may_begin_a_stop_string_is_held_back(tokenizer):
         assert not taken.endswith(("E", "EN", "END"))
 
 
-def test_stop_strings_across_tokens(tokenizer, rng):
+def test_text_stream_with_a_stop_string_across_tokens_ends_before_it(tokenizer, rng):
     text = "def function(argument):\n    return argument + 1\n"
     for _ in range(30):
         begin = rng.randrange(1, len(text) - 2)
@@ -153,7 +153,7 @@ def test_stop_strings_across_tokens(tokenizer, rng):
         assert "".join(parts) == made.text == text[: text.find(stop)]
 
 
-def test_tokens_with_texts_of_their_own_change_nothing(tokenizer, rng):
+def test_text_stream_with_known_texts_of_tokens_decodes_equally(tokenizer, rng):
     """Any tokens after any prompt, halves of characters and special tokens among them: each part is the same when all
     tokens are decoded together with those before them.
     """

@@ -55,29 +55,29 @@ def tokens(folder):
 
 @pytest.mark.filterwarnings("ignore:.*dequantized:RuntimeWarning")
 @pytest.mark.parametrize("name", [name for name in quantized.FORMATS if name != "mxfp4"])
-def test_linear_layers_of_each_format_equal_their_dequantized_weights(name, llama, tmp_path):
+def test_quantized_linear_layers_of_each_format_equal_dequantized_ones(name, llama, tmp_path):
     check_same(*quantized.quantize(llama, tmp_path, name))
 
 
 @pytest.mark.parametrize("name", ["fp8 block", "ct fp8 channel", "ct int4 asymmetric", "awq"])
-def test_experts_that_transformers_merges_equal_their_dequantized_weights(name, mixtral, tmp_path):
+def test_quantized_experts_that_are_merged_equal_dequantized_ones(name, mixtral, tmp_path):
     check_same(*quantized.quantize(mixtral, tmp_path, name))
 
 
-def test_experts_of_gpt_oss_in_mxfp4_equal_their_dequantized_weights(gpt_oss, tmp_path):
+def test_quantized_experts_of_gpt_oss_equal_dequantized_ones(gpt_oss, tmp_path):
     check_same(*quantized.quantize(gpt_oss, tmp_path, "mxfp4"))
 
 
 @pytest.mark.filterwarnings("ignore:.*dequantized:RuntimeWarning")
 @pytest.mark.parametrize("model", ["llama", "mixtral", "gpt_oss"])
-def test_tokens_of_a_quantized_model_equal_those_of_the_dequantized_model(model, tmp_path, request):
+def test_llm_with_quantized_weights_has_the_tokens_of_dequantized_ones(model, tmp_path, request):
     name = {"llama": "fp8 block", "mixtral": "gptq act-order", "gpt_oss": "mxfp4"}[model]
     folder, dense = quantized.quantize(request.getfixturevalue(model), tmp_path, name)
     assert tokens(folder) == tokens(dense)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_of_16_bits_are_rounded_once(dtype, llama, tmp_path):
+def test_quantized_weights_in_16_bits_are_rounded_once(dtype, llama, tmp_path):
     folder, dense = quantized.quantize(llama, tmp_path, "ct int4 asymmetric")
     found, expected = (load_model(x, CPU, EngineConfig(dtype=dtype)).network.state_dict() for x in (folder, dense))
     for name in expected:
@@ -112,7 +112,7 @@ BROKEN = {
 
 @pytest.mark.filterwarnings("ignore:.*dequantized:RuntimeWarning")
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_tensor_is_named(what, llama, tmp_path):
+def test_load_model_with_a_broken_tensor_names_it(what, llama, tmp_path):
     name, end, change, message = BROKEN[what]
     folder, _ = quantized.quantize(llama, tmp_path, name)
 
@@ -128,7 +128,7 @@ def test_a_broken_tensor_is_named(what, llama, tmp_path):
     assert str(folder) in str(raised.value)
 
 
-def test_a_truncated_file_is_named(llama, tmp_path):
+def test_load_model_with_a_truncated_file_names_it(llama, tmp_path):
     folder, _ = quantized.quantize(llama, tmp_path, "fp8 block")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -149,7 +149,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("method", REFUSED)
-def test_another_variant_of_a_format_is_refused_by_name(method, llama, tmp_path):
+def test_load_model_with_another_variant_of_a_format_names_it(method, llama, tmp_path):
     settings, message = REFUSED[method]
     folder, _ = quantized.quantize(llama, tmp_path, "gptq")
     change_config(folder, quantization_config={"quant_method": method, **settings})
