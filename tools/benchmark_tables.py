@@ -23,6 +23,11 @@ BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->
 def rendered(name: str) -> str:
     """A line that names the machine, versions and date of a result file, and its table."""
     result = json.loads((ROOT / name).read_text())
+    operation = result.get("operation", "")
+    if operation.startswith("transformers"):
+        return transformers(result)
+    if operation == "mini-sglang":
+        return mini_sglang(result)
     if "runs" in result:
         return soak(result)
     if "vllm" in result and "kv_cache_dtype" in result:
@@ -115,6 +120,41 @@ def vllm(result: dict[str, Any]) -> str:
                 ratio = f", {first[key] / one[key] if key == 'ms' else one[key] / first[key]:.2f} times as fast"
             texts.append(f"{one[key]:,.2f} {unit}{ratio}" if key == "ms" else f"{one[key]:,.0f} {unit}{ratio}")
         lines.append(f"| {cell} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def transformers(result: dict[str, Any]) -> str:
+    """The machine, and the table of a result of tools/transformers_attention.py: each implementation's times, and how
+    many times as fast as "sdpa" Quire is.
+    """
+    runs = result["runs"]
+    names = [name for name in runs[0] if name != "cell"]
+    unit, key = ("µs per layer", "us") if "us" in runs[0]["quire"] else ("ms", "ms")
+    lines = [
+        f"{result['device']}, Transformers {result['transformers']}, torch {result['torch']}, "
+        f"triton {result['triton']}, {result['date']}; {unit}:\n",
+        f"| cell | {' | '.join(names)} | Quire is |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for one in runs:
+        times = [f"{one[name][key]:,.1f}" if key in one[name] else "no result" for name in names]
+        ratio = f"{one['sdpa'][key] / one['quire'][key]:.2f} times as fast as sdpa"
+        lines.append(f"| {one['cell']} | {' | '.join(times)} | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def mini_sglang(result: dict[str, Any]) -> str:
+    """The machine, and the table of a result of tools/mini_sglang.py."""
+    cells = list(result["runs"][0]["milliseconds_per_token"])
+    lines = [
+        f"{result['device']}, torch {result['torch']}, triton {result['triton']}, {result['date']}; {result['shape']}, "
+        "random weights:\n",
+        f"| kernels | {' | '.join(f'{cell}, ms per step' for cell in cells)} | random requests, tokens/s |",
+        "|---" * (len(cells) + 2) + "|",
+    ]
+    for one in result["runs"]:
+        steps = " | ".join(f"{one['milliseconds_per_token'][cell]:.2f}" for cell in cells)
+        lines.append(f"| {one['kernels']} | {steps} | {one['tokens_per_second']:,.0f} |")
     return "\n".join(lines) + "\n"
 
 

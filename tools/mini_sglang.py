@@ -163,6 +163,15 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
+def write(path: Path, shape: str, results: list[dict[str, Any]]) -> None:
+    """Write results so far: the next kernels may take minutes to compile."""
+    from quire.bench.gpu import machine
+
+    runs = [{name: value for name, value in result.items() if name != "tokens"} for result in results]
+    found = {**machine(), "operation": "mini-sglang", "shape": shape, "runs": runs}
+    path.write_text(json.dumps(found, indent=2) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the kernels, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
@@ -192,11 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 result["equal"] = equal_share(result["tokens"], first["tokens"])
             show(result)
             results.append(result)
-    from quire.bench.gpu import machine
-
-    runs = [{name: value for name, value in result.items() if name != "tokens"} for result in results]
-    if args.json:
-        args.json.write_text(json.dumps({**machine(), "shape": args.shape, "runs": runs}, indent=1) + "\n")
+            if args.json:
+                write(args.json, args.shape, results)
     return int(any("error" in result for result in results))
 
 

@@ -124,7 +124,12 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(reads: Any = call) -> None:
+        """The graph reads tensors of the call, such as its mask, which live as long as the call does."""
+        graph.replay()
+
+    return replay
 
 
 def each(names: list[str], prepare: Callable[[str], dict[str, Callable[[], float]]], rounds: int) -> dict[str, Any]:
