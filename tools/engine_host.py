@@ -75,7 +75,7 @@ def main() -> None:
     context = args.length + args.steps + 64
     model = SimpleNamespace(
         device=torch.device("cpu"), context=context, vocab_size=900, default_params=defaults, tokenizer=tokenizer,
-        end_ids=frozenset((1 << 20,)), folder="dummy",
+        end_ids=frozenset((1 << 20,)), folder="dummy", media_tokens={},
     )  # fmt: skip
     pages = args.requests * -(-context // 16)
     engine = Engine(DummyRunner(model, pages, 16, args.requests), args.requests, 8192)  # type: ignore[arg-type]
