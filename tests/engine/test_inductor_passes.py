@@ -34,7 +34,7 @@ def test_compiling_changes_the_settings_within_the_context_alone(tokens):
 
 
 @pytest.mark.parametrize("limit", [False, True], ids=["unsupported", "recompiled"])
-def test_compile_errors_are_what_torch_compile_raises(limit, monkeypatch):
+def test_compile_errors_are_what_torch_compile_raises(limit):
     def unsupported(x):
         torch._dynamo.graph_break()
         return x
@@ -42,13 +42,13 @@ def test_compile_errors_are_what_torch_compile_raises(limit, monkeypatch):
     def doubled(x):
         return x * 2
 
-    if limit:
-        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     compiled = torch.compile(doubled if limit else unsupported, fullgraph=True, dynamic=False, backend="eager")
-    if limit:
-        compiled(torch.ones(1))
-    with pytest.raises(COMPILE_ERRORS):
-        compiled(torch.ones(2))
+    # pytest's monkeypatch would remove the setting afterwards, which is an alias of another one.
+    with torch._dynamo.config.patch(recompile_limit=1):
+        if limit:
+            compiled(torch.ones(1))
+        with pytest.raises(COMPILE_ERRORS):
+            compiled(torch.ones(2))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def run_step(scheduler, slots, rng):
 
 
 def test_schedule_of_random_requests_computes_each_token_once_in_its_page(rng):
-    preemptions = reused = 0
+    preemptions = cached = 0
     for _ in range(150):
         size, longest = rng.choice((1, 2, 4, 16)), 60
         pages = -(-longest // size) + rng.randint(0, 12)
@@ -66,9 +66,9 @@ def test_schedule_of_random_requests_computes_each_token_once_in_its_page(rng):
         assert held == len(scheduler.tree)
         assert all(r.finish_reason in ("length", "cancelled") for r in requests)
         preemptions += scheduler.stats.preemptions
-        reused += scheduler.stats.cached_tokens
+        cached += scheduler.stats.cached_tokens
     assert preemptions > 0
-    assert reused > 0
+    assert cached > 0
 
 
 def test_schedule_beside_a_long_prompt_goes_on_decoding():
