@@ -34,10 +34,13 @@ def lengths_of(cell: str, rng: Random) -> list[int]:
 
 
 class Engine:
-    """vLLM's engine, stepped in this process."""
+    """vLLM's engine, stepped in this process, or in one of its own with VLLM_ENABLE_V1_MULTIPROCESSING=1 in the
+    environment, as in its server. A profile needs it in this process.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+        os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         if args.backend == "FLASHINFER":
             import quire.compat  # noqa: F401  (which is FlashInfer to vLLM from now on)
