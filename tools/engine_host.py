@@ -29,11 +29,14 @@ class DummyRunner:
 
     overlaps = supports_all_logits = True
 
-    def __init__(self, model: Any, num_pages: int, page_size: int, most: int) -> None:
-        self.model, self.num_pages, self.page_size = model, num_pages, page_size
-        self.inputs = GraphInputs(StepShape(most, most), -(-model.context // page_size), page_size, model.device)
-        self.graphs = StepGraphs(self._compute, self._sample_greedy, self.inputs, most, 0)
-        self.logits = torch.rand(most, 2 if model.tokenizer is None else 400)
+    def __init__(self, model: Any, num_pages: int, page_size: int, max_rows: int) -> None:
+        self.model = model
+        self.num_pages, self.page_size = num_pages, page_size
+        self.inputs = GraphInputs(
+            StepShape(max_rows, max_rows), -(-model.context // page_size), page_size, model.device
+        )
+        self.graphs = StepGraphs(self._compute, self._sample_greedy, self.inputs, max_rows, 0)
+        self.logits = torch.rand(max_rows, 2 if model.tokenizer is None else 400)
         if model.tokenizer is not None:  # text of whole characters, as models write it
             texts = [model.tokenizer.decode([t], skip_special_tokens=True) for t in range(400)]
             self.logits[:, [t for t, text in enumerate(texts) if not text.isalnum()]] = -1.0

@@ -92,9 +92,9 @@ def test_compiled_layers_that_cannot_be_compiled_run_eagerly_and_warn_once(trace
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", broken)
     with pytest.warns(
         RuntimeWarning, match="LlamaDecoderLayer, LlamaRMSNorm can't be compiled and run eagerly"
-    ) as told:
+    ) as warned:
         assert complete(tmp_path, asked, compile=True) == (False, expected)
-    assert len([w for w in told if "can't be compiled" in str(w.message)]) == 1
+    assert len([w for w in warned if "can't be compiled" in str(w.message)]) == 1
 
 
 def test_compiled_layers_after_an_error_of_a_step_stay_compiled(traced, tmp_path, monkeypatch):

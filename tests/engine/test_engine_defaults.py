@@ -137,11 +137,11 @@ OTHERS = {"no_repeat_ngram_size": 3, "suppress_tokens": [4], "num_beams": 4, "mi
 
 def test_unsupported_settings_that_change_tokens_warn_once(folder, network, write):
     write(**OTHERS, do_sample=True, bad_words_ids=[[1, 2]], eos_token_id=0)
-    with pytest.warns(UserWarning, match="settings that Quire does not have") as told:
+    with pytest.warns(UserWarning, match="settings that Quire does not have") as warned:
         read(folder, network)
-    assert len(told) == 1
+    assert len(warned) == 1
     for name, value in {**OTHERS, "bad_words_ids": [[1, 2]]}.items():
-        assert f"{name} = {value!r}" in str(told[0].message)
+        assert f"{name} = {value!r}" in str(warned[0].message)
 
 
 def test_unsupported_settings_that_change_nothing_do_not_warn(folder, network, write):
@@ -157,7 +157,7 @@ def test_unsupported_settings_that_change_nothing_do_not_warn(folder, network, w
 
 
 def test_renamed_settings_have_names_of_transformers():
-    """What it renames would be neither taken nor told."""
+    """What it renames would be neither taken nor reported."""
     assert set(generation._OURS) <= set(GenerationConfig().to_dict())
 
 

@@ -41,17 +41,17 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_llm_call_in_a_forked_process_raises_and_the_parent_goes_on(llm, call):
-    told = in_child(lambda: call(llm))
-    assert told.startswith(MADE_BEFORE)
-    assert "Start processes by spawn or forkserver" in told
+    error = in_child(lambda: call(llm))
+    assert error.startswith(MADE_BEFORE)
+    assert "Start processes by spawn or forkserver" in error
     assert in_child(lambda: in_child(lambda: call(llm))).startswith(MADE_BEFORE)
     assert len(llm.generate("import os\n", PARAMS)[0].token_ids) == 5
 
 
 def test_until_done_in_a_forked_process_raises(llm):
     """As `generate` would whose on_update forks the process."""
-    told = in_child(lambda: next(llm._worker.until_done(queue.SimpleQueue(), 1)))
-    assert told.startswith(MADE_BEFORE)
+    error = in_child(lambda: next(llm._worker.until_done(queue.SimpleQueue(), 1)))
+    assert error.startswith(MADE_BEFORE)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -66,12 +66,12 @@ def test_generate_after_the_engine_thread_ended_raises(monkeypatch):
 
 
 def test_llm_made_in_a_forked_process_is_refused(llm):
-    told = in_child(lambda: LLM(num_pages=50).generate("import os\n", PARAMS))
+    error = in_child(lambda: LLM(num_pages=50).generate("import os\n", PARAMS))
     if torch.get_num_threads() > 1 and sys.platform == "linux":
-        assert told.startswith("RuntimeError: an LLM was made before this process was forked")
+        assert error.startswith("RuntimeError: an LLM was made before this process was forked")
     else:
-        assert told.startswith("RuntimeError: attention on the CPU was computed before this process was forked")
-    assert "spawn or forkserver" in told
+        assert error.startswith("RuntimeError: attention on the CPU was computed before this process was forked")
+    assert "spawn or forkserver" in error
 
 
 def test_close_in_a_forked_process_leaves_the_parent_running(llm):

@@ -284,12 +284,12 @@ def test_model_that_cannot_be_captured_warns_once_and_runs(folders):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Model, "logits", waiting)
-        with pytest.warns(RuntimeWarning, match="without CUDA graphs, since the model cannot be captured") as told:
+        with pytest.warns(RuntimeWarning, match="without CUDA graphs, since the model cannot be captured") as warned:
             llm = LLM(folders["llama"], device="cuda", num_pages=100)
         with llm:
             assert llm._engine.runner.step_graphs is None
             done = llm.generate(prompts, greedy)
-    assert len([w for w in told if "CUDA graphs" in str(w.message)]) == 1
+    assert len([w for w in warned if "CUDA graphs" in str(w.message)]) == 1
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
     assert 0 <= float(torch.rand((), device="cuda")) < 1, "torch still has random numbers"
 

@@ -69,9 +69,10 @@ def run(engine, params, cancelled=()):
     assert log[-1].number >= state.steps
     assert pages_add_up(SimpleNamespace(_engine=engine))
     for request, parts in zip(requests, updates, strict=True):
-        told = [t for part in parts for t in part.token_ids]
-        assert told == request.output[: len(told)]
-        assert len(told) == len(request.output) or "no such token" in request.error  # of the token that was added last
+        reported = [t for part in parts for t in part.token_ids]
+        assert reported == request.output[: len(reported)]
+        # The error is that of the token that was added last.
+        assert len(reported) == len(request.output) or "no such token" in request.error
         assert "".join(part.text for part in parts) == request.text
         assert [part.finish_reason is None for part in parts] == [True] * (len(parts) - 1) + [False]
     return requests, updates

@@ -54,7 +54,7 @@ class CompiledLayers:
         forwards = {type(layer): _handing_over(type(layer).forward) for layer in self.layers}
         forwards |= {type(norm): type(norm).forward for norm in (*self._norms, *self._first.values())}
         self._compiled = {
-            kind: torch.compile(_own(forward), fullgraph=True, dynamic=True, backend=backend)
+            kind: torch.compile(_with_own_code(forward), fullgraph=True, dynamic=True, backend=backend)
             for kind, forward in forwards.items()
         }
 
@@ -70,7 +70,7 @@ class CompiledLayers:
             for norm in self._norms:
                 norm.forward = partial(self._run_norm, norm)
             for norm in self._first.values():
-                norm.forward = MethodType(_given, norm)
+                norm.forward = MethodType(_precomputed, norm)
 
     def _run_layer(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         normed = self._run_norm(self._first[layer], args[0]) if layer in self._first else None
@@ -110,13 +110,13 @@ def _handing_over(forward: Any) -> Any:
     return run
 
 
-def _given(norm: Any, x: Tensor) -> Tensor:
+def _precomputed(norm: Any, x: Tensor) -> Tensor:
     """The `forward` of a norm that has been computed: see `_handing_over`."""
     normed: Tensor = norm.quire_normed
     return normed
 
 
-def _own(function: Any) -> Any:
+def _with_own_code(function: Any) -> Any:
     """A copy of a function with a code object of its own. torch.compile keeps and counts what it has compiled by code
     objects, which models of one class would share otherwise.
     """

@@ -60,13 +60,13 @@ class ReplacedExperts:
         from transformers.integrations.moe import ExpertsInterface
 
         ExpertsInterface.register(NAME, experts_forward)
-        self._network, self._own = network, network.get_experts_implementation()
+        self._network, self._implementation = network, network.get_experts_implementation()
         self.enable(True)
 
     def enable(self, on: bool) -> None:
         """Compute the experts by `experts_forward`, or by Transformers' own function."""
         self.on = on
-        self._network.set_experts_implementation(NAME if on else self._own)
+        self._network.set_experts_implementation(NAME if on else self._implementation)
 
 
 def can_replace(network: Any) -> bool:

@@ -18,8 +18,8 @@ from quire.engine.request import Request, Update
 # A method of the engine, and the requests to call it with.
 _Command = tuple[Callable[[Request], None], Sequence[Request]]
 
-# Seconds without an update after which a waiting thread looks whether the engine's thread has ended.
-_LOOK = 1.0
+# Time without an update after which a waiting thread looks whether the engine's thread has ended.
+_POLL_SECONDS = 1.0
 _REMEDY = "Start processes by spawn or forkserver, or fork before the first LLM is made, and make one in each process"
 # The process that made the last worker: this one, or one that it was forked from.
 _made_in: int | None = None
@@ -79,7 +79,7 @@ class Worker:
         while count:
             ended = not self.thread.is_alive()
             try:
-                update = updates.get(timeout=0 if ended else _LOOK)
+                update = updates.get(timeout=0 if ended else _POLL_SECONDS)
             except queue.Empty:
                 if ended:
                     raise self._error() from None
