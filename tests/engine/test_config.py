@@ -30,6 +30,7 @@ VALUES = {
     "trust_remote_code": (True, ["--trust-remote-code"]),
     "compile": (False, ["--compile", "false"]),
     "load_format": ("dummy", ["--load-format", "dummy"]),
+    "dequantize": (True, ["--dequantize", "true"]),
     "cuda_graphs": (False, ["--no-cuda-graphs"]),
     "gpu_memory_utilization": (0.5, ["--gpu-memory-utilization", "0.5"]),
     "kv_cache_dtype": ("fp8", ["--kv-cache-dtype", "fp8"]),

@@ -114,7 +114,13 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def load_network(
-    folder: Path, config: Any, device: torch.device, dtype: torch.dtype | None, dummy: bool, trust_remote_code: bool
+    folder: Path,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    dummy: bool,
+    trust_remote_code: bool,
+    dequantize: bool = True,
 ) -> Any:
     """Transformers' model of a checkpoint, with Quire's attention function. Its weights are pages of the mapped files,
     in the memory of the host; those of `dummy` models are random, and on the device.
@@ -126,6 +132,7 @@ def load_network(
         dtype: of the weights; None: float32 on the CPU, the checkpoint's dtype on other devices.
         dummy: whether to make random weights instead of reading them.
         trust_remote_code: as for `read_config`.
+        dequantize: whether quantized weights become weights of the dtype; else they are on the device as they are.
 
     Raises:
         FileNotFoundError: a file of the weights is missing.
@@ -137,6 +144,8 @@ def load_network(
     kind = auto_class(config)
     if dtype is None and device.type == "cpu":
         dtype = torch.float32
+    if not dequantize and getattr(config, "quantization_config", None) is not None:
+        config.quantization_config["device"] = device
     if dummy:
         dtype = dtype or config.dtype or torch.float32
         with _reading(str(folder), trust_remote_code), torch.device(device):

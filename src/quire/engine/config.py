@@ -57,6 +57,8 @@ class EngineConfig:
         compile: whether torch.compile compiles the model's decoder layers; "auto": on a GPU. A model that it cannot
             compile runs as Transformers has it, and a RuntimeWarning says why.
         load_format: "dummy" makes random weights instead of reading them, so that the folder needs only a config.json.
+        dequantize: whether quantized weights are dequantized to dtype when they are loaded; "auto": on the CPU, where
+            products with weights that stay quantized are slow.
         cuda_graphs: on a GPU, capture CUDA graphs of steps before the first request. A model that cannot be captured
             runs without them, after a warning that says why.
         gpu_memory_utilization: the part of a GPU's memory, above 0 and at most 1, that weights, cache and everything
@@ -94,6 +96,12 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = _option(
         "auto", "dummy: random weights, for a folder with nothing but a config.json", choices=LOAD_FORMATS
     )
+    dequantize: bool | Literal["auto"] = _option(
+        "auto",
+        "turn quantized weights into weights of dtype when they are loaded; auto: on the CPU",
+        type=_switch,
+        metavar="{auto,true,false}",
+    )
     cuda_graphs: bool = _option(True, "do not capture CUDA graphs of steps on a GPU")
     gpu_memory_utilization: float = _option(0.9, "the part of a GPU's memory that may be taken", metavar="PART")
     kv_cache_dtype: str = _option("auto", "fp8 or fp8_e5m2: a cache of 8 bits", choices=KV_CACHE_DTYPES)
@@ -111,8 +119,10 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             value = self.gpu_memory_utilization
             raise ValueError(f"gpu_memory_utilization = {value!r}: it must be above 0, and 1 at most")
-        if self.compile not in (True, False, "auto"):
-            raise ValueError(f"compile = {self.compile!r}: it must be True, False or 'auto'")
+        for name in ("compile", "dequantize"):
+            value = getattr(self, name)
+            if value not in (True, False, "auto"):
+                raise ValueError(f"{name} = {value!r}: it must be True, False or 'auto'")
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format = {self.load_format!r}: it must be 'auto' or 'dummy'")
         self._check_cache()

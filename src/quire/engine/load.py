@@ -72,8 +72,8 @@ def load_model(source: str | Path, device: torch.device, config: EngineConfig | 
         source: the folder of a Hugging Face checkpoint, with config.json, *.safetensors, and the tokenizer's files for
             text; or its name on the hub.
         device: of weights and cache, in place of that of the configuration.
-        config: of which revision, dtype, max_model_len, compile, load_format, trust_remote_code and batch_invariant are
-            read.
+        config: of which revision, dtype, max_model_len, compile, load_format, dequantize, trust_remote_code and
+            batch_invariant are read.
 
     Raises:
         FileNotFoundError: the checkpoint, its config.json or its weights are missing.
@@ -90,11 +90,12 @@ def load_model(source: str | Path, device: torch.device, config: EngineConfig | 
     if not dummy:
         download_weights(source, folder)
         check_weights(folder)
-    network = load_network(folder, description, device, dtype, dummy, trusted)
+    on_gpu = device.type == "cuda"
+    dequantize = not on_gpu if config.dequantize == "auto" else config.dequantize
+    network = load_network(folder, description, device, dtype, dummy, trusted, dequantize=dequantize)
     network = _moved(network, device).eval().requires_grad_(False)
     model = Model(folder, network, load_tokenizer(folder, trusted), config.max_model_len)
-    on_gpu = device.type == "cuda"
-    if on_gpu and moe.can_replace(network):
+    if (on_gpu or not dequantize) and moe.can_replace(network):
         model.replacements.append(moe.ReplacedExperts(network))
     attentions = _find_layers(model)
     if on_gpu if config.compile == "auto" else config.compile:

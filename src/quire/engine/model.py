@@ -66,7 +66,9 @@ class Model:
         self.tokenizer = tokenizer
         self.config = network.config.get_text_config()
         self.device: torch.device = next(network.parameters()).device
-        self.dtype: torch.dtype = network.dtype
+        # Codes of quantized weights have 8 bits.
+        params = network.parameters()
+        self.dtype: torch.dtype = next(p.dtype for p in params if p.is_floating_point() and p.itemsize > 1)
         self.context = self._find_context(max_model_len)
         self.vocab_size: int = self.config.vocab_size
         self.default_params, end_ids = read_generation_config(folder, network)

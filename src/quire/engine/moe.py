@@ -11,7 +11,11 @@ from torch import Tensor
 from quire.definition.spec import FLOATS
 from quire.engine.hf_attention import NAME
 from quire.engine.transformers_internals import apply_gate
+from quire.engine.weights.modules import QuantizedWeight
 from quire.steps import group_by_expert, grouped_gemm
+
+# The names of the experts' weights.
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -31,7 +35,11 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
     def project(name: str, x: Tensor, order: Tensor | None) -> Tensor:
         weight = getattr(module, name)
-        y = grouped_gemm(x.to(weight.dtype), order, ends, weight, module.is_transposed)
+        x = x.to(weight.dtype)
+        if isinstance(weight, QuantizedWeight):
+            y = weight.of_experts(x, order, ends)
+        else:
+            y = grouped_gemm(x, order, ends, weight, module.is_transposed)
         return y + getattr(module, f"{name}_bias")[sorted_experts] if module.has_bias else y
 
     sorted_experts = chosen[order] if module.has_bias else None
@@ -46,14 +54,20 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 def expert_modules(network: Any) -> list[Any]:
     """The modules whose experts are computed by a function of Transformers' interface."""
-    return [m for m in network.modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")]
+    return [m for m in network.modules() if is_experts(m)]
+
+
+def is_experts(module: Any) -> bool:
+    """Whether a function of Transformers' interface computes the experts of a module."""
+    return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
 class ReplacedExperts:
     """Experts of a network that `experts_forward` computes.
 
     Args:
-        network: Transformers' model, whose experts `can_replace`.
+        network: Transformers' model, whose experts `can_replace`. Quantized experts, which Transformers' own function
+            cannot compute, are always computed by `experts_forward`.
     """
 
     def __init__(self, network: Any) -> None:
@@ -61,6 +75,8 @@ class ReplacedExperts:
 
         ExpertsInterface.register(NAME, experts_forward)
         self._network, self._implementation = network, network.get_experts_implementation()
+        if any(isinstance(module.down_proj, QuantizedWeight) for module in expert_modules(network)):
+            self._implementation = NAME
         self.enable(True)
 
     def enable(self, on: bool) -> None:
@@ -70,6 +86,11 @@ class ReplacedExperts:
 
 
 def can_replace(network: Any) -> bool:
-    """Whether a network has experts, and all have weights of 16 or 32 bits."""
+    """Whether a network has experts, and all have weights of 16 or 32 bits, or that are quantized."""
     weights = [m.down_proj for m in expert_modules(network)]
-    return bool(weights) and all(isinstance(w, Tensor) and w.ndim == 3 and w.dtype in FLOATS for w in weights)
+
+    def can_multiply(weight: Any) -> bool:
+        is_dense = isinstance(weight, Tensor) and weight.ndim == 3 and weight.dtype in FLOATS
+        return is_dense or isinstance(weight, QuantizedWeight)
+
+    return bool(weights) and all(map(can_multiply, weights))

@@ -4,13 +4,15 @@ products of a single token by a kernel of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quire.engine.weights.modules import QuantizedLinear, RowsOf, can_join, joined
 from quire.steps import product
 
 
@@ -34,18 +36,28 @@ class Merged:
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self.linears = linears
+        self._kind = type(linears[0])
         self.sizes = [linear.out_features for linear in linears]
-        self.weight = self._join([linear.weight for linear in linears])
+        self.weight, weights = self._join_weights()
         self.bias = None if linears[0].bias is None else self._join([linear.bias for linear in linears])
-        weights = self.weight.split(self.sizes)
         biases = [None] * len(linears) if self.bias is None else self.bias.split(self.sizes)
         for index, (linear, weight, bias) in enumerate(zip(linears, weights, biases, strict=True)):
-            linear.weight = nn.Parameter(weight, requires_grad=False)
+            linear.weight = weight
             linear.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
             linear.__dict__.update(quire_merged=self, quire_place=index)
         self.input: Tensor | None = None
         self.outputs: tuple[Tensor, ...] = ()
         self.enable(True)
+
+    def _join_weights(self) -> tuple[Any, list[Any]]:
+        """The weight of all layers, and that of each one, which is a part of it."""
+        parts: list[Any] = [linear.weight for linear in self.linears]
+        if self._kind is nn.Linear:
+            weight = self._join(parts)
+            return weight, [nn.Parameter(part, requires_grad=False) for part in weight.split(self.sizes)]
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        whole = joined(parts)
+        return whole, [RowsOf(whole, start, size) for start, size in zip(starts, self.sizes, strict=True)]
 
     @staticmethod
     def _join(parts: list[Tensor]) -> nn.Parameter:
@@ -57,7 +69,13 @@ class Merged:
         self.on = on
         self.input, self.outputs = None, ()
         for linear in self.linears:
-            linear.__class__ = _Part if on else nn.Linear
+            linear.__class__ = _Part if on else self._kind
+
+
+def _product(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """The product with a weight, or with a quantized one."""
+    output: Tensor = weight(x, bias) if isinstance(weight, nn.Module) else product(x, weight, bias)
+    return output
 
 
 class _Part(nn.Linear):
@@ -70,9 +88,9 @@ class _Part(nn.Linear):
         merged, place = self.quire_merged, self.quire_place
         if place == 0:
             merged.input = input
-            merged.outputs = product(input, merged.weight, merged.bias).split(merged.sizes, dim=-1)
+            merged.outputs = _product(input, merged.weight, merged.bias).split(merged.sizes, dim=-1)
         elif input is not merged.input:
-            return product(input, self.weight, self.bias)
+            return _product(input, self.weight, self.bias)
         output = merged.outputs[place]
         if place == len(merged.sizes) - 1:
             merged.input, merged.outputs = None, ()
@@ -96,7 +114,7 @@ def recorded(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
 
     for parent in network.modules():
         for child in parent.children():
-            if type(child) is nn.Linear:
+            if type(child) in (nn.Linear, QuantizedLinear):
                 hooks.append(child.register_forward_pre_hook(partial(record, parent)))
     found: list[list[nn.Linear]] = []
     try:
@@ -107,10 +125,22 @@ def recorded(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
     groups: dict[tuple[object, ...], list[nn.Linear]] = {}
     counts: dict[nn.Linear, int] = {}
     for parent, linear, tensor in calls:
-        kind = (linear.weight.dtype, linear.weight.device, linear.bias is None)
+        kind = (*_kind(linear), linear.bias is None)
         groups.setdefault((parent, id(tensor), *kind), []).append(linear)
         counts[linear] = counts.get(linear, 0) + 1
-    found += [group for group in groups.values() if len(group) > 1 and all(counts[linear] == 1 for linear in group)]
+    found += [group for group in groups.values() if _can_merge(group) and all(counts[linear] == 1 for linear in group)]
+
+
+def _kind(linear: nn.Linear) -> tuple[Hashable, ...]:
+    """What layers must have in common to be merged."""
+    if isinstance(linear, QuantizedLinear):
+        return (linear.weight.join_key,)
+    return linear.weight.dtype, linear.weight.device
+
+
+def _can_merge(group: list[nn.Linear]) -> bool:
+    quantized = [linear.weight for linear in group if isinstance(linear, QuantizedLinear)]
+    return len(group) > 1 and (not quantized or can_join(quantized))
 
 
 def merge(groups: Iterable[list[nn.Linear]]) -> list[Merged]:

@@ -22,6 +22,13 @@ MIDDLE = 8
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+def multiplies_codes(kind: str, block: tuple[int, int], columns: int) -> bool:
+    """Whether there are kernels for codes of a kind, in blocks of so many rows and columns, of a weight with so many
+    columns.
+    """
+    return block[1] >= columns or block[1] % BLOCK == 0 or (kind in PACKED and block[1] in (32, 64))
+
+
 def pack_words(codes: Tensor) -> Tensor:
     """Codes of 4 bits as kernels read them.
 

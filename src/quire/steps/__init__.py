@@ -1,11 +1,13 @@
 """Code that the engine and serving backends share: tables of a step, writes to the cache, plans, buffers of graphs,
-products of single tokens and of experts, the choice of experts, and the likeliest tokens of logits.
+products of single tokens, of experts and with quantized weights, the choice of experts, and the likeliest tokens of
+logits.
 
 A scheduler knows each request's length, its number of new tokens and its pages. `StepTables` turns that into the
 tensors that operations read, `store` writes the keys and values of the new tokens, and `plan` plans a wrapper. Scale,
 window, soft cap and sinks are arguments of each run, so all layers with equal `Heads` share one plan.
 """
 
+from quire.kernels.code_product import code_product, grouped_code_product, multiplies_codes, pack_words
 from quire.kernels.grouped_gemm import group_by_expert, grouped_gemm
 from quire.kernels.sampling import greedy_rows
 from quire.kernels.topk import topk
@@ -21,11 +23,15 @@ __all__ = [
     "Heads",
     "Layer",
     "StepTables",
+    "code_product",
     "fp8_dtype",
     "greedy_rows",
     "group_by_expert",
+    "grouped_code_product",
     "grouped_gemm",
+    "multiplies_codes",
     "pack_mask",
+    "pack_words",
     "plan",
     "prefix_window_mask",
     "product",

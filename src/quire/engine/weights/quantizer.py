@@ -3,52 +3,91 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.core_model_loading import ConversionOps
+from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from quire.engine import moe
 from quire.engine.weights.format import Format
+from quire.engine.weights.layouts import Matrix
+from quire.engine.weights.modules import (
+    QuantizedWeight,
+    can_join,
+    can_multiply,
+    can_stack,
+    joined,
+    replace_parameters,
+    stacked,
+)
 
 _NAME = "quire"
+# Operations that merge the experts of checkpoints to parameters [experts, out_features, in_features].
+_MERGE, _JOIN = (MergeModulelist, 0), (Concatenate, 1)
 
 
-def settings(format: Format) -> dict[str, Any]:
-    """The `quantization_config` with which Transformers loads a checkpoint of a format by `Quantizer`."""
-    return {"quant_method": _NAME, "format": format}
+def settings(format: Format, device: torch.device | None = None) -> dict[str, Any]:
+    """The `quantization_config` with which Transformers loads a checkpoint of a format by `Quantizer`.
+
+    Args:
+        format: of the weights.
+        device: where weights are kept quantized; None: they are dequantized.
+    """
+    return {"quant_method": _NAME, "format": format, "device": device}
 
 
 @register_quantization_config(_NAME)
 class QuantizerConfig(QuantizationConfigMixin):
     """What a `Quantizer` is made of."""
 
-    def __init__(self, format: Format, quant_method: str = _NAME) -> None:
-        self.format, self.quant_method = format, quant_method
+    def __init__(self, format: Format, device: torch.device | None = None, quant_method: str = _NAME) -> None:
+        self.format, self.device, self.quant_method = format, device, quant_method
 
 
 @register_quantizer(_NAME)
 class Quantizer(HfQuantizer):
-    """Loads weights of a format dequantized to the model's dtype."""
+    """Loads weights of a format: those of linear layers and experts as they are, if there is a device to keep them on,
+    and all others dequantized to the model's dtype.
+    """
 
     requires_calibration = True
 
     def __init__(self, quantization_config: QuantizerConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self.format = quantization_config.format
+        self.format, self.device = quantization_config.format, quantization_config.device
         self.serialized_names = {param: list(names) for param, names in self.format.names.items()}
+        # Why weights that should be kept are dequantized, by their names.
+        self.dequantized: dict[str, str] = {}
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         """The operation that makes a parameter of the tensors that a checkpoint has for it."""
         return {"deserialize": ReadWeight, "dequantize": ReadWeight}
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """The conversions of a model's weights. Where several are merged, `ReadWeight` does it, which can merge
+        weights that stay quantized.
+        """
+        updated = super().update_weight_conversions(weight_conversions, model)
+        for conversion in updated:
+            operations = getattr(conversion, "operations", [])
+            if operations and isinstance(operations[0], ReadWeight):
+                conversion.operations = [ReadWeight(self, operations[1:])]
+        return updated
+
     def postprocess_model(self, model: Any, **options: Any) -> None:
         """Remove what says that the model is quantized, since no other code has to treat it so."""
         self.remove_quantization_config(model)
+        replace_parameters(model)
+        if self.dequantized:
+            name, why = next(iter(self.dequantized.items()))
+            more = f" (and {len(self.dequantized) - 1} more)" if len(self.dequantized) > 1 else ""
+            what = f"{name}{more} is dequantized to {_name_of(model.dtype)}: {why}"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     def is_serializable(self) -> bool:
         """Models are not saved."""
@@ -60,18 +99,26 @@ class Quantizer(HfQuantizer):
         return False
 
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
-        size, dtype = sum(x.numel() * x.element_size() for x in model.parameters()), str(model.dtype)
-        what = f"{self.format.method} weights are dequantized to {dtype.removeprefix('torch.')}"
-        warnings.warn(f"{what}: {size / 1e9:.1f} GB of memory", RuntimeWarning, stacklevel=2)
+        if self.device is None:
+            size = sum(x.numel() * x.element_size() for x in model.parameters())
+            what = f"{self.format.method} weights are dequantized to {_name_of(model.dtype)}"
+            warnings.warn(f"{what}: {size / 1e9:.1f} GB of memory", RuntimeWarning, stacklevel=2)
 
 
 class ReadWeight(ConversionOps):
-    """Makes a parameter of the tensors that a checkpoint has for it or, before operations that merge several such
-    parameters, each of these.
+    """Makes a parameter of the tensors that a checkpoint has for it or, where several such parameters are merged, for
+    each of these.
+
+    Args:
+        hf_quantizer: what says how.
+        merging: the operations that merge parameters.
     """
 
-    def __init__(self, hf_quantizer: Quantizer) -> None:
-        self.hf_quantizer = hf_quantizer
+    def __init__(self, hf_quantizer: Quantizer, merging: Sequence[ConversionOps] = ()) -> None:
+        self.hf_quantizer, self.merging = hf_quantizer, list(merging)
+
+    def __deepcopy__(self, memo: Any) -> ReadWeight:
+        return self
 
     @torch.no_grad()
     def convert(
@@ -85,30 +132,117 @@ class ReadWeight(ConversionOps):
             full_layer_name: the name of the parameter of the model.
             model: the model.
         """
-        format, dtype = self.hf_quantizer.format, model.get_parameter_or_buffer(full_layer_name).dtype
-        params = {name: param for param, names in format.names.items() for name in names}
+        dtype = model.get_parameter_or_buffer(full_layer_name).dtype
+        if self.merging:
+            sources = options["source_patterns"]
+            input_dict = {name: input_dict[name] for name in sorted(input_dict, key=sources.index)}
+        weights = self._read(input_dict, f"{full_layer_name.rpartition('.')[0]}.", dtype)
+        device = self.hf_quantizer.device
+        if device is not None and any(isinstance(w, Matrix) for parts in weights.values() for w in parts):
+            found = keep(list(weights.values()), full_layer_name, model, self.merging)
+            if isinstance(found, nn.Parameter):
+                return {self._target(weights, options): found}
+            self.hf_quantizer.dequantized[full_layer_name] = found
+        result: dict[str, Any] = {}
+        for target, parts in weights.items():
+            dense = [_dequantized(w, dtype) if isinstance(w, Matrix) else w for w in parts]
+            result[target] = dense if len(dense) > 1 else dense[0]
+        for operation in self.merging:
+            result = operation.convert(result, *args, full_layer_name=full_layer_name, model=model, **options)
+        return result
+
+    def _target(self, weights: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+        """The pattern of the name of what weights become."""
+        targets: Sequence[str] = options["target_patterns"]
+        return targets[0] if self.merging else next(iter(weights))
+
+    def _read(self, input_dict: dict[str, Any], prefix: str, dtype: torch.dtype) -> dict[str, list[Matrix | Tensor]]:
+        """The weights that are merged, by patterns of names, in the order of these."""
+        params = {name: param for param, names in self.hf_quantizer.format.names.items() for name in names}
         groups: dict[str, dict[str, list[Tensor]]] = {}
         for pattern, tensors in input_dict.items():
             stem, dot, name = pattern.rpartition(".")
             target = f"{stem}{dot}{params[name]}"
             groups.setdefault(target, {})[name] = tensors if isinstance(tensors, list) else [tensors]
-        prefix = f"{full_layer_name.rpartition('.')[0]}."
-        result: dict[str, Any] = {}
+        result: dict[str, list[Matrix | Tensor]] = {}
         for target, lists in groups.items():
             counts = {name: len(tensors) for name, tensors in lists.items()}
             if len(set(counts.values())) > 1:
                 raise ValueError(f"the numbers of tensors differ: {counts}")
             each = [dict(zip(lists, tensors, strict=True)) for tensors in zip(*lists.values(), strict=True)]
-            weights = [_read(format, tensors, prefix, dtype) for tensors in each]
-            result[target] = weights if len(weights) > 1 else weights[0]
+            result[target] = [self._read_one(tensors, prefix, dtype) for tensors in each]
         return result
 
+    def _read_one(self, tensors: Mapping[str, Tensor], prefix: str, dtype: torch.dtype) -> Matrix | Tensor:
+        """A weight, which is quantized or not. The format has checks for all that is not a plain weight."""
+        (name, tensor), *others = tensors.items()
+        format, device = self.hf_quantizer.format, self.hf_quantizer.device
+        if not others and name in format.names and tensor.dtype.is_floating_point and tensor.element_size() > 1:
+            return tensor.to(dtype)
+        if device is not None:
+            tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        return format.matrix(tensors, prefix)
 
-def _read(format: Format, tensors: Mapping[str, Tensor], prefix: str, dtype: torch.dtype) -> Tensor:
-    """A weight that is quantized or not, in dtype. The format has checks for all that is not a plain weight."""
-    (name, tensor), *others = tensors.items()
-    if not others and name in format.names and tensor.dtype.is_floating_point and tensor.element_size() > 1:
-        return tensor.to(dtype)
-    weight = format.matrix(tensors, prefix).dequantized(dtype)
+
+def keep(
+    weights: Sequence[Sequence[Matrix | Tensor]], name: str, model: nn.Module, merging: Sequence[ConversionOps]
+) -> nn.Parameter | str:
+    """A parameter that `replace_parameters` replaces by a quantized weight, or else why it can't stay quantized.
+
+    Args:
+        weights: what is merged to the parameter: lists of the weights of all experts, or one list of one weight.
+        name: of the parameter.
+        model: whose parameter it is.
+        merging: the operations that merge it.
+    """
+    parent, _, last = name.rpartition(".")
+    module, param = model.get_submodule(parent), model.get_parameter(name)
+    matrices = [w for parts in weights for w in parts if isinstance(w, Matrix)]
+    if len(matrices) < sum(map(len, weights)):
+        return "some of the tensors that are merged to it are not quantized"
+    if not all(map(can_multiply, matrices)):
+        return f"there is no kernel for {matrices[0].kind} in blocks of {matrices[0].block}"
+    is_linear = last == "weight" and type(module).forward is nn.Linear.forward
+    if not is_linear and not (moe.is_experts(module) and last in moe.PROJECTIONS):
+        return f"it is not a weight of a linear layer or of experts, but of {type(module).__name__}"
+    parts = [[QuantizedWeight.of(w, param.dtype) for w in each if isinstance(w, Matrix)] for each in weights]
+    weight = _merged(parts, [(type(operation), getattr(operation, "dim", None)) for operation in merging])
+    if weight is None:
+        return "the tensors that are merged to it can't be merged as they are stored"
+    shape = (*weight.codes.shape[:1], weight.rows, weight.columns) if not is_linear else (weight.rows, weight.columns)
+    placeholder = torch.empty(shape, dtype=param.dtype, device="meta")
+    if getattr(module, "is_transposed", False):
+        placeholder = placeholder.mT
+    kept = nn.Parameter(placeholder, requires_grad=False)
+    kept.quire_weight = weight  # type: ignore[attr-defined]
+    return kept
+
+
+def _merged(parts: Sequence[Sequence[QuantizedWeight]], merging: list[Any]) -> QuantizedWeight | None:
+    """The weight that operations merge of others; None if these can't be merged without dequantizing them.
+
+    Args:
+        parts: lists of the weights of all experts, or of one weight.
+        merging: the classes of the operations, and their dimensions.
+    """
+    if merging[:1] == [_MERGE]:
+        merging = merging[1:]
+        if not all(map(can_stack, parts)):
+            return None
+        whole = [stacked(each) for each in parts]
+        last = [_JOIN]
+    else:
+        whole, last = [each[0] for each in parts], [(Concatenate, 0)]
+    if not merging:
+        return whole[0] if len(whole) == 1 else None
+    return joined(whole) if merging == last and can_join(whole) else None
+
+
+def _dequantized(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    weight = matrix.dequantized(dtype)
     # Transformers has the weights of GPT-OSS's experts transposed.
     return weight.mT.contiguous() if weight.ndim == 3 else weight
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,179 @@
+"""Modules whose weights stay quantized: linear layers, and the experts of mixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.engine.weights.layouts import Matrix
+from quire.steps import code_product, grouped_code_product, multiplies_codes, pack_words
+
+# Tiles of a product that several programs may share.
+_TILES = 1 << 14
+# The largest exponent of a scale of MXFP4 that kernels decode, of 2, plus 127.
+_LARGEST_EXPONENT = 128
+
+
+class QuantizedWeight(nn.Module):
+    """A weight as the kernels of `code_product` take it, in place of a parameter.
+
+    Args:
+        tensors: `codes`, `scale` and, where there are some, `zero` and `order`, on the device of the products.
+        kind, block: of the codes, as `Matrix` has them.
+        columns: the input features.
+        dtype: of what it is multiplied by, and of the results.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    order: Tensor | None
+    arrivals: Tensor | None
+
+    def __init__(
+        self, tensors: dict[str, Tensor | None], kind: str, block: tuple[int, int], columns: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        for name in ("codes", "scale", "zero", "order"):
+            tensor = tensors.get(name)
+            # torch.compile takes the shape of a Parameter as constant.
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+        self.register_parameter("arrivals", _arrivals(self.codes.device))
+        self.kind, self.block, self.columns, self.dtype = kind, block, columns, dtype
+
+    @classmethod
+    def of(cls, matrix: Matrix, dtype: torch.dtype) -> QuantizedWeight:
+        """The weight of a matrix that `can_multiply`."""
+        codes, scale, zero, block = matrix.codes, matrix.scale, matrix.zero, matrix.block
+        rows, columns = codes.shape[-2:]
+        if matrix.kind == "mxfp4":
+            scale = scale.view(torch.uint8)
+        elif matrix.kind == "fp8":
+            scale = scale.float()
+        if block[0] >= rows > 1 and scale.shape[-2] == 1:
+            # A scale of the tensor becomes one of each row, so that weights with other scales can be joined to it.
+            scale, block = scale.expand(*scale.shape[:-2], rows, scale.shape[-1]), (1, block[1])
+        if matrix.kind in ("int4", "mxfp4"):
+            codes = pack_words(codes)
+        tensors = {"codes": codes.contiguous(), "scale": _arranged(scale, block), "order": matrix.order}
+        tensors["zero"] = None if zero is None else _arranged(zero, block)
+        return cls(tensors, matrix.kind, (block[0], min(block[1], columns)), columns, dtype)
+
+    @property
+    def rows(self) -> int:
+        """The output features."""
+        return self.codes.shape[-2]
+
+    @property
+    def join_key(self) -> Hashable:
+        """What weights must have in common to be stacked or joined."""
+        order = None if self.order is None else self.order.cpu().numpy().tobytes()
+        return self.kind, self.block, self.columns, self.dtype, self.codes.device, self.zero is None, order
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`torch.nn.functional.linear`: x [..., in_features], bias [out_features]; returns [..., out_features]."""
+        x = x if self.order is None else x.index_select(-1, self.order)
+        return code_product(x, self.codes, self.scale, self.zero, bias, self.arrivals, self.kind, *self.block)
+
+    def of_experts(self, x: Tensor, order: Tensor | None, ends: Tensor) -> Tensor:
+        """`grouped_gemm` with the weights of all experts; arguments are those of `grouped_code_product`."""
+        return grouped_code_product(
+            x, order, ends, self.codes, self.scale, self.zero, self.arrivals, self.kind, *self.block
+        )
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose weight is a `QuantizedWeight`."""
+
+    weight: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.weight(input, self.bias)
+        return output
+
+
+class RowsOf(nn.Module):
+    """Rows of a weight, whose products are computed with all of its rows.
+
+    Args:
+        weight: the whole weight.
+        start, size: the first row, and their number.
+    """
+
+    def __init__(self, weight: QuantizedWeight, start: int, size: int) -> None:
+        super().__init__()
+        self.whole, self.start, self.size, self.dtype = weight, start, size, weight.dtype
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As that of `QuantizedWeight`."""
+        output: Tensor = self.whole(x).narrow(-1, self.start, self.size)
+        return output if bias is None else output + bias
+
+
+def can_multiply(matrix: Matrix) -> bool:
+    """Whether kernels multiply by a matrix without dequantizing it."""
+    is_decoded = matrix.kind != "mxfp4" or bool((matrix.scale.view(torch.uint8) <= _LARGEST_EXPONENT).all())
+    return is_decoded and multiplies_codes(matrix.kind, matrix.block, matrix.codes.shape[-1])
+
+
+def can_join(weights: Sequence[QuantizedWeight]) -> bool:
+    """Whether weights can become rows of one weight, as `joined` makes it."""
+    whole_blocks = all(weight.rows % weight.block[0] == 0 for weight in weights[:-1])
+    return whole_blocks and len({weight.join_key for weight in weights}) == 1
+
+
+def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights one below another, which `can_join`."""
+    return _made_of(weights, lambda parts: torch.cat(parts, -2))
+
+
+def can_stack(weights: Sequence[QuantizedWeight]) -> bool:
+    """Whether weights can become those of the experts of a mixture, as `stacked` makes them."""
+    return weights[0].order is None and len({(weight.join_key, weight.rows) for weight in weights}) == 1
+
+
+def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of one expert each, which `can_stack`, as one weight of all."""
+    return _made_of(weights, torch.stack)
+
+
+def _made_of(weights: Sequence[QuantizedWeight], make: Any) -> QuantizedWeight:
+    first = weights[0]
+    tensors: dict[str, Tensor | None] = {"order": first.order, "codes": make([w.codes.detach() for w in weights])}
+    tensors["scale"] = _arranged(make([w.scale.detach() for w in weights]), first.block)
+    tensors["zero"] = None
+    zeros = [w.zero.detach() for w in weights if w.zero is not None]
+    if zeros:
+        tensors["zero"] = _arranged(make(zeros), first.block)
+    return QuantizedWeight(tensors, first.kind, first.block, first.columns, first.dtype)
+
+
+def _arranged(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """Scales or zero points [..., rows, groups] in the order in which kernels read them: those of neighbouring rows are
+    neighbours in memory, unless rows share them.
+    """
+    return values.contiguous() if block[0] > 1 else values.mT.contiguous().mT
+
+
+@lru_cache
+def _arrivals(device: torch.device) -> nn.Parameter | None:
+    """What the programs of a product count by. All products of a device share it, since they run one by one."""
+    if device.type == "cpu":
+        return None
+    return nn.Parameter(torch.zeros(_TILES, dtype=torch.int32, device=device), requires_grad=False)
+
+
+def replace_parameters(network: nn.Module) -> None:
+    """Put the `QuantizedWeight` that parameters of a network have as their attribute `quire_weight` in their place."""
+    for module in list(network.modules()):
+        for name, param in list(module.named_parameters(recurse=False)):
+            weight = getattr(param, "quire_weight", None)
+            if weight is not None:
+                delattr(module, name)
+                setattr(module, name, weight)
+                if isinstance(module, nn.Linear):
+                    module.__class__ = QuantizedLinear
