@@ -130,7 +130,7 @@ def test_direct_launch_on_another_version_warns_once(cuda, version, known, monke
         assert [triton_internals.has_direct_launch() for _ in range(3)] == [known] * 3
     triton_internals.has_direct_launch.cache_clear()
     assert len(caught) == (cuda is not None and not known)
-    assert all("Triton 3.6, not that of 3.60.0" in str(each.message) for each in caught)
+    assert all("Triton 3.6, not with 3.60.0" in str(each.message) for each in caught)
 
 
 def test_descriptors_of_a_kernel_are_those_of_triton(monkeypatch):

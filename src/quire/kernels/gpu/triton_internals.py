@@ -37,15 +37,15 @@ INTERPRETED = isinstance(_empty_kernel, InterpretedFunction)
 @lru_cache
 def has_direct_launch() -> bool:
     """Whether the function behind Triton's launch path is known, so that kernels are launched by address. Warns, once,
-    if it is that of another version.
+    if it is that of another version, with which no kernel has been run on a GPU.
     """
     if torch.version.cuda is None:
         return False
     if triton.__version__.startswith(f"{KNOWN_VERSION}."):
         return True
     warnings.warn(
-        f"quire knows the launch function of Triton {KNOWN_VERSION}, not that of {triton.__version__}: kernels are "
-        "launched by Triton's own path, which takes more time on the host",
+        f"Quire's kernels were run on GPUs with Triton {KNOWN_VERSION}, not with {triton.__version__}: `quire check`"
+        " compares them with the oracle. They are launched by Triton's own path, which takes more time on the host",
         stacklevel=2,
     )
     return False
