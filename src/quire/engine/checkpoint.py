@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from quire.distribution import pip_install
 from quire.engine.hf_attention import NAME, attention
 from quire.engine.multimodal import auto_class, is_multimodal, keep_language_model
-from quire.engine.transformers_internals import conversion_errors, without_load_report
+from quire.engine.transformers_internals import conversion_errors, reading_to, without_load_report
 from quire.engine.weights.registry import find_format
 
 _CAN_RUN = "only causal language models of text can be run"
@@ -122,8 +122,8 @@ def load_network(
     trust_remote_code: bool,
     dequantize: bool = True,
 ) -> Any:
-    """Transformers' model of a checkpoint, with Quire's attention function. Its weights are pages of the mapped files,
-    in the memory of the host; those of `dummy` models are random, and on the device.
+    """Transformers' model of a checkpoint, with Quire's attention function. Its weights are on the device; buffers that
+    are not in the checkpoint are on the CPU.
 
     Args:
         folder: the checkpoint.
@@ -155,7 +155,9 @@ def load_network(
         return _text_part(folder, network)
     headers = _read_headers(folder, config)
     _check_types(folder, config, headers)
-    with _reading(str(folder), trust_remote_code), _quiet():
+    # On the CPU, weights are pages of the mapped files, unless they are made of several tensors or cast.
+    direct = nullcontext() if device.type == "cpu" else reading_to(device)
+    with _reading(str(folder), trust_remote_code), _quiet(), direct:
         # Weights of other shapes are in the report, by which `_check_report` refuses them.
         network, report = kind.from_pretrained(
             folder,

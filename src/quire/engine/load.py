@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,6 @@ from quire.engine.runner import Runner
 from quire.engine.scales import Scales, read_scales
 from quire.engine.selfcheck import check_runner
 from quire.steps import fp8_dtype
-
-# Threads that copy weights to a device.
-_READERS = 8
 
 
 def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] = Runner) -> Engine:
@@ -93,7 +89,7 @@ def load_model(source: str | Path, device: torch.device, config: EngineConfig | 
     on_gpu = device.type == "cuda"
     dequantize = not on_gpu if config.dequantize == "auto" else config.dequantize
     network = load_network(folder, description, device, dtype, dummy, trusted, dequantize=dequantize)
-    network = _moved(network, device).eval().requires_grad_(False)
+    network = network.to(device).eval().requires_grad_(False)
     model = Model(folder, network, load_tokenizer(folder, trusted), config.max_model_len)
     if (on_gpu or not dequantize) and moe.can_replace(network):
         model.replacements.append(moe.ReplacedExperts(network))
@@ -104,20 +100,6 @@ def load_model(source: str | Path, device: torch.device, config: EngineConfig | 
         assert config.max_batched_tokens is not None
         model.pad_steps(config.max_batched_tokens)
     return model
-
-
-def _moved(network: Any, device: torch.device) -> Any:
-    """The network on a device. Its weights are pages of the mapped files until they are copied there, which several
-    threads do at once, since each waits for the pages that it touches.
-    """
-
-    def move(tensor: torch.Tensor) -> None:
-        tensor.data = tensor.data.to(device)
-
-    if device.type == "cuda":
-        with ThreadPoolExecutor(_READERS) as readers:
-            list(readers.map(move, network.parameters()))
-    return network.to(device)
 
 
 def _find_layers(model: Model) -> list[nn.Module]:

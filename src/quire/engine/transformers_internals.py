@@ -7,14 +7,20 @@ version, and fails on others until somebody has done so.
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 KNOWN_VERSIONS = ("5.17", "5.23")
+# Threads that copy tensors to a device. Each waits for the pages of a file that it touches.
+READERS = 8
+# Loads take turns, since they replace a function and a number of a module.
+_LOADING = threading.Lock()
 
 
 def calls_library_to_encode(tokenizer: Any) -> bool:
@@ -75,3 +81,24 @@ def conversion_errors(error: BaseException) -> dict[str, str]:
         if errors:
             return errors
     return {}
+
+
+@contextmanager
+def reading_to(device: torch.device) -> Iterator[None]:
+    """Let `from_pretrained`, called in this thread within the context, copy each tensor to a device when it is read, so
+    that tensors made of several others, or dequantized, are computed there. Transformers does so for a `device_map`,
+    which needs accelerate; without one it makes them in the memory of the host.
+    """
+    from transformers import core_model_loading as loading
+
+    with _LOADING:
+        caller, get_device, readers = threading.get_ident(), loading.get_device, loading.GLOBAL_WORKERS
+
+        def device_of(*args: Any, **options: Any) -> Any:
+            return device if threading.get_ident() == caller else get_device(*args, **options)
+
+        loading.get_device, loading.GLOBAL_WORKERS = device_of, READERS
+        try:
+            yield
+        finally:
+            loading.get_device, loading.GLOBAL_WORKERS = get_device, readers
