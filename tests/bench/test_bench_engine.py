@@ -64,7 +64,7 @@ def test_files_of_requests(tmp_path):
 def test_shapes_are_configurations_of_their_size(name, tmp_path):
     config = AutoConfig.from_pretrained(write_shape(name, tmp_path))
     assert config.dtype == torch.bfloat16
-    assert (config.num_attention_heads, config.head_dim) in ((16, 128), (32, 128))
+    assert (config.num_attention_heads, config.head_dim) in ((16, 128), (32, 128), (64, 128), (64, 64))
     assert config.rope_parameters["rope_theta"] == SHAPES[name]["rope_theta"]
     with pytest.raises(ValueError, match="--shape large: it must be one of"):
         write_shape("large", tmp_path)
@@ -137,6 +137,29 @@ def test_engines_are_timed_and_written_down(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "formats"), [("llama-3.1-8b", "bf16,fp8,fp8-block,int4"), ("gpt-oss-20b", "bf16,mxfp4")]
+)
+def test_formats_of_weights_are_timed_with_the_floors_of_their_bytes(shape, formats, tmp_path, monkeypatch):
+    small = SMALL | {"intermediate_size": 256, "vocab_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | small)
+    monkeypatch.setattr("quire.bench.cpu.ceilings", lambda: {"read_gb_s": 10.0})
+    file = tmp_path / "result.json"
+    options = ["--cell", "2x5+4", "--rounds", "1", "--num-pages", "50", "--json", str(file), "--device", "cpu"]
+    assert main(["bench", "latency", "--shape", shape, "--weights", formats, *options]) == 0
+    result = json.loads(file.read_text())
+    rows = {row["weights"]: row for row in result["cells"]}
+    assert list(rows) == formats.split(",")
+    assert [row["engine"] for row in result["cells"]] == [f"Quire, {name}" for name in rows]
+    assert all(row["step_ms"]["p50"] > 0 for row in rows.values())
+    others = rows["bf16"]["floor_ms"]
+    assert all(row["floor_ms"] < others for name, row in rows.items() if name != "bf16")
+    assert {"device", "date", "torch"} <= set(result)
+
+
 def test_a_peer_that_fails_is_told_and_quire_is_not_hidden():
     def fails():
         raise OverflowError("too much")
@@ -151,6 +174,9 @@ def test_wrong_arguments(capsys, tmp_path):
         (["throughput", "--peers", "fa3"], "--peers fa3: it must be of invariant, transformers, vllm"),
         (["throughput", "--shape", "huge"], "--shape huge: it must be one of qwen3-0.6b"),
         (["throughput", "--shape", "qwen3-0.6b", "--model", str(tmp_path)], "--model names a model already"),
+        (["latency", "--weights", "fp8"], "--weights fp8: only a --shape has weights of any format"),
+        (["latency", "--shape", "qwen3-8b", "--weights", "fp8,fp4"], "--weights fp4: it must be of bf16, fp8,"),
+        (["latency", "--shape", "qwen3-8b", "--weights", "mxfp4"], "of experts, which qwen3-8b does not have"),
         (["latency", "--cell", "gqa4 8x2k"], "it must be like 64x1k"),
     ):
         assert main(["bench", *arguments, "--device", "cpu"]) == 2

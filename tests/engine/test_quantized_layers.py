@@ -125,6 +125,14 @@ def test_scales_that_kernels_cannot_decode_are_dequantized_with_a_warning(gpt_os
         load_model(folder, CPU, KEPT)
 
 
+def test_random_weights_of_a_format_without_them_are_refused(llama, tmp_path):
+    folder, _ = quantized.quantize(llama, tmp_path, "gptq")
+    with pytest.raises(ValueError, match="'dummy' is not supported with weights of quant_method 'gptq'"):
+        load_model(folder, CPU, EngineConfig(dequantize=False, load_format="dummy"))
+    dense = load_model(folder, CPU, EngineConfig(load_format="dummy")).network
+    assert not weights_of(dense)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", ["fp8 block", "ct fp8 channel", "ct int4 asymmetric", "awq", "gptq act-order"])

@@ -37,6 +37,7 @@ class Setup:
         engines: of `quire.bench.engines.ENGINES`.
         most: the largest number of requests that run at once, for all engines.
         options: further arguments of Quire's LLM, of which others take trust_remote_code, too.
+        weights: the format of the weights, which follows the names of engines; None: it is not of interest.
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class Setup:
     seed: int = 0
     most: int = 256
     options: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
 
     @property
     def config(self) -> Any:
@@ -63,7 +65,7 @@ def throughput(setup: Setup, work: Sequence[Work], name: str, context: Row) -> I
     longest = max(len(w.prompt) + w.max_tokens for w in work)
     for engine, row in _loaded(setup, longest):
         found = _measured(row, partial(_throughput, engine, work, setup.seed))
-        result["cells"].append({"cell": name, **row, **found})
+        result["cells"].append({"cell": name, **row, **found, **_named(setup, row)})
         yield result
 
 
@@ -102,7 +104,7 @@ def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> It
             if not cell.arriving and row["engine"] == "Quire":
                 size = floor_bytes(engine.llm.model, cell.batch, cell.input + cell.output // 2)
                 found["floor_ms"] = size / context["ceilings"]["read_gb_s"] / 1e6
-            result["cells"].append({"cell": name, **row, **found})
+            result["cells"].append({"cell": name, **row, **found, **_named(setup, row)})
         yield result
 
 
@@ -181,6 +183,13 @@ def _loaded(setup: Setup, longest: int) -> Iterator[tuple[Any, Row]]:
             yield engine, {"engine": kind.title, "version": import_module(kind.package).__version__, "load_s": seconds}
         finally:
             engine.close()
+
+
+def _named(setup: Setup, row: Row) -> Row:
+    """The engine of a row with the format of its weights."""
+    if setup.weights is None:
+        return {}
+    return {"engine": f"{row['engine']}, {setup.weights}", "weights": setup.weights}
 
 
 def _measured(row: Row, measure: Callable[[], Row]) -> Row:

@@ -25,6 +25,30 @@ _LLAMA_8B: dict[str, Any] = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
+_LLAMA_70B = _LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+_GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "tie_word_embeddings": False,
+}
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -67,7 +91,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "llama-3.1-8b": _LLAMA_8B,
+    "llama-3.1-70b": _LLAMA_70B,
+    "gpt-oss-20b": _GPT_OSS_20B,
     "half-llama-3.1-8b": _LLAMA_8B | {"num_hidden_layers": 16},
+}
+# Formats of the weights of a shape, as config.json has them; bf16 is none.
+WEIGHTS: dict[str, dict[str, Any] | None] = {
+    "bf16": None,
+    "fp8": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "int4": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "mxfp4": {"quant_method": "mxfp4"},
 }
 Range = tuple[int, int]
 
@@ -178,9 +212,24 @@ def read_work(file: Path, tokenizer: Any) -> list[Work]:
     return work
 
 
-def write_shape(name: str, folder: Path) -> Path:
-    """Write the config.json of a shape of `SHAPES`, which engines give random weights, into a folder."""
+def write_shape(name: str, folder: Path, weights: str = "bf16") -> Path:
+    """Write the config.json of a shape of `SHAPES`, which engines give random weights, into a folder.
+
+    Args:
+        name: of the shape.
+        folder: that exists.
+        weights: the format of the weights, of `WEIGHTS`.
+
+    Raises:
+        ValueError: there is no such shape or format, or the shape has no weights that the format is for.
+    """
     if name not in SHAPES:
         raise ValueError(f"--shape {name}: it must be one of {', '.join(SHAPES)}")
-    (folder / "config.json").write_text(json.dumps(SHAPES[name] | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}))
+    if weights not in WEIGHTS:
+        raise ValueError(f"--weights {weights}: it must be of {', '.join(WEIGHTS)}")
+    shape = SHAPES[name] | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    if weights == "mxfp4" and not any("experts" in key for key in shape):
+        raise ValueError(f"--weights mxfp4: it is a format of experts, which {name} does not have")
+    settings = WEIGHTS[weights]
+    (folder / "config.json").write_text(json.dumps(shape | ({"quantization_config": settings} if settings else {})))
     return folder

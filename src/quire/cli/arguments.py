@@ -180,7 +180,13 @@ def _bench(commands: Any) -> None:
     engine = parser.add_argument_group("throughput and latency of the engine")
     engine.add_argument("--model", help=_MODEL)
     engine.add_argument(
-        "--shape", help="random weights instead: qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, [half-]llama-3.1-8b"
+        "--shape",
+        help="random weights: qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, [half-]llama-3.1-8b, llama-3.1-70b, gpt-oss-20b",
+    )
+    engine.add_argument(
+        "--weights",
+        metavar="FORMAT,...",
+        help="of a shape, each timed: bf16, fp8, fp8-block, int4, mxfp4 (of experts alone); stay quantized on a GPU",
     )
     engine.add_argument("--trust-remote-code", action="store_true", help=_CODE)
     engine.add_argument("--file", type=Path, help='throughput: JSON lines with "prompt" and "max_tokens"')

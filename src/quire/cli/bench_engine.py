@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,55 +32,70 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
     names = args.cell or _LATENCY
     for name in names:
         LatencyCell.parse(name)  # refuse unknown cells before timing any
-    with _folder(args) as (folder, model):
-        options = {key: getattr(args, key) for key in ("max_batched_tokens", "page_size", "num_pages")}
-        options = {"backend": args.backend, **{key: value for key, value in options.items() if value is not None}}
-        options |= {"trust_remote_code": True} if args.trust_remote_code else {}
-        most = args.max_num_seqs
-        if args.operation == "latency":  # a batch runs together, and one more comes
-            most = max(most, *(LatencyCell.parse(name).batch + 1 for name in names))
-        setup = engine_timing.Setup(
-            folder,
-            model,
-            "cpu" if module.__name__ == "quire.bench.cpu" else "cuda",
-            ("quire", *peers),
-            args.seed,
-            most,
-            options,
-        )
+    with _folders(args) as (folders, model):
+        setups = [_setup(args, module, folder, model, ("quire", *peers), weights) for weights, folder in folders]
         context = {**module.machine(), "ceilings": module.ceilings()}
-        if args.operation == "throughput":
-            results = engine_timing.throughput(setup, *_work(args, setup), context)
-        else:
-            results = engine_timing.latency(setup, names, args.rounds, context)
+        cells: list[dict[str, Any]] = []
         result: dict[str, Any] = {}
-        for result in results:
-            print(f"{result['cells'][-1]['engine']}: done", file=sys.stderr, flush=True)
-            if args.json is not None and args.json != Path("-"):  # after each engine, so that a crash loses no results
-                args.json.write_text(json.dumps(result, indent=2) + "\n")
+        for setup in setups:
+            if args.operation == "throughput":
+                results = engine_timing.throughput(setup, *_work(args, setup), context)
+            else:
+                results = engine_timing.latency(setup, names, args.rounds, context)
+            for part in results:
+                result = {**part, "cells": cells + part["cells"]}
+                print(f"{result['cells'][-1]['engine']}: done", file=sys.stderr, flush=True)
+                if args.json is not None and args.json != Path("-"):  # after each engine: a crash loses no results
+                    args.json.write_text(json.dumps(result, indent=2) + "\n")
+            cells = result["cells"]
     if plot is not None:
         plot(result, args.plot)
     print(json.dumps(result, indent=2) if args.json == Path("-") else engine_timing.table(result))
     return 0
 
 
+def _setup(
+    args: argparse.Namespace, module: Any, folder: Path, model: str, engines: Sequence[str], weights: str | None
+) -> Any:
+    """What is timed of a model, whose weights have a format, or None is asked for."""
+    from quire.bench.engine_timing import Setup
+    from quire.bench.workloads import LatencyCell
+
+    options = {key: getattr(args, key) for key in ("max_batched_tokens", "page_size", "num_pages")}
+    options = {"backend": args.backend, **{key: value for key, value in options.items() if value is not None}}
+    options |= {"trust_remote_code": True} if args.trust_remote_code else {}
+    options |= {"dequantize": False} if weights is not None else {}
+    most = args.max_num_seqs
+    if args.operation == "latency":  # a batch runs together, and one more comes
+        most = max(most, *(LatencyCell.parse(name).batch + 1 for name in args.cell or _LATENCY))
+    device = "cpu" if module.__name__ == "quire.bench.cpu" else "cuda"
+    return Setup(folder, model, device, engines, args.seed, most, options, weights)
+
+
 @contextmanager
-def _folder(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
-    """The folder and the name of the model."""
+def _folders(args: argparse.Namespace) -> Iterator[tuple[list[tuple[str | None, Path]], str]]:
+    """The folders of the model, with the formats of their weights, and its name."""
     from quire.bench.workloads import write_shape
     from quire.engine import shipped_model
     from quire.engine.hub import checkpoint_folder, download_weights, model_name
 
     if args.shape is None:
+        if args.weights is not None:
+            raise ValueError(f"--weights {args.weights}: only a --shape has weights of any format")
         model = args.model or shipped_model()
         folder = checkpoint_folder(model, code=args.trust_remote_code)
         download_weights(model, folder)
-        yield folder, model_name(model)
+        yield [(None, folder)], model_name(model)
         return
     if args.model is not None:
         raise ValueError(f"--shape {args.shape}: --model names a model already")
     with tempfile.TemporaryDirectory(prefix="quire-shape-") as made:
-        yield write_shape(args.shape, Path(made)), args.shape
+        folders: list[tuple[str | None, Path]] = []
+        for weights in [None] if args.weights is None else args.weights.split(","):
+            folder = Path(made) / str(weights)
+            folder.mkdir(exist_ok=True)
+            folders.append((weights, write_shape(args.shape, folder, weights or "bf16")))
+        yield folders, args.shape
 
 
 def _work(args: argparse.Namespace, setup: Any) -> tuple[Any, str]:

@@ -147,12 +147,7 @@ def load_network(
     if not dequantize and getattr(config, "quantization_config", None) is not None:
         config.quantization_config["device"] = device
     if dummy:
-        dtype = dtype or config.dtype or torch.float32
-        with _reading(str(folder), trust_remote_code), torch.device(device):
-            network = kind.from_config(
-                config, dtype=dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
-            )
-        return _text_part(folder, network)
+        return _text_part(folder, _random_network(folder, kind, config, device, dtype, trust_remote_code))
     headers = _read_headers(folder, config)
     _check_types(folder, config, headers)
     # On the CPU, weights are pages of the mapped files, unless they are made of several tensors or cast.
@@ -172,6 +167,24 @@ def load_network(
         )
     _check_report(folder, config, network, report, headers)
     return _text_part(folder, network)
+
+
+def _random_network(
+    folder: Path, kind: Any, config: Any, device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool
+) -> Any:
+    """Transformers' model with random weights, which are quantized if a checkpoint's would stay quantized."""
+    settings = getattr(config, "quantization_config", None) or {}
+    config.quantization_config = None
+    is_quantized = settings.get("device") is not None
+    options = {"dtype": dtype or config.dtype or torch.float32, "attn_implementation": NAME}
+    with _reading(str(folder), trust_remote_code):
+        with torch.device("meta" if is_quantized else device):
+            network = kind.from_config(config, **options, trust_remote_code=trust_remote_code)
+        if is_quantized:
+            from quire.engine.weights.random_weights import fill
+
+            fill(network, settings["format"], device)
+    return network
 
 
 def _text_part(folder: Path, network: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,6 +46,10 @@ class Awq(Format):
         size = group_size(f"{prefix}scales", columns, groups, self.group)
         codes, zero = (_unpacked(x) for x in (words, zero_words))
         return Matrix("int4", codes.T.contiguous(), scale.T.contiguous(), (1, size), zero.T.contiguous())
+
+    def random(self, shape: Sequence[int], device: torch.device) -> Matrix:
+        group = shape[-1] if self.group == -1 else self.group
+        return Matrix.random("int4", shape, (1, group), device, zeros=True)
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -38,6 +38,14 @@ class Format(ABC):
             ValueError: a tensor is missing, has another shape or dtype than the format has, or has scales that are not
                 finite and positive.
         """
+
+    def random(self, shape: Sequence[int], device: torch.device) -> Matrix:
+        """A random weight [..., out_features, in_features] on a device.
+
+        Raises:
+            ValueError: no random weights are made in the format.
+        """
+        raise ValueError(f"load_format = 'dummy' is not supported with weights of quant_method {self.method!r}")
 
 
 def required(tensors: Tensors, prefix: str, *names: str) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +29,10 @@ class Fp8(Format):
         weight, scale = required(tensors, prefix, "weight", "weight_scale_inv")
         names = (f"{prefix}weight", f"{prefix}weight_scale_inv")
         return fp8_matrix(weight, scale, BLOCK if self.blocks else None, names)
+
+    def random(self, shape: Sequence[int], device: torch.device) -> Matrix:
+        block = (BLOCK, BLOCK) if self.blocks else (shape[-2], shape[-1])
+        return Matrix.random("fp8", shape, block, device)
 
 
 def fp8_matrix(weight: torch.Tensor, scale: torch.Tensor, block: int | None, names: tuple[str, str]) -> Matrix:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,8 @@ Kind = Literal["fp8", "int8", "int4", "mxfp4"]
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The code of 0 in a 4-bit weight without zero points.
 MIDDLE = 8
+# The standard deviations of the numbers of random codes.
+_SIZES = {"fp8": 100.0, "int8": 73.0, "int4": 4.6, "mxfp4": 2.9}
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,34 @@ class Matrix:
     block: tuple[int, int]
     zero: Tensor | None = None
     order: Tensor | None = None
+
+    @classmethod
+    def random(
+        cls, kind: Kind, shape: Sequence[int], block: tuple[int, int], device: torch.device, zeros: bool = False
+    ) -> Matrix:
+        """A random weight whose numbers have a standard deviation of about 0.02.
+
+        Args:
+            shape: [..., out_features, in_features].
+            block: as in `Matrix`.
+            device: of the tensors.
+            zeros: whether there are zero points.
+        """
+        blocks = *shape[:-2], *(-(-size // part) for size, part in zip(shape[-2:], block, strict=True))
+        size = _SIZES[kind]
+        if kind == "fp8":
+            codes = torch.randn(*shape, device=device).mul_(size).to(torch.float8_e4m3fn)
+        elif kind == "int8":
+            codes = torch.randint(-127, 128, tuple(shape), dtype=torch.int8, device=device)
+        else:
+            codes = torch.randint(16, tuple(shape), dtype=torch.uint8, device=device)
+        scale = torch.full(blocks, 0.02 / size, device=device)
+        if kind != "fp8":
+            scale = scale.to(torch.float8_e8m0fnu if kind == "mxfp4" else torch.float16)
+        zero = None
+        if zeros:
+            zero = torch.full(blocks, MIDDLE if kind == "int4" else 0, dtype=codes.dtype, device=device)
+        return cls(kind, codes, scale, block, zero)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [..., out_features, in_features], computed in float32 and rounded to dtype once."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import torch
 
 from quire.engine.weights.format import Format, Tensors, required
 from quire.engine.weights.fp8 import BLOCK, fp8_matrix, row_matrix
@@ -33,6 +35,10 @@ class ModelOpt(Format):
         if by_block and scale.ndim == 4:
             scale = scale[:, 0, :, 0]
         return fp8_matrix(weight, scale, BLOCK if by_block else None, names)
+
+    def random(self, shape: Sequence[int], device: torch.device) -> Matrix:
+        blocks = {"FP8": (shape[-2], shape[-1]), "FP8_PB_WO": (BLOCK, BLOCK)}
+        return Matrix.random("fp8", shape, blocks.get(self.algorithm, (1, shape[-1])), device)
 
 
 def read(settings: Mapping[str, Any]) -> ModelOpt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,6 +33,9 @@ class Mxfp4(Format):
         blocks, exponents = required(tensors, prefix, f"{name}_blocks", f"{name}_scales")
         check_shape(f"{prefix}{name}_blocks", blocks, (*exponents.shape, GROUP // 2))
         return mxfp4_matrix(blocks.flatten(-2), exponents, (f"{prefix}{name}_blocks", f"{prefix}{name}_scales"))
+
+    def random(self, shape: Sequence[int], device: torch.device) -> Matrix:
+        return Matrix.random("mxfp4", shape, (1, GROUP), device)
 
 
 def mxfp4_matrix(packed: Tensor, exponents: Tensor, names: tuple[str, str]) -> Matrix:
