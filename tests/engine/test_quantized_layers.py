@@ -134,38 +134,41 @@ def test_random_weights_of_a_format_without_them_are_refused(llama, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", ["fp8 block", "ct fp8 channel", "ct int4 asymmetric", "awq", "gptq act-order"])
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    [("fp8 block", True), ("ct fp8 channel", True), ("awq", True), ("awq", False), ("gptq act-order", True)],
+)
 def test_llm_on_a_gpu_keeps_weights_quantized_and_captures_its_steps(name, compile, llama, tmp_path, recwarn):
     folder, dense = quantized.quantize(llama, tmp_path, name)
-    check_on_gpu(folder, dense, compile, recwarn, kv_cache_dtype="auto")
+    check_on_gpu(folder, dense, 0.1, recwarn, compile=compile, dtype="bfloat16")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("model", "name"), [("mixtral", "fp8 block"), ("gpt_oss", "mxfp4")])
 def test_llm_on_a_gpu_keeps_experts_quantized_and_captures_its_steps(model, name, tmp_path, request, recwarn):
     folder, dense = quantized.quantize(request.getfixturevalue(model), tmp_path, name)
-    check_on_gpu(folder, dense, True, recwarn, kv_cache_dtype="auto")
+    # Rounding to 16 bits may send a token to other experts.
+    check_on_gpu(folder, dense, 1e-3, recwarn, dtype="float32")
 
 
 @pytest.mark.gpu
 def test_llm_on_a_gpu_combines_quantized_weights_with_an_fp8_cache(llama, tmp_path, recwarn):
     folder, dense = quantized.quantize(llama, tmp_path, "fp8 block")
-    check_on_gpu(folder, dense, True, recwarn, kv_cache_dtype="fp8_e5m2")
+    check_on_gpu(folder, dense, 0.1, recwarn, dtype="bfloat16", kv_cache_dtype="fp8_e5m2")
 
 
-def check_on_gpu(folder, dense, compile, recwarn, **options):
-    """A model with quantized weights runs in CUDA graphs, and its logits are those of its weights in 16 bits."""
-    options |= {"device": "cuda", "dtype": "bfloat16", "num_pages": 64, "max_batched_tokens": 128, "compile": compile}
+def check_on_gpu(folder, dense, bound, recwarn, **options):
+    """A model with quantized weights runs in CUDA graphs, and its logits are those of its dequantized weights."""
+    options = {"device": "cuda", "num_pages": 64, "max_batched_tokens": 128, "compile": True} | options
     found = []
     for source in (folder, dense):
         with LLM(source, max_num_seqs=4, **options) as llm:
             done = llm.generate(PROMPTS, GREEDY)
             assert [len(each.token_ids) for each in done] == [8, 8]
             assert llm._engine.runner.step_graphs is not None
-            assert llm.model.compiled == compile
+            assert llm.model.compiled == options["compile"]
             found.append((weights_of(llm.model.network), llm.model.transformers_logits(torch.arange(12)[None].cuda())))
     assert found[0][0]
     assert not found[1][0]
-    assert relative_error(found[0][1].float().cpu(), found[1][1].float().cpu()) < 0.1
+    assert relative_error(found[0][1].float().cpu(), found[1][1].float().cpu()) < bound
     assert not [w for w in recwarn if "dequantized" in str(w.message) or "without CUDA graphs" in str(w.message)]

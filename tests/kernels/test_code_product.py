@@ -108,6 +108,19 @@ def test_product_of_few_rows_is_that_of_the_numbers(layout, dtype, device, rng):
         check(weight, x, bias, PRECISION[dtype] if INTERPRETED or device == "cuda" else 2 * PRECISION[dtype])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_product_of_many_rows_is_that_of_the_numbers(layout, dtype, rng):
+    """fp8 rows of x have an error of at most 2**-4 in each term, the numbers of other weights that of the dtype."""
+    rows, columns = rng.choice((208, 512)), rng.choice((512, 1024))
+    weight = make_weight(layout, rows, columns, "cuda")
+    bias = rng.choice((None, torch.randn(rows).to("cuda", dtype)))
+    bound = 2**-4 if layout.startswith("fp8") else 2 * PRECISION[dtype]
+    for num_rows in (65, rng.randint(129, 300), 400):
+        check(weight, torch.randn(num_rows, columns).to("cuda", dtype), bias, bound)
+
+
 @pytest.mark.interpret(dtype=[torch.float32])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)

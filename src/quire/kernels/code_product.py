@@ -108,16 +108,15 @@ def code_product(
         [..., out_features] of the dtype of x, added up in float32. With many rows of x, those of fp8 are rounded to
         fp8, with a scale for each row, or for each 128 columns of a row.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    out = _new(x, codes, kind)
     if not on_triton(x.device):
         codes = unpack_words(codes, x.shape[-1]) if kind in PACKED else codes
         weight = dequantize(codes, scale, zero, kind, (block_rows, block_columns), x.dtype)
         return F.linear(x, weight, bias)
     from quire.kernels.triton.code_launch import multiply
 
-    multiply(out.view(-1, out.shape[-1]), rows, codes, scale, zero, bias, arrivals, kind, (block_rows, block_columns))
-    return out
+    rows = x.reshape(-1, x.shape[-1])
+    out = multiply(rows, codes, scale, zero, bias, arrivals, kind, (block_rows, block_columns))
+    return out.view(*x.shape[:-1], -1) if len(rows) else _new(x, codes, kind)
 
 
 @code_product.register_fake

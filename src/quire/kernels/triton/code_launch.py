@@ -33,7 +33,6 @@ _write, _round = SmallLauncher(write_numbers), SmallLauncher(round_rows)
 
 
 def multiply(
-    out: Tensor,
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -42,19 +41,22 @@ def multiply(
     arrivals: Tensor | None,
     kind: str,
     block: tuple[int, int],
-) -> None:
-    """`quire.kernels.code_product.code_product` of x [rows, in_features] into out [rows, out_features] on a GPU."""
-    if len(x) == 0:
-        return
+) -> Tensor:
+    """`quire.kernels.code_product.code_product` of x [rows, in_features] on a GPU."""
+    out_features = codes.shape[1 if kind in PACKED else 0]
     x = x if x.stride(-1) == 1 else x.contiguous()
+    if kind == "fp8" and not INTERPRETED and len(x) > MAX_ROWS[kind] and _multiplies_fp8(out_features, x, block):
+        return _multiply_fp8(x, codes, scale, bias, block)
+    out = x.new_empty(len(x), out_features)
+    if len(x) == 0:
+        return out
     if INTERPRETED or len(x) <= MAX_ROWS[kind]:
         splittable = 0 if arrivals is None else len(arrivals)
         c = product_config(kind, block, len(x), out.shape[1], x.shape[1], x.dtype, x.device, splittable)
         launch(out, x, codes, scale, zero, bias, arrivals, c)
-    elif kind == "fp8" and _multiplies_fp8(out, x, block):
-        _multiply_fp8(out, x, codes, scale, bias, block)
     else:
         _multiply_dequantized(out, x, codes, scale, zero, bias, kind, block)
+    return out
 
 
 def launch(
@@ -254,10 +256,13 @@ def write_rows(
     _write(grid, (_stored(codes, c), scale, zero, weight), (start, rows), sizes, c)
 
 
-def _multiplies_fp8(out: Tensor, x: Tensor, block: tuple[int, int]) -> bool:
+def _multiplies_fp8(out_features: int, x: Tensor, block: tuple[int, int]) -> bool:
     """Whether torch multiplies rows of fp8 and weights with scales for these blocks."""
     by_row = block[0] == 1 and block[1] >= x.shape[1]
-    if any(n % 16 for n in (out.shape[1], x.shape[1])) or x.dtype not in _HALVES or torch.version.hip is not None:
+    # torch reads the scales of blocks four at a time.
+    if x.shape[1] % (16 if by_row else 4 * BLOCK) or out_features % 16:
+        return False
+    if x.dtype not in _HALVES or torch.version.hip is not None:
         return False
     capability = torch.cuda.get_device_capability(x.device)
     return capability >= (8, 9) if by_row else capability[0] == 9 and block == (BLOCK, BLOCK) and _has_block_scales()
@@ -269,9 +274,7 @@ def _has_block_scales() -> bool:
     return version >= (12, 9) and hasattr(F, "scaled_mm")
 
 
-def _multiply_fp8(
-    out: Tensor, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, block: tuple[int, int]
-) -> None:
+def _multiply_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, block: tuple[int, int]) -> Tensor:
     """The product with rows of x that are rounded to fp8."""
     by_row = block[0] == 1
     rows, scales = quantize_rows(x, 0 if by_row else BLOCK)
@@ -282,11 +285,8 @@ def _multiply_fp8(
     else:
         kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
         product = F.scaled_mm(rows, codes.T, scales, kinds[0], scale.T, kinds[1], output_dtype=torch.bfloat16)
-    product = product[: len(out)]
-    if bias is None:
-        out.copy_(product)
-    else:
-        torch.add(product, bias, out=out)
+    product = product[: len(x)].to(x.dtype)
+    return product if bias is None else product.add_(bias)
 
 
 def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
