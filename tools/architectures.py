@@ -24,8 +24,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-SECONDS, GIBIBYTES, PARAMETERS = 240, 8, 20_000_000  # the limits of an architecture
-VOCAB, LAYERS, TIE = 96, 4, 1e-4  # logits that differ by less than TIE may swap with the order of float32 sums
+# The limits of an architecture.
+SECONDS, GIBIBYTES = 240, 8
+PARAMETERS = 20_000_000
+# Logits that differ by less than TIE may swap with the order of float32 sums.
+TIE = 1e-4
+VOCAB, LAYERS = 96, 4
 KINDS = ("sliding_attention", "full_attention")
 SIZES = {  # by a pattern for the end of an attribute's name; the first match counts
     r"(vocab_size\w*|group_vocab)": VOCAB,

@@ -54,7 +54,8 @@ def rendered(name: str) -> str:
 def soak(result: dict[str, Any]) -> str:
     """The machine, and the table of a result of tools/soak.py."""
     runs = result["runs"]
-    streams, crowd, fuzz = runs["streams"], runs["random"], runs["openapi"]
+    streams, crowd = runs["streams"], runs["random"]
+    fuzz = runs["openapi"]
     rounds = streams["rounds"]
     right = sum(one["results"].get("right", 0) for one in rounds)
     rates = [one["tokens_per_second"] for one in rounds]
@@ -64,7 +65,8 @@ def soak(result: dict[str, Any]) -> str:
     good = sum(number for verdict, number in counts if verdict == "right")
     thirds = ", ".join(f"{x:.0f}" for x in crowd["memory_thirds_mib"])
     files = sorted(sample["files"] for sample in crowd["samples"])
-    cases, term, kill = fuzz["test_cases"], runs["ends"]["SIGTERM"], runs["ends"]["SIGKILL"]
+    cases, term = fuzz["test_cases"], runs["ends"]["SIGTERM"]
+    kill = runs["ends"]["SIGKILL"]
     rows = {
         f"{streams['clients']} streams at once, {len(rounds)} times": (
             f"{right:,} of {streams['clients'] * len(rounds):,} have their own text, at {min(rates):,} to "

@@ -15,7 +15,8 @@ from torch import Tensor
 
 quire: Any = import_module("quire")  # untyped, since calls unpack options and tables
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16 = torch.bfloat16, torch.float16
+F32 = torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

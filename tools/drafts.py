@@ -55,7 +55,8 @@ def main() -> None:
                 llm._engine.scheduler.tree.clear()
                 before, start = llm.stats, time.process_time()
                 done = llm.generate(prompts, params)
-                seconds, after, key = time.process_time() - start, llm.stats, (text, most)
+                seconds, after = time.process_time() - start, llm.stats
+                key = (text, most)
                 best[key] = min(seconds, best.get(key, seconds))
                 outputs[key] = [c.token_ids for c in done]
                 counts = {

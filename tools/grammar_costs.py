@@ -92,7 +92,8 @@ def masks(tokenizer: Any) -> dict[str, Any]:
     for name, schema in SCHEMAS.items():
         params = SamplingParams(json_schema=schema)
         compiled, grammar = timed(lambda params=params: grammars.prepare(params))  # type: ignore[misc]
-        alone, pushed, together = [], [], []
+        alone, pushed = [], []
+        together = []
         for again in range(4):  # the first time, the lexer finds its states
             matcher = grammar.matcher(frozenset([0]))
             beside = [grammar.matcher(frozenset([0])) for _ in range(32)]

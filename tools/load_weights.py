@@ -72,7 +72,8 @@ def memory() -> tuple[int, int]:
 @contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
     """The most that was added to `memory()` in the block, which is filled in when it ends."""
-    start, most, ended = memory(), [0, 0], threading.Event()
+    start, most = memory(), [0, 0]
+    ended = threading.Event()
     result: dict[str, int] = {}
 
     def watch() -> None:

@@ -55,7 +55,8 @@ async def whole(client: httpx.AsyncClient, case: Case) -> None:
 
 async def stream(client: httpx.AsyncClient, case: Case, leave: int = 0, pause: float = 0) -> None:
     """A stream, which is left after some events, or read with pauses."""
-    texts, reasons, events, done = [""] * len(case.texts), Counter[int](), 0, False
+    texts, reasons = [""] * len(case.texts), Counter[int]()
+    events, done = 0, False
     async with client.stream("POST", "/v1/completions", json={**case.body, "stream": True}) as answer:
         if answer.status_code != 200:
             raise Wrong(f"HTTP {answer.status_code}")
@@ -105,7 +106,8 @@ class Clients:
     """
 
     def __init__(self, port: int, client: httpx.AsyncClient, cases: list[Case], rng: random.Random) -> None:
-        self.port, self.client, self.cases, self.rng = port, client, cases, rng
+        self.port, self.client = port, client
+        self.cases, self.rng = cases, rng
         self.counts: dict[str, Counter[str]] = {}
         self.differing: list[tuple[str, Differs]] = []
         weights = {

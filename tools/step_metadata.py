@@ -33,7 +33,8 @@ class Step:
     """A decode step of requests of one length on random pages."""
 
     def __init__(self, requests: int, length: int, page_size: int, device: torch.device) -> None:
-        self.count, self.length, self.page_size, self.device = requests, length, page_size, device
+        self.count, self.length = requests, length
+        self.page_size, self.device = page_size, device
         self.each = -(-length // page_size)
         ids = random.sample(range(requests * self.each), requests * self.each)
         self.lists = [ids[i * self.each : (i + 1) * self.each] for i in range(requests)]
@@ -48,7 +49,8 @@ class Step:
         plan(self.wrapper, pages, HEADS, torch.bfloat16, torch.bfloat16)
 
     def from_arrays(self) -> None:
-        pool, lengths, new = self.count * self.each, [self.length] * self.count, [1] * self.count
+        pool, lengths = self.count * self.each, [self.length] * self.count
+        new = [1] * self.count
         tables = StepTables.from_host(self.arrays, lengths, new, self.page_size, pool, self.device)
         self.plan(tables.pages)
 
@@ -59,7 +61,8 @@ class Step:
 
     def from_loops(self) -> None:
         indices: list[int] = []
-        indptr, last_page_len, slots = [0], [], []
+        indptr, last_page_len = [0], []
+        slots = []
         for own in self.lists:
             bound = -(-self.length // self.page_size)
             indices.extend(own[:bound])

@@ -128,7 +128,8 @@ def next_token_nats(model: LlamaForCausalLM, ids: torch.Tensor, skip: int = 0) -
 def bits_per_byte(model: LlamaForCausalLM, ids: torch.Tensor, num_bytes: int, device: str) -> float:
     """Windows of a whole context that advance by half of it, so that each token but the first has a long past."""
     model.eval()
-    half, nats, start = CONTEXT // 2, 0.0, 0
+    half, nats = CONTEXT // 2, 0.0
+    start = 0
     while start == 0 or start + half < len(ids):
         window = ids[start : start + CONTEXT + 1].to(device)[None]
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):

@@ -36,7 +36,8 @@ import quire.integrations.transformers  # noqa: F401  (which registers "quire")
 from quire.bench.gpu import machine
 from quire.bench.workloads import SHAPES, write_shape
 
-HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 8
+HEADS, KV_HEADS = 32, 8
+DIM, LAYERS = 128, 8
 # (query tokens, keys, requests, whether rows are padded on the left to mixed lengths)
 LAYER_CELLS = {
     "decode 1x1k": (1, 1024, 1, False),
@@ -156,7 +157,8 @@ def bench_layers(cell: tuple[int, int, int, bool], names: list[str]) -> dict[str
     shapes = ((batch, q_len, HEADS, DIM), (batch, KV_HEADS, length, DIM), (batch, KV_HEADS, length, DIM))
     tensors = [[torch.randn(s, dtype=torch.bfloat16, device="cuda") for s in shapes] for _ in range(LAYERS)]
     for layer in tensors:
-        layer[0] = layer[0].transpose(1, 2)  # as a projection's output is
+        # The output of a projection has this layout.
+        layer[0] = layer[0].transpose(1, 2)
 
     def prepare(name: str) -> dict[str, Callable[[], float]]:
         call, without_mask = layer_calls(name, cell, tensors)
@@ -178,7 +180,8 @@ def bench_layers(cell: tuple[int, int, int, bool], names: list[str]) -> dict[str
 def bench_generate(cell: tuple[int, int, str, bool], names: list[str], model: Any) -> dict[str, Any]:
     """Milliseconds per token of each implementation."""
     batch, length, cache, is_padded = cell
-    mask, short, long = padding_of(batch, length, is_padded), 4, 36
+    mask, short = padding_of(batch, length, is_padded), 4
+    long = 36
     tokens = torch.randint(1, model.config.vocab_size, (batch, length), device="cuda")
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": mask}
 
@@ -186,7 +189,8 @@ def bench_generate(cell: tuple[int, int, str, bool], names: list[str], model: An
         if model.config._attn_implementation != name:
             model.set_attn_implementation(name)
         options["max_new_tokens"] = options["min_new_tokens"] = count
-        if cache == "static":  # of one size, so that decode steps are compiled once
+        # A static cache has one size, so that decode steps are compiled once.
+        if cache == "static":
             given = transformers.StaticCache(config=model.config, max_cache_len=length + long)
         else:
             given = transformers.DynamicCache(config=model.config)

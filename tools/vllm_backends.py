@@ -59,7 +59,8 @@ class Worker:
     """A process with one engine."""
 
     def __init__(self, backend: str, options: list[str], log: Path) -> None:
-        self.backend, self.log, self.error = backend, log, ""
+        self.backend, self.log = backend, log
+        self.error = ""
         self.process = subprocess.Popen(
             [sys.executable, WORKER, "--backend", backend, *options],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, bufsize=1,

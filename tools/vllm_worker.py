@@ -47,7 +47,8 @@ class Engine:
         if args.backend == "CUSTOM":
             from quire.integrations.vllm import register
 
-            register()  # as the entry point does where the package is installed
+            # The entry point does this where the package is installed.
+            register()
         import vllm
 
         self.vllm, self.count = vllm, 0
@@ -102,7 +103,8 @@ class Engine:
         first = time.perf_counter()
         for _ in range(WARM_UP):
             self.step(done)
-        before, times, began = sum(done.values()), [time.perf_counter()], time.perf_counter()
+        before, times = sum(done.values()), [time.perf_counter()]
+        began = time.perf_counter()
         for _ in range(steps):
             self.step(done)
             times.append(time.perf_counter())

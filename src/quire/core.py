@@ -51,7 +51,8 @@ class BatchDecodeWithPagedKVCache:
     ) -> None:
         check(kv_heads == kv_cache.num_kv_heads, "kv_heads", kv_heads, f"{kv_cache.num_kv_heads}, as in the cache")
         check(head_dim == kv_cache.head_dim, "head_dim", head_dim, f"{kv_cache.head_dim}, as in the cache")
-        self.kv_cache, self.num_heads, self.sm_scale = kv_cache, num_heads, sm_scale
+        self.kv_cache, self.num_heads = kv_cache, num_heads
+        self.sm_scale = sm_scale
         self.dtype = kv_cache.data.dtype if dtype is None else as_dtype(dtype)
         workspace = torch.empty(0, dtype=torch.uint8, device=kv_cache.device)
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, kv_cache.kv_layout, backend=backend)
@@ -121,7 +122,8 @@ class BatchPrefillWithRaggedKVCache:
         causal: bool = True,
         backend: str = "auto",
     ) -> None:
-        self.num_heads, self.kv_heads, self.head_dim, self.sm_scale = num_heads, kv_heads, head_dim, sm_scale
+        self.num_heads, self.kv_heads = num_heads, kv_heads
+        self.head_dim, self.sm_scale = head_dim, sm_scale
         self.dtype, self.causal = as_dtype(dtype), causal
         workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)

@@ -174,7 +174,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             slopes=as_slopes(alibi_slopes), batch_invariant=self._keeps_bits(fixed_split_size, disable_split_kv),
         )  # fmt: skip
         refuse(window_right=window_right or None)
-        rows = None if self._current is None else self._current.qo.indptr  # which equal layers have in common
+        # Plans of equal layers have their query rows in common.
+        rows = None if self._current is None else self._current.qo.indptr
         given = (indptr, indices, last_page_len)
         if not shared_prefix and self._refresh_tables(layer, q_len_per_req, rows, *given, non_blocking=non_blocking):
             self._shared = None

@@ -78,7 +78,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
         self._lse_mode: str | None = None
         self._use_sinks = False
-        self._options: tuple[Any, ...] = ()  # of the last plan, besides its layer
+        # The arguments of the last plan besides its layer.
+        self._options: tuple[Any, ...] = ()
 
     def plan(
         self,

@@ -233,7 +233,8 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
         }  # fmt: skip
         prefills = (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)
         self._plan_prefill = partial(self._prefill.plan, *prefills, **layer)
-        causal = self._planned_as[0]  # as in the last run: the next one will hardly differ
+        # The next run will hardly differ from the last one.
+        causal = self._planned_as[0]
         self._plan_prefill(causal=causal)
         self._masks, self._planned_as = (None, None), (causal, None, None)
         self._decode.plan(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, **layer)

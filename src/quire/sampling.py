@@ -136,7 +136,8 @@ def _draw(
     """Tokens, int32 or of indices' dtype, and valid."""
     check(order in ("top_k_first", "joint"), "filter_apply_order", order, "top_k_first or joint")
     check_rows(x, name)
-    rows, device, outputs = len(x), x.device, len(x)
+    rows, device = len(x), x.device
+    outputs = len(x)
     check_optional(indices=indices)
     if indices is not None:
         check(indices.dtype in INTS, "indices.dtype", indices.dtype, "torch.int32 or torch.int64")
@@ -147,11 +148,8 @@ def _draw(
             check(low >= 0 and high < rows, "indices", f"values from {low} to {high}", lambda: f"0 to {rows - 1}")
     if check_nan and bool(x.isnan().any()):
         raise ValueError(f"{name} contains NaN")
-    k, p, m = (
-        (None, 0) if top_k is None else parameter(top_k, "top_k", rows, device, 1, whole=True),
-        parameter(top_p, "top_p", rows, device, 0),
-        parameter(min_p, "min_p", rows, device, 0),
-    )
+    k = (None, 0) if top_k is None else parameter(top_k, "top_k", rows, device, 1, whole=True)
+    p, m = parameter(top_p, "top_p", rows, device, 0), parameter(min_p, "min_p", rows, device, 0)
     seeds, offsets, first, second = random_state(seed, offset, generator, outputs, device)
     tokens = torch.empty(outputs, dtype=torch.int32 if indices is None else indices.dtype, device=device)
     valid = torch.empty(outputs, dtype=torch.bool, device=device)

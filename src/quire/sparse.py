@@ -162,7 +162,8 @@ class BlockSparseAttentionWrapper(_BlockSparseWrapper):
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
             q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type, non_blocking=non_blocking,
         )  # fmt: skip
-        self.M, self.N, self.R, self.C = M, N, R, C
+        self.M, self.N = M, N
+        self.R, self.C = R, C
 
     begin_forward = plan
 
@@ -286,7 +287,8 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
             sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type,
             kv_data_type=kv_data_type, non_blocking=non_blocking,
         )  # fmt: skip
-        self._blocks, self._num_kv_heads, self._num_qo_heads = blocks, num_kv_heads, num_qo_heads
+        self._blocks, self._num_kv_heads = blocks, num_kv_heads
+        self._num_qo_heads = num_qo_heads
 
     begin_forward = plan
 

@@ -170,7 +170,9 @@ def rows(cache: PagedKVCache, layer: int, sequence: int) -> torch.Tensor:
 
 def test_the_documented_quickstart(capsys):
     fi, device, dtype = flashinfer, "cpu", torch.float16
-    num_layers, num_heads, kv_heads, head_dim, page_size, max_total_seq_len = 1, 32, 32, 128, 16, 2048
+    num_layers, num_heads = 1, 32
+    kv_heads, head_dim = 32, 128
+    page_size, max_total_seq_len = 16, 2048
     kv_cache = fi.core.PagedKVCache(
         num_layers=num_layers,
         num_kv_heads=kv_heads,

@@ -66,7 +66,9 @@ def prefiller(batch: Batch, layout: str = "NHD", **plan):
 
 def test_the_documented_example_of_decode():
     device = "cpu"
-    num_layers, num_qo_heads, num_kv_heads, head_dim, max_num_pages, page_size = 3, 64, 8, 128, 128, 16
+    num_layers, num_qo_heads = 3, 64
+    num_kv_heads, head_dim = 8, 128
+    max_num_pages, page_size = 128, 16
     workspace_buffer = torch.empty(128 * 1024 * 1024, dtype=torch.uint8, device=device)
     decode_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, "NHD")
     batch_size = 7

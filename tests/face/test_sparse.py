@@ -282,7 +282,8 @@ class Maps:
     """Random matrices of blocks of random sizes, one per KV head, and the same as dense masks."""
 
     def __init__(self, rng, heads, M, N, device="cpu", dtype=torch.int32):
-        self.heads, (_, kv), self.M, self.N = heads, heads, M, N
+        self.heads, (_, kv) = heads, heads
+        self.M, self.N = M, N
         rows, columns = rng.randrange(1, 7), rng.randrange(1, 9)
         self.map = torch.rand(kv, rows, columns, device=device) < 0.4
         self.row_sizes, self.col_sizes = (

@@ -39,7 +39,8 @@ class Recorded:
 class HostGluon:
     """What schedulers use of Gluon, on torch tensors and scalars."""
 
-    int32, int64, float32, where = torch.int32, torch.int64, torch.float32, staticmethod(torch.where)
+    int32, int64 = torch.int32, torch.int64
+    float32, where = torch.float32, staticmethod(torch.where)
     uint32 = torch.int64  # which torch can shift
     constexpr = BlockedLayout = SliceLayout = staticmethod(lambda *x: x)
     convert_layout, static_range = staticmethod(lambda x, layout: x), range

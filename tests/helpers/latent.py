@@ -11,7 +11,8 @@ from quire.definition import attention_spec, oracle
 
 BACKEND = "triton" if INTERPRETED else "auto"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-F32, F16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+F32, F16 = torch.float32, torch.float16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 PRECISION = {F32: 3e-6, F16: 6e-4, BF16: 6e-3 if INTERPRETED else 3.2e-3}
 
 

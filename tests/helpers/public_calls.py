@@ -15,7 +15,8 @@ from quire.sparse import convert_bsr_mask_layout
 from quire.steps import store
 
 F32 = torch.float32
-HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
+HEADS, KV_HEADS = 4, 2
+DIM, PAGE = 16, 4
 LAYER = (HEADS, KV_HEADS, DIM, PAGE)
 
 

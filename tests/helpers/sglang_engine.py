@@ -61,7 +61,9 @@ class Engine:
         self, rng, layers, *, device="cpu", dtype=torch.float32, kv_dtype=None, page_size=1, windows=False, latent=0,
         rows=5, width=96, make=QuireAttentionBackend, **options,
     ):  # fmt: skip
-        self.rng, self.layers, self.device, self.dtype, self.page_size = rng, layers, device, dtype, page_size
+        self.rng, self.layers = rng, layers
+        self.device, self.dtype = device, dtype
+        self.page_size = page_size
         self.kv_dtype = kv_dtype or dtype
         self.rows, self.width = rows, width
         pages = rows * -(-width // page_size)

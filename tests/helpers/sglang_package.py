@@ -140,7 +140,8 @@ class _Pool:
     use_hnd = False
 
     def __init__(self, size, page_size, dtype, device):
-        self.size, self.page_size, self.dtype, self.device = size, page_size, dtype, device
+        self.size, self.page_size = size, page_size
+        self.dtype, self.device = dtype, device
         self.store_dtype = torch.uint8 if dtype.itemsize == 1 else dtype
 
     def get_kv_cache_quant_method(self):

@@ -130,7 +130,9 @@ class Engine:
     """
 
     def __init__(self, rng, face, layers, *, device="cpu", dtype=torch.float32, rows=6, width=48, **options):
-        self.rng, self.face, self.layers, self.device, self.dtype = rng, face, layers, device, dtype
+        self.rng, self.face = rng, face
+        self.layers, self.device = layers, device
+        self.dtype = dtype
         self.cross = any(layer.is_cross_attention for layer in layers)
         self.rows, self.width, self.size = rows, width, rows * width
         self.pool = Pool(len(layers), self.size + 1, dtype, device)

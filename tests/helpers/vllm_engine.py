@@ -29,7 +29,8 @@ class Sequence:
     """Pages, and the keys and values of all tokens so far, by layer, as the cache holds them."""
 
     def __init__(self, layers):
-        self.pages, self.length, self.k, self.v = [], 0, [[] for _ in layers], [[] for _ in layers]
+        self.pages, self.length = [], 0
+        self.k, self.v = [[] for _ in layers], [[] for _ in layers]
 
 
 class Engine:

@@ -228,7 +228,8 @@ def test_likeliest_tokens(device, dtype, vocab):
     whole = torch.randn(8, vocab + 3, device=device).to(dtype)
     logits = whole[:, :vocab]
     logits[0, [3, vocab - 1]] = 9.0
-    logits[1, 5], logits[2, 5], logits[3], logits[4, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    logits[1, 5], logits[2, 5] = torch.nan, torch.inf
+    logits[3], logits[4, 1:] = -torch.inf, -torch.inf
     tokens = torch.full((9,), 77, device=device)
     marked = torch.full((9,), 77, dtype=torch.int32, device=device)
     greedy_rows(tokens[:8], marked[:8], logits)

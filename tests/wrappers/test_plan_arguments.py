@@ -20,7 +20,8 @@ from quire.mla import BatchMLAPagedAttentionWrapper
 from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from quire.wrappers.mla_decode import BatchDecodeMlaWithPagedKVCacheWrapper
 
-F16, BF16, F32, F8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+F16, BF16 = torch.float16, torch.bfloat16
+F32, F8 = torch.float32, torch.float8_e4m3fn
 
 
 def ints(*values: int) -> torch.Tensor:

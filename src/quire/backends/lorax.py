@@ -60,7 +60,8 @@ _PLANNED = {
 class _State:
     """A wrapper whose `forward` leaves the plan as it was."""
 
-    _of_forward: Signature  # of FlashInfer's `forward`
+    # The signature of FlashInfer's `forward`.
+    _of_forward: Signature
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         """`run` with the arguments of FlashInfer's deprecated `forward`, for this call only. Arguments that are omitted

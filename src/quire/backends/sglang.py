@@ -147,7 +147,8 @@ class FlashInferAttnBackend(pymllm.FlashInferAttnBackend):
             "custom_mask": getattr(spec, "custom_mask", None) if radix.verifies(batch.forward_mode) else None,
             "encoder_lens": getattr(batch, "encoder_lens", None),
         }
-        bs, mode, rows, lengths = batch.batch_size, batch.forward_mode, batch.req_pool_indices, batch.seq_lens
+        bs, mode = batch.batch_size, batch.forward_mode
+        rows, lengths = batch.req_pool_indices, batch.seq_lens
         if in_capture:
             tokens = batch.input_ids.numel()
             self.init_forward_metadata_capture_cuda_graph(bs, tokens, rows, lengths, mode, **extras)

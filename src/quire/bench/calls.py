@@ -73,7 +73,8 @@ def wrapped(
 
 def _latent(cell: Cell, batch: Batch, wrapper: Any) -> tuple[Any, Plan, Run]:
     """`wrapped` for an MLA cell: 512 latent elements, which are keys and values, and 64 rotary elements of keys."""
-    spec, kv, q = batch.spec, batch.kv, batch.q.split((512, 64), -1)
+    spec, kv = batch.spec, batch.kv
+    q = batch.q.split((512, 64), -1)
     tables = (batch.qo.indptr, kv.indptr, kv.indices, kv.lengths())
     layer = (spec.num_qo_heads, 512, 64, cell.page_size, True, spec.sm_scale, spec.q_dtype, spec.kv_dtype)
     scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if spec.kv_dtype.itemsize == 1 else {}
@@ -115,9 +116,11 @@ class Sample:
         spec = batch.spec.replace(num_qo_heads=len(heads))
         rows, exact = [], []
         for b in sorted({0, kv.batch_size - 1}):
-            first, q_len, kv_len = qo[b], qo[b + 1] - qo[b], lengths[b]
+            first, q_len = qo[b], qo[b + 1] - qo[b]
+            kv_len = lengths[b]
             for start, end in _sampled_rows(q_len, kv_len):
-                keys = kv_len - q_len + end  # what the last of these rows sees
+                # The last of these rows sees so many keys.
+                keys = kv_len - q_len + end
                 pages = kv.indices[kv.indptr[b] :][: -(-keys // kv.page_size)].long().to(batch.k.device)
                 k, v = (x[pages].flatten(0, 1)[:keys].cpu() for x in (batch.k, batch.v))
                 q = batch.q[first + start : first + end].cpu()[:, heads]

@@ -74,7 +74,8 @@ async def events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
                     if not line.startswith(b"data:"):
                         continue
                     if line[5:].strip() == b"[DONE]":
-                        done = True  # what is left is read, so that the connection can be used again
+                        # The rest is read, so that the connection can be used again.
+                        done = True
                     elif not done:
                         yield _event(line[5:])
     except httpx.HTTPError as error:

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from quire.bench.batches import Batch, slots
 from quire.bench.cells import Cell
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, k and v, [requests, heads, tokens, head_dim]
+# A function of q, k and v, [requests, heads, tokens, head_dim].
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def decode(batch: Batch, max_bytes: int, latent: bool = False) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -75,7 +75,8 @@ def _throughput(engine: Any, work: Sequence[Work], seed: int) -> Row:
     warm = [
         random_work(1, (len(w.prompt),) * 2, (min(8, w.max_tokens),) * 2, vocab, seed + i) for i, w in enumerate(few, 1)
     ]
-    engine.run([w for (w,) in warm])  # of the lengths that will be timed, with other tokens
+    # These prompts have the lengths that will be timed, and other tokens.
+    engine.run([w for (w,) in warm])
     times = engine.run(work)
     seconds = max(each[-1] for each in times)
     tokens = sum(map(len, times))

@@ -57,7 +57,8 @@ class Quire:
 
     def arrivals(self, background: Sequence[Work], arriving: Sequence[Work]) -> Times:
         """Seconds to the first token of each of the `arriving`, which come one by one while the background decodes."""
-        busy, enough, started = threading.Event(), threading.Event(), set[int]()
+        busy, enough = threading.Event(), threading.Event()
+        started = set[int]()
 
         def note(i: int, part: Completion) -> None:
             started.add(i)
@@ -190,7 +191,8 @@ class VLLM:
             skip_tokenizer_init=True,
             max_model_len=longest,
             max_num_seqs=most,
-            enable_prefix_caching=True,  # as Quire does
+            # Quire caches prefixes by default, too.
+            enable_prefix_caching=True,
             disable_log_stats=True,
         )
         self.longest, self.count = longest, 0

@@ -65,8 +65,10 @@ def _with_kvcache(found: ModuleType, cell: Cell, batch: Batch) -> tuple[Plan, Ru
     saves each layer a launch. Latent queries and keys have two parts: `qv` are the queries of the part that is values,
     too.
     """
-    spec, pages, lengths = batch.spec, block_table(batch.kv), batch.kv.lengths()
-    longest, head_dim, q, options = max(cell.q_lens), spec.head_dim_qk, batch.q, {}
+    spec, pages = batch.spec, block_table(batch.kv)
+    lengths = batch.kv.lengths()
+    longest, head_dim = max(cell.q_lens), spec.head_dim_qk
+    q, options = batch.q, {}
     if cell.latent:
         head_dim, q = spec.head_dim_qk - spec.head_dim_vo, batch.q[..., spec.head_dim_vo :]
         options = {"qv": batch.q[..., : spec.head_dim_vo], "softmax_scale": spec.sm_scale}

@@ -70,11 +70,16 @@ PREFILL = (
     "prefill mla128 p64 4x512@4k",
     "prefill mla16 p64 8x2k",
 )
-_L2_TIMES = 4  # a graph reads caches of this many times the size of the L2 cache, so that none is found there
-_MIN_BYTES = 200 << 20  # of those caches together
-_LAYERS = 16  # runs in a graph, so that the cost of launching the graph does not count,
-_GRAPH_SECONDS = 8e-3  # or as many as take this long: more would only heat the GPU
-_PAUSE = 0.4  # seconds before each series of replays, for the clocks to recover
+# A graph reads caches of this many times the size of the L2 cache, so that none is found there.
+_L2_TIMES = 4
+# Those caches have at least so many bytes together.
+_MIN_BYTES = 200 << 20
+# A graph has so many runs, so that the cost of launching it does not count.
+_LAYERS = 16
+# A graph takes at most so many seconds, since more runs would only heat the GPU.
+_GRAPH_SECONDS = 8e-3
+# The clocks recover for so many seconds before each series of replays.
+_PAUSE = 0.4
 
 
 @triton.jit  # type: ignore[untyped-decorator]

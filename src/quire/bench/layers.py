@@ -30,9 +30,12 @@ LAYERS = (
 )
 PEERS = ("torch.compile", "flashinfer")
 _NAME = re.compile(r"(\w+) (\d+)(?::(\d+))? x(\d+)")
-_L2_TIMES = 4  # inputs are copied until they are this many times the size of the L2 cache,
-_MAX_COPIES = 64  # at most so often: small ones stay there, where in a model the kernel before has left them
-_LARGE = 1 << 31  # bytes of the copy whose rate is the ceiling
+# Inputs are copied until they are this many times the size of the L2 cache.
+_L2_TIMES = 4
+# Inputs are copied at most so often. Small ones stay in the L2 cache, where the kernel before leaves them in a model.
+_MAX_COPIES = 64
+# The rate of a copy of so many bytes is the ceiling.
+_LARGE = 1 << 31
 _HEAD_DIM, _PAGE_SIZE = 128, 16
 
 

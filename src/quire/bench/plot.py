@@ -22,7 +22,8 @@ _DEFAULT = Cell("", 1, 1)
 _DEFAULT_LAYER = "requests × tokens (32 heads over 8 of 128, pages of 16, bf16)"
 _QUIRE, _TEXT = "#2a6f97", "#333333"
 _COLORS = {"fa3": "#c8553d", "flashinfer": "#e9a23b", "cudnn": "#76a24a", "flex": "#8d7b9f"}
-_HEIGHT = 0.76  # of the bars of a cell, whose rows are 1 apart
+# The height of all bars of a cell; rows of cells are 1 apart.
+_HEIGHT = 0.76
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
@@ -43,7 +44,8 @@ def plot(result: dict[str, Any], file: Path) -> None:
     others = [bool(_differences(cell)) for cell, _ in cells]
     places = [i + other for i, other in enumerate(others)]  # a row is left free for the heading of the other layers
     beside = [peer for peer in peers.TITLES if any(peers.best(row, peer) for row in rows)]
-    inches = 0.28 if len(beside) < 2 else 0.12 * (len(beside) + 1)  # of a cell
+    # The height of a cell.
+    inches = 0.28 if len(beside) < 2 else 0.12 * (len(beside) + 1)
     figure = Figure(figsize=(8, 1.6 + inches * (len(cells) + 2)), layout="constrained")
     axes = figure.subplots()
     _bars(axes, result, beside, places, [(row[key], row) for _, row in cells])

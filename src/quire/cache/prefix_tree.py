@@ -23,7 +23,8 @@ class Node:
     __slots__ = ("children", "depth", "key", "page", "parent")
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
-        self.parent, self.key, self.page = parent, key, page
+        self.parent, self.key = parent, key
+        self.page = page
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[tuple[int, ...], Node] = {}
 

@@ -64,7 +64,9 @@ class _Remote:
             from quire.bench import client
         except ImportError as error:
             raise ValueError(f"quire chat --url needs httpx: {pip_install('chat')} ({error})") from error
-        self._client, self._to, self._given = client, (url, api_key), given
+        self._client = client
+        self._to = (url, api_key)
+        self._given = given
         self.plain = False
         self.name = model or asyncio.run(self._first_model())
 

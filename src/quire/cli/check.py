@@ -107,7 +107,8 @@ def _check_family(
 
 def _layer(rng: random.Random, q_dtype: torch.dtype, kv_dtype: torch.dtype, layer: dict[str, Any]) -> AttentionSpec:
     """A layer with random heads and head sizes."""
-    kv_heads, group, dim = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 7)), rng.choice((16, 64, 72, 128))
+    kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 7))
+    dim = rng.choice((16, 64, 72, 128))
     return attention_spec(
         num_qo_heads=kv_heads * group,
         num_kv_heads=kv_heads,

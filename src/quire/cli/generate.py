@@ -84,7 +84,8 @@ def _print_text(llm: LLM, prompts: list[str], params: SamplingParams) -> list[Co
             print()
     from tqdm import tqdm
 
-    texts, counts, reasons, shown = list(prompts), [0] * len(prompts), dict[int, str](), 0
+    texts, counts = list(prompts), [0] * len(prompts)
+    reasons, shown = dict[int, str](), 0
 
     def update(i: int, part: Completion) -> None:
         """Print prompts in their order, each as soon as it and those before it are complete."""

@@ -17,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code: 0 for success, 1 for an error in the result, 2 for an error in the
     arguments, and 130 for Ctrl-C.
     """
-    program = arguments is None  # otherwise a caller continues afterwards
+    # A caller that passes arguments continues afterwards.
+    program = arguments is None
     try:
         with ends_at_once(for_good=program):
             return _run(parser().parse_args(arguments))

@@ -22,7 +22,8 @@ __all__ = ["FLASHINFER_VERSION", "install", "path", "uninstall"]
 
 FLASHINFER_VERSION = "0.7.2"  # the version whose names and meanings Quire has
 
-_JIT, _UNSUPPORTED, _IGNORED = "quire.compat.jit", "quire.compat.unsupported", "quire.compat.ignored"
+_JIT, _UNSUPPORTED = "quire.compat.jit", "quire.compat.unsupported"
+_IGNORED = "quire.compat.ignored"
 _TRTLLM = "quire.compat.trtllm"
 _OPERATIONS = (
     "activation",

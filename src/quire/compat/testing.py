@@ -179,7 +179,8 @@ def _by_clock(call: Callable[[], Any], before: Callable[[], Any] | None, count: 
 def _capture(fn: Callable[..., Any], calls: list[tuple[Sequence[Any], dict[str, Any]]]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of these calls, which also keeps their tensors alive."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # which may still compute the arguments
+    # The current stream may still compute the arguments.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for args, kwargs in calls[:_WARM_UP]:
             fn(*args, **kwargs)

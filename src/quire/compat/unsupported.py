@@ -97,7 +97,8 @@ def unsupported(module: str, name: str) -> Any:
         hint = " (nor is NVFP4)" if "nvfp4" in name or name.endswith("_mla") else ""
         raise NotImplementedError(f"{module}.{name} is not part of Quire{hint}")
 
-    refuse.__module__, refuse.__name__, refuse.__qualname__ = module, name, name
+    refuse.__module__, refuse.__name__ = module, name
+    refuse.__qualname__ = name
     refuse.__doc__ = "Not part of Quire: raises NotImplementedError."
     if not name[0].isupper():
         return refuse

@@ -70,7 +70,8 @@ def check_settings(record: Any) -> None:
     for f in fields(record):
         if not f.metadata:
             continue
-        value, default, fits = getattr(record, f.name), f.metadata["default"], f.metadata["fits"]
+        value, default = getattr(record, f.name), f.metadata["default"]
+        fits = f.metadata["fits"]
         if value is None and default is not MISSING:
             value = default(record) if callable(default) else default
         check(fits is None or fits(value), f.metadata["name"] or f.name, value, f.metadata["allowed"])

@@ -115,7 +115,8 @@ def attend_batch(
     """
     out = q.new_zeros(len(q), spec.num_qo_heads, spec.head_dim_vo, dtype=torch.float64)
     lse = q.new_full((len(q), spec.num_qo_heads), -torch.inf, dtype=torch.float64)
-    qo_indptr, kv_indptr, lengths = qo.indptr.tolist(), kv.indptr.tolist(), kv.lengths().tolist()
+    qo_indptr, kv_indptr = qo.indptr.tolist(), kv.indptr.tolist()
+    lengths = kv.lengths().tolist()
     for b, length in enumerate(lengths):
         rows = slice(qo_indptr[b], qo_indptr[b + 1])
         pages = kv.indices[kv_indptr[b] : kv_indptr[b + 1]].long()

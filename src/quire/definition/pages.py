@@ -37,7 +37,8 @@ def table(x: Tensor, name: str, length: int | None = None) -> Tensor:
         x = as_int32(x)
     if x.dtype is not torch.int32 or x.ndim != 1:
         raise ValueError(f"{name} is {x.dtype} of shape {list(x.shape)}: it must be an int32 or int64 vector")
-    count = x.numel()  # in less time than len(x) or x.shape[0]
+    # numel() takes less time than len(x) or x.shape[0].
+    count = x.numel()
     if length is not None and count != length:
         raise ValueError(f"{name} has {count} entries: {length} are needed")
     if count == 0 and "indptr" in name:
@@ -105,7 +106,8 @@ def appended_tokens(indptr: Tensor, lengths: Tensor, count: int) -> tuple[Tensor
 def _largest(x: np.ndarray) -> int:
     """The largest of unsigned numbers, as which negative ones are 2**31 or more; 0 if there is none."""
     x = x.view(np.uint32 if x.itemsize == 4 else np.uint64)
-    return x.item(x.argmax()) if x.size else 0  # max() takes several times as long
+    # max() takes several times as long as argmax().
+    return x.item(x.argmax()) if x.size else 0
 
 
 def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name: str = "") -> int:
@@ -114,9 +116,12 @@ def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name
     """
     if not indptr.is_cpu:
         return 0
-    offsets = indptr.numpy()  # whose operations take a fifth of the time
-    first, longest, count = offsets.item(0), _largest(offsets[1:] - offsets[:-1]), offsets.size - 1
-    if first < 0 or first + longest * count >= 1 << 31:  # else nothing falls, and no difference has overflowed
+    # NumPy's operations take a fifth of the time of torch's.
+    offsets = indptr.numpy()
+    first, longest = offsets.item(0), _largest(offsets[1:] - offsets[:-1])
+    count = offsets.size - 1
+    # Within these bounds no offset falls, and no difference has overflowed.
+    if first < 0 or first + longest * count >= 1 << 31:
         _check_offsets(offsets, name)
     if total is not None and offsets.item(-1) > total:
         raise ValueError(f"{name}[-1] = {offsets[-1]} is beyond {total_name} = {total}")
@@ -266,7 +271,8 @@ class PageTable:
         """
         if self.indptr.is_cpu:
             return None
-        device, int32, moves = self.indptr.device, torch.int32, False
+        device, int32 = self.indptr.device, torch.int32
+        moves = False
         for x in (indptr, indices, per_request):
             if type(x) is not Tensor or x.dtype is not int32 or x.stride() != (1,):
                 return None
@@ -275,10 +281,12 @@ class PageTable:
             return None
         other = object.__new__(type(self))  # without its checks
         fields, name = other.__dict__, self._per_request
-        fields["indptr"], fields["indices"], fields[name] = indptr, indices, per_request
+        fields["indptr"], fields["indices"] = indptr, indices
+        fields[name] = per_request
         fields["page_size"] = self.page_size
         if moves:
-            lengths = type(self) is not PageTable  # which `from_lengths` checks if all tables lie on the host
+            # `from_lengths` checks the lengths of requests if all tables lie on the host.
+            lengths = type(self) is not PageTable
             if lengths and indptr.is_cpu and indices.is_cpu and per_request.is_cpu:
                 return None
             check_pages(indptr, indices, None if lengths else per_request, self.page_size)

@@ -29,7 +29,8 @@ def merge_ragged(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
         return torch.segment_reduce(x, kind, offsets=offsets, axis=0, initial=initial)
 
     row_max = reduce(s, "max", -torch.inf)
-    shift = torch.where(torch.isinf(row_max), 0.0, row_max)  # as in `merge_many`
+    # The difference of infinities would be NaN.
+    shift = torch.where(torch.isinf(row_max), 0.0, row_max)
     row = torch.searchsorted(offsets, torch.arange(len(s), device=s.device), right=True) - 1
     weight = torch.exp2(s - shift[row.clamp(0, len(row_max) - 1)]) if len(row_max) else s
     denominator = reduce(weight, "sum", 0.0)

@@ -92,7 +92,8 @@ def reading_to(device: torch.device) -> Iterator[None]:
     from transformers import core_model_loading as loading
 
     with _LOADING:
-        caller, get_device, readers = threading.get_ident(), loading.get_device, loading.GLOBAL_WORKERS
+        caller = threading.get_ident()
+        get_device, readers = loading.get_device, loading.GLOBAL_WORKERS
 
         def device_of(*args: Any, **options: Any) -> Any:
             return device if threading.get_ident() == caller else get_device(*args, **options)

@@ -63,7 +63,8 @@ def attend(
             return _compute(call, out, lse, backend, family, window_left, logits_soft_cap, sm_scale)
         with torch.inference_mode():
             return _compute(call, out, lse, backend, family, window_left, logits_soft_cap, sm_scale)
-    kv, mask, items = call.kv, call.mask, call.items
+    kv, mask = call.kv, call.mask
+    items = call.items
     q_scale, k_scale, v_scale, numbers = _split_scales(call.q_scale, call.k_scale, call.v_scale)
     _attend_op(
         out,

@@ -99,13 +99,15 @@ class Call:
         """
         if self.items is None and self.q_pe is None:
             return self
-        q, k, spec, mask = self.q, self.k, self.spec, self.mask
+        q, k = self.q, self.k
+        spec, mask = self.spec, self.mask
         if self.items is not None:
             mask = self.items.packed(self.qo.lengths(), self.kv.lengths())
             spec = spec.replace(items=False, custom_mask=True)
         if self.q_pe is not None and self.k_pe is not None:
             q_pe = self.q_pe
-            if self.pe_gain != 1.0:  # what a product with the gain would lose in halves counts in the oracle
+            # A product with the gain would be rounded in halves, which the oracle does not do.
+            if self.pe_gain != 1.0:
                 q, q_pe = q.float(), q_pe.float() * self.pe_gain
             q, k = torch.cat([q, q_pe], -1), torch.cat([k, self.k_pe], -1)
             spec = spec.replace(latent=False, q_dtype=q.dtype)

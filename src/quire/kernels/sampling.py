@@ -25,7 +25,9 @@ def uniform(seed: Tensor, offset: Tensor, subsequence: Tensor, draw: int = 0) ->
     All tensors are int64 and of one shape. The first 53 bits of the output are the number's.
     """
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
-    c0, c1, c2, c3 = offset & _WORD, (offset >> 32) & _WORD, subsequence & _WORD, torch.full_like(seed, draw)
+    c0 = offset & _WORD
+    c1 = (offset >> 32) & _WORD
+    c2, c3 = subsequence & _WORD, torch.full_like(seed, draw)
     for _ in range(10):
         # Products overflow int64, which keeps their 64 bits.
         p, q = c0 * 0xD2511F53, c2 * 0xCD9E8D57

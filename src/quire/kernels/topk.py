@@ -10,8 +10,10 @@ from torch import Tensor
 from quire.definition.spec import FLOATS
 from quire.kernels.ops import on_triton
 
-_MOST_ELEMENTS = 1024  # of a row, which one program holds in registers
-_MOST_CHOSEN = 32  # which it finds one after another
+# One program holds a row of so many elements in registers.
+_MOST_ELEMENTS = 1024
+# It finds the largest elements one after another, at most so many.
+_MOST_CHOSEN = 32
 
 
 @torch.library.custom_op("quire::topk", mutates_args=())

@@ -100,7 +100,8 @@ class _Formatter:
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, service: Service, body: ChatRequest, logprobs: int | None) -> None:
-        self._service, self._body, self._logprobs = service, body, logprobs
+        self._service, self._body = service, body
+        self._logprobs = logprobs
         self._name = id_name if body.return_tokens_as_token_ids else service.token_name
         self.head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",

@@ -39,7 +39,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, headers
+        self.status, self.param = status, param
+        self.code, self.headers = code, headers
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")

@@ -55,7 +55,8 @@ class _EngineState(Collector):
     """The engine's counts and state, read when they are asked for."""
 
     def __init__(self, llm: LLM, model: str, prefix: str) -> None:
-        self._llm, self._model, self._prefix = llm, model, prefix
+        self._llm, self._model = llm, model
+        self._prefix = prefix
 
     def describe(self) -> list[Metric]:
         return []  # the names do not depend on a scrape, and nothing else has them

@@ -15,7 +15,8 @@ _FILES = {
     "/": "page.html",
     **{f"/static/{name}": name for name in ("page.css", "api.js", "prompt.js", "engine.js", "chart.js", "icon.svg")},
 }
-PATHS = tuple(_FILES)  # of the page itself, which everybody may read: it has no data
+# The files of the page, which everybody may read: they have no data.
+PATHS = tuple(_FILES)
 
 # Browsers run and load only what this server sends, and no other page may frame this one.
 _HEADERS = {

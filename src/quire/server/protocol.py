@@ -34,8 +34,10 @@ class SamplingBody(BaseModel):
 
     model_config = ConfigDict(extra="allow")  # for fields that are refused by name
     logprobs_field: ClassVar[str] = "logprobs"  # the one with the number of likeliest tokens
-    default_tokens: ClassVar[int | None] = None  # of a completion at most, if the body does not say
-    adds_special_tokens: ClassVar[bool] = False  # to the text of prompts
+    # The largest number of tokens of a completion if the body does not give one.
+    default_tokens: ClassVar[int | None] = None
+    # Whether special tokens are added to the text of prompts.
+    adds_special_tokens: ClassVar[bool] = False
 
     model: str | None = None
     max_tokens: int | None = None
@@ -159,7 +161,8 @@ class SamplingBody(BaseModel):
 class CompletionRequest(SamplingBody):
     """The body of /v1/completions."""
 
-    default_tokens: ClassVar[int | None] = 16  # as in OpenAI's interface
+    # OpenAI's default.
+    default_tokens: ClassVar[int | None] = 16
     adds_special_tokens: ClassVar[bool] = True
 
     prompt: _Prompt

@@ -24,7 +24,8 @@ from quire.server.service import Service
 
 _AFTER = 5.0  # seconds for answers to leave after the grace time
 _HURRY = 1.0  # seconds for them to leave after a second SIGINT
-_FILES = 256  # of the process beside its connections
+# Files that the process opens besides its connections.
+_FILES = 256
 _RECEIVED = 1 << 18  # bytes that are received at once, by which a head may be too large before that is seen
 
 
@@ -46,7 +47,8 @@ def bind(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
         with _naming(host, port):
             if bound.family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            if os.name == "posix":  # as connections of a server that has ended may keep its port
+            # Connections of a server that has ended may still keep its port.
+            if os.name == "posix":
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((host, port))
     except OSError:
@@ -112,7 +114,8 @@ def serve(
         timeout_graceful_shutdown=int(limits.grace + _AFTER),
     )
     with listener:
-        with _naming(*listener.getsockname()[:2]):  # as another program may have bound to it, and listen by now
+        # Another program may have bound to the port, and listen by now.
+        with _naming(*listener.getsockname()[:2]):
             listener.listen(config.backlog)
         server = Server(config, service, listener.getsockname(), started)
         server.run(sockets=[listener])
@@ -144,7 +147,8 @@ class Server(uvicorn.Server):
         self, config: uvicorn.Config, service: Service, name: tuple[str, int], started: Callable[[Server], None] | None
     ) -> None:
         super().__init__(config)
-        self._service, self._started, self._hurried = service, started, False
+        self._service, self._started = service, started
+        self._hurried = False
         self.address: tuple[str, int] = name[:2]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

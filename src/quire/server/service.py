@@ -41,7 +41,8 @@ class Service:
     """
 
     def __init__(self, llm: LLM, name: str, limits: ServerLimits, metrics: Metrics) -> None:
-        self.llm, self.name, self.limits, self.metrics = llm, name, limits, metrics
+        self.llm, self.name = llm, name
+        self.limits, self.metrics = limits, metrics
         self.started = time.time()
         self.created = int(self.started)
         self.running, self.draining = 0, False

@@ -100,13 +100,15 @@ class Offsets:
         added = tokenizer.added_tokens_decoder.items()
         self._silent = frozenset(token for token, kind in added if skip_special and kind.special)
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._end = self._known = start  # of the text of the bytes so far, and of the stream's
+        # The end of the text of the bytes so far, and that of the stream's text.
+        self._end = self._known = start
 
     def __call__(self, token: int) -> int:
         """Where the next token begins."""
         own = b"" if token in self._silent else self._own(token)
         self._end += len(self._decoder.decode(own[:1]))
-        begin = self._end - (own != b"" and not self._unfinished)  # if it has not, this byte has ended a character
+        # Unless the character goes on, this byte has ended it.
+        begin = self._end - (own != b"" and not self._unfinished)
         self._end += len(self._decoder.decode(own[1:]))
         self.stream.push(token)
         known, self._known = self._known, self._known + len(self.stream.take())

@@ -117,7 +117,8 @@ def _check_host(
         room = len(pages[b]) * page_size
         raise ValueError(f"request {b} has {lengths[b]} tokens, and pages for {room}")
     bound = np.iinfo(np.int32).max if num_pages is None else num_pages
-    if len(indices) and indices.view(np.uint32).max() >= bound:  # as uint32, negative ids are above the bound
+    # As uint32, negative ids are above the bound.
+    if len(indices) and indices.view(np.uint32).max() >= bound:
         i = int(((indices < 0) | (indices >= bound)).argmax())
         request = int((counts.cumsum() <= i).sum())
         raise ValueError(f"request {request} has page {indices[i]}: pages are 0 to {bound - 1}")

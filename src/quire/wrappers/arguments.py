@@ -69,7 +69,8 @@ def layer_args(**fields: Any) -> LayerArgs:
     """
     try:
         return _layer_args(**fields)
-    except TypeError:  # a value without a hash, which the checks refuse
+    except TypeError:
+        # The checks refuse a value without a hash.
         return LayerArgs(**fields)
 
 

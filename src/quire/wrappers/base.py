@@ -149,7 +149,8 @@ class AttentionWrapper(Planner):
         own = signature(type(self).plan)
         taken = own.replace(parameters=[x for name, x in own.parameters.items() if name != "non_blocking"])
         trial = copy(self)
-        trial._use_cuda_graph, trial._current, trial._workspace = False, None, WorkspaceSizes(self.device)
+        trial._use_cuda_graph, trial._current = False, None
+        trial._workspace = WorkspaceSizes(self.device)
         trial._capture = CaptureGuard(self.device, False)
         type(self).plan(**taken.bind(trial, *args, **options).arguments)
         return trial._workspace.sizes

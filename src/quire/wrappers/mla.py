@@ -146,7 +146,8 @@ class LatentWrapper(AttentionWrapper):
             raise ValueError(f"sinks is {'missing' if sinks is None else 'given'}: plan(use_sinks={self._use_sinks})")
 
     def _check_inputs(self, spec: AttentionSpec, q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor) -> None:
-        heads, size, dim = spec.num_qo_heads, self.require_plan().kv.page_size, spec.head_dim_vo  # type: ignore[union-attr]
+        heads, dim = spec.num_qo_heads, spec.head_dim_vo
+        size = self.require_plan().kv.page_size  # type: ignore[union-attr]
         rest = spec.head_dim_qk - dim
         for x, name, dtype in (
             (q_nope, "q_nope", spec.q_dtype),

@@ -84,7 +84,8 @@ class Plan(NamedTuple):
         Raises:
             ValueError: the caller's float workspace is too small.
         """
-        spec, kv, device, ints = self.spec, self.kv, workspace.device, 0
+        spec, kv = self.spec, self.kv
+        device, ints = workspace.device, 0
         kv_tokens = kv.indices.shape[0] * kv.page_size if spec.batch_invariant and isinstance(kv, PageTable) else 0
         sizes = (spec, device, self.max_q_len, kv.batch_size if kv_tokens else 0, kv_tokens)
         floats = _float_workspace_size(self.family, *sizes)
@@ -153,7 +154,8 @@ class Plan(NamedTuple):
                 None if q_pe is None else _kind(q_pe), None if k_pe is None else _kind(k_pe),
             )  # fmt: skip
             kept = self.launches.get(key)
-        except (AttributeError, TypeError):  # not a tensor, or a value without a hash: the checks refuse the run
+        except (AttributeError, TypeError):
+            # The checks refuse what is no tensor and values without a hash.
             return None, None
         if kept is None:
             return key, None
@@ -198,12 +200,14 @@ class Plan(NamedTuple):
         if args.sinks is not None:
             check_tensor(args.sinks, "sinks", (spec.num_qo_heads,), None, device)
         wanted = args.return_lse or args.lse is not None
-        plain = args.lse_base == "log2" and args.lse_layout == "NH"  # which is what kernels write
+        # Kernels write this form of the LSE.
+        plain = args.lse_base == "log2" and args.lse_layout == "NH"
         if wanted and not plain:
             lse: Tensor | None = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
             check_lse(args.lse, q.shape[:2], args.lse_base, args.lse_layout, device)
             out, _ = outputs(q.shape[0], spec, device, args.out, None, False)
-        else:  # len() of a tensor takes microseconds
+        else:
+            # len() of a tensor takes microseconds.
             out, lse = outputs(q.shape[0], spec, device, args.out, args.lse, wanted)
         call = Call(
             q, k, v, self.qo, self.kv, spec, mask=self.mask, sinks=args.sinks,

@@ -80,7 +80,8 @@ class Planner:
             checked = PageTable(indptr.cpu(), indices.cpu(), last_page_len.cpu(), page_size)
             if on_host:
                 return checked
-        here = self.device  # `to` takes a microsecond, even where there is nothing to do
+        # `to` takes a microsecond even where there is nothing to do.
+        here = self.device
         moved = [x if x.device == here else x.to(here, non_blocking=True) for x in tables]
         pages = PageTable(moved[0], moved[1], moved[2], page_size)
         check_pages(indptr, indices, last_page_len, page_size)

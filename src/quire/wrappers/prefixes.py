@@ -13,7 +13,8 @@ import torch
 
 from quire.definition.pages import PageTable, RaggedLayout
 
-LEVELS = 4  # at most: one conversation that grows from request to request would else be a level for each of them
+# A conversation that grows from request to request would otherwise have a level for each of them.
+LEVELS = 4
 _NO_LINK = np.iinfo(np.int64).max
 
 
@@ -81,11 +82,13 @@ def _common(indptr: np.ndarray, indices: np.ndarray, before: np.ndarray, least: 
     common = np.minimum(before[:-1], before[1:])
     pairs = np.flatnonzero(common >= least)
     last = least - 1
-    pairs = pairs[indices[indptr[pairs] + last] == indices[indptr[pairs + 1] + last]]  # tells most others at once
+    # Most pairs differ in the last page that both have, which is compared first.
+    pairs = pairs[indices[indptr[pairs] + last] == indices[indptr[pairs + 1] + last]]
     most, starts = common.tolist(), indptr.tolist()
     common[:] = 0
     for b in pairs.tolist():
-        i, j, n = starts[b], starts[b + 1], most[b]
+        i, j = starts[b], starts[b + 1]
+        n = most[b]
         differ = indices[i : i + n] != indices[j : j + n]
         first = int(differ.argmax())
         common[b] = first if differ[first] else n

@@ -10,7 +10,8 @@ from quire.definition.spec import FLOATS
 from quire.definition.tensors import check_tensor, check_tensors, refuse_grad
 
 INTS = (torch.int32, torch.int64)
-_HALF, _WHOLE = 1 << 63, 1 << 64  # of the integers of 64 bits
+# Half and all of the range of 64-bit integers.
+_HALF, _WHOLE = 1 << 63, 1 << 64
 
 
 def check_rows(x: Tensor, name: str, dims: int = 2) -> None:

@@ -20,8 +20,10 @@ from quire.wrappers.plan import Plan, Result
 from quire.wrappers.prefixes import shared_prefixes
 from quire.wrappers.workspace import Workspace
 
-LEAST_TOKENS = 128  # shorter prefixes save less than it costs to write and read the partial states of their rows
-LEAST_BYTES = 32 << 20  # bytes that a group must save: about what memory delivers while one more level is launched
+# Shorter prefixes save less than it costs to write and read the partial states of their rows.
+LEAST_TOKENS = 128
+# A group must save so many bytes: about as many as memory delivers while one more level is launched.
+LEAST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,8 @@ class SharedPrefix:
         assert lse is not None
         states: list[tuple[Tensor, Tensor]] = []
         for i, part in enumerate(self.parts):
-            sinks = args.sinks if i == 0 else None  # a sink counts once
+            # A sink counts once.
+            sinks = args.sinks if i == 0 else None
             options = args.q_scale, args.k_scale, args.v_scale, args.logits_soft_cap, args.sm_scale
             key, state = part.repeat(q, cache, (None, None, sinks), True, options)
             if state is None:
@@ -88,11 +91,13 @@ def find_shared_prefix(plan: Plan, tables: Sequence[Tensor], workspace: Workspac
         ValueError: a table on a device that contradicts itself, or a float workspace that is too small for a part.
     """
     assert isinstance(plan.kv, PageTable)
-    spec, q_len, page_size, (indptr, indices, last) = plan.spec, plan.max_q_len, plan.kv.page_size, tables
+    spec, q_len = plan.spec, plan.max_q_len
+    page_size, (indptr, indices, last) = plan.kv.page_size, tables
     indptr = indptr.cpu()
     table = PageTable(indptr, indices[: int(indptr[-1])].cpu(), last.cpu().contiguous(), page_size)
     page = page_size * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo) * spec.kv_dtype.itemsize
-    states = table.batch_size * q_len * spec.num_qo_heads * spec.head_dim_vo * 8  # written, and read again
+    # Partial states are written, and read again.
+    states = table.batch_size * q_len * spec.num_qo_heads * spec.head_dim_vo * 8
     worth = -(-(LEAST_BYTES + states) // page)
     levels, own = shared_prefixes(table, q_len, -(-LEAST_TOKENS // page_size), worth)
     if not levels:

@@ -8,7 +8,8 @@ from torch import Tensor
 from quire.definition.checks import check
 from quire.wrappers.buffers import check_workspace
 
-INT_BYTES = 8 << 20  # of the int workspace on a GPU, as in FlashInfer
+# The size of the int workspace on a GPU, as in FlashInfer.
+INT_BYTES = 8 << 20
 
 
 class Workspace:
@@ -27,7 +28,8 @@ class Workspace:
         self.zeros = self.int_buffer.view(torch.int32)
         self.outgrown: list[Tensor] = []  # workspaces in whose place there are larger ones
         self._own: Tensor | None = None  # float workspace
-        self._floats: Tensor | None = None  # what the last plan took, of `_own` or of the caller's buffer
+        # The memory that the last plan took, of `_own` or of the caller's buffer.
+        self._floats: Tensor | None = None
         self._floats_of: tuple[int, Tensor | None] = (0, None)  # the size and the buffer that _floats was made for
 
     def reset(self, float_buffer: Tensor, int_buffer: Tensor, int_size: int) -> None:

@@ -79,7 +79,8 @@ def test_every_part_is_collected_once(monkeypatch, rng):
     """Whoever leaves a part has a place of its own, which one program of its tile looks at, and only one."""
     from quire.kernels.hopper.decode import combine
 
-    gl, left, taken, written = MagicMock(), [], [], []
+    gl, left = MagicMock(), []
+    taken, written = [], []
     gl.minimum, gl.where, gl.num_programs = min, lambda x, a, b: a if x else b, lambda axis: 264
 
     def merge_slots(state, first, end, count, row):

@@ -17,7 +17,8 @@ from quire.kernels import registry
 from quire.kernels.call import Call
 
 hopper = pytest.importorskip("quire.kernels.hopper.host")
-BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP16 = torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LAYERS = {
     "plain": {},
     "window": {"window_left": 5000},

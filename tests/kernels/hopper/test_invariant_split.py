@@ -45,7 +45,8 @@ class Simulated:
 
     def __init__(self, monkeypatch, c, requests, programs, window):
         self.c, self.programs = c, programs
-        self.slots, self.written, self.blocks, self.states = {}, {}, [], {}
+        self.slots, self.written = {}, {}
+        self.blocks, self.states = [], {}
         on_host(monkeypatch, mask, schedule, pipeline, tile, invariant)
         gl = MagicMock()
         gl.minimum, gl.maximum, gl.cdiv = min, max, lambda a, b: -(-a // b)

@@ -62,7 +62,8 @@ class PlanningBackend(AttentionBackend):
         v_head_dim: int | None = None,
         cross_attention: bool = False,
     ) -> None:
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = head_dim
         self.kv_cache_dtype, self.q_dtype = kv_cache_dtype, q_dtype
         self.max_context_len, self.req_to_token = max_context_len, req_to_token
         self.device = torch.empty(0, device=device).device
@@ -106,7 +107,8 @@ class PlanningBackend(AttentionBackend):
             ValueError: tables contradict each other, or a request is longer than its row of req_to_token.
             RuntimeError: the batch has prefills, and the backend was made with skip_prefill.
         """
-        batch, mode, requests = forward_batch, forward_batch.forward_mode, Requests.of(forward_batch)
+        batch, mode = forward_batch, forward_batch.forward_mode
+        requests = Requests.of(forward_batch)
         if mode.is_decode_or_idle():
             if not mode.is_idle():
                 self.indices_updater_decode.update(requests, self.decode_wrappers)

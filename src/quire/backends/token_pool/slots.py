@@ -95,7 +95,8 @@ class Slots:
 
     def tables(self, requests: Requests) -> list[PageTable]:
         """A page table for each wrapper."""
-        rows, lengths, entries = requests.req_pool_indices, requests.seq_lens, requests.entries
+        rows, lengths = requests.req_pool_indices, requests.seq_lens
+        entries = requests.entries
         if self.reason is not WrapperDispatch.CROSS_ATTENTION:
             return [self.pages(rows, lengths, entries)] * self.wrappers
         starts = self.encoder(requests.encoder_lens)

@@ -55,7 +55,8 @@ class IndicesUpdaterDecode:
     """Plans decode wrappers."""
 
     def __init__(self, slots: Slots, heads: Heads, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        self.slots, self.heads, self.q_dtype, self.kv_dtype = slots, heads, q_dtype, kv_dtype
+        self.slots, self.heads = slots, heads
+        self.q_dtype, self.kv_dtype = q_dtype, kv_dtype
 
     def update(self, requests: Requests, decode_wrappers: Sequence[BatchDecodeWithPagedKVCacheWrapper]) -> None:
         """Plan for requests whose lengths include the one query token of each request."""
@@ -70,7 +71,8 @@ class IndicesUpdaterPrefill:
     def __init__(
         self, slots: Slots, heads: Heads, q_dtype: torch.dtype, kv_dtype: torch.dtype, workspace: Tensor
     ) -> None:
-        self.slots, self.heads, self.q_dtype, self.kv_dtype = slots, heads, q_dtype, kv_dtype
+        self.slots, self.heads = slots, heads
+        self.q_dtype, self.kv_dtype = q_dtype, kv_dtype
         self._workspace = workspace
         self._spare: dict[tuple[str, Any], Any] = {}
 
@@ -137,7 +139,8 @@ class ExtendStep:
     """
 
     def __init__(self, updater: IndicesUpdaterPrefill, batch: Any, paged: list[Any], ragged: Any) -> None:
-        self._updater, self._batch, self._paged, self._ragged = updater, batch, paged, ragged
+        self._updater, self._batch = updater, batch
+        self._paged, self._ragged = paged, ragged
         self._wrappers: dict[Any, Any] = {}  # planned ones
 
     def paged(self, index: int) -> BatchPrefillWithPagedKVCacheWrapper:
@@ -188,7 +191,8 @@ class ExtendStep:
     def _prefix_pages(self, window_left: int) -> tuple[PageTable, Tensor | None]:
         """The pages before the new tokens, and with a window the packed mask of new tokens over these pages."""
         b, slots = self._batch, self._updater.slots
-        lengths, starts, mask = b.extend_prefix_lens.int(), None, None
+        lengths, starts = b.extend_prefix_lens.int(), None
+        mask = None
         if slots.reason is WrapperDispatch.CROSS_ATTENTION:
             starts = slots.encoder(b.encoder_lens)
         entries = total(lengths, b.extend_prefix_lens_cpu)

@@ -65,7 +65,8 @@ class FlashInferImpl:
             logger.warning("use_irope: layers with local attention see the whole context")
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"sliding_window = {sliding_window}: it counts the token itself, so that 1 is the least")
-        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_size = head_size
         self.scale = float(scale)
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)

@@ -39,7 +39,8 @@ def get_per_layer_parameters(vllm_config: VllmConfig) -> dict[str, PerLayerParam
     params = {}
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if not hasattr(layer, "impl"):
-            continue  # not an attention layer
+            # Other layers have no impl of attention.
+            continue
         impl = layer.impl
         if not isinstance(impl, LayerImpl):
             raise ValueError(f"attention of layer {name!r} is a {type(impl).__name__}: FlashInferImpl is needed")

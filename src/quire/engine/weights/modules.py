@@ -43,12 +43,14 @@ class QuantizedWeight(nn.Module):
             # torch.compile takes the shape of a Parameter as constant.
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("arrivals", _arrivals(self.codes.device))
-        self.kind, self.block, self.columns, self.dtype = kind, block, columns, dtype
+        self.kind, self.block = kind, block
+        self.columns, self.dtype = columns, dtype
 
     @classmethod
     def of(cls, matrix: Matrix, dtype: torch.dtype) -> QuantizedWeight:
         """The weight of a matrix that `can_multiply`."""
-        codes, scale, zero, block = matrix.codes, matrix.scale, matrix.zero, matrix.block
+        codes, scale = matrix.codes, matrix.scale
+        zero, block = matrix.zero, matrix.block
         rows, columns = codes.shape[-2:]
         if matrix.kind == "mxfp4":
             scale = scale.view(torch.uint8)
@@ -106,7 +108,8 @@ class RowsOf(nn.Module):
 
     def __init__(self, weight: QuantizedWeight, start: int, size: int) -> None:
         super().__init__()
-        self.whole, self.start, self.size, self.dtype = weight, start, size, weight.dtype
+        self.whole, self.dtype = weight, weight.dtype
+        self.start, self.size = start, size
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As that of `QuantizedWeight`."""

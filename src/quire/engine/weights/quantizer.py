@@ -46,7 +46,8 @@ class QuantizerConfig(QuantizationConfigMixin):
     """What a `Quantizer` is made of."""
 
     def __init__(self, format: Format, device: torch.device | None = None, quant_method: str = _NAME) -> None:
-        self.format, self.device, self.quant_method = format, device, quant_method
+        self.format, self.device = format, device
+        self.quant_method = quant_method
 
 
 @register_quantizer(_NAME)

@@ -19,7 +19,8 @@ from quire.integrations.ray.settings import Settings
 
 __all__ = ["Settings", "app"]
 
-_INGRESS_REQUESTS = 1 << 16  # at once in one ingress, which only passes them on: replicas are what bounds them
+# An ingress only passes requests on, so it takes many at once: replicas bound them.
+_INGRESS_REQUESTS = 1 << 16
 _ROUTER = RequestRouterConfig(
     request_router_class="ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
     request_router_kwargs={"num_fallback_replicas": 1 << 16},  # all of them, before a request waits

@@ -24,7 +24,8 @@ from quire.integrations.ray.settings import Settings
 from quire.server.errors import ApiError, add_handlers
 from quire.server.middleware import RequestGuard
 
-_SCOPE = ("type", "method", "scheme", "path", "root_path", "query_string", "headers")  # what a replica is told
+# The fields of a request's scope that a replica gets.
+_SCOPE = ("type", "method", "scheme", "path", "root_path", "query_string", "headers")
 _METRICS_TIMEOUT = 5.0  # seconds for replicas to report
 
 
@@ -180,7 +181,8 @@ def affinity(body: bytes, length: int) -> str | None:
     """
     try:
         request = json.loads(body)
-    except (ValueError, RecursionError):  # which the replica tells
+    except (ValueError, RecursionError):
+        # The replica reports such a body.
         return None
     start = _beginning(request, length) if isinstance(request, dict) else None
     return hashlib.blake2b(json.dumps(start).encode(), digest_size=16).hexdigest() if start else None

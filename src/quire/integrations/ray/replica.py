@@ -50,7 +50,8 @@ class Replica:
         async def run() -> None:
             try:
                 await self._app(scope, receive, messages.put)
-            except Exception:  # which has been answered, and is raised for the log
+            except Exception:
+                # The error has been answered, and is raised for the log.
                 _log.exception("a request failed")
             finally:
                 messages.put_nowait(None)

@@ -22,7 +22,8 @@ class Pools:
     """
 
     def __init__(self, pool: Any, page_size: int, dtype: torch.dtype) -> None:
-        self.pool, self.page_size, self.dtype = pool, page_size, dtype
+        self.pool, self.page_size = pool, page_size
+        self.dtype = dtype
         self.has_windows = isinstance(pool, BaseSWAKVPool)
 
     def is_window_layer(self, layer_id: int) -> bool:

@@ -50,7 +50,8 @@ class StepWrappers:
     """
 
     def __init__(self, pool: WrapperPool, rows: QueryRows, tables: list[PageBuffers]) -> None:
-        self._pool, self._rows, self._tables = pool, rows, tables
+        self._pool, self._rows = pool, rows
+        self._tables = tables
         self._planned: dict[Any, Any] = {}
 
     def paged(self, q: Tensor, k: Tensor, v: Tensor, windows: bool) -> Any:

@@ -20,7 +20,8 @@ def admit() -> None:
     package are needed, and Quire needs neither.
     """
     own = getattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn", None)
-    if own is None:  # another version, which refuses the name by itself
+    # Another version refuses the name by itself.
+    if own is None:
         return
 
     @wraps(own)
@@ -50,10 +51,12 @@ def step_batch(cache: Any, layer: int, key: Tensor, value: Tensor, step: dict[st
     allocators = getattr(cache, "layer_to_allocator", None)
     if allocators is not None:
         allocator = allocators[layer]
-        group, kind, window = allocator.index, allocator.layer_type, getattr(allocator, "sliding_window", 0)
+        group, kind = allocator.index, allocator.layer_type
+        window = getattr(allocator, "sliding_window", 0)
         stored = None if window else allocator.get_cache_for_block_table(layer)
         update = partial(cache.update, kwargs=dict(step))
-    else:  # as in Transformers 5.17, where 1 stands for no window
+    else:
+        # In Transformers 5.17, a window of 1 stands for none.
         group, index = cache.layer_index_to_group_indices[layer]
         window = cache.sliding_windows[layer] if cache.sliding_windows[layer] > 1 else 0
         kind = "sliding_attention" if window else "full_attention"
@@ -70,6 +73,7 @@ def step_batch(cache: Any, layer: int, key: Tensor, value: Tensor, step: dict[st
         k_rows, v_rows = (x.view(-1, *new.shape[1:]) for x, new in zip(stored, (k, v), strict=True))
         k_rows.index_copy_(0, write, k)
         v_rows.index_copy_(0, write, v)
-        if read.numel():  # else all requests are new, and what they read is what they bring
+        # If nothing is read, all requests are new, and see only their own keys.
+        if read.numel():
             return k_rows, v_rows, partial(of_pages, cu_q, cu_k, read, longest)
     return k, v, partial(of_indptr, cu_q, cu_k, longest, True, window - 1)

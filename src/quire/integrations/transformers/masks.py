@@ -91,7 +91,8 @@ def mask(
     )
     if q_length == 1:
         return _table(whole()[:, 0, 0], _kv_heads(config))
-    end, found = q_offset + q_length - kv_offset, None  # of the keys that the last query token sees
+    # The last query token sees keys up to this one.
+    end, found = q_offset + q_length - kv_offset, None
     if window is None and attention_mask is None:
         found = _packed(mask_function, local_size, use_vmap, config)
     elif window is not None and attention_mask is None and _is_within(end, kv_length):

@@ -97,7 +97,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, make: partial[Bat
     """
     stream = 0
     if q.is_cuda:
-        if torch.cuda.is_current_stream_capturing():  # what the graph reads must not change with a later plan
+        # A graph reads tables that must not change with a later plan.
+        if torch.cuda.is_current_stream_capturing():
             return run_once(q, k, v, sinks, make, settings)
         stream = torch._C._cuda_getCurrentRawStream(q.device.index)
     key = (make.func, q.device, stream, q.dtype, q.shape[1:], k.shape[1:], v.shape[2], settings)

@@ -54,7 +54,8 @@ class QuireAttentionImpl(AttentionImpl[QuireMetadata]):
     ) -> None:
         check(attn_type == "decoder", "attn_type", str(attn_type), "decoder")
         check(kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", kv_cache_dtype, ", ".join(KV_CACHE_DTYPES))
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_heads, self.head_size = num_heads, head_size
+        self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
         self.sliding_window = -1 if sliding_window is None else sliding_window - 1

@@ -78,8 +78,10 @@ class AttentionLaunch:
         end: int | None = None,
         causal: bool = True,
     ) -> None:
-        self._wrappers, self._role, self._tables, self._qo_indptr = wrappers, role, tables, qo_indptr
-        self._max_q_len, self._end, self._causal = max_q_len, end, causal
+        self._wrappers, self._role = wrappers, role
+        self._tables, self._qo_indptr = tables, qo_indptr
+        self._max_q_len, self._end = max_q_len, end
+        self._causal = causal
         self._plans: dict[LayerKind, Any] = {}
 
     def run(self, kind: LayerKind, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, **options: Any) -> Any:

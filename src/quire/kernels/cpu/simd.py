@@ -31,7 +31,8 @@ LANES = 8
 WIDE = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
 f32 = np.float32
 
-_F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+_F32, _I32 = ir.FloatType(), ir.IntType(32)
+_I16, _I8 = ir.IntType(16), ir.IntType(8)
 
 
 class VecType(types.Type):

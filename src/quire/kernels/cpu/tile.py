@@ -131,7 +131,8 @@ def attend_panel(p, b, h, r0, k, v, q, q0, s, acc, acc0, m, l, row, j0, n):
 def attend_tile(p, b, h, i0, i1, k, v, q, s, acc, m, l, offsets, factors):
     """Compute queries i0 to i1 of one KV head of a request; the arguments from k on are scratch memory."""
     r0, rows = i0 * p.group, (i1 - i0) * p.group
-    q[:], acc[:], m[:], l[:] = 0, 0, -np.inf, 0
+    q[:], acc[:] = 0, 0
+    m[:], l[:] = -np.inf, 0
     load_queries(p, b, h, r0, rows, q, k, offsets, factors)
     start, end = key_range(p, b, i0, i1)
     for j0 in range(start // TILE_KEYS * TILE_KEYS, end, TILE_KEYS):

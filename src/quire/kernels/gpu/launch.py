@@ -77,7 +77,8 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, constants: Any, **options: int) -> None:
-        self._kernel, self._constants, self._options = kernel, constants, options
+        self._kernel, self._constants = kernel, constants
+        self._options = options
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(

@@ -314,7 +314,8 @@ def tile_scheduler(tables, counter, slots, config: gl.constexpr):
     """The TileScheduler of a batch, with partial states for at most `slots` work tiles."""
     heads: gl.constexpr = tables.config.tile.heads
     lanes = _lanes(config.warps)
-    num_tiles, levels, longest, all_blocks = lanes * 0, lanes * 0, lanes * 0, lanes.to(gl.float32) * 0.0
+    num_tiles, levels = lanes * 0, lanes * 0
+    longest, all_blocks = lanes * 0, lanes.to(gl.float32) * 0.0
     mean_blocks = all_blocks
     for b0 in range(0, tables.batch, LANES):
         request = tables.request(b0 + lanes)

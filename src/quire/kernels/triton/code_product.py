@@ -226,7 +226,8 @@ def multiply_codes(
     num_rows, out_features, in_features, x_row, scale_group, scale_row, c: tl.constexpr,
 ):  # fmt: skip
     wait_for_launch_before(c.launch_pdl)
-    tile_n, split, tile_m = tl.program_id(0), tl.program_id(1) % c.splits, tl.program_id(1) // c.splits
+    tile_n, split = tl.program_id(0), tl.program_id(1) % c.splits
+    tile_m = tl.program_id(1) // c.splits
     n, m = tile_n * c.block_n + tl.arange(0, c.block_n), tile_m * c.block_m + tl.arange(0, c.block_m)
     blocks = tl.cdiv(in_features, 128)
     share = tl.cdiv(blocks, c.splits)

@@ -20,7 +20,8 @@ Partials = namedtuple("Partials", "acc ml arrivals num_slots slot_rows")
 def rows_in_slot(partials, slot, request, tile, c: tl.constexpr):
     """How many of a tile's rows a slot holds: all of them, unless the tables have more than was planned for."""
     count = tl.minimum(request.q_len * c.group - tile * c.block_m, partials.slot_rows)
-    if c.invariant:  # otherwise there are two slots for each program, however many work units there are
+    # Layers that are not batch-invariant have two slots for each program, however many work units there are.
+    if c.invariant:
         count = tl.where(slot < partials.num_slots, count, 0)
     return count
 
@@ -51,7 +52,8 @@ def combine_partials(
     count = last_program - first_program + 1
     if c.invariant:
         count = units
-    unroll: tl.constexpr = 4 if c.block_m * c.block_dv <= 64 * 128 else 1  # as far as registers last
+    # Registers last for four partial states of small tiles.
+    unroll: tl.constexpr = 4 if c.block_m * c.block_dv <= 64 * 128 else 1
     for n in tl.range(count, loop_unroll_factor=unroll):
         if c.invariant:
             slot = start + n

@@ -147,9 +147,11 @@ def tune(spec: AttentionSpec, block_m: int, paged: bool, shared_memory: int) -> 
     wide_types = 4 if spec.pos_encoding == "ROPE_LLAMA" or spec.q_dtype == torch.float32 else 2
     key_bytes = 2 * width * max(wide_types, spec.kv_dtype.itemsize)
     room = shared_memory // (2 if block_m <= 64 else 1) - 2 * block_m * width * wide_types
-    if block_m <= 64:  # what counts is the number of bytes in flight, which fp8 halves
+    # The speed of small tiles depends on the bytes in flight, which fp8 halves.
+    if block_m <= 64:
         block_n, stages = (128, 3) if spec.kv_dtype.itemsize == 1 and shared_memory > 200 << 10 else (64, 4)
-    else:  # looking up pages costs time per block of keys, so that larger blocks win if there are registers for them
+    else:
+        # Looking up pages costs time for each block of keys, so larger blocks are faster while registers last.
         large = width <= 64 or (paged and shared_memory > 200 << 10)
         block_n, stages = (128, 2 if width > 64 else 3) if large else (64, 3)
     if wide_types == 4 or width > 256:

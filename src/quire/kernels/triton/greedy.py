@@ -21,8 +21,10 @@ PART = 4096  # elements
 class GreedyConfig:
     """The constants that the kernels are compiled for."""
 
-    part: int  # elements of a part
-    parts: int  # of a row, padded to a power of two
+    # Elements of a part.
+    part: int
+    # Parts of a row, padded to a power of two.
+    parts: int
     num_warps: int
     launch_pdl: bool  # whether a launch overlaps the one before
 

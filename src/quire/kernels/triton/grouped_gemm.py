@@ -129,7 +129,8 @@ def gemm_config(num_rows: int, num_experts: int, dtype: torch.dtype, device: tor
     mean = triton.cdiv(num_rows, num_experts)
     block_m = min(max(triton.next_power_of_2(2 * mean), 16), 128 // dtype.itemsize)
     block_n, block_k = (128, 64) if block_m == 64 else (64, 256 // dtype.itemsize)
-    num_stages = 2 if torch.version.hip else 4  # of at most 24 KiB
+    # A stage has at most 24 KiB.
+    num_stages = 2 if torch.version.hip else 4
     return GemmConfig(
         triton.next_power_of_2(num_experts), block_m, block_n, block_k, num_stages, 4, has_dependent_launch(device)
     )

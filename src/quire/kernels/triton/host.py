@@ -116,7 +116,8 @@ class _Triton(GpuFamily):
     def float_workspace_size(
         self, spec: AttentionSpec, device: torch.device, max_q_len: int, batch_size: int, kv_tokens: int
     ) -> int:
-        machine, rows, row_bytes = _machine(device), max_q_len * spec.group_size, (spec.head_dim_vo + 2) * 4
+        machine, rows = _machine(device), max_q_len * spec.group_size
+        row_bytes = (spec.head_dim_vo + 2) * 4
         if spec.batch_invariant:
             split_kv = 0 < rows <= choose_block_m(spec, rows, machine)
             return _num_slots(spec, 0, machine, batch_size, kv_tokens) * rows * row_bytes if split_kv else 0
@@ -127,7 +128,8 @@ class _Triton(GpuFamily):
     def launch(self, call: Call, out: Tensor, lse: Tensor | None) -> Replay | None:
         spec, device = call.spec, out.device
         machine = _machine(device)
-        q, k, v, kv = call.q, call.k, call.v, call.kv
+        q, k = call.q, call.k
+        v, kv = call.v, call.kv
         q_pe, k_pe = call.q_pe, call.k_pe
         if k.element_size() == 1:
             q, k, v = q if q.element_size() > 1 else q.half(), _storage(k, machine), _storage(v, machine)
@@ -139,7 +141,8 @@ class _Triton(GpuFamily):
         flags = (*per_head, lse is not None, sm_scale <= 0, extent >= 1 << 31, has_kv_lens)
         tokens, batch = q.shape[0], call.qo.indptr.shape[0] - 1
         config = _launch_config(spec, device, page_size, tokens, batch, call.max_q_len, flags)
-        num_slots, partials, arrivals = 0, None, None
+        num_slots, partials = 0, None
+        arrivals = None
         if config.c.split_kv:
             num_slots = _num_slots(spec, config.c.block_m, machine, batch, entries * max(page_size, 1))
             partials = call.float_workspace_for(num_slots * config.slot_rows * (spec.head_dim_vo + 2))

@@ -17,7 +17,8 @@ from quire.kernels.gpu.launch import SmallLauncher
 from quire.kernels.triton.fp8 import convert, mantissa_bits, storage
 from quire.kernels.triton.rope import copy_rows, load_cos_sin, load_pairs, load_slot, store_rotated
 
-PAIRS = 512  # of a program's heads
+# Pairs of elements in all heads of a program.
+PAIRS = 512
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ def select_rows(  # noqa: C901
         good = known & (total > 0) & (total < float("inf"))
         here = x + row * x_row
         token = tl.full((), 0, tl.int32)
-        low = tl.full((), LOWEST if c.logits else 0, tl.int64)  # of probabilities, those above 0 are kept
+        # Probabilities of 0 are not kept.
+        low = tl.full((), LOWEST if c.logits else 0, tl.int64)
         mass = total.to(tl.float64)
         take_first = False
         if c.greedy:
@@ -146,7 +147,8 @@ def select_rows(  # noqa: C901
             p = pick(top_p, top_p_value, row, tl.float32)
             fraction = tl.where(p < 1, tl.maximum(p, 0.0), float("inf"))
             least = pick(min_p, min_p_value, row, tl.float32) * (1.0 if c.logits else top)
-            whole = 1.0 if c.joint and not c.logits else mass.to(tl.float32)  # what top-p is a fraction of
+            # top-p is a fraction of this mass.
+            whole = 1.0 if c.joint and not c.logits else mass.to(tl.float32)
             both = (k < ALL) & (fraction < float("inf"))
             turns = both.to(tl.int32) + 1 if not c.joint else 1  # top-k, then top-p of what it keeps; or both at once
             listed = tl.cdiv(vocab, CHUNK)

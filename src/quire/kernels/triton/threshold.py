@@ -264,7 +264,8 @@ def search(x, maxima, sums, ids, found, vocab, k, mass, low, top, scale, c: tl.c
     weights = weigh(highest, top, scale, c.logits)
     low = bisect(highest, weights, none, 0.0, k, mass, low, high, listed, c.tile, top, scale, c)
     listed = list_chunks(maxima, low, ids, vocab, c)
-    more, more_mass, left, turn = none, none.to(tl.float32), listed * CHUNK, none
+    more, more_mass = none, none.to(tl.float32)
+    left, turn = listed * CHUNK, none
     capacity: tl.constexpr = c.tile * CHUNK
     if left > capacity:
         weights = load_sums(maxima, sums, vocab, top, scale, c)
@@ -278,9 +279,13 @@ def search(x, maxima, sums, ids, found, vocab, k, mass, low, top, scale, c: tl.c
             if (n_r >= k) | (w_r >= mass):
                 low, left = r, n_r
             elif (n_q >= k) | (w_q >= mass):
-                low, left, high, more, more_mass = q, n_q, r, n_r, w_r
+                low, left = q, n_q
+                high, more = r, n_r
+                more_mass = w_r
             elif (n_p >= k) | (w_p >= mass):
-                low, left, high, more, more_mass = p, n_p, q, n_q, w_q
+                low, left = p, n_p
+                high, more = q, n_q
+                more_mass = w_q
             else:
                 high, more, more_mass = p, n_p, w_p
             q = middle(low, high, top, scale, turn, c)

@@ -159,7 +159,8 @@ class Partials:
         base = exponent_base(top)
         alpha = gl.exp2(state.m - base)
         total, zero = state.l * alpha, gl.zeros_like(state.l)
-        x_0, x_1, x_2, x_3 = zero, zero, zero, zero
+        x_0, x_1 = zero, zero
+        x_2, x_3 = zero, zero
         for i in gl.static_range(N):
             weight = gl.exp2(x[6 * i + 4] - base)
             total += x[6 * i + 5] * weight

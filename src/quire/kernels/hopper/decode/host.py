@@ -193,7 +193,9 @@ def _few_entries(c: Config, processors: int, batch: int) -> int:
 
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> LaunchReplay | None:
     """Compute a call with as many programs as run at a time, or fewer if there is less memory for partial states."""
-    spec, kv, q, k, v = call.spec, call.kv, call.q, call.k, call.v
+    spec, kv = call.spec, call.kv
+    q, k = call.q, call.k
+    v = call.v
     page_size, indices, lengths, by_length, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1

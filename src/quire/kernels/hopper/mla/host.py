@@ -110,8 +110,11 @@ def refuses(call: Call) -> str | None:
 
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> LaunchReplay | None:
     """Compute a call, with one program for each multiprocessor."""
-    spec, kv, k, q, q_pe, k_pe = call.spec, call.kv, call.k, call.q, call.q_pe, call.k_pe
-    assert q_pe is not None  # of a latent layer
+    spec, kv = call.spec, call.kv
+    k, q = call.k, call.q
+    q_pe, k_pe = call.q_pe, call.k_pe
+    # Latent layers have both rotary parts.
+    assert q_pe is not None
     assert k_pe is not None
     page_size, indices, lengths, by_length, entries = call.table()
     if not (is_aligned(q, 2) and is_aligned(q_pe, 2)):

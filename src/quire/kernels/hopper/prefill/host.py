@@ -85,8 +85,10 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
     whether the scale of logits may be negative.
     """
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length, negative = flags
-    dim, dim_vo, block_n = spec.head_dim_qk, spec.head_dim_vo, block_size(spec)
-    cap, alibi, fp8 = spec.logits_soft_cap > 0, spec.pos_encoding == "ALIBI", spec.kv_dtype in FLOATS8
+    dim, dim_vo = spec.head_dim_qk, spec.head_dim_vo
+    block_n = block_size(spec)
+    cap, alibi = spec.logits_soft_cap > 0, spec.pos_encoding == "ALIBI"
+    fp8 = spec.kv_dtype in FLOATS8
     consumers, load_warps = _consumers(spec), 1 if box else 4
     load_registers = 24 if box else 88 if fp8 else 56
     split = not spec.batch_invariant
@@ -158,7 +160,9 @@ def _slopes(spec: AttentionSpec, device: torch.device) -> Tensor:
 
 def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> LaunchReplay | None:
     """Compute a call with one program on each multiprocessor."""
-    spec, kv, q, k, v = call.spec, call.kv, call.q, call.k, call.v
+    spec, kv = call.spec, call.kv
+    q, k = call.q, call.k
+    v = call.v
     page_size, indices, lengths, by_length, entries = call.table()
     (q_gain, k_gain, v_gain), (q_scale, k_scale, v_scale) = split_scales(call)
     tokens, batch = q.shape[0], kv.indptr.shape[0] - 1
