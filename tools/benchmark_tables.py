@@ -17,12 +17,17 @@ from quire.bench import cpu, engine_timing, gpu, layers_table, peers
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (benchmarks/results/\S+\.json(?: \S+\.json)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rendered(name: str) -> str:
-    """A line that names the machine, versions and date of a result file, and its table."""
+def rendered(names: str) -> str:
+    """A line that names the machine, versions and date of a result file, and its table; or the table of several results
+    of tools/quantized_products.py.
+    """
+    name, *others = names.split()
     result = json.loads((ROOT / name).read_text())
+    if result.get("operation") == "products":
+        return products([result, *(json.loads((ROOT / other).read_text()) for other in others)])
     operation = result.get("operation", "")
     if operation.startswith("transformers"):
         return transformers(result)
@@ -49,6 +54,32 @@ def rendered(name: str) -> str:
     elif "copy_gb_s" in result["ceilings"]:
         module = layers_table
     return f"{', '.join(machine)}:\n\n{module.table(result)}\n"
+
+
+def products(results: list[dict[str, Any]]) -> str:
+    """The machines, and a table of results of tools/quantized_products.py: for each layout and shape, the error of the
+    weights and, on each machine, microseconds, their share of the floor, and error of products.
+    """
+    lines, columns = [], []
+    for result in results:
+        compiler = "triton" if "triton" in result else "numba"
+        versions = f"torch {result['torch']}, {compiler} {result[compiler]}, {result['date']}"
+        lines.append(f"- {result['device']}, {versions}: the floor is at {result['ceilings']['read_gb_s']:,.0f} GB/s")
+        columns += [(result, rows) for rows in dict.fromkeys(cell["rows"] for cell in result["cells"])]
+    heads = [f"{' '.join(result['device'].split()[:2])}, {rows} row{'s' * (rows > 1)}" for result, rows in columns]
+    lines += ["", f"| weights | shape | error | {' | '.join(heads)} |", "|---|---|--:|" + "--:|" * len(heads)]
+    cells = [cell for result in results for cell in result["cells"]]
+    errors = {(cell["layout"], cell["shape"]): cell["weight_error"] for cell in cells}
+    for (layout, shape), error in errors.items():
+        texts = []
+        for result, rows in columns:
+            found = [c for c in result["cells"] if (c["layout"], c["shape"], c["rows"]) == (layout, shape, rows)]
+            texts.append("-")
+            for cell in found:
+                ours = cell["products"]["quire"]
+                texts[-1] = f"{ours['us']:,.0f} µs ({cell['floor_us'] / ours['us']:.0%}), {ours['error']:.0e}"
+        lines.append(f"| {layout} | {shape} | {error:.1e} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
 
 
 def soak(result: dict[str, Any]) -> str:

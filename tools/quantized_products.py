@@ -1,11 +1,14 @@
-"""Products with quantized weights on a GPU, beside those of torch and gemlite and the time that the bytes take.
+"""Products with quantized weights, on a GPU beside those of torch and gemlite and the time that the bytes take.
 
     PYTHONPATH=src python tools/quantized_products.py --json out.json
+    PYTHONPATH=src python tools/quantized_products.py --device cpu --shapes o --rows 1 64 --json out.json
     PYTHONPATH=src python tools/quantized_products.py --tune --layouts int4 --rows 1 8 --json tune.json
 
-The shapes are those of Llama-3.1-8B. Times are of CUDA graphs over several weights, together larger than the L2 cache,
-and include the rounding of activations where a product needs it. The floor is that of the weight's bytes at the rate at
-which memory is read. `--tune` times constants of the kernel for few rows; processes compile them beforehand.
+The shapes are those of Llama-3.1-8B; weights are quantized from normal numbers. On a GPU, times are of CUDA graphs
+over several weights, together larger than the L2 cache, and include the rounding of activations where a product needs
+it. The floor is that of the weight's bytes at the rate at which memory is read. On the CPU, "quire" is the product
+with the weight that was dequantized to float32 when it was loaded, and "kept" the one with the weight as it is.
+`--tune` times constants of the kernel for few rows; processes compile them beforehand.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench import gpu
+from quire.bench import cpu, gpu
 from quire.kernels import code_product as products
 from quire.kernels.triton import code_launch as launches
 from quire.kernels.triton.code_product import CodeConfig
@@ -51,6 +54,8 @@ class Weight:
     arrivals: Tensor
     kind: str
     block: tuple[int, int]
+    # Of the weight, relative to the numbers that were quantized.
+    error: float
 
     @property
     def num_bytes(self) -> int:
@@ -73,28 +78,42 @@ class Weight:
         return products.dequantize(codes, self.scale, self.zero, self.kind, self.block, torch.float32)
 
 
-def make(layout: str, rows: int, columns: int) -> Weight:
-    """A random weight of a layout."""
+def make(layout: str, rows: int, columns: int, device: str = "cuda") -> Weight:
+    """A weight of a layout, quantized from normal numbers."""
     kind, block_rows, block_columns = LAYOUTS[layout]
     block = block_rows, block_columns or columns
-    shape = tuple(-(-size // part) for size, part in zip((rows, columns), block, strict=True))
-    options: Any = {"device": "cuda"}
-    zero = None
-    if kind == "fp8":
-        codes = torch.randn(rows, columns, **options).mul_(100).to(torch.float8_e4m3fn)
-    elif kind == "int8":
-        codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, **options)
-    else:
-        codes = products.pack_words(torch.randint(16, (rows, columns), dtype=torch.uint8, **options))
-        zero = torch.randint(16, shape, dtype=torch.uint8, **options).T.contiguous().T if kind == "int4" else None
+    dense = torch.randn(rows, columns, device=device)
+    codes, scale, zero = quantize(dense.view(rows // block[0], block[0], -1, block[1]), kind)
+    codes = codes.view(rows, columns)
+    found = products.dequantize(codes, scale, zero, kind, block, torch.float32)
+    error = float((found - dense).norm() / dense.norm())
+    codes = products.pack_words(codes) if kind in products.PACKED else codes
+    if block_rows == 1:
+        scale, zero = scale.T.contiguous().T, None if zero is None else zero.T.contiguous().T
+    arrivals = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+    return Weight(codes, scale, zero, arrivals, kind, block, error)
+
+
+def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales [block rows, block columns] and, for int4, zero points of blocks [block rows, rows, block columns,
+    columns], each scaled by its extremes.
+    """
+    low, high = x.amin((1, 3)).clamp(max=0), x.amax((1, 3)).clamp(min=0)
+    largest = torch.maximum(-low, high)
     if kind == "mxfp4":
-        scale = torch.randint(115, 122, shape, dtype=torch.uint8, **options).T.contiguous().T
-    elif block_rows > 1:
-        scale = torch.rand(shape, **options) * 1e-3
-    else:
-        dtype = torch.float32 if kind == "fp8" else torch.bfloat16
-        scale = (torch.rand(shape, **options) * 1e-2).to(dtype).T.contiguous().T
-    return Weight(codes, scale, zero, torch.zeros(1 << 14, dtype=torch.int32, **options), kind, block)
+        exponent = largest.log2().floor().sub(2)
+        size = (x * exponent.neg().exp2()[:, None, :, None]).abs()
+        edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
+        codes = torch.bucketize(size, edges).to(torch.uint8) | (x < 0).to(torch.uint8) << 3
+        return codes, exponent.add(127).to(torch.uint8), None
+    if kind == "int4":
+        scale = ((high - low) / 15).bfloat16()
+        zero = (-low / scale.float()).round()
+        codes = (x / scale.float()[:, None, :, None]).round() + zero[:, None, :, None]
+        return codes.clamp(0, 15).to(torch.uint8), scale, zero.to(torch.uint8)
+    scale = largest / (448 if kind == "fp8" else 127)
+    codes = x / scale[:, None, :, None]
+    return codes.to(torch.float8_e4m3fn) if kind == "fp8" else codes.round().to(torch.int8), scale, None
 
 
 def copies(layout: str, rows: int, columns: int) -> list[Weight]:
@@ -216,21 +235,41 @@ def measure(layout: str, shape: str, num_rows: int, rounds: int, ceilings: dict[
     for name, seconds in zip(replays, gpu.seconds_in_turns(list(replays.values()), rounds), strict=True):
         result[name]["us"] = seconds * 1e6
     least = floor(weights[0], x, rows, ceilings)
-    return {"layout": layout, "shape": shape, "rows": num_rows, "floor_us": least, "products": result}
+    names = {"layout": layout, "shape": shape, "rows": num_rows, "weight_error": weights[0].error}
+    return {**names, "floor_us": least, "products": result}
+
+
+def measure_on_cpu(layout: str, shape: str, num_rows: int, rounds: int, ceilings: dict[str, float]) -> Row:
+    """As `measure`, of the product with the weight that was dequantized when it was loaded, and of the one with the
+    weight as it is.
+    """
+    rows, columns = SHAPES[shape]
+    weight, x = make(layout, rows, columns, "cpu"), torch.randn(num_rows, columns)
+    dense = weight.dequantized(columns)
+    runs = {"quire": partial(torch.nn.functional.linear, x, dense), "kept": partial(weight.product, x)}
+    result: dict[str, Row] = {name: {"error": error(run(), x, dense)} for name, run in runs.items()}
+    for name, seconds in zip(runs, cpu.medians(list(runs.values()), rounds), strict=True):
+        result[name]["us"] = seconds * 1e6
+    rate = ceilings["matmul_gflop_s"] * 1e9
+    least = max(dense.numel() * 4 / ceilings["read_gb_s"] / 1e9, 2 * rows * x.numel() / rate) * 1e6
+    names = {"layout": layout, "shape": shape, "rows": num_rows, "weight_error": weight.error}
+    return {**names, "floor_us": least, "products": result}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--json", required=True)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--layouts", nargs="+", default=["fp8", "fp8 block", "int4", "mxfp4"], choices=LAYOUTS)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     torch.manual_seed(0)
-    ceilings = gpu.ceilings()
-    result: Row = {**gpu.machine(), "seed": 0, "ceilings": ceilings, "cells": []}
+    module = cpu if args.device == "cpu" else gpu
+    ceilings = module.ceilings()
+    result: Row = {**module.machine(), "operation": "products", "seed": 0, "ceilings": ceilings, "cells": []}
     cells = list(itertools.product(args.layouts, args.shapes, args.rows))
     with multiprocessing.get_context("spawn").Pool(12 if args.tune else 1) as pool:
         for layout, shape, num_rows in cells:
@@ -242,13 +281,15 @@ def main() -> None:
                     names = ("block_m", "block_n", "num_warps", "num_stages", "splits")
                     print(layout, shape, num_rows, f"{row['us']:.1f} us", *(f"{n}={c[n]}" for n in names), flush=True)
             else:
-                cell = measure(layout, shape, num_rows, args.rounds, ceilings)
+                measured = measure_on_cpu if args.device == "cpu" else measure
+                cell = measured(layout, shape, num_rows, args.rounds, ceilings)
                 times = {name: f"{x['us']:.1f}" if "us" in x else x for name, x in cell["products"].items()}
                 print(layout, shape, num_rows, f"floor {cell['floor_us']:.1f}", times, flush=True)
             result["cells"].append(cell)
             with open(args.json, "w") as file:
                 json.dump(result, file, indent=1)
-            torch.cuda.empty_cache()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
