@@ -78,7 +78,7 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 @pytest.fixture(scope="session", autouse=True)
 def cpu_by_default() -> Iterator[None]:
     """An LLM is on the CPU unless a test names a device, on a machine with a GPU, too: expected texts and bounds are
-    those of float32 there. Processes that tests start must be told so.
+    those of float32 there. Processes that tests start have to name the device.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.engine.arguments.default_device", lambda: "cpu")

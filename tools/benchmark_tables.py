@@ -108,7 +108,7 @@ def soak(result: dict[str, Any]) -> str:
             f"decides; {thirds} MiB (medians of thirds of the time); {files[0]} to {files[-1]} open files"
         ),
         f"SIGTERM, {sum(term['results'].values())} requests": (
-            f"{term['results']['right']} end, {term['results']['told that the server ends']} are answered with the "
+            f"{term['results']['right']} end, {term['results']['server unavailable']} are answered with the "
             f"reason after the grace time of 5 s; exit code {term['exit_code']}"
         ),
         f"SIGKILL, {sum(kill['results'].values())} requests": (

@@ -236,7 +236,7 @@ async def run_ends(log: Path, cases: list[Case]) -> dict[str, Any]:
             return error
         except Wrong as error:
             text = str(error)
-            return "told that the server ends" if "unavailable" in text else text
+            return "server unavailable" if "unavailable" in text else text
         except httpx.TransportError:
             return "connection closed"
 
@@ -301,9 +301,9 @@ def is_right(result: dict[str, Any]) -> bool:
     ends, streams, crowd = (result.get(name, {}) for name in ("ends", "streams", "random"))
     counters = [r["results"] for r in streams.get("rounds", [])] + list(crowd.get("counts", {}).values())
     counters += [end["after_restart"]["results"] for end in ends.values()]
-    told = {"SIGTERM": "told that the server ends", "SIGKILL": "connection closed"}
+    expected = {"SIGTERM": "server unavailable", "SIGKILL": "connection closed"}
     codes = {"SIGTERM": 0, "SIGKILL": -signal.SIGKILL}
-    counters += [{x: n for x, n in end["results"].items() if x != told[name]} for name, end in ends.items()]
+    counters += [{x: n for x, n in end["results"].items() if x != expected[name]} for name, end in ends.items()]
     if any(end["exit_code"] != codes[name] for name, end in ends.items()):
         return False
     if result.get("openapi", {}).get("exit_code"):

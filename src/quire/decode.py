@@ -81,7 +81,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
     @property
     def resolved_backend(self) -> str:
-        """FlashInfer's name of the kernels: the constructor's `backend`, "fa2" for "auto". `backend` tells Quire's."""
+        """FlashInfer's name for the kernels: the constructor's `backend`, "fa2" for "auto". Quire's is `backend`."""
         return "fa2" if self._backend == "auto" else self._backend
 
     @property
@@ -150,7 +150,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
                 waits for its device.
             shared_prefix: find neighbouring requests whose first pages are the same, and have runs read these pages
                 once for all of them, then what parts of them share beyond, in up to four levels; the property
-                `shared_prefix` tells what was found. Only full pages before the query tokens are shared, where there
+                `shared_prefix` is what was found. Only full pages before the query tokens are shared, where there
                 are 128 tokens of them and a group saves reading 32 MiB besides what its level writes. Tables are read
                 here, which waits for their device, and must not change until the next plan. Levels with more query
                 tokens than `backend` has kernels for go to the first family that has. With a window, runs read each
@@ -355,7 +355,7 @@ def fast_decode_plan(
     global_override_indptr_cpu: Tensor | None = None,
 ) -> None:
     """`BatchDecodeWithPagedKVCacheWrapper.plan` that copies nothing in a CUDA-graph wrapper: the caller has written its
-    buffers already, and the tables given here only tell the sizes.
+    buffers already, and only the sizes of the tables given here are read.
 
     Args:
         self: a wrapper; ``wrapper.plan = functools.partial(fast_decode_plan, wrapper)`` is how engines use this.

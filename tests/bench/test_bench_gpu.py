@@ -131,10 +131,10 @@ def test_a_named_family_may_decline_a_cell(pretended, tmp_path):
     (row,) = result["cells"]
     assert "us" not in row
     assert row["fa3"]["kvcache"]["us"] > 0
-    head, _, line, _, told = gpu.table(result).splitlines()
+    head, _, line, _, summary = gpu.table(result).splitlines()
     assert head.startswith("| cell | Quire µs (TFLOP/s) | FA3 µs (TFLOP/s) | ratio to FA3 | of 1,000 TFLOP/s |")
     assert line.startswith("| prefill 4:2 d64 3x40 | failed |")
-    assert told.startswith("Quire (hopper) failed: prefill 4:2 d64 3x40 (")
+    assert summary.startswith("Quire (hopper) failed: prefill 4:2 d64 3x40 (")
     with pytest.raises(ValueError, match="nothing to plot"):
         plot(result, tmp_path / "rates.png")
 
@@ -151,15 +151,15 @@ class Strange(quire.BatchDecodeWithPagedKVCacheWrapper):
         return super().run(*args, **options) * self.factor
 
 
-@pytest.mark.parametrize(("factor", "told"), [(1.5, "error 5.0e-01 against the oracle"), (float("nan"), "error nan")])
-def test_what_fails_is_told_and_does_not_count(factor, told, pretended, monkeypatch):
+@pytest.mark.parametrize(("factor", "reason"), [(1.5, "error 5.0e-01 against the oracle"), (float("nan"), "error nan")])
+def test_bench_gpu_failed_peer_has_reason_and_no_ratio(factor, reason, pretended, monkeypatch):
     monkeypatch.setattr(Strange, "factor", factor, raising=False)
     strange = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Strange, __version__="0.7.2")
     monkeypatch.setattr(peers, "flashinfer", lambda: strange)
     row = gpu.measure("decode 4:2 d64 3x40", "auto", 1, peers.installed(["flashinfer"], (9, 0)))
     assert row["flashinfer"]["cuda"] == {"failed": "NotImplementedError: Unsupported group_size: 7"}
     assert list(row["flashinfer"]["fa2"]) == ["failed"]
-    assert row["flashinfer"]["fa2"]["failed"].startswith(told)
+    assert row["flashinfer"]["fa2"]["failed"].startswith(reason)
     assert peers.best(row) is None
 
 

@@ -71,7 +71,7 @@ def test_bundled_model_completions_have_words_of_python(corpus, rng):
 
     Of 100 times 24 completions, the worst had 0.926, and of 200,000 draws of 24 out of them none had less than 0.9; of
     20,000 times 2,400 tokens that were drawn one by one from the library's text, none had more than 0.74. A name that
-    the model makes up it likes to repeat: six completions do not tell.
+    the model makes up it likes to repeat: six completions are too few.
     """
     known = set(re.findall(r"[A-Za-z]+", "\n".join(corpus[0])))
     prompts = ["import ", "def read(", "class Test", "    return self.", "for line in ", "# The "] * 4

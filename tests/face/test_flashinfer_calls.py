@@ -70,8 +70,8 @@ def test_workspace_size_takes_arguments_by_position(batch, prompts):
     heads = (8, 2, 64, 16)
     wrapper = decoder(batch)
     layer = ("NONE", -1, 0.0, F16, None, None, None, None, None, None)
-    told = wrapper.workspace_size(*tables(batch), *heads, *layer, None, None, None, False, 4)
-    assert told == wrapper.workspace_size(*tables(batch), *heads, q_data_type=F16, q_len_per_req=4)
+    sizes = wrapper.workspace_size(*tables(batch), *heads, *layer, None, None, None, False, 4)
+    assert sizes == wrapper.workspace_size(*tables(batch), *heads, q_data_type=F16, q_len_per_req=4)
     with pytest.raises(TypeError, match="too many positional"):
         wrapper.workspace_size(*tables(batch), *heads, *layer, None, None, None, False, 4, True)
     with pytest.raises(ValueError, match="head_dim_qk = 60"):

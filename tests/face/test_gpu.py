@@ -347,8 +347,8 @@ def test_a_small_workspace_is_refused_with_the_size_that_is_needed(batch):
 @pytest.mark.parametrize("ragged", [False, True])
 def test_prefills_are_planned_from_tables_of_the_host(ragged, batch, rng):
     """Steps whose rows, or all of whose tables, lie on the host. A plan returns while the device is busy, and what it
-    was given may be overwritten then, unless that is pinned: then a plan has to be told to wait. Its kernel is that for
-    the longest request, which changes between few rows, many and few.
+    was given may be overwritten then, unless that is pinned: then only `non_blocking=False` makes a plan wait. Its
+    kernel is that for the longest request, which changes between few rows, many and few.
     """
     planned(batch, "auto")  # imports the kernels, which takes long
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)

@@ -213,7 +213,8 @@ def test_bits_do_not_depend_on_the_batch(device, products_in_order, rng):
     out, lse = wrapper.run(q_nope, q_pe, *cache, return_lse=True)
     check(batch, out, lse)
     qo, indptr, indices, lengths = tables(batch)
-    for b, where in enumerate(("cpu", device, "cpu")):  # tables on the host tell how many tokens a request has
+    # Tables on the host say how many tokens a request has.
+    for b, where in enumerate(("cpu", device, "cpu")):
         rows, pages = slice(int(qo[b]), int(qo[b + 1])), slice(int(indptr[b]), int(indptr[b + 1]))
         own = [qo[b : b + 2] - qo[b], indptr[b : b + 2] - indptr[b], indices[pages], lengths[b : b + 1]]
         wrapper.plan(*(x.to(where) for x in own), *layer(batch))

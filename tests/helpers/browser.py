@@ -34,7 +34,7 @@ class Tab:
 
     Attributes:
         page: Playwright's.
-        errors: messages on the console that tell of errors or of violated policies, and exceptions.
+        errors: messages on the console about errors or violated policies, and exceptions.
         requests: URLs that the page asked for.
     """
 

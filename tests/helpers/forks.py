@@ -37,16 +37,16 @@ def in_child(compute) -> str:
     child = os.fork()
     if child == 0:
         try:
-            told = str(compute())
+            outcome = str(compute())
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}"
-        os.write(theirs, told.encode())
+            outcome = f"{type(error).__name__}: {error}"
+        os.write(theirs, outcome.encode())
         os._exit(0)
     os.close(theirs)
     ready, _, _ = select.select([mine], [], [], 60)
     if not ready:
         os.kill(child, 9)
-    told = os.read(mine, 1 << 16).decode() if ready else "nothing in 60 s"
+    outcome = os.read(mine, 1 << 16).decode() if ready else "nothing in 60 s"
     os.close(mine)
     status = os.waitpid(child, 0)[1]
-    return told if status == 0 else f"ended with status {status}"
+    return outcome if status == 0 else f"ended with status {status}"

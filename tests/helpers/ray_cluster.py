@@ -33,12 +33,12 @@ TIMEOUT = 120.0  # seconds: no request may take longer
 
 @dataclass
 class Answer:
-    """What came of a request.
+    """The answer to a request.
 
     Attributes:
         status, text: of HTTP, and all of the completion that came.
         error: the error's object, as the body or as an event; None if the completion is whole.
-        replica, attempt: as the headers tell.
+        replica, attempt: from the headers.
         seconds: since the request was sent.
     """
 

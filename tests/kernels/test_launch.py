@@ -46,7 +46,7 @@ def test_a_launch_that_takes_descriptors(monkeypatch):
 
     given, encoded = [], []
     kind = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [16, 64], "fp4_padded": False}
-    launcher = lambda *x: given.append(x[-21:])  # noqa: E731  (what is launched is told by its name)
+    launcher = lambda *x: given.append(x[-21:])  # noqa: E731  (Triton finds the launcher by its name)
     compiled = Compiled()
     compiled.launch = wrap_handle_tensordesc(launcher, {"k": "tensordesc<bf16[16,64]>", "v": "*fp32"}, [kind])
     compiled.metadata = SimpleNamespace(tensordesc_meta=[kind, kind])

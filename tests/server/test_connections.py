@@ -204,7 +204,7 @@ def test_a_new_connection_takes_the_place_of_the_longest_idle_one(url, llm):
     until_idle(llm)
 
 
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux tells the state of connections there")
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux lists the state of connections there")
 def test_a_client_that_stops_reading_is_left(url, llm):
     """Streams and whole answers beyond what is buffered: the connection ends in the middle of the answer."""
     body = {"prompt": "import os\n", "max_tokens": 150, "ignore_eos": True, "logprobs": 20}

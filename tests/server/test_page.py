@@ -133,7 +133,7 @@ def test_the_panel_shows_the_engines_numbers(llm, tab, held):
 
 
 def test_rates_are_the_mean_of_the_last_seconds(tab):
-    """The page is told of an engine that generates 100 tokens per second, and 50 of prompts, from its next state on."""
+    """From its next state on the engine generates 100 tokens per second, and computes 50 of prompts."""
     asked = []
 
     def answer(route):
@@ -161,10 +161,12 @@ def test_the_timeline_shows_the_engines_steps(llm, tab):
     chart = tab.page.get_by_role("img", name="The last")
     chart.focus()
     tab.page.keyboard.press("End")
-    told, last = tab.text("#step"), steps[-1]
-    assert told.startswith(f"Step {last.number}: ")
-    assert told.endswith(f" ms, {last.decode_tokens} decode tokens of {last.requests} requests")
-    assert float(told.split(": ")[1].split(" ms")[0].replace(",", "")) == pytest.approx(last.duration * 1000, rel=0.01)
+    caption, last = tab.text("#step"), steps[-1]
+    assert caption.startswith(f"Step {last.number}: ")
+    assert caption.endswith(f" ms, {last.decode_tokens} decode tokens of {last.requests} requests")
+    assert float(caption.split(": ")[1].split(" ms")[0].replace(",", "")) == pytest.approx(
+        last.duration * 1000, rel=0.01
+    )
     prompt = next(step for step in reversed(steps) if step.prompt_tokens)
     for _ in range(last.number - prompt.number):
         tab.page.keyboard.press("ArrowLeft")

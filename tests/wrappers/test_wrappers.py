@@ -1,4 +1,4 @@
-"""What wrappers are told, and tell: layers given again, no window as None, equal arguments, captured runs."""
+"""Arguments and attributes of wrappers: layers given again, no window as None, equal arguments, captured runs."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ KINDS = pytest.mark.parametrize("kind", [Decode, Prefill, Ragged])
 NAMES = ("causal", "window_left", "logits_soft_cap", "sm_scale", "pos_encoding_mode", "rope_scale", "rope_theta")
 
 
-def told(wrapper):
+def attributes(wrapper):
     return {name: getattr(wrapper, f"_{name}") for name in NAMES}
 
 
 @KINDS
-def test_attributes_tell_what_holds_after_forward(kind):
+def test_wrapper_attributes_after_forward_are_those_of_the_last_layer(kind):
     """Engines read them where FlashInfer keeps what was planned, and the deprecated forward gives it again."""
     case = kind()
     case.plan(window_left=9, logits_soft_cap=4.0, sm_scale=0.25)
@@ -103,7 +103,7 @@ def test_attributes_tell_what_holds_after_forward(kind):
         "causal": True, "window_left": 9, "logits_soft_cap": 4.0, "sm_scale": 0.25, "pos_encoding_mode": "NONE",
         "rope_scale": 1.0, "rope_theta": 1e4,
     }  # fmt: skip
-    assert told(case.wrapper) == planned
+    assert attributes(case.wrapper) == planned
     neutral = {"causal": decodes, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 1 / math.sqrt(64)}
     given = {"window_left": 3, "sm_scale": 0.5, "pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 500.0}
     for options in ({}, {**given, "rope_scale": 2.0}, {"logits_soft_cap": 2.0}, {"window_left": None}):
@@ -111,10 +111,10 @@ def test_attributes_tell_what_holds_after_forward(kind):
         expected = {**planned, **neutral, **{name: x for name, x in options.items() if x is not None}}
         layer = {("pos_encoding" if name == "pos_encoding_mode" else name): x for name, x in expected.items()}
         case.close(case.wrapper.forward(*case.tensors, **options), **layer)
-        assert told(case.wrapper) == expected
+        assert attributes(case.wrapper) == expected
         case.close(case.wrapper.run(*case.tensors), **layer)  # as FlashInfer's, later runs are of that layer
     case.plan(window_left=9, logits_soft_cap=4.0, sm_scale=0.25)
-    assert told(case.wrapper) == planned
+    assert attributes(case.wrapper) == planned
 
 
 @KINDS

@@ -98,7 +98,7 @@ def _event(text: bytes) -> dict[str, Any]:
 
 
 def _accepted(answer: httpx.Response) -> None:
-    """Raise the error that an answer, which has been read if it is one, tells of."""
+    """Raise the error of an answer, which has been read if its status is one of an error."""
     if answer.status_code != 200:
         try:
             message = _message(answer.json())

@@ -29,12 +29,12 @@ def table(result: dict[str, Any]) -> str:
         lines.append([row["cell"], f"{row['us']:.2f}", f"{row['gb_s']:,.0f}", f"{share:.0%}", *times])
     text = [f"| {' | '.join(line)} |" for line in (head, *lines)]
     text.insert(1, "|---|" + "--:|" * (len(head) - 1))
-    told = [f"A copy of as many bytes, timed in each cell, takes 100%; a large one moves {rate:,.0f} GB/s."]
+    notes = [f"A copy of as many bytes, timed in each cell, takes 100%; a large one moves {rate:,.0f} GB/s."]
     for name in beside:
         failed = [f"{row['cell']} ({' '.join(row[name]['failed'].split())[:120]})" for row in result["cells"]
                   if "failed" in row.get(name, {})]  # fmt: skip
-        told += [f"{_TITLES[name]} failed: {'; '.join(failed)}."] if failed else []
-    return "\n\n".join(["\n".join(text), *told])
+        notes += [f"{_TITLES[name]} failed: {'; '.join(failed)}."] if failed else []
+    return "\n\n".join(["\n".join(text), *notes])
 
 
 def plot(result: dict[str, Any], file: Path) -> None:

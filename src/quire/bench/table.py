@@ -11,7 +11,8 @@ from quire.bench import peers
 
 Row = dict[str, Any]
 Show = Callable[[Row], str]
-_REASON = 120  # characters of a failure that are told
+# Characters of a failure that the table shows.
+_REASON = 120
 
 
 class _Rate(NamedTuple):
@@ -97,12 +98,12 @@ def _computed(show: Show) -> Show:
 
 def _summary(result: dict[str, Any]) -> list[str]:
     """For each peer, the mean of its ratios, and the cells that it or Quire failed to compute, with reasons."""
-    rows, told = result["cells"], []
+    rows, sentences = result["cells"], []
     for peer in peers.present(rows):
         ratios = [found for row in rows if (found := peers.ratio(row, peer)) is not None]
         if ratios:
             cells, mean = f"{len(ratios)} of {len(rows)} cells", geometric_mean(ratios)
-            told.append(f"{peers.TITLES[peer]}'s time over Quire's, geometric mean of {cells}: {mean:.2f}.")
+            sentences.append(f"{peers.TITLES[peer]}'s time over Quire's, geometric mean of {cells}: {mean:.2f}.")
     failures = {f"Quire ({result.get('backend')})": {row["cell"]: row["failed"] for row in rows if "failed" in row}}
     for peer in peers.present(rows):
         failed = [row for row in rows if peer in row and not peers.best(row, peer)]
@@ -110,8 +111,8 @@ def _summary(result: dict[str, Any]) -> list[str]:
     for title, reasons in failures.items():
         if reasons:
             cells = "; ".join(f"{cell} ({_short(reason)})" for cell, reason in reasons.items())
-            told.append(f"{title} failed: {cells}.")
-    return told
+            sentences.append(f"{title} failed: {cells}.")
+    return sentences
 
 
 def _short(reason: str) -> str:

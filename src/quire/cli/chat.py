@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _HELP = """/reset  forget what has been said
 /help   show this
 /quit   end, as Ctrl-D does
-Ctrl-C stops an answer. What has come of it by then is kept."""
+Ctrl-C stops an answer. The text so far is kept."""
 _PLAIN = "the model has no chat template: it completes the text so far, as it is"
 Messages = list[dict[str, str]]
 
@@ -89,7 +89,7 @@ class _Remote:
                 if error.kind != "HTTP 400" or "chat template" not in str(error):
                     raise
                 self.plain = True
-                _tell(_PLAIN)
+                _note(_PLAIN)
         async for event in self._events("/v1/completions", {"max_tokens": 128, **body, "prompt": completed(messages)}):
             for choice in event.get("choices") or ():
                 yield choice.get("text") or ""
@@ -130,9 +130,9 @@ def run(args: argparse.Namespace) -> int:
                 llm = LLM(args.model, engine_config(args))
             talker = _Local(stack.enter_context(llm), params)
         if sys.stdin.isatty():
-            _tell(f"{talker.name}: /help tells the commands, Ctrl-C stops an answer, Ctrl-D ends")
+            _note(f"{talker.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
         if talker.plain:
-            _tell(_PLAIN)
+            _note(_PLAIN)
         return _talk(talker, read())
 
 
@@ -167,9 +167,9 @@ def _talk(talker: _Local | _Remote, lines: Iterator[str]) -> int:
             break
         if line.strip() == "/reset":
             messages.clear()
-            _tell("forgotten")
+            _note("forgotten")
         elif line.startswith("/"):
-            _tell(_HELP if line.strip() == "/help" else f"there is no command {line.split()[0]}\n{_HELP}")
+            _note(_HELP if line.strip() == "/help" else f"there is no command {line.split()[0]}\n{_HELP}")
         elif line.strip():
             messages.append({"role": "user", "content": line})
             parts: list[str] = []
@@ -177,7 +177,7 @@ def _talk(talker: _Local | _Remote, lines: Iterator[str]) -> int:
                 _answered(talker, messages, parts)
             except (ValueError, RuntimeError) as error:
                 failed = True
-                _tell(f"quire: error: {error}")
+                _note(f"quire: error: {error}")
             if any(parts):
                 messages.append({"role": "assistant", "content": "".join(parts)})
             else:  # without an answer, it is as if nothing had been asked
@@ -208,6 +208,6 @@ def _answered(talker: _Local | _Remote, messages: Messages, parts: list[str]) ->
             print(flush=True)
 
 
-def _tell(text: str) -> None:
+def _note(text: str) -> None:
     """Print what is no answer."""
     print(text, file=sys.stderr, flush=True)

@@ -72,8 +72,8 @@ def choose(
         if reason is None:
             return family(name)
         reasons[name] = reason
-    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise ValueError(f"no kernels for this attention on {device}: {told}")
+    refusals = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise ValueError(f"no kernels for this attention on {device}: {refusals}")
 
 
 def admit(call: Call, backend: str = "auto", chosen: Family | None = None) -> Family:

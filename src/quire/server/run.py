@@ -81,7 +81,7 @@ def serve(
     log_level: str = "warning",
     started: Callable[[Server], None] | None = None,
 ) -> None:
-    """Serve an application of `create_app` until SIGINT or SIGTERM, or until `started`'s server is told to exit.
+    """Serve an application of `create_app` until SIGINT or SIGTERM, or until `started`'s server has to exit.
 
     The end is orderly: no connections are accepted, new requests on open ones are answered 503, and those in progress
     have `ServerLimits.grace` seconds to finish. Then the engine is closed, and they are answered with an error. A

@@ -36,7 +36,7 @@ class AttentionWrapper(Planner):
     `jit_args` name FlashInfer's variant AttentionSink, the sink and sm_scale.
 
     Kernels for GPUs keep partial states in the float workspace while they run: `plan` refuses one that is too small,
-    and `workspace_size` tells what is needed. Wrappers that run one after another may share it. Without one (None, or
+    and `workspace_size` returns what is needed. Wrappers that run one after another may share it. Without one (None, or
     an empty tensor that only names the device) the wrapper has its own. Some kernels keep partial states in the int
     workspace, which is zero before and after each run and which each wrapper makes: 8 MiB, or more where a plan is
     batch-invariant. Runs that use the same memory must follow each other on one stream, or wait for one another by

@@ -24,7 +24,7 @@ def check_buffers(mode: str, batch_from: str, **buffers: Tensor | None) -> None:
 
     Args:
         mode: what FlashInfer's messages call a CUDA graph in this wrapper.
-        batch_from: the name of the buffer that tells the batch size.
+        batch_from: the name of the buffer whose length gives the batch size.
     """
     for name, x in buffers.items():
         if not isinstance(x, Tensor):

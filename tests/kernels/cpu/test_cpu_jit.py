@@ -1,4 +1,4 @@
-"""The CPU's kernels: what is told when they are compiled or only loaded, and forked processes."""
+"""The CPU's kernels: messages when they are compiled or loaded, and forked processes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_a_forked_process_computes_or_says_why_not():
     """GNU OpenMP, Numba's first choice on Linux, cannot be used in a child of the process that used it."""
     attention = Attention()
     assert attention.error() < 1e-6
-    for told in (in_child(attention.error), in_child(lambda: in_child(attention.error))):
+    for outcome in (in_child(attention.error), in_child(lambda: in_child(attention.error))):
         if numba.threading_layer() == "omp" and sys.platform == "linux":
-            assert told.startswith("RuntimeError: attention on the CPU was computed before this process was forked")
-            assert "NUMBA_THREADING_LAYER=workqueue" in told
+            assert outcome.startswith("RuntimeError: attention on the CPU was computed before this process was forked")
+            assert "NUMBA_THREADING_LAYER=workqueue" in outcome
         else:
-            assert float(told) < 1e-6
+            assert float(outcome) < 1e-6
     assert attention.error() < 1e-6, "the parent goes on"
 
 
@@ -87,8 +87,8 @@ def test_only_what_is_compiled_is_said_to_be(tmp_path, monkeypatch, capsys):
 
     compiled = load()
     jit.launch(compiled, "a test", 1)
-    told = "quire: compiling the CPU kernel double for a test (once; kept on disk for later runs) ...\n"
-    assert capsys.readouterr().err == told
+    message = "quire: compiling the CPU kernel double for a test (once; kept on disk for later runs) ...\n"
+    assert capsys.readouterr().err == message
     jit.launch(compiled, "a test", 1)
     assert capsys.readouterr().err == ""
 

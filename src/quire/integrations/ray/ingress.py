@@ -56,7 +56,7 @@ class Ingress:
         return app
 
     async def _metrics(self, request: Request) -> Response:
-        """Metrics of all replicas, with a label that tells which."""
+        """Metrics of all replicas, with a label that names the replica."""
         reports = self._engine.broadcast("metrics").results_async(timeout_s=_METRICS_TIMEOUT, return_exceptions=True)
         try:
             found = [report for report in await reports if not isinstance(report, BaseException)]
@@ -91,11 +91,11 @@ class _Forward:
         body = await Request(scope, receive).body()
         key = affinity(body, self._settings.prefix_length)
         engine = self._engine.options(session_id=key) if key else self._engine
-        told = {name: scope[name] for name in _SCOPE if name in scope}
+        head = {name: scope[name] for name in _SCOPE if name in scope}
         answer = _Answer(send)
         for attempt in range(1, self._settings.max_tries + 1):
             try:
-                await self._pass_on(engine.remote(told, body), answer, attempt)
+                await self._pass_on(engine.remote(head, body), answer, attempt)
                 return
             except (RayTaskError, TaskCancelledError):
                 raise  # an error of the replica's, which another one would have, too; or the client has gone
@@ -158,7 +158,7 @@ class _Answer:
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """Tell the client, by the last event if a stream has begun.
+        """Send the error to the client, as the last event if a stream has begun.
 
         Raises:
             ApiError: nothing has been sent, or a body that cannot be completed.

@@ -43,7 +43,7 @@ class Settings(BaseModel):
         max_queued_requests: requests that wait in an ingress because all replicas are full; more are answered 429.
         queue_timeout: seconds that a request waits for a replica before it is answered 503.
         max_tries: replicas that a request is sent to, one after the other, as long as none has answered and each dies.
-        prefix_length: characters by which prompts are told apart; a quarter of that for tokens. Prompts that agree in
+        prefix_length: characters of prompts that are compared; a quarter of that for tokens. Prompts that agree in
             these go to the same replica.
         ray_actor_options: what a replica needs: {"num_gpus": 1}; by default one CPU.
         health_check_period_s: seconds between looks at whether a replica's engine lives.

@@ -182,7 +182,7 @@ def _spans(start: Tensor, end: int | Tensor, window: int) -> Tensor:
 
 
 def _packed(mask_function: Callable[..., Any], local_size: int | None, use_vmap: bool, config: Any) -> Tensor | None:
-    """The indptr of packed sequences that position_ids tell of; None if the mask is another one, or is traced."""
+    """The indptr of packed sequences that position_ids describe; None if the mask is another one, or is traced."""
     if torch.compiler.is_compiling() or use_vmap or getattr(mask_function, "__name__", "") != "and_mask":
         return None
     if local_size is not None and not _is_window(local_size, config):

@@ -63,7 +63,7 @@ def kernel(body: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Announcement(event.Listener):
-    """Tells on stderr that a kernel is being compiled, unless Numba finds it on disk."""
+    """Prints to stderr that a kernel is being compiled, unless Numba finds it on disk."""
 
     def __init__(self, compiled: Any, dtypes: str) -> None:
         self._compiled, self._dtypes = compiled, dtypes

@@ -2,7 +2,7 @@
 
 Requests of few query rows (`stream.py`) are divided by split-KV. A request with n key blocks costs n + 1 work units.
 All units have one linear index, request by request, and program p computes units [p * share, (p + 1) * share). A prefix
-sum over requests tells each program where it starts, so that nobody has to write a list. A program has at most two
+sum over requests gives each program its start, so that no list has to be written. A program has at most two
 partial states, whatever the batch: of a request that an earlier program started, and of one that a later one continues.
 
 The functions for split-KV are plain Python, which kernels compile as they are.

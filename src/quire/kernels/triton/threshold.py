@@ -2,7 +2,7 @@
 
 The weight of a token is its probability or, of logits, ``exp((x - max) / temperature)``. `chunk_stats`, on all
 multiprocessors, reads the rows once and writes the maximum and the sum of weights of each chunk of 64 tokens. `search`,
-in one program per row, bisects float32 keys: the count and the weight of the tokens above a pivot tell whether the
+in one program per row, bisects float32 keys: the count and the weight of the tokens above a pivot show whether the
 threshold is above it. The maxima of chunks alone, each a token, give a lower bound. If at most `TILE` chunks have
 tokens above it, they are loaded once, and the search ends in registers. Otherwise passes over the row, with three
 pivots each, narrow the bracket until the tokens inside fit into registers. The first pivots come from a sample of the

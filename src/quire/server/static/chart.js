@@ -38,7 +38,7 @@ export class Chart {
     this.#now = now;
     if (this.#shown.some((step) => step.number === this.#chosen)) this.#draw();
     else this.#choose(null); // the chosen step, if there was one, has left the chart
-    this.#tell();
+    this.#relabel();
   }
 
   // A bar and its gap have 3 pixels at least, so narrow screens show fewer steps.
@@ -64,7 +64,7 @@ export class Chart {
     this.#chosen = chosen;
     this.#draw();
     const step = this.#steps.find((one) => one.number === chosen);
-    this.#note.textContent = step ? this.#told(step) : "\u00a0";
+    this.#note.textContent = step ? this.#caption(step) : "\u00a0";
   }
 
   #move(event) {
@@ -76,7 +76,7 @@ export class Chart {
     this.#choose(shown[Math.min(Math.max(to, 0), shown.length - 1)].number);
   }
 
-  #told(step) {
+  #caption(step) {
     const parts = [];
     if (step.prompt_tokens) parts.push(plural(step.prompt_tokens, "prompt token"));
     if (step.decode_tokens) parts.push(plural(step.decode_tokens, "decode token"));
@@ -84,7 +84,7 @@ export class Chart {
     return `Step ${step.number}: ${milliseconds(step.duration)}, ${what}`;
   }
 
-  #tell() {
+  #relabel() {
     const shown = this.#shown;
     if (!shown.length) {
       this.#canvas.setAttribute("aria-label", "No steps yet");
