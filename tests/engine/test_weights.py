@@ -111,8 +111,9 @@ BROKEN = {
 
 
 @pytest.mark.filterwarnings("ignore:.*dequantized:RuntimeWarning")
+@pytest.mark.parametrize("dequantize", [True, False])
 @pytest.mark.parametrize("what", BROKEN)
-def test_load_model_with_a_broken_tensor_names_it(what, llama, tmp_path):
+def test_load_model_with_a_broken_tensor_names_it(what, dequantize, llama, tmp_path):
     name, end, change, message = BROKEN[what]
     folder, _ = quantized.quantize(llama, tmp_path, name)
 
@@ -123,13 +124,14 @@ def test_load_model_with_a_broken_tensor_names_it(what, llama, tmp_path):
 
     change_weights(folder, damage)
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        load_model(folder, CPU)
+        load_model(folder, CPU, EngineConfig(dequantize=dequantize))
     assert DOWN in str(raised.value)
     assert str(folder) in str(raised.value)
 
 
-def test_load_model_with_a_truncated_file_names_it(llama, tmp_path):
-    folder, _ = quantized.quantize(llama, tmp_path, "fp8 block")
+@pytest.mark.parametrize("name", ["fp8 block", "ct int4", "awq", "gptq"])
+def test_load_model_with_a_truncated_file_names_it(name, llama, tmp_path):
+    folder, _ = quantized.quantize(llama, tmp_path, name)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=re.escape(str(file))):

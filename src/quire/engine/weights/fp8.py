@@ -48,9 +48,9 @@ def fp8_matrix(weight: torch.Tensor, scale: torch.Tensor, block: int | None, nam
     rows, columns = weight.shape
     if block is None:
         block_rows, block_columns = rows, columns
-        scale = scale.reshape(1, 1) if scale.numel() == 1 else scale
     else:
         block_rows = block_columns = block
+    scale = scale.reshape(1, 1) if scale.numel() == 1 else scale
     check_shape(names[1], scale, (-(-rows // block_rows), -(-columns // block_columns)))
     check_scale(names[1], scale)
     return Matrix("fp8", weight, scale, (block_rows, block_columns))

@@ -18,7 +18,8 @@ _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 @dataclass(frozen=True)
 class ModelOpt(Format):
     """`weight` float8_e4m3fn and `weight_scale`: one number, [out_features] or [out_features / 128, 1, in_features /
-    128, 1]. A static scale of activations is not used: each token has its own.
+    128, 1], which is one number where the weight is one block. A static scale of activations is not used: each token
+    has its own.
     """
 
     algorithm: str
@@ -47,7 +48,8 @@ def read(settings: Mapping[str, Any]) -> ModelOpt:
     Raises:
         ValueError: it is another algorithm.
     """
-    algorithm = settings.get("quant_algo")
+    # ModelOpt writes the last of them in lower case.
+    algorithm = str(settings.get("quant_algo")).upper()
     if algorithm not in _ALGORITHMS:
-        raise ValueError(f"quant_algo = {algorithm!r} is not supported: {', '.join(_ALGORITHMS)} are")
+        raise ValueError(f"quant_algo = {settings.get('quant_algo')!r} is not supported: {', '.join(_ALGORITHMS)} are")
     return ModelOpt(algorithm)
