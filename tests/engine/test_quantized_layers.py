@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,18 @@ from quire.bench.batches import relative_error
 from quire.engine import LLM, SamplingParams
 from quire.engine.config import EngineConfig
 from quire.engine.load import load_model
-from quire.engine.weights.modules import QuantizedLinear, QuantizedWeight
+from quire.engine.weights.layouts import Matrix
+from quire.engine.weights.modules import (
+    QuantizedLinear,
+    QuantizedWeight,
+    RowsOf,
+    can_join,
+    can_multiply,
+    can_stack,
+    joined,
+    stacked,
+)
+from quire.steps import group_by_expert
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -40,6 +52,58 @@ def mixtral(tmp_path_factory):
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory):
     return save("gpt-oss", tmp_path_factory.mktemp("gpt-oss"), **SHAPE | {"num_hidden_layers": 4})
+
+
+# Of each layout, the kind, the rows and columns of a block (0: all), and whether there are zero points.
+MATRICES = {
+    "fp8 tensor": ("fp8", 0, 0, False),
+    "fp8 rows": ("fp8", 1, 0, False),
+    "fp8 blocks": ("fp8", 128, 128, False),
+    "int8 rows": ("int8", 1, 0, True),
+    "int4 groups": ("int4", 1, 64, True),
+    "mxfp4": ("mxfp4", 1, 32, False),
+}
+
+
+def random_matrix(layout, rows, columns):
+    """A random matrix, whose scales and zero points differ from block to block."""
+    kind, block_rows, block_columns, zeros = MATRICES[layout]
+    matrix = Matrix.random(kind, (rows, columns), (block_rows or rows, block_columns or columns), CPU, zeros)
+    scale = matrix.scale.float() * 2.0 ** torch.randint(-2, 3, matrix.scale.shape)
+    zero = None if matrix.zero is None else torch.randint_like(matrix.zero, 1, 15)
+    return replace(matrix, scale=scale.to(matrix.scale.dtype), zero=zero)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("layout", MATRICES)
+def test_quantized_weights_alone_joined_and_stacked_multiply_by_the_numbers_of_matrices(layout, rng):
+    """The memory between the rows of inputs is NaN."""
+    columns, x = 256, torch.full((rng.choice((1, 5)), 260), torch.nan)[:, :256]
+    x.copy_(torch.randn(x.shape))
+    matrices = [random_matrix(layout, 128, columns) for _ in range(3)]
+    weights = [QuantizedWeight.of(matrix, torch.float32) for matrix in matrices]
+    dense = [matrix.dequantized(torch.float32).double() for matrix in matrices]
+    assert can_multiply(matrices[0])
+    assert can_join(weights)
+    assert can_stack(weights)
+    bias = torch.randn(128)
+    products = [x.double() @ w.T for w in dense]
+    assert relative_error(weights[0](x, bias), products[0] + bias) < 1e-5
+    whole = joined(weights)
+    assert whole.rows == 384
+    assert relative_error(whole(x), torch.cat(products, -1)) < 1e-5
+    assert relative_error(RowsOf(whole, 128, 128)(x, bias), products[1] + bias) < 1e-5
+    chosen = torch.tensor([2, 0] * len(x))
+    order, position, ends = group_by_expert(chosen, 3)
+    expected = torch.stack([products[e][i // 2] for i, e in enumerate(chosen)])
+    assert relative_error(stacked(weights).of_experts(x, order, ends)[position], expected) < 1e-5
+
+
+def test_weights_whose_rows_end_within_a_block_are_not_joined():
+    weights = [QuantizedWeight.of(random_matrix("fp8 blocks", rows, 128), torch.float32) for rows in (128, 72, 128)]
+    assert can_join(weights[:2])
+    assert not can_join(weights)
+    assert not can_stack(weights[:2])
 
 
 def loaded(folder, config=KEPT):

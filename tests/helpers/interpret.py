@@ -18,6 +18,7 @@ from quire.definition.spec import AttentionSpec
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 # How many cases of each file are chosen. Changed together with a test, so that none is lost unnoticed.
 COUNTS = {
+    "engine/test_quantized_layers.py": 6,
     "face/test_activation.py": 15,
     "face/test_block_tables.py": 4,
     "face/test_cascade.py": 25,

@@ -14,6 +14,8 @@ from quire.steps import code_product, grouped_code_product, multiplies_codes, pa
 
 # Tiles of a product that several programs may share.
 _TILES = 1 << 14
+# Rows and columns of a block of fp8 that shares a scale; a weight that is such a block stays one.
+_BLOCK = 128
 # The largest exponent of a scale of MXFP4 that kernels decode, of 2, plus 127.
 _LARGEST_EXPONENT = 128
 
@@ -56,7 +58,7 @@ class QuantizedWeight(nn.Module):
             scale = scale.view(torch.uint8)
         elif matrix.kind == "fp8":
             scale = scale.float()
-        if block[0] >= rows > 1 and scale.shape[-2] == 1:
+        if block == (rows, columns) and rows > 1 and block != (_BLOCK, _BLOCK):
             # A scale of the tensor becomes one of each row, so that weights with other scales can be joined to it.
             scale, block = scale.expand(*scale.shape[:-2], rows, scale.shape[-1]), (1, block[1])
         if matrix.kind in ("int4", "mxfp4"):
