@@ -162,6 +162,12 @@ def test_llm_with_weights_that_stay_quantized_has_the_tokens_of_dequantized_ones
     assert tokens(folder, device="cpu", dequantize=False, compile=compile) == tokens(dense, device="cpu")
 
 
+def test_llm_combines_weights_that_stay_quantized_with_an_fp8_cache(llama, tmp_path):
+    folder, dense = quantized.quantize(llama, tmp_path, "ct int4 asymmetric")
+    options = {"device": "cpu", "kv_cache_dtype": "fp8_e5m2"}
+    assert tokens(folder, dequantize=False, **options) == tokens(dense, **options)
+
+
 def test_weights_without_a_kernel_are_dequantized_with_a_warning(llama, tmp_path):
     folder, dense = quantized.quantize(llama, tmp_path, "gptq 8 bits")
     with pytest.warns(RuntimeWarning, match=r"\(and 13 more\) is dequantized to float32: there is no kernel for int8"):

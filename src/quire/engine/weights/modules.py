@@ -148,7 +148,9 @@ def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 def _made_of(weights: Sequence[QuantizedWeight], make: Any) -> QuantizedWeight:
     first = weights[0]
-    tensors: dict[str, Tensor | None] = {"order": first.order, "codes": make([w.codes.detach() for w in weights])}
+    # Not every version of torch concatenates fp8 on every device.
+    codes = make([w.codes.detach().view(torch.uint8) for w in weights]).view(first.codes.dtype)
+    tensors: dict[str, Tensor | None] = {"order": first.order, "codes": codes}
     tensors["scale"] = _arranged(make([w.scale.detach() for w in weights]), first.block)
     tensors["zero"] = None
     zeros = [w.zero.detach() for w in weights if w.zero is not None]
