@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ FRAGMENT = re.compile(r"#\s*(of|which|as|not|what|whose|otherwise|where|so|but|a
 MAX_TARGETS = 2
 # Kernels assign the parts of a state together.
 MAX_TARGETS_IN_KERNELS = 3
+# Engines look up these names in modules, which each of them has.
+PRESCRIBED_CLASSES = {"FlashInferAttnBackend"}
 # Arguments that may stand by position in one call. A reader cannot count more.
 MAX_POSITIONAL = 8
 
@@ -54,6 +57,20 @@ def test_comment_behind_code_is_no_fragment(path):
             row, column = token.start
             behind = token.type == tokenize.COMMENT and lines[row - 1][:column].strip()
             assert not (behind and FRAGMENT.match(token.string)), f"line {row}: {token.string}"
+
+
+def class_names(path: Path) -> Iterator[str]:
+    """The names of classes and of named tuples that a file defines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("namedtuple("):
+            yield ast.unparse(node.targets[0])
+
+
+def test_class_name_stands_once():
+    counts = Counter(name for path in SOURCE.rglob("*.py") for name in class_names(path))
+    assert {name for name, count in counts.items() if count > 1} == PRESCRIBED_CLASSES
 
 
 def independent_targets(node: ast.Assign) -> int:

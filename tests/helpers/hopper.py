@@ -113,5 +113,5 @@ def ragged_tables(q_lens: list[int], kv_lens: list[int], window: int, mask_confi
 
     qo_indptr, kv_indptr = (Pointer(torch.tensor([0, *n]).cumsum(0)) for n in (q_lens, kv_lens))
     sizes = len(q_lens), sum(q_lens), sum(kv_lens), sum(kv_lens)
-    masks = mask.Mask(window, *[None] * 6, mask_config)
+    masks = mask.BatchMask(window, *[None] * 6, mask_config)
     return schedule.Tables(qo_indptr, kv_indptr, None, None, *sizes, masks, config)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from helpers.sglang_package import SGLANG, QuireAttentionBackend
+from helpers.sglang_package import SGLANG, SGLangAttentionBackend
 from quire.bench.batches import relative_error
 from quire.definition import attention_spec, oracle
 
@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(
         self, rng, layers, *, device="cpu", dtype=torch.float32, kv_dtype=None, page_size=1, windows=False, latent=0,
-        rows=5, width=96, make=QuireAttentionBackend, **options,
+        rows=5, width=96, make=SGLangAttentionBackend, **options,
     ):  # fmt: skip
         self.rng, self.layers = rng, layers
         self.device, self.dtype = device, dtype

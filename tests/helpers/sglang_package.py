@@ -300,6 +300,6 @@ IS_REAL = importlib.util.find_spec("sglang") is not None
 
 with importable():
     found = {name: getattr(importlib.import_module(path), name) for path, names in _MODULES.items() for name in names}
-    from quire.integrations.sglang.backend import QuireAttentionBackend  # noqa: F401
+    from quire.integrations.sglang.backend import SGLangAttentionBackend  # noqa: F401
 
 SGLANG = SimpleNamespace(**found)

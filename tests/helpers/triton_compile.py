@@ -104,7 +104,7 @@ def compile_latent(
     return compile_kernel(kernel, "sm_90", given, num_warps=4, maxnreg=mla_host.REGISTERS)
 
 
-def compile_prefill(spec: AttentionSpec, page_size: int = 16) -> tuple[prefill_host.Config, Usage]:
+def compile_prefill(spec: AttentionSpec, page_size: int = 16) -> tuple[prefill_host.PrefillConfig, Usage]:
     """Compile the prefill kernel of the Hopper family for sm_90, with pages of 8 tokens and more loaded by TMA; and
     what it is compiled for.
     """

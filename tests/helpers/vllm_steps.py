@@ -14,7 +14,7 @@ from quire.definition import AttentionSpec, oracle
 from quire.steps import fp8_dtype, quantize
 
 with vllm_modules():
-    from quire.integrations.vllm.backend import QuireAttentionBackend
+    from quire.integrations.vllm.backend import VllmAttentionBackend
 
 
 def config(spec_tokens: int = 0, mixed_mode: str = "PIECEWISE") -> Any:
@@ -73,7 +73,7 @@ class Steps:
         self.cache = self._new_cache(torch.uint8 if fp8 else s.q_dtype)
         self.free = torch.randperm(self.num_blocks - 1).add(1).tolist()  # block 0 is the null block
         window = None if s.mask.window_left < 0 else s.mask.window_left + 1
-        self.impl = QuireAttentionBackend.get_impl_cls()(
+        self.impl = VllmAttentionBackend.get_impl_cls()(
             s.num_qo_heads, s.head_dim_qk, s.sm_scale, s.num_kv_heads, list(s.slopes) or None, window,
             self.kv_cache_dtype, s.logits_soft_cap or None, "decoder", None, sinks=self.sinks,
         )  # fmt: skip
@@ -84,7 +84,7 @@ class Steps:
         )  # fmt: skip
         if self.measured:  # what is on the host is older
             self.layer._k_scale_float = self.layer._v_scale_float = 1.0
-        self.builder = QuireAttentionBackend.get_builder_cls()(
+        self.builder = VllmAttentionBackend.get_builder_cls()(
             SimpleNamespace(block_size=self.block_size), ["layer"], config(self.spec_tokens, self.mixed_mode),
             torch.device(self.device),
         )  # fmt: skip

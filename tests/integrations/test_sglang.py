@@ -9,7 +9,7 @@ import torch
 
 from helpers.paths import ROOT
 from helpers.sglang_engine import DIM, HEADS, KV_HEADS, Engine, layer, schedule, tree, with_graphs
-from helpers.sglang_package import SGLANG, QuireAttentionBackend, importable
+from helpers.sglang_package import SGLANG, SGLangAttentionBackend, importable
 from quire.integrations.sglang import register
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -38,7 +38,7 @@ def test_register_twice_offers_the_backend_once(rng):
         register()
     assert SGLANG.ATTENTION_BACKEND_CHOICES.count("quire") == 1
     engine = Engine(rng, [layer(0)])
-    assert isinstance(SGLANG.ATTENTION_BACKENDS["quire"](engine.runner()), QuireAttentionBackend)
+    assert isinstance(SGLANG.ATTENTION_BACKENDS["quire"](engine.runner()), SGLangAttentionBackend)
 
 
 def test_entry_point_names_the_plugin():
@@ -130,7 +130,7 @@ def test_options_of_runner_that_are_not_supported_are_refused(rng):
         runner = engine.runner()
         change(runner)
         with pytest.raises(ValueError, match=message):
-            QuireAttentionBackend(runner)
+            SGLangAttentionBackend(runner)
 
 
 def test_modes_that_are_not_supported_are_refused(rng):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.vllm_modules import INSTALLED, REGISTERED, SETTINGS, AttentionBackendEnum, vllm_modules
-from helpers.vllm_steps import QuireAttentionBackend, Steps
+from helpers.vllm_steps import Steps, VllmAttentionBackend
 from quire.bench.batches import relative_error
 from quire.definition import attention_spec
 from quire.integrations import vllm
@@ -179,7 +179,7 @@ def test_what_is_not_computed_is_refused(rng):
 
 
 def test_the_backend_says_what_it_computes():
-    backend = QuireAttentionBackend
+    backend = VllmAttentionBackend
     assert backend.get_name() == "CUSTOM"
     assert [n for n in (40, 64, 96, 128, 256, 320, 512, 60, 328) if backend.supports_head_size(n)] == [
         40, 64, 96, 128, 256, 320, 512,
@@ -198,8 +198,8 @@ def test_the_backend_says_what_it_computes():
 def test_order_of_a_cache_in_memory_is_that_of_vllms_layout(layout, order, monkeypatch):
     monkeypatch.setitem(SETTINGS, "layout", layout)
     with vllm_modules():
-        assert QuireAttentionBackend.get_kv_cache_stride_order() == order
-        layers = QuireAttentionBackend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+        assert VllmAttentionBackend.get_kv_cache_stride_order() == order
+        layers = VllmAttentionBackend.get_kv_cache_stride_order(include_num_layers_dimension=True)
     # The dimension of layers is the first of the shape, and that of blocks comes before it in memory.
     assert [i - 1 for i in layers if i != 0] == list(order)
     assert layers[0] == 1

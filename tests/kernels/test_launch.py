@@ -52,7 +52,7 @@ def test_a_launch_that_takes_descriptors(monkeypatch):
     compiled.metadata = SimpleNamespace(tensordesc_meta=[kind, kind])
     utils = SimpleNamespace(fill_tma_descriptor=lambda *x: encoded.append(x) or ("map", x[0]))
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
-    matrices = launch.Matrix(160, 1024, 1024, 16, 128), launch.Matrix(320, 128, 256, 16, 128)
+    matrices = launch.TmaMatrix(160, 1024, 1024, 16, 128), launch.TmaMatrix(320, 128, 256, 16, 128)
     repeat = launch.LaunchReplay(compiled, 1, (torch.zeros(4),) * 5, (8, 0.5), matrices)
     for k, v in ((16, 32), (48, 32), (16, 32)):
         assert repeat((64, None, k, v, None, 80, None, None), 0)

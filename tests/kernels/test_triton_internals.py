@@ -141,7 +141,7 @@ def test_descriptors_of_a_kernel_are_those_of_triton(monkeypatch):
     ]
     utils = SimpleNamespace(fill_tma_descriptor=lambda *x: tuple(tuple(y) if isinstance(y, list) else y for y in x))
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
-    matrices = tma.Matrix(160, 1024, 1024, 16, 64), tma.Matrix(320, 128, 256, 8, 64)
+    matrices = tma.TmaMatrix(160, 1024, 1024, 16, 64), tma.TmaMatrix(320, 128, 256, 8, 64)
     tensors = torch.zeros(160, 1024, dtype=torch.bfloat16), torch.zeros(320, 256, dtype=torch.bfloat16)
     given = [m.descriptor(x) for m, x in zip(matrices, tensors, strict=True)]
     base = range(nvidia._BASE_ARGS_FORMAT_LEN)

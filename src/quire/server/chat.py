@@ -36,7 +36,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     whole = await tokenized(service, body, any_length=params[0].truncate_prompt_tokens is not None)
     tokens = params[0].truncated(whole, service.llm.max_len)
     generation = service.start([tokens], params, "messages", body.asked_tokens, grammar)
-    return await answer(request, generation, _Formatter(service, body, logprobs), body)
+    return await answer(request, generation, _ChatFormatter(service, body, logprobs), body)
 
 
 async def tokenized(service: Service, body: Messages | TokenizeRequest, any_length: bool = False) -> list[int]:
@@ -88,7 +88,7 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
     return plain
 
 
-class _Formatter:
+class _ChatFormatter:
     """Chat completions.
 
     Args:

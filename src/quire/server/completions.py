@@ -48,7 +48,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     except BaseException:
         generation.close()
         raise
-    return await answer(request, generation, _Formatter(service, generation, body, echoes), body)
+    return await answer(request, generation, _CompletionFormatter(service, generation, body, echoes), body)
 
 
 def _echoes(service: Service, body: CompletionRequest, texts: list[str | None], prompts: list[list[int]]) -> list[Echo]:
@@ -58,7 +58,7 @@ def _echoes(service: Service, body: CompletionRequest, texts: list[str | None], 
     return [echo(service.tokenizer, service.token_bytes, text, prompt, wanted) for text, prompt in pairs]
 
 
-class _Formatter:
+class _CompletionFormatter:
     """Text completions.
 
     Args:

@@ -91,7 +91,7 @@ def test_every_part_is_collected_once(monkeypatch, rng):
     stubs |= {name: getattr(combine, name).fn for name in ("_two_levels", "slot_of")}
     for name, stub in stubs.items():
         monkeypatch.setattr(combine, name, stub)
-    partials = host_class(combine.Partials)(None, None, 264, rows=4, dim=128)
+    partials = host_class(combine.DecodePartials)(None, None, 264, rows=4, dim=128)
     partials._merge_slots, partials.store = merge_slots, lambda state, slot, *rows: left.append(slot)
     output = SimpleNamespace(store_rows=lambda *given: written.append(given))
     request = SimpleNamespace(q_start=0, rows=lambda: 4)

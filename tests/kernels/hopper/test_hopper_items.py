@@ -60,7 +60,7 @@ def test_blocks_that_no_row_sees_are_left_out(monkeypatch, rng):
         q_len, items = request.q_len, items_of(rng, [n], torch.int32)
         tile = TileConfig(heads=1, group=group, rows=128, block_n=128, unit_size=128)
         config = mask.MaskConfig(tile, right=0, window=False, custom=False, items=True)
-        given = mask.Mask(*[None] * 4, Pointer(items.prefix_lens), Pointer(items.positions), items.length, config)
+        given = mask.BatchMask(*[None] * 4, Pointer(items.prefix_lens), Pointer(items.positions), items.length, config)
         seen = items.mask(0, q_len, n) & torch.ones(q_len, n).tril(n - q_len).bool()
         for row in range(0, q_len * group, 128):
             last_row = min(row + 128, q_len * group) - 1

@@ -98,7 +98,7 @@ def test_blocks_are_found_by_the_bits_of_a_mask(monkeypatch, rng):
         words = torch.nn.functional.pad(packed.bits, (0, -len(packed.bits) % 4)).view(torch.int32).long() & 0xFFFFFFFF
         tile, warps = TileConfig(heads=1, group=group, rows=128, block_n=size, unit_size=size), rng.choice((1, 4))
         config = mask.MaskConfig(tile, right, window=False, custom=True, items=False)
-        given = mask.Mask(None, None, Pointer(packed.indptr), *[None] * 4, config)
+        given = mask.BatchMask(None, None, Pointer(packed.indptr), *[None] * 4, config)
         given._words = functools.partial(mask.Words, Pointer(words), len(words), 0)
         for b, ((q_len, kv_len), seen) in enumerate(zip(lens, masks, strict=True)):
             request = SimpleNamespace(b=torch.tensor(b), q_len=q_len, kv_len=kv_len)

@@ -67,7 +67,7 @@ class Simulated:
             monkeypatch.setattr(invariant, name, getattr(self, name))
         for name in ("store_slot", "merge_slots", "finish"):
             monkeypatch.setattr(invariant, f"_{name}", getattr(self, name))
-        masks = mask.Mask(window, *[None] * 6, c.mask)
+        masks = mask.BatchMask(window, *[None] * 6, c.mask)
         self.tables = schedule.Tables(*[None] * 8, masks, c.schedule)
         self.tables.request_at = self.request_at
         self.requests, self.total = [], 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.backends.vllm.protocols import LayerImpl, ModelInput, ModelRunner, VllmConfig
+from quire.backends.vllm.protocols import LayerImpl, ModelInput, VllmConfig, VllmModelRunner
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.definition.checks import as_dtype, check
 from quire.definition.pages import PageTable
@@ -73,7 +73,7 @@ def shared_or_neutral(per_layer_params: dict[str, PerLayerParameters], head_dim:
     return PerLayerParameters(-1, None, head_dim**-0.5)
 
 
-def model_fields(runner: ModelRunner, params: PerLayerParameters) -> dict[str, Any]:
+def model_fields(runner: VllmModelRunner, params: PerLayerParameters) -> dict[str, Any]:
     """The fields of `FlashInferMetadata` that depend on the model, its runner and the parameters to plan with."""
     model, parallel = runner.model_config, runner.parallel_config
     return {

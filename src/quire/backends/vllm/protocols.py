@@ -58,7 +58,7 @@ class CacheConfig(Protocol):
     num_gpu_blocks: int | None
 
 
-class ModelRunner(Protocol):
+class VllmModelRunner(Protocol):
     """The model runner.
 
     Attributes:
@@ -115,7 +115,7 @@ class SequenceGroup(Protocol):
 class InputBuilder(Protocol):
     """The collector of a step's sequences, prompts first."""
 
-    runner: ModelRunner
+    runner: VllmModelRunner
     sliding_window: int | None
     block_size: int
     chunked_prefill_enabled: bool

@@ -17,7 +17,7 @@ from quire.backends.vllm.metadata import (
     model_fields,
     shared_or_neutral,
 )
-from quire.backends.vllm.protocols import ModelInput, ModelRunner
+from quire.backends.vllm.protocols import ModelInput, VllmModelRunner
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.steps import GraphBuffers, workspace
@@ -38,7 +38,7 @@ class FlashInferState:
     `begin_forward` of a step with a captured batch size then writes the plan into the tables that the graph reads.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: VllmModelRunner) -> None:
         self.runner = runner
         self._is_graph_capturing = False
         self._workspace_buffer: Tensor | None = None

@@ -34,6 +34,6 @@ def register() -> None:
 
 def _backend(runner: Any) -> Any:
     """The backend of a model runner, whose module imports SGLang's attention layers, which take seconds."""
-    from quire.integrations.sglang.backend import QuireAttentionBackend
+    from quire.integrations.sglang.backend import SGLangAttentionBackend
 
-    return QuireAttentionBackend(runner)
+    return SGLangAttentionBackend(runner)

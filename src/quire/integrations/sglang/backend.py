@@ -48,7 +48,7 @@ class StepMetadata(NamedTuple):
     alone: bool
 
 
-class QuireAttentionBackend(AttentionBackend):
+class SGLangAttentionBackend(AttentionBackend):
     """Quire's attention for SGLang: decode, extend, mixed steps, and target-verify, over any page size.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.integrations.transformers.batch import flat_rows, is_packed, key_rows, maker, of_indptr
 from quire.integrations.transformers.continuous import step_batch
-from quire.integrations.transformers.run import Run, Settings, run, run_once
+from quire.integrations.transformers.run import LayerSettings, Run, run, run_once
 
 # What models hand to their attention function that changes its result, and Quire does not compute.
 _REFUSED = ("position_bias", "indices", "block_indices", "sinks")
@@ -58,7 +58,7 @@ def attention(
     """
     _refuse(query, key, value, dropout, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    settings = Settings(
+    settings = LayerSettings(
         float(query.shape[3] ** -0.5 if scaling is None else scaling),
         float(softcap or 0.0),
         bool(causal),
@@ -100,7 +100,7 @@ def _attend(
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     longest: int,
-    settings: Settings,
+    settings: LayerSettings,
     run: Run,
 ) -> Tensor:
     """`attention` of checked arguments: [batch_size, q_len, num_qo_heads, head_dim_vo]."""
@@ -124,7 +124,7 @@ def _attend_step(
     cache: Any,
     step: dict[str, Any],
     sinks: Tensor | None,
-    settings: Settings,
+    settings: LayerSettings,
 ) -> Tensor:
     """`attention` of a step of continuous batching: [1, tokens, num_qo_heads, head_dim_vo]."""
     k, v, make = step_batch(cache, layer, key, value, step)
@@ -147,7 +147,7 @@ def _operation(
     window_left: int,
 ) -> Tensor:
     """`_attend` as one operation for torch.compile."""
-    settings = Settings(scale, softcap, causal, window_left)
+    settings = LayerSettings(scale, softcap, causal, window_left)
     return _attend(query, key, value, mask, sinks, cu_q, cu_k, longest, settings, run_once)
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from quire.quantization import packbits
 
 
-class Batch(NamedTuple):
+class PackedBatch(NamedTuple):
     """Which query rows see which rows of keys.
 
     Attributes:
@@ -84,18 +84,20 @@ def flat_rows(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def of_indptr(qo_indptr: Tensor, kv_indptr: Tensor, max_q_len: int, causal: bool, window_left: int) -> Batch:
+def of_indptr(qo_indptr: Tensor, kv_indptr: Tensor, max_q_len: int, causal: bool, window_left: int) -> PackedBatch:
     """Requests that lie one after another, as in `flat_rows`."""
-    return Batch(qo_indptr.int(), kv_indptr.int(), max_q_len, causal, window_left)
+    return PackedBatch(qo_indptr.int(), kv_indptr.int(), max_q_len, causal, window_left)
 
 
-def of_pages(qo_indptr: Tensor, kv_indptr: Tensor, indices: Tensor, max_q_len: int) -> Batch:
+def of_pages(qo_indptr: Tensor, kv_indptr: Tensor, indices: Tensor, max_q_len: int) -> PackedBatch:
     """Causal requests whose keys are the rows `indices`."""
     kv_indptr = kv_indptr.int()
-    return Batch(qo_indptr.int(), kv_indptr, max_q_len, True, -1, indices.int(), torch.ones_like(kv_indptr[1:]))
+    return PackedBatch(qo_indptr.int(), kv_indptr, max_q_len, True, -1, indices.int(), torch.ones_like(kv_indptr[1:]))
 
 
-def maker(mask: Tensor | None, query: Tensor, key: Tensor, step: int, causal: bool, window_left: int) -> partial[Batch]:
+def maker(
+    mask: Tensor | None, query: Tensor, key: Tensor, step: int, causal: bool, window_left: int
+) -> partial[PackedBatch]:
     """The function that makes the batch of a mask, see `quire.integrations.transformers.masks`, with its arguments.
 
     Args:
@@ -139,41 +141,41 @@ def _refuse(ok: bool, mask: Tensor, supported: str) -> None:
 
 def _of_no_mask(
     batch: int, q_len: int, length: int, step: int, causal: bool, window_left: int, device: torch.device
-) -> Batch:
+) -> PackedBatch:
     spans = torch.zeros((batch, 2), dtype=torch.int32, device=device)
     spans[:, 1] = length
     return _with_gaps(spans, q_len, step)._replace(causal=causal, window_left=window_left)
 
 
-def _of_bool(mask: Tensor, batch: int, q_len: int, length: int, step: int) -> Batch:
+def _of_bool(mask: Tensor, batch: int, q_len: int, length: int, step: int) -> PackedBatch:
     whole = _of_no_mask(batch, q_len, length, step, False, -1, mask.device)
     area = q_len * length
     bits = pad(mask.expand(batch, -1, -1, -1).reshape(batch, area), (0, -area % 8))  # each row begins a new byte
     return whole._replace(bits=packbits(bits.flatten(), "little"))
 
 
-def _of_spans(mask: Tensor, q_len: int, step: int) -> Batch:
+def _of_spans(mask: Tensor, q_len: int, step: int) -> PackedBatch:
     return _with_gaps(mask[0, 0], q_len, step)._replace(window_left=mask.shape[1] - 2)
 
 
-def _with_gaps(spans: Tensor, q_len: int, step: int) -> Batch:
+def _with_gaps(spans: Tensor, q_len: int, step: int) -> PackedBatch:
     """Causal requests of int32 spans [batch_size, 2]; before each of them, one without query tokens."""
     batch = spans.shape[0]
     row = torch.arange(batch, dtype=torch.int32, device=spans.device)
     edge = torch.arange(2 * batch + 1, dtype=torch.int32, device=spans.device)
     kv_indptr = pad((spans + (row * step)[:, None]).flatten(), (1, 0))
-    return Batch(edge // 2 * q_len, kv_indptr, q_len, True, -1)
+    return PackedBatch(edge // 2 * q_len, kv_indptr, q_len, True, -1)
 
 
-def _of_table(mask: Tensor, batch: int, length: int, step: int) -> Batch:
+def _of_table(mask: Tensor, batch: int, length: int, step: int) -> PackedBatch:
     table = mask[0, 0].flatten()
     indices = table[: batch * length]
     last_page_len, qo_indptr, kv_indptr = table[-3 * batch - 2 :].split([batch, batch + 1, batch + 1])
     own = mask.shape[1] * length  # the step for which page ids were made
     if batch > 1 and step != own:
         indices = indices + indices // own * (step - own)
-    return Batch(qo_indptr, kv_indptr, 1, True, -1, indices, last_page_len)
+    return PackedBatch(qo_indptr, kv_indptr, 1, True, -1, indices, last_page_len)
 
 
-def _of_packed(mask: Tensor, q_len: int) -> Batch:
+def _of_packed(mask: Tensor, q_len: int) -> PackedBatch:
     return of_indptr(mask[0, 0, 0], mask[0, 0, 0], q_len, True, mask.shape[1] - 2)

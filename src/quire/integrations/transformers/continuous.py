@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from quire.integrations.transformers.batch import Batch, flat_rows, of_indptr, of_pages
+from quire.integrations.transformers.batch import PackedBatch, flat_rows, of_indptr, of_pages
 
 NAME = "quire"
-StepBatch = tuple[Tensor, Tensor, "partial[Batch]"]
+StepBatch = tuple[Tensor, Tensor, "partial[PackedBatch]"]
 
 
 def admit() -> None:

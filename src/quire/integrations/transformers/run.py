@@ -15,13 +15,13 @@ from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import attention_spec
 from quire.definition.tensors import check_qkv
-from quire.integrations.transformers.batch import Batch
+from quire.integrations.transformers.batch import PackedBatch
 from quire.kernels.attention import attend
 from quire.kernels.call import Call
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
 
-class Settings(NamedTuple):
+class LayerSettings(NamedTuple):
     """What a layer asks for, besides its mask.
 
     Attributes:
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
     window_left: int
 
 
-Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, "partial[Batch]", Settings], Tensor]
+Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, "partial[PackedBatch]", LayerSettings], Tensor]
 
 
 class _Plan:
@@ -46,12 +46,12 @@ class _Plan:
         self.wrapper = wrapper
         self._made_of: tuple[Any, ...] = ()
 
-    def is_of(self, make: partial[Batch]) -> bool:
+    def is_of(self, make: partial[PackedBatch]) -> bool:
         """Whether the planned batch is what this call would make: of the same tensors, unchanged, and equal numbers."""
         given = make.args
         return len(given) == len(self._made_of) and all(map(_is_same, self._made_of, given))
 
-    def keep(self, make: partial[Batch]) -> None:
+    def keep(self, make: partial[PackedBatch]) -> None:
         """Remember what the planned batch was made of."""
         self._made_of = tuple((weakref.ref(x), _version(x)) if isinstance(x, Tensor) else x for x in make.args)
 
@@ -83,7 +83,9 @@ class _Plans(threading.local):
 _plans = _Plans()
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, make: partial[Batch], settings: Settings) -> Tensor:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, make: partial[PackedBatch], settings: LayerSettings
+) -> Tensor:
     """Attention of one layer, by a plan that other layers share.
 
     Args:
@@ -112,7 +114,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, make: partial[Bat
     return out
 
 
-def _planned(plan: _Plan | None, batch: Batch, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> _Plan:
+def _planned(plan: _Plan | None, batch: PackedBatch, q: Tensor, k: Tensor, v: Tensor, settings: LayerSettings) -> _Plan:
     """Plan a batch, by the wrapper of an earlier plan if there is one."""
     if plan is None:
         kind = BatchPrefillWithRaggedKVCacheWrapper if batch.indices is None else BatchPrefillWithPagedKVCacheWrapper
@@ -138,7 +140,9 @@ def _planned(plan: _Plan | None, batch: Batch, q: Tensor, k: Tensor, v: Tensor, 
     return plan
 
 
-def run_once(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, make: partial[Batch], settings: Settings) -> Tensor:
+def run_once(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, make: partial[PackedBatch], settings: LayerSettings
+) -> Tensor:
     """`run` without a plan that outlives it: CUDA graphs that capture it read no memory but their own."""
     batch = make()
     spec = attention_spec(

@@ -13,7 +13,7 @@ from quire.distribution import pip_install
 
 __all__ = ["BACKEND", "register"]
 
-BACKEND = "quire.integrations.vllm.backend.QuireAttentionBackend"
+BACKEND = "quire.integrations.vllm.backend.VllmAttentionBackend"
 
 
 def register() -> None:

@@ -12,7 +12,7 @@ from quire.integrations.vllm.builder import QuireMetadataBuilder
 from quire.integrations.vllm.impl import KV_CACHE_DTYPES, QuireAttentionImpl
 
 
-class QuireAttentionBackend(AttentionBackend):
+class VllmAttentionBackend(AttentionBackend):
     """Attention of decoder layers over vLLM's paged cache, computed by Quire.
 
     Keys and values of a token and head lie next to each other, as in vLLM's own backends: the cache of a layer is

@@ -17,7 +17,7 @@ from quire.kernels.call import Call
 MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "items"})
 
 
-class Mask(NamedTuple):
+class MaskArguments(NamedTuple):
     """The arguments of masks, which are fields of `Params`, since Numba takes no tuples within tuples.
 
     A new kind of mask is a field here, and a bound in `row_range` or a condition in `visible_to_all` and `apply_mask`.
@@ -32,13 +32,13 @@ class Mask(NamedTuple):
 _NO_BITS = np.zeros(0, np.uint8), np.zeros(0, np.int64)
 
 
-def mask_of(call: Call) -> Mask:
+def mask_of(call: Call) -> MaskArguments:
     """The masks of a call without items."""
     spec, packed = call.spec.mask, call.mask
     bits, starts = _NO_BITS
     if packed is not None:
         bits, starts = packed.bits.contiguous().numpy(), np.maximum(packed.indptr.numpy().astype(np.int64), 0)
-    return Mask(spec.window_left, 0 if spec.causal else spec.window_right, bits, starts)
+    return MaskArguments(spec.window_left, 0 if spec.causal else spec.window_right, bits, starts)
 
 
 @register_jitable

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numba.extending import register_jitable
 
-from quire.kernels.cpu.mask import Mask
+from quire.kernels.cpu.mask import MaskArguments
 
 
 class _Params(NamedTuple):
@@ -53,7 +53,7 @@ class _Params(NamedTuple):
     rope: np.ndarray  # float32 [positions * dim_qk]: cosines, then sines, of each position; empty without ROPE_LLAMA
 
 
-Params = cast("Any", namedtuple("Params", (*_Params._fields, *Mask._fields)))
+Params = cast("Any", namedtuple("Params", (*_Params._fields, *MaskArguments._fields)))
 
 
 @register_jitable

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.definition.spec import FLOATS
 from quire.kernels.call import Addresses, Call, Replay
 from quire.kernels.family import Family
-from quire.kernels.gpu.tma import Matrix, descriptors
+from quire.kernels.gpu.tma import TmaMatrix, descriptors
 from quire.kernels.gpu.triton_internals import INTERPRETED, direct_launch, has_direct_launch
 
 NUM_ALIGNED = 6  # leading tensors of a launch whose alignment a kernel is compiled for
@@ -45,7 +45,7 @@ class LaunchReplay:
         programs: int,
         others: tuple[Tensor | None, ...],
         rest: tuple[Any, ...],
-        matrices: tuple[Matrix, Matrix] | None = None,
+        matrices: tuple[TmaMatrix, TmaMatrix] | None = None,
     ) -> None:
         """others: tensors that each launch reads; rest: the arguments after them; matrices: of k and v, if the kernel
         loads them by TMA.
@@ -88,7 +88,7 @@ class Launcher:
         others: tuple[Tensor | None, ...],
         numbers: tuple[int | float, ...],
         strides: tuple[int, ...],
-        matrices: tuple[Matrix, Matrix] | None = None,
+        matrices: tuple[TmaMatrix, TmaMatrix] | None = None,
     ) -> LaunchReplay | None:
         """Launch on the first tensor's device. The kernel's arguments are those of the tuples and then the constants.
 

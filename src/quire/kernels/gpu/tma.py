@@ -13,7 +13,7 @@ from quire.kernels.gpu.triton_internals import descriptor_formats, descriptor_la
 _MAX_KEPT = 1024
 
 
-class Matrix(NamedTuple):
+class TmaMatrix(NamedTuple):
     """A tensor as TMA reads it: rows of `columns` elements with a stride of `stride`, of which boxes of `box` rows and
     `width` columns are copied to shared memory. What a box has beyond the matrix is 0.
     """
@@ -43,7 +43,7 @@ class Descriptors(dict[tuple[int, int], tuple[Any, ...]]):
         launch: the function that takes these arguments, in place of the kernel's own launch function.
     """
 
-    def __init__(self, compiled: Any, matrices: tuple[Matrix, Matrix]) -> None:
+    def __init__(self, compiled: Any, matrices: tuple[TmaMatrix, TmaMatrix]) -> None:
         self.launch = descriptor_launch(compiled)
         self._matrices = list(zip(descriptor_formats(compiled), matrices, strict=True))
 
@@ -59,6 +59,6 @@ class Descriptors(dict[tuple[int, int], tuple[Any, ...]]):
 
 
 @lru_cache(maxsize=1024)
-def descriptors(compiled: Any, matrices: tuple[Matrix, Matrix]) -> Descriptors:
+def descriptors(compiled: Any, matrices: tuple[TmaMatrix, TmaMatrix]) -> Descriptors:
     """The Descriptors of a compiled kernel."""
     return Descriptors(compiled, matrices)

@@ -16,7 +16,7 @@ from quire.kernels.hopper.softmax import SoftmaxState, empty_state, merge, merge
 
 
 @aggregate
-class Partials:
+class TilePartials:
     """Slots for partial states of 64 rows for each of `consumers`. acc: float32 [slots, consumers * 64, dim]; ml:
     float32 [slots, consumers * 64, 2], pairs (m, l); arrivals: int32 [slots, consumers], zeros before and after a
     launch, of which those of a tile's first slot count how many of its partial states are stored.

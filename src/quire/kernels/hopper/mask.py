@@ -1,8 +1,8 @@
 """Which keys a query row sees. No other file of this family knows causal order, windows, custom masks and items.
 
 Row r of a request, which has `group` rows per query token, stands at position kv_len - q_len + r // group among the
-keys. `first_key`, `tile_keys`, `visible_blocks` and `needed_keys` of a Mask bound what is loaded and computed for whole
-requests and tiles; a RowMask decides for each row and key.
+keys. `first_key`, `tile_keys`, `visible_blocks` and `needed_keys` of a BatchMask bound what is loaded and computed for
+whole requests and tiles; a RowMask decides for each row and key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MaskConfig:
     Attributes:
         tile: the tiles that they are applied to.
         right: how many keys to the right of its position a row sees: 0 in causal layers, -1 for all of them.
-        window: rows see only as many keys before their positions as `Mask.window` says.
+        window: rows see only as many keys before their positions as `BatchMask.window` says.
         custom: there are custom masks.
         items: there are prompts of several items.
     """
@@ -71,7 +71,7 @@ class MaskConfig:
 
 
 def mask_arguments(call: Call) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-    """The tensors (bits, indptr, prefix_lens, item_positions) and the numbers (size, items_len, window) of a Mask."""
+    """The tensors (bits, indptr, prefix_lens, item_positions) and numbers (size, items_len, window) of a BatchMask."""
     mask, items = call.mask, call.items
     bits, indptr, size = (None, None, 0) if mask is None else (mask.bits, mask.indptr, mask.bits.shape[0])
     prefix_lens, positions, length = (
@@ -81,7 +81,7 @@ def mask_arguments(call: Call) -> tuple[tuple[Tensor | None, ...], tuple[int, ..
 
 
 @aggregate
-class Mask:
+class BatchMask:
     """The masks of a batch, compiled for a MaskConfig. window: how many keys before its own position a row sees. bits,
     indptr, size: packed custom masks as in `quire.definition.masks` and their number of bytes. prefix_lens,
     item_positions, items_len: the tensors and the length of `quire.definition.items`.
@@ -281,7 +281,7 @@ class RowMask:
     the index of its first bit. With items, the keys from prefix_len to item_start are hidden from the row.
     """
 
-    mask: Mask
+    mask: BatchMask
     position: gl.tensor
     end: gl.tensor
     bit: gl.tensor

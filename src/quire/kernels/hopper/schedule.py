@@ -22,7 +22,7 @@ from quire.definition.spec import AttentionSpec
 from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.config import TileConfig
-from quire.kernels.hopper.mask import Mask
+from quire.kernels.hopper.mask import BatchMask
 
 # Query rows of a request, per KV head, up to which decode computes it.
 DECODE_ROWS = 64
@@ -129,7 +129,7 @@ class Segment:
 
 
 @aggregate
-class Request:
+class RequestUnits:
     """Request b, as scalars or, for several requests, as vectors. start: its first work unit; q_start, q_len: its query
     tokens; kv_start: its first entry in the page table; kv_len: its keys; first_key: the first key that is read; units:
     work units of each of its tiles; config: a ScheduleConfig.
@@ -184,7 +184,7 @@ class Span:
     start: gl.tensor
     end: gl.tensor
     size: gl.tensor
-    request: Request
+    request: RequestUnits
 
     @gluon.jit
     def owner(self, unit):
@@ -206,7 +206,7 @@ class Tables:
     tokens: gl.tensor
     entries: gl.tensor
     pages: gl.tensor
-    mask: Mask
+    mask: BatchMask
     config: gl.constexpr
 
     @gluon.jit
@@ -234,11 +234,11 @@ class Tables:
 
     @gluon.jit
     def _request(self, b, start, q_start, q_len, kv_start, kv_len):
-        """A Request of these lengths, with its first key and its units per tile."""
+        """A RequestUnits of these lengths, with its first key and its units per tile."""
         first = self.mask.first_key(q_len, kv_len)
         unit_size: gl.constexpr = self.config.tile.unit_size
         units = gl.where(q_len > 0, gl.maximum((kv_len - first + unit_size - 1) // unit_size, 1), 0)
-        return Request(b, start, q_start, q_len, kv_start, kv_len, first, units, self.config)
+        return RequestUnits(b, start, q_start, q_len, kv_start, kv_len, first, units, self.config)
 
     @gluon.jit
     def page_ids(self, request, j):
@@ -266,8 +266,8 @@ class Tables:
 
     @gluon.jit
     def _scan(self, b0, start, scan: gl.constexpr):
-        """`scan` requests from b0 on as vectors (Request.start is not set), and the end of each one's work units, where
-        those of b0 start at `start`.
+        """`scan` requests from b0 on as vectors (RequestUnits.start is not set), and the end of each one's work units,
+        where those of b0 start at `start`.
         """
         # A small batch lies in each warp as a whole, so that no warp waits for another one's part of the prefix sum.
         layout: gl.constexpr = gl.BlockedLayout([scan // (32 if scan <= WARP_SCAN else 128)], [32], [4], [0])
@@ -311,7 +311,7 @@ class Tables:
         program = programs - 1 - program
         unit = gl.where(program < 0, total, program * size)
         zero = unit * 0
-        request = Request(zero, zero, zero, zero, zero, zero, zero, zero, self.config)
+        request = RequestUnits(zero, zero, zero, zero, zero, zero, zero, zero, self.config)
         request = self._find_request(request, requests, ends, unit)
         if scan == MAX_SCAN:
             for b0 in range(MAX_SCAN, self.batch, MAX_SCAN):

@@ -11,14 +11,14 @@ from triton import language as tl
 
 from quire.definition.spec import FLOATS8, AttentionSpec
 from quire.kernels.gpu.triton_internals import INTERPRETED
-from quire.kernels.triton.mask import MaskConfig
+from quire.kernels.triton.mask import MaskKinds
 
 INVARIANT_SPLIT = 512  # keys of a work unit in batch-invariant mode
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class AttentionConfig:
     """The constants that an attention kernel is compiled for, passed as its one constexpr. Sizes count elements.
 
     Attributes:
@@ -62,7 +62,7 @@ class Config:
     invariant: bool
     unit: int
     scan: int
-    mask: MaskConfig
+    mask: MaskKinds
     qk_type: tl.dtype
     pv_type: tl.dtype
     precision: str
@@ -201,7 +201,7 @@ def make_config(
     scan: int,
     flags: tuple[bool, ...],
     machine: Machine,
-) -> Config:
+) -> AttentionConfig:
     """The constants for a layer. flags: whether q, k and v have scales per head, lse is written, the scale is not
     positive, the cache needs int64 offsets, and the page table has numbers of keys.
     """
@@ -210,7 +210,7 @@ def make_config(
     qk_type, pv_type, precision = _product_types(spec, machine.hip)
     normalize_q = qk_type == tl.float16 and spec.q_dtype == torch.bfloat16
     soft_cap, alibi = spec.logits_soft_cap > 0, spec.pos_encoding == "ALIBI"
-    return Config(
+    return AttentionConfig(
         heads=spec.num_kv_heads,
         group=spec.group_size,
         head_dim_qk=spec.head_dim_qk,
@@ -225,7 +225,7 @@ def make_config(
         invariant=spec.batch_invariant,
         unit=INVARIANT_SPLIT if spec.batch_invariant else tuning.block_n,
         scan=scan,
-        mask=MaskConfig.of(spec),
+        mask=MaskKinds.of(spec),
         qk_type=qk_type,
         pv_type=pv_type,
         precision=precision,

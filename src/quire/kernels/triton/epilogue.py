@@ -10,7 +10,7 @@ from triton import language as tl
 from quire.kernels.triton.softmax import add_sink
 
 # Output rows, with strides in elements, and their float32 lse, [tokens, heads].
-Output = namedtuple("Output", "out lse stride_token stride_head")
+OutputRows = namedtuple("OutputRows", "out lse stride_token stride_head")
 
 
 @triton.jit

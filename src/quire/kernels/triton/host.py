@@ -26,7 +26,7 @@ from quire.kernels.gpu.launch import (
 from quire.kernels.gpu.triton_internals import INTERPRETED
 from quire.kernels.rope import rope_frequencies
 from quire.kernels.triton import kernel
-from quire.kernels.triton.config import INVARIANT_SPLIT, Config, Machine, choose_block_m, make_config, tune
+from quire.kernels.triton.config import INVARIANT_SPLIT, AttentionConfig, Machine, choose_block_m, make_config, tune
 from quire.kernels.triton.mask import MASKS, mask_of
 
 
@@ -57,14 +57,14 @@ def _num_slots(spec: AttentionSpec, block_m: int, machine: Machine, batch: int =
 class LaunchConfig:
     """How calls of one layer and one batch size are launched. Slots for partial states have `slot_rows` rows."""
 
-    c: Config
+    c: AttentionConfig
     programs: int
     slot_rows: int
     launch: Launcher
 
 
 @lru_cache(maxsize=1024)
-def _launcher(c: Config, num_warps: int, num_stages: int) -> Launcher:
+def _launcher(c: AttentionConfig, num_warps: int, num_stages: int) -> Launcher:
     return Launcher(kernel.attend, c, num_warps=num_warps, num_stages=num_stages)
 
 

@@ -16,11 +16,11 @@ import triton
 from triton import language as tl
 
 from quire.kernels.triton.combine import Partials, combine_if_last, store_partial
-from quire.kernels.triton.epilogue import Output, clear_padding, write_rows
+from quire.kernels.triton.epilogue import OutputRows, clear_padding, write_rows
 from quire.kernels.triton.mask import Mask, first_key, key_ends
-from quire.kernels.triton.schedule import Tables, find_request, load_offsets, load_request, tiles_and_units
+from quire.kernels.triton.schedule import BatchTables, find_request, load_offsets, load_request, tiles_and_units
 from quire.kernels.triton.softmax import empty_state, merge_states
-from quire.kernels.triton.tile import Cache, Layer, Queries, attend_keys, load_queries, load_rows
+from quire.kernels.triton.tile import Cache, LayerValues, Queries, attend_keys, load_queries, load_rows
 
 
 @triton.jit
@@ -101,15 +101,15 @@ def attend(
     [num_slots, slot_rows, head_dim_vo] and then [num_slots, slot_rows, 2]; arrivals: int32 [programs], 0 before and
     after the launch. Strides count elements. sm_scale and soft_cap are in base 2; inv_freq: int64 [head_dim_qk / 2].
     """
-    tables = Tables(qo_indptr, kv_indptr, last_page_len, batch, tokens, entries)
+    tables = BatchTables(qo_indptr, kv_indptr, last_page_len, batch, tokens, entries)
     queries = Queries(q, q_pe, stride_q_token, stride_q_head, stride_q_pe_token, stride_q_pe_head)
     cache = Cache(
         k, v, k_pe, indices, pages, stride_k_page, stride_k_token, stride_k_head,
         stride_v_page, stride_v_token, stride_v_head, stride_k_pe_page, stride_k_pe_token,
     )  # fmt: skip
-    layer = Layer(sm_scale, v_scale, pe_scale, soft_cap, inv_freq, sinks, slopes, q_scales, k_scales, v_scales)
+    layer = LayerValues(sm_scale, v_scale, pe_scale, soft_cap, inv_freq, sinks, slopes, q_scales, k_scales, v_scales)
     mask = Mask(mask_bits, mask_indptr, prefix_lens, item_positions, window_left, mask_bytes, items_len)
-    output = Output(out, lse, stride_o_token, stride_o_head)
+    output = OutputRows(out, lse, stride_o_token, stride_o_head)
     ml = partials
     if c.split_kv:
         ml = partials + num_slots.to(tl.int64) * slot_rows * c.head_dim_vo

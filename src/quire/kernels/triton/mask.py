@@ -22,7 +22,7 @@ MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "item
 
 
 @dataclass(frozen=True, slots=True)
-class MaskConfig:
+class MaskKinds:
     """The kinds of masks that a kernel is compiled for. `right`: how many keys to the right of its position a query
     sees, 0 for causal attention and -1 for all; models have few such numbers, so that each gets a kernel of its own.
     """
@@ -33,7 +33,7 @@ class MaskConfig:
     items: bool
 
     @classmethod
-    def of(cls, spec: AttentionSpec) -> MaskConfig:
+    def of(cls, spec: AttentionSpec) -> MaskKinds:
         mask = spec.mask
         right = 0 if mask.causal else mask.window_right
         return cls(right, mask.window_left >= 0, mask.custom_mask, mask.items)
@@ -59,7 +59,7 @@ def mask_of(call: Call) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
 
 # What masks know of a tile: each row's position in its item, then the request's length of the prefix before its items,
 # and the first byte of its custom mask.
-RowMask = namedtuple("RowMask", "item_position prefix_len first_byte")
+TileMask = namedtuple("TileMask", "item_position prefix_len first_byte")
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def load_row_mask(mask, request, position, valid, c: tl.constexpr):
     first_byte = request.b * 0
     if c.mask.custom:
         first_byte = tl.maximum(tl.load(mask.indptr + request.b), 0)
-    return RowMask(item_position, prefix_len, first_byte)
+    return TileMask(item_position, prefix_len, first_byte)
 
 
 @triton.jit

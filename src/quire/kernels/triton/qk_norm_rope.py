@@ -22,7 +22,7 @@ PAIRS = 512
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadConfig:
     """The constants that the kernel is compiled for, of the heads of queries or of those of keys and values."""
 
     dim: int  # elements of a query's or key's head
@@ -46,8 +46,8 @@ class Heads:
 class QkConfig:
     """The constants that the kernel is compiled for."""
 
-    q: Heads
-    kv: Heads
+    q: HeadConfig
+    kv: HeadConfig
 
     @property
     def num_warps(self) -> int:
@@ -64,7 +64,7 @@ def qk_config(
     block_heads = min(max(PAIRS // max(block_half, block_rest // 2), 1), triton.next_power_of_2(heads))
     block_copy = min(triton.next_power_of_2(dim_v), 512)
     blocks = (half, block_half, block_rest, block_copy, block_heads, interleave, weight_bias)
-    return QkConfig(Heads(dim, dim_v, *blocks, 0), Heads(dim, dim_v, *blocks, mantissa))
+    return QkConfig(HeadConfig(dim, dim_v, *blocks, 0), HeadConfig(dim, dim_v, *blocks, mantissa))
 
 
 @triton.jit

@@ -16,10 +16,10 @@ from quire.kernels.triton.mask import first_key
 
 # The tables of a batch. `tokens` and `entries` bound what offsets may say. With c.has_kv_lens, `last_page_len` has the
 # requests' numbers of keys.
-Tables = namedtuple("Tables", "qo_indptr kv_indptr last_page_len batch tokens entries")
+BatchTables = namedtuple("BatchTables", "qo_indptr kv_indptr last_page_len batch tokens entries")
 
 # Request b: its first query token and their number, the first entry of its page table and its number of keys.
-Request = namedtuple("Request", "b q_start q_len kv_start kv_len")
+RequestSpan = namedtuple("RequestSpan", "b q_start q_len kv_start kv_len")
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def load_request(tables, b, c: tl.constexpr):
         if not c.has_kv_lens:
             last = (kv_len - 1) * c.page_size + tl.minimum(last, c.page_size)
         kv_len = tl.maximum(tl.minimum(last, kv_len * c.page_size), 0)
-    return Request(b, q_start, q_end - q_start, kv_start, kv_len)
+    return RequestSpan(b, q_start, q_end - q_start, kv_start, kv_len)
 
 
 @triton.jit

@@ -23,10 +23,12 @@ Cache = namedtuple(
 
 # A layer's numbers, and tensors per head. `sm_scale` and `soft_cap` are in base 2. `pe_scale`: a factor of the product
 # of the second parts. `inv_freq`: see `quire.kernels.rope.rope_frequencies`.
-Layer = namedtuple("Layer", "sm_scale v_scale pe_scale soft_cap inv_freq sinks slopes q_scales k_scales v_scales")
+LayerValues = namedtuple(
+    "LayerValues", "sm_scale v_scale pe_scale soft_cap inv_freq sinks slopes q_scales k_scales v_scales"
+)
 
 # A tile's rows: their query token in the request, query head, position, whether they exist, factor of logits, ALiBi
-# slope, and RowMask.
+# slope, and TileMask.
 Rows = namedtuple("Rows", "i head position valid scale slope mask")
 
 

@@ -4,8 +4,9 @@ The owner of a tile is the program with its first keys. The programs after it st
 each, and the owner merges them into its own state and writes the rows. If a tile has many partial states, they are
 combined in two levels: every eighth program merges those of the seven after it with its own, and stores the result.
 
-Partials are self-flagging: 0 means not yet written, and a real 0.0 is stored as -0.0, so the reader polls the data and
-needs no counter. Readers set slots to 0 again. No reader waits forever, because programs with later units start first.
+Partial states are self-flagging: 0 means not yet written, and a real 0.0 is stored as -0.0, so the reader polls the
+data and needs no counter. Readers set slots to 0 again. No reader waits forever, because programs with later units
+start first.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _floats(count):
 
 
 @aggregate
-class Partials:
+class DecodePartials:
     """Slots for partial states as int32, the bits of float32. acc: [slots, rows, dim]; ml: pairs (m, l),
     [slots, rows, 2]; slots: how many there are, which the invariant split needs. There is none with whole tiles.
     """
@@ -216,7 +217,7 @@ def _store_flagged(at, x, valid):
 @aggregate
 class SavedState:
     """Shared memory, no longer in use for anything else, that has a state: acc in `acc`; m and l in `ml`, which has
-    room for those of `states` states, as the index-th. config: decode's Config.
+    room for those of `states` states, as the index-th. config: a DecodeConfig.
     """
 
     acc: gl.shared_memory_descriptor
@@ -238,8 +239,8 @@ class SavedState:
 
     @gluon.jit
     def rows(self, chunk):
-        """The chunk-th R rows of the state, as many as are combined at a time, in the layouts of `Partials.poll`. acc:
-        [R, head_dim], four neighbours in a thread; m, l: [R, head_dim / 4], the row's numbers once for each four
+        """The chunk-th R rows of the state, as many as are combined at a time, in the layouts of `DecodePartials.poll`.
+        acc: [R, head_dim], four neighbours in a thread; m, l: [R, head_dim / 4], the row's numbers once for each four
         elements of acc.
         """
         R: gl.constexpr = min(self.config.partial_rows, MAX_ROWS)

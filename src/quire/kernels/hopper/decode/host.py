@@ -13,7 +13,7 @@ from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, kv_strides, split_scales
 from quire.kernels.hopper.config import TileConfig
-from quire.kernels.hopper.decode.kernel import Config, decode
+from quire.kernels.hopper.decode.kernel import DecodeConfig, decode
 from quire.kernels.hopper.epilogue import OutputConfig
 from quire.kernels.hopper.mask import MaskConfig, has_items, mask_arguments
 from quire.kernels.hopper.pipeline import PipelineConfig
@@ -52,8 +52,8 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
-    """Sizes that suit a layer: fields of the kernel's Config; rows, the query rows of a tile before padding to block_m;
+class DecodeTuning:
+    """Sizes that suit a layer: fields of DecodeConfig; rows, the query rows of a tile before padding to block_m;
     registers per thread.
     """
 
@@ -68,7 +68,7 @@ class Tuning:
 
 
 @lru_cache(maxsize=1024)
-def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
+def tune(spec: AttentionSpec, max_q_len: int) -> DecodeTuning:
     """Sizes for a layer. Two KV heads are packed into a tile if a stored head has only 128 bytes and the query rows of
     both fit the smallest block_m, 8. Two programs share a multiprocessor if registers allow it.
     """
@@ -86,7 +86,7 @@ def tune(spec: AttentionSpec, max_q_len: int) -> Tuning:
         # Bits depend on how many keys are in a block, so that is the same for all rows.
         block_n = 64
     stages = _BYTES_IN_FLIGHT // (programs * 4 * stored_dim * packed * block_n)
-    return Tuning(packed, rows, block_m, stored_dim, block_n, stages, programs, 128 if programs == 2 else 255)
+    return DecodeTuning(packed, rows, block_m, stored_dim, block_n, stages, programs, 128 if programs == 2 else 255)
 
 
 def _whole_tiles(spec: AttentionSpec, max_q_len: int) -> bool:
@@ -95,14 +95,14 @@ def _whole_tiles(spec: AttentionSpec, max_q_len: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _launcher(c: Config, registers: int) -> Launcher:
+def _launcher(c: DecodeConfig, registers: int) -> Launcher:
     # If batch-invariant, what is rounded must not depend on the compiler: see `invariant.py`.
     return Launcher(decode, c, num_warps=4, maxnreg=registers, launch_pdl=True, enable_fp_fusion=c.split_group == 0)
 
 
 @lru_cache(maxsize=1024)
-def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> Config:
-    """What the kernel is compiled for. flags: q_scale, k_scale, v_scale, lse, int64_offsets and by_length of Config."""
+def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> DecodeConfig:
+    """What the kernel is made for. flags: q_scale, k_scale, v_scale, lse, int64_offsets, by_length of DecodeConfig."""
     tuning, whole_tiles = tune(spec, max_q_len), _whole_tiles(spec, max_q_len)
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length = flags
     partial_rows = _partial_rows(tuning)
@@ -116,7 +116,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
     )
     most_q_len = decode_tokens(spec) if whole_tiles else 0
     partial_cost = 0 if spec.batch_invariant else partial_rows * spec.head_dim_vo // 128
-    return Config(
+    return DecodeConfig(
         mask=MaskConfig.of(spec, tile, max_q_len),
         schedule=ScheduleConfig(
             tile, page_size, by_length, int64_offsets, most_q_len=most_q_len, whole_tiles=whole_tiles
@@ -137,7 +137,7 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
     )
 
 
-def _partial_rows(tuning: Tuning) -> int:
+def _partial_rows(tuning: DecodeTuning) -> int:
     return max(4, triton.next_power_of_2(tuning.rows))
 
 
@@ -181,7 +181,7 @@ def _per_16_bits(x: Tensor) -> int:
     return 2 // x.element_size()
 
 
-def _few_entries(c: Config, processors: int, batch: int) -> int:
+def _few_entries(c: DecodeConfig, processors: int, batch: int) -> int:
     """Up to so many page ids, `find_span` uses one program per multiprocessor whatever the table says; -1 if the kernel
     has only one, or if the number of tiles per request is unknown.
     """

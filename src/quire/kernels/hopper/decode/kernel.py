@@ -16,18 +16,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.hopper.config import TileConfig
-from quire.kernels.hopper.decode.combine import Partials, SavedState, combines, slot_of
+from quire.kernels.hopper.decode.combine import DecodePartials, SavedState, combines, slot_of
 from quire.kernels.hopper.decode.invariant import consume_invariant
-from quire.kernels.hopper.decode.load import Cache, allocate_kv_pipeline, load
-from quire.kernels.hopper.decode.tile import Queries, attend_keys, tile_of, transposed
+from quire.kernels.hopper.decode.load import DecodeCache, allocate_kv_pipeline, load
+from quire.kernels.hopper.decode.tile import DecodeQueries, attend_keys, tile_of, transposed
 from quire.kernels.hopper.epilogue import Output, OutputConfig
-from quire.kernels.hopper.mask import Mask, MaskConfig
+from quire.kernels.hopper.mask import BatchMask, MaskConfig
 from quire.kernels.hopper.pipeline import PipelineConfig, PipelineState
 from quire.kernels.hopper.schedule import ScheduleConfig, SpanConfig, Tables
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class DecodeConfig:
     """What the kernel is compiled for.
 
     Attributes:
@@ -113,19 +113,19 @@ def decode(
     With whole tiles there may be others.
 
     q, k, v, out: as in `quire.kernels.call.Call` (q_pe and k_pe are None). lse: float32 [tokens, heads]. partials: None
-    with whole tiles, otherwise int32 [n, c.partial_rows, dim] and after it [n, c.partial_rows, 2] for `Partials` with n
-    slots, `slots` if c.split_group > 0 and one per program if not; 0 before and after. Strides count 16-bit elements,
-    and those of k and v are multiples of 16. scale and cap are in base 2.
+    with whole tiles, otherwise int32 [n, c.partial_rows, dim] and after it [n, c.partial_rows, 2] for `DecodePartials`
+    with n slots, `slots` if c.split_group > 0 and one per program if not; 0 before and after. Strides count 16-bit
+    elements, and those of k and v are multiples of 16. scale and cap are in base 2.
     """
-    mask = Mask(window, mask_bits, mask_indptr, mask_size, None, None, None, c.mask)
+    mask = BatchMask(window, mask_bits, mask_indptr, mask_size, None, None, None, c.mask)
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask, c.schedule)
     if c.fp8:
         k, v = k.to(gl.pointer_type(gl.int16), bitcast=True), v.to(gl.pointer_type(gl.int16), bitcast=True)
-    k_cache, v_cache = Cache(k, k_page, k_token, k_head), Cache(v, v_page, v_token, v_head)
+    k_cache, v_cache = DecodeCache(k, k_page, k_token, k_head), DecodeCache(v, v_page, v_token, v_head)
     ml = partials
     if not c.schedule.whole_tiles:
         ml += (slots.to(gl.int64) if c.split_group > 0 else gl.num_programs(0)) * (c.partial_rows * c.dim)
-    states = Partials(partials, ml, slots, c.partial_rows, c.dim)
+    states = DecodePartials(partials, ml, slots, c.partial_rows, c.dim)
     output = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
     stored: gl.constexpr = k.dtype.element_ty
     dtype: gl.constexpr = gl.float16 if c.fp8 else stored
@@ -134,7 +134,7 @@ def decode(
     q_shared = gl.allocate_shared_memory(dtype, [c.dim // c.stored_dim, c.block_m, c.stored_dim], q_layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.block_m, c.tile.block_n], dtype)
     p_shared = gl.allocate_shared_memory(dtype, [c.block_m, c.tile.block_n], p_layout)
-    queries = Queries(q, q_token, q_head, q_shared, p_shared, scale, cap, q_scale, k_scale, c)
+    queries = DecodeQueries(q, q_token, q_head, q_shared, p_shared, scale, cap, q_scale, k_scale, c)
     gdc_launch_dependents()
     gdc_wait()
     span = tables.find_span(gl.program_id(0), gl.num_programs(0), processors, gl.constexpr(c.span))

@@ -14,7 +14,7 @@ from quire.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_pipe
 
 
 @aggregate
-class Cache:
+class DecodeCache:
     """Keys or values as 16-bit elements, whose number strides count."""
 
     x: gl.tensor
@@ -44,7 +44,7 @@ class Cache:
 
 
 @aggregate
-class KVPipeline:
+class DecodePipeline:
     """Stages of keys and values, [block_n, stored_dim * packed_heads], which are committed and released together."""
 
     k: gl.shared_memory_descriptor
@@ -54,14 +54,14 @@ class KVPipeline:
 
 @gluon.jit
 def allocate_kv_pipeline(dtype: gl.constexpr, c: gl.constexpr):
-    """A KVPipeline all of whose stages are empty."""
+    """A DecodePipeline all of whose stages are empty."""
     block: gl.constexpr = [c.tile.block_n, c.stored_dim * c.tile.packed_heads]
     stages: gl.constexpr = c.pipeline.stages
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(block, dtype)
     k = gl.allocate_shared_memory(dtype, [stages, block[0], block[1]], layout)
     v = gl.allocate_shared_memory(dtype, [stages, block[0], block[1]], layout)
     # All threads of the producer commit, one of the consumer releases.
-    return KVPipeline(k, v, allocate_pipeline(stages, 128, 1))
+    return DecodePipeline(k, v, allocate_pipeline(stages, 128, 1))
 
 
 @gluon.constexpr_function

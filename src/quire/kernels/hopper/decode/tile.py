@@ -17,7 +17,7 @@ from quire.kernels.hopper.softmax import LOG2E, SoftmaxState, exponent_base
 
 
 @aggregate
-class Tile:
+class DecodeTile:
     """What is computed of a segment: head h's rows from `row` on, and keys kv_start to kv_end."""
 
     h: gl.tensor
@@ -28,7 +28,7 @@ class Tile:
 
 @gluon.jit
 def tile_of(request, segment, mask):
-    """The Tile of a segment, without keys that no row of it sees."""
+    """The DecodeTile of a segment, without keys that no row of it sees."""
     c: gl.constexpr = request.config
     kv_start = request.first_key + segment.start * c.tile.unit_size
     h, row, row_end = segment.h, segment.h * 0, request.rows()
@@ -38,11 +38,11 @@ def tile_of(request, segment, mask):
         row_end = gl.minimum(row + c.tile.rows, row_end)
     past = request.kv_len - request.q_len
     kv_start, kv_end = mask.tile_keys(past, row, row_end - 1, kv_start, segment.kv_end)
-    return Tile(h, row, kv_start, kv_end)
+    return DecodeTile(h, row, kv_start, kv_end)
 
 
 @aggregate
-class Rows:
+class DecodeRows:
     """The rows of a tile. factor: of their logits; mask: which keys they see."""
 
     factor: gl.tensor
@@ -50,10 +50,10 @@ class Rows:
 
 
 @aggregate
-class Queries:
+class DecodeQueries:
     """The tensor q with strides in elements; shared memory for a tile's queries and for P, the numerators of the
     softmax; scale and cap of logits, in base 2; q_scale, k_scale: factors per query head and per KV head; config: the
-    kernel's Config.
+    kernel's DecodeConfig.
     """
 
     q: gl.tensor
@@ -69,7 +69,7 @@ class Queries:
 
     @gluon.jit
     def load(self, request, h, row, mask):
-        """Copy a tile's queries, head h's rows from `row` on, to shared memory, and return its Rows."""
+        """Copy a tile's queries, head h's rows from `row` on, to shared memory, and return its DecodeRows."""
         c: gl.constexpr = self.config
         group: gl.constexpr = c.tile.group
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.dim, c.dim // 8], [4, 1], [1, 0])
@@ -97,7 +97,7 @@ class Queries:
         fence_async_shared()
         thread_barrier()
         flat: gl.constexpr = rows_layout(c)
-        return Rows(gl.convert_layout(factor, flat), mask.rows(request, row + gl.arange(0, c.block_m, flat)))
+        return DecodeRows(gl.convert_layout(factor, flat), mask.rows(request, row + gl.arange(0, c.block_m, flat)))
 
     @gluon.jit
     def qk(self, k):

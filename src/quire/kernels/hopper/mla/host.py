@@ -14,7 +14,7 @@ from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements,
 from quire.kernels.hopper.config import TileConfig
 from quire.kernels.hopper.epilogue import OutputConfig
 from quire.kernels.hopper.mask import MaskConfig
-from quire.kernels.hopper.mla.kernel import REGISTERS, Config, decode_latent, prefill_latent
+from quire.kernels.hopper.mla.kernel import REGISTERS, LatentConfig, decode_latent, prefill_latent
 from quire.kernels.hopper.mla.load import BLOCK_M
 from quire.kernels.hopper.pipeline import PipelineConfig
 from quire.kernels.hopper.schedule import ScheduleConfig, SpanConfig, scan_size
@@ -69,15 +69,15 @@ def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -
 @lru_cache(maxsize=1024)
 def config(
     spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...], many_rows: bool = False
-) -> Config:
+) -> LatentConfig:
     """What `prefill_latent`, if many_rows, or else `decode_latent` is compiled for. flags: q_scale, k_scale, v_scale,
-    lse, int64_offsets and by_length of Config, and whether the scale of logits may be negative.
+    lse, int64_offsets and by_length of LatentConfig, and whether the scale of logits may be negative.
     """
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length, negative = flags
     programs = 1 if many_rows else programs_per_span(spec, max_q_len)
     dim, load_warps = spec.head_dim_vo // 2, 4
     tile = TileConfig(1, spec.num_qo_heads, _BLOCK_M * programs, _BLOCK_N, unit_size=_BLOCK_N)
-    return Config(
+    return LatentConfig(
         mask=MaskConfig.of(spec, tile, 0 if many_rows else max_q_len),
         schedule=ScheduleConfig(tile, page_size, by_length, int64_offsets),
         span=SpanConfig(scan_size(batch)),
@@ -92,7 +92,7 @@ def config(
 
 
 @lru_cache(maxsize=1024)
-def _launcher(c: Config, many_rows: bool) -> Launcher:
+def _launcher(c: LatentConfig, many_rows: bool) -> Launcher:
     kernel = prefill_latent if many_rows else decode_latent
     return Launcher(kernel, c, num_warps=4, maxnreg=REGISTERS, launch_pdl=True)
 

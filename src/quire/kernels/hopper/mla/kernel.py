@@ -18,23 +18,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.combine import Partials
+from quire.kernels.hopper.combine import TilePartials
 from quire.kernels.hopper.config import TileConfig
 from quire.kernels.hopper.epilogue import Output, OutputConfig
-from quire.kernels.hopper.mask import Mask, MaskConfig
+from quire.kernels.hopper.mask import BatchMask, MaskConfig
 from quire.kernels.hopper.mla.combine import span_partials
 from quire.kernels.hopper.mla.load import (
     BLOCK_M,
-    Cache,
+    LatentCache,
+    LatentQueries,
     Producer,
-    Queries,
     allocate_latent_pipeline,
     load_span,
     load_work_tiles,
     tile_of,
     tile_of_blocks,
 )
-from quire.kernels.hopper.mla.tile import Consumer
+from quire.kernels.hopper.mla.tile import LatentConsumer
 from quire.kernels.hopper.pipeline import PipelineConfig, PipelineState
 from quire.kernels.hopper.schedule import ScheduleConfig, SpanConfig, Tables
 from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig, allocate_work_tiles
@@ -45,7 +45,7 @@ CONSUMER_REGISTERS = gl.constexpr(216)
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class LatentConfig:
     """What the kernels are compiled for. A consumer's output is one half of the first part of a head.
 
     Attributes:
@@ -147,10 +147,10 @@ def decode_latent(
     arrivals: int32 [6 * programs], 0 before and after. Programs are a multiple of c.programs_per_span. Strides count
     elements, and those of queries and keys are multiples of 16. scale is in base 2.
     """
-    mask = Mask(None, None, None, None, None, None, None, c.mask)
+    mask = BatchMask(None, None, None, None, None, None, None, c.mask)
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask, c.schedule)
-    cache = Cache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
-    queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)
+    cache = LatentCache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
+    queries = LatentQueries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)
     pipeline = allocate_latent_pipeline(k.dtype.element_ty, c)
     left_partials = span_partials(0, partials, arrivals, partial_rows, c)
     right_partials = span_partials(1, partials, arrivals, partial_rows, c)
@@ -158,7 +158,7 @@ def decode_latent(
     left = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
     right = Output(out + c.dim, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
     producer = Producer(tables, cache, queries, pipeline, c)
-    first, second = Consumer(queries, pipeline, mask, 0, c), Consumer(queries, pipeline, mask, 1, c)
+    first, second = LatentConsumer(queries, pipeline, mask, 0, c), LatentConsumer(queries, pipeline, mask, 1, c)
     gdc_launch_dependents()
     gdc_wait()
     programs = gl.num_programs(0) // c.programs_per_span
@@ -185,17 +185,17 @@ def prefill_latent(
     """`decode_latent` for requests of many query rows. partials: float32 [slots, 128, dim], and after it [slots, 128,
     2]; arrivals: int32 [1 + 2 * slots], 0 before and after.
     """
-    mask = Mask(None, None, None, None, None, None, None, c.mask)
+    mask = BatchMask(None, None, None, None, None, None, None, c.mask)
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask, c.schedule)
-    cache = Cache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
-    queries = Queries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)
+    cache = LatentCache(k, k_pe, k_page, k_token, k_pe_page, k_pe_token)
+    queries = LatentQueries(q, q_pe, q_token, q_head, q_pe_token, q_pe_head, scale, q_scale, k_scale)
     pipeline = allocate_latent_pipeline(k.dtype.element_ty, c)
     work_tiles = allocate_work_tiles(c.pipeline.load_warps, c.pipeline.consumers)
-    states = Partials(partials, partials + slots.to(gl.int64) * (128 * c.dim), arrivals + 1, c.pipeline.consumers)
+    states = TilePartials(partials, partials + slots.to(gl.int64) * (128 * c.dim), arrivals + 1, c.pipeline.consumers)
     left = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
     right = Output(out + c.dim, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
     producer = Producer(tables, cache, queries, pipeline, c)
-    first, second = Consumer(queries, pipeline, mask, 0, c), Consumer(queries, pipeline, mask, 1, c)
+    first, second = LatentConsumer(queries, pipeline, mask, 0, c), LatentConsumer(queries, pipeline, mask, 1, c)
     gdc_launch_dependents()
     gdc_wait()
     gl.warp_specialize(

@@ -18,7 +18,7 @@ PE_DIM = gl.constexpr(64)
 
 
 @aggregate
-class Tile:
+class LatentTile:
     """What a program computes of a segment or of a work tile: `count` rows of a request from `row` on, none if
     count <= 0, and keys kv_start to kv_end.
     """
@@ -31,22 +31,22 @@ class Tile:
 
 @gluon.jit
 def tile_of(request, segment, mask, programs_per_span: gl.constexpr):
-    """This program's Tile of a segment, without keys that no row of it sees."""
+    """This program's LatentTile of a segment, without keys that no row of it sees."""
     row = (segment.h * programs_per_span + gl.program_id(0) % programs_per_span) * BLOCK_M
     count = gl.minimum(request.rows() - row, BLOCK_M)
     start, last_row = segment.start * request.config.tile.block_n, row + gl.maximum(count, 1) - 1
     start, end = mask.tile_keys(request.kv_len - request.q_len, row, last_row, start, segment.kv_end)
-    return Tile(row, count, start, gl.where(count > 0, end, start))
+    return LatentTile(row, count, start, gl.where(count > 0, end, start))
 
 
 @gluon.jit
 def tile_of_blocks(row, rows, first, last, block_n: gl.constexpr):
-    """The Tile of a work tile: rows from `row` on, of a request that has `rows`, and key blocks `first` to `last`."""
-    return Tile(row, gl.minimum(rows - row, BLOCK_M), first * block_n, (last + 1) * block_n)
+    """The LatentTile of a work tile: rows from `row` on, of a request that has `rows`, and blocks `first` to `last`."""
+    return LatentTile(row, gl.minimum(rows - row, BLOCK_M), first * block_n, (last + 1) * block_n)
 
 
 @aggregate
-class Queries:
+class LatentQueries:
     """The two parts of queries, with strides in elements; scale: of logits, in base 2; q_scale: a factor per query
     head; k_scale: one factor.
     """
@@ -63,7 +63,7 @@ class Queries:
 
 
 @aggregate
-class Cache:
+class LatentCache:
     """The two parts of keys, with strides in elements. The first part, k, is also the values."""
 
     k: gl.tensor
@@ -132,11 +132,11 @@ def _copy_rows(to, x, row, valid, layout: gl.constexpr):
 
 @aggregate
 class Producer:
-    """What the producer loads from and to. config: the kernel's Config."""
+    """What the producer loads from and to. config: a LatentConfig."""
 
     tables: Tables
-    cache: Cache
-    queries: Queries
+    cache: LatentCache
+    queries: LatentQueries
     pipeline: LatentPipeline
     config: gl.constexpr
 

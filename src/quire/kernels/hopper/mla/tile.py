@@ -18,13 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.gpu.triton_internals import aggregate
-from quire.kernels.hopper.mask import Mask, RowMask
-from quire.kernels.hopper.mla.load import BLOCK_M, LatentPipeline, Queries
+from quire.kernels.hopper.mask import BatchMask, RowMask
+from quire.kernels.hopper.mla.load import BLOCK_M, LatentPipeline, LatentQueries
 from quire.kernels.hopper.softmax import SoftmaxState, exponent_base, next_m, rescale, scaled_sums
 
 
 @aggregate
-class Rows:
+class LatentRows:
     """The rows of a tile. scale: of logits in the softmax; factor: of each row's logits before it, with c.transform;
     mask: which keys rows see; unmasked_end: keys before it are seen by all rows; kv_start: the tile's first key.
     """
@@ -82,18 +82,18 @@ def _opaque_zero():
 
 
 @aggregate
-class Consumer:
+class LatentConsumer:
     """Consumer 0 or 1 of a program."""
 
-    queries: Queries
+    queries: LatentQueries
     pipeline: LatentPipeline
-    mask: Mask
+    mask: BatchMask
     index: gl.constexpr
     config: gl.constexpr
 
     @gluon.jit
     def load_rows(self, seqlens, tile, flat: gl.constexpr):
-        """The Rows of a tile."""
+        """The LatentRows of a tile."""
         c: gl.constexpr = self.config
         r = gl.arange(0, BLOCK_M, flat)
         row_mask, end = self.mask.rows(seqlens, tile.row + r), self.mask.unmasked_end(seqlens, tile.row)
@@ -105,7 +105,7 @@ class Consumer:
                 factor *= gl.load(self.queries.q_scale + (tile.row + r) % c.tile.group, r < tile.count, 1.0)
             if c.k_scale:
                 factor *= gl.load(self.queries.k_scale)
-        return Rows(scale, factor, row_mask, end, tile.kv_start)
+        return LatentRows(scale, factor, row_mask, end, tile.kv_start)
 
     @gluon.jit
     def start_qk(self, state, L: gl.constexpr):

@@ -10,12 +10,12 @@ from torch import Tensor
 from quire.definition.spec import FLOATS8, LOG2E, AttentionSpec
 from quire.kernels.call import Call
 from quire.kernels.gpu.launch import Launcher, LaunchReplay, extent_in_elements, is_aligned, kv_strides, split_scales
-from quire.kernels.gpu.tma import Matrix
+from quire.kernels.gpu.tma import TmaMatrix
 from quire.kernels.hopper.config import TileConfig
 from quire.kernels.hopper.epilogue import OutputConfig
 from quire.kernels.hopper.mask import MaskConfig, hides_blocks, mask_arguments
 from quire.kernels.hopper.pipeline import PipelineConfig
-from quire.kernels.hopper.prefill.kernel import Config, prefill
+from quire.kernels.hopper.prefill.kernel import PrefillConfig, prefill
 from quire.kernels.hopper.schedule import ScheduleConfig, decode_tokens
 from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig
 
@@ -70,18 +70,18 @@ def _box_of(spec: AttentionSpec, x: Tensor, page_size: int) -> int:
     return min(page_size, block_n) if fits and len(x) and page % token == 0 else 0
 
 
-def _matrix(x: Tensor, box: int, width: int) -> Matrix:
+def _matrix(x: Tensor, box: int, width: int) -> TmaMatrix:
     """The matrix of `_box_of`, with boxes of `width` elements."""
     page, token, head = kv_strides(x)
     row = token if x.ndim == 4 else page
     heads, dim = x.shape[-2:]
     rows = (len(x) - 1) * (page // row) + (x.shape[1] if x.ndim == 4 else 1) + (heads - 1) * (head // row)
-    return Matrix(rows, (heads - 1) * (head % row) + dim, row, box, width)
+    return TmaMatrix(rows, (heads - 1) * (head % row) + dim, row, box, width)
 
 
 @lru_cache(maxsize=1024)
-def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...]) -> Config:
-    """What the kernel is compiled for. flags: q_scale, k_scale, v_scale, lse, int64_offsets, by_length of Config, and
+def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...]) -> PrefillConfig:
+    """What the kernel is made for. flags: q_scale, k_scale, v_scale, lse, int64_offsets, by_length of PrefillConfig and
     whether the scale of logits may be negative.
     """
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length, negative = flags
@@ -94,7 +94,7 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
     split = not spec.batch_invariant
     tile = TileConfig(spec.num_kv_heads, spec.group_size, _tile_rows(spec), block_n, unit_size=block_n)
     least_q_len = decode_tokens(spec) + 1 if spec.batch_invariant else 0
-    return Config(
+    return PrefillConfig(
         mask=MaskConfig.of(spec, tile),
         schedule=ScheduleConfig(tile, page_size, by_length, int64_offsets, least_q_len),
         scheduler=TileSchedulerConfig.of(load_warps, split, dim + dim_vo),
@@ -148,7 +148,7 @@ def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -
 
 
 @lru_cache(maxsize=1024)
-def _launcher(c: Config) -> Launcher:
+def _launcher(c: PrefillConfig) -> Launcher:
     # If batch-invariant, blocks with and without a mask must round alike: see `decode/invariant.py`.
     return Launcher(prefill, c, num_warps=4, launch_pdl=True, enable_fp_fusion=c.scheduler.split)
 

@@ -14,19 +14,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.combine import Partials
+from quire.kernels.hopper.combine import TilePartials
 from quire.kernels.hopper.config import TileConfig
 from quire.kernels.hopper.epilogue import Output, OutputConfig
-from quire.kernels.hopper.mask import Mask, MaskConfig
+from quire.kernels.hopper.mask import BatchMask, MaskConfig
 from quire.kernels.hopper.pipeline import PipelineConfig
 from quire.kernels.hopper.prefill.load import allocate_kv_pipeline, load, loader
-from quire.kernels.hopper.prefill.tile import Consumer, Queries, consume
+from quire.kernels.hopper.prefill.tile import PrefillConsumer, PrefillQueries, consume
 from quire.kernels.hopper.schedule import ScheduleConfig, Tables
 from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig, allocate_work_tiles
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class PrefillConfig:
     """What the kernel is compiled for.
 
     Attributes:
@@ -101,12 +101,12 @@ def prefill(
     [slots, tile rows, 2]; counter: int32 [1 + consumers * slots], 0 before and after. Strides are in elements; those of
     q, k and v are multiples of 16 bytes. slopes, scale and cap are in base 2.
     """
-    mask = Mask(window, mask_bits, mask_indptr, mask_size, prefix_lens, item_positions, items_len, c.mask)
+    mask = BatchMask(window, mask_bits, mask_indptr, mask_size, prefix_lens, item_positions, items_len, c.mask)
     tables = Tables(qo_indptr, kv_indptr, last_page_len, indices, batch, tokens, entries, pages, mask, c.schedule)
     ml = partials
     if c.scheduler.split:
         ml += slots.to(gl.int64) * (c.tile.rows * c.dim)
-    states = Partials(partials, ml, counter + 1, c.pipeline.consumers)
+    states = TilePartials(partials, ml, counter + 1, c.pipeline.consumers)
     output = Output(out, lse, o_token, o_head, sinks, v_scale, v_gain, c.output)
     dtype: gl.constexpr = q.dtype.element_ty
     pipeline = allocate_kv_pipeline(dtype, c)
@@ -115,9 +115,9 @@ def prefill(
     work_tiles = allocate_work_tiles(c.pipeline.load_warps, c.pipeline.consumers)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, c.part], dtype)
     q_shared = gl.allocate_shared_memory(dtype, [c.pipeline.consumers * (c.dim_qk // c.part), 64, c.part], q_layout)
-    queries = Queries(q, q_token, q_head, q_shared, scale, cap, q_scale, k_scale, slopes)
-    first = Consumer(queries, pipeline, work_tiles, states, output, mask, 0, c)
-    second = Consumer(queries, pipeline, work_tiles, states, output, mask, 1, c)
+    queries = PrefillQueries(q, q_token, q_head, q_shared, scale, cap, q_scale, k_scale, slopes)
+    first = PrefillConsumer(queries, pipeline, work_tiles, states, output, mask, 0, c)
+    second = PrefillConsumer(queries, pipeline, work_tiles, states, output, mask, 1, c)
     gdc_launch_dependents()
     gdc_wait()
     if c.pipeline.consumers == 2:
@@ -131,7 +131,7 @@ def prefill(
             [c.registers, c.load_registers],
         )
     else:
-        third = Consumer(queries, pipeline, work_tiles, states, output, mask, 2, c)
+        third = PrefillConsumer(queries, pipeline, work_tiles, states, output, mask, 2, c)
         gl.warp_specialize(
             [
                 (consume, (first,)),

@@ -100,7 +100,7 @@ def _widening(stored, dtype):
 class Loader:
     """Loads blocks of keys or of values. x: a pointer, and the strides of pages, tokens and heads in elements; or, if
     c.box > 0, a descriptor of a matrix whose rows have the stride of tokens, then page and head are strides in rows,
-    and column is the stride of heads in columns. dim: elements of a row; config: the kernel's Config.
+    and column is the stride of heads in columns. dim: elements of a row; config: a PrefillConfig.
     """
 
     x: gl.tensor | tma.tensor_descriptor

@@ -1,7 +1,7 @@
 """A consumer: one warp group, which computes 64 of the query rows of each tile.
 
 The products QK of a block and PV of the block before it run while the softmax of the former is computed: see
-`Consumer.step`.
+`PrefillConsumer.step`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.kernels.gpu.gluon import thread_barrier
 from quire.kernels.gpu.triton_internals import aggregate
-from quire.kernels.hopper.combine import Partials
+from quire.kernels.hopper.combine import TilePartials
 from quire.kernels.hopper.epilogue import Output
-from quire.kernels.hopper.mask import Mask, RowMask
+from quire.kernels.hopper.mask import BatchMask, RowMask
 from quire.kernels.hopper.pipeline import PipelineState
 from quire.kernels.hopper.prefill.blocks import block_info
 from quire.kernels.hopper.prefill.load import KVPipeline, row_layout
@@ -28,7 +28,7 @@ from quire.kernels.hopper.tile_scheduler import WorkTilePipeline
 
 
 @aggregate
-class Queries:
+class PrefillQueries:
     """The tensor q with strides in elements; shared memory for the rows of each consumer; scale and cap of logits, in
     base 2; q_scale, k_scale: factors per query head and per KV head; slopes: of ALiBi, in base 2.
     """
@@ -45,7 +45,7 @@ class Queries:
 
 
 @aggregate
-class Rows:
+class PrefillRows:
     """The rows of a tile. mask: which keys they see; factor: of logits, with c.transform; slope: of ALiBi."""
 
     mask: RowMask
@@ -106,15 +106,15 @@ def _unpack(p, dtype: gl.constexpr):
 
 
 @aggregate
-class Consumer:
+class PrefillConsumer:
     """The index-th consumer, which has rows 64 * index to 64 * index + 63 of each tile."""
 
-    queries: Queries
+    queries: PrefillQueries
     pipeline: KVPipeline
     work_tiles: WorkTilePipeline
-    partials: Partials
+    partials: TilePartials
     output: Output
-    mask: Mask
+    mask: BatchMask
     index: gl.constexpr
     config: gl.constexpr
 
@@ -149,7 +149,7 @@ class Consumer:
 
     @gluon.jit
     def load_rows(self, seqlens, h, row):
-        """The Rows from `row` on."""
+        """The PrefillRows from `row` on."""
         c: gl.constexpr = self.config
         flat: gl.constexpr = gl.SliceLayout(1, _logits_layout(c))
         r = row + gl.arange(0, 64, flat)
@@ -164,7 +164,7 @@ class Consumer:
                 factor *= gl.load(self.queries.k_scale + h)
         if c.alibi:
             slope = gl.load(self.queries.slopes + head, valid, 0.0)
-        return Rows(row_mask, factor, slope)
+        return PrefillRows(row_mask, factor, slope)
 
     @gluon.jit
     def start_qk(self, state):
