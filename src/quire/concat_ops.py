@@ -33,7 +33,8 @@ def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor, *, backend: str = "d
     check_tensor(k, "k", (tokens, heads, dim + k_rope.shape[-1]), k.dtype, k.device)
     check_tensor(k_nope, "k_nope", (tokens, heads, dim), k.dtype, k.device)
     check_tensor(k_rope, "k_rope", (tokens, 1, k.shape[-1] - dim), k.dtype, k.device)
-    if k.element_size() == 1:  # torch does not copy fp8 on every device, but bytes
+    # torch does not copy fp8 on every device, but it copies bytes.
+    if k.element_size() == 1:
         k, k_nope, k_rope = (x.view(torch.uint8) for x in (k, k_nope, k_rope))
     k[..., :dim] = k_nope
     k[..., dim:] = k_rope

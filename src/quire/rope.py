@@ -81,7 +81,8 @@ def _apply(
         check_ints(start, "pos_ids", len(q), q.device)
     low, high, context = scaling
     for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
-        check(0 < value < math.inf, name, value, "a positive number")  # torch.compile traces no math.isfinite
+        # torch.compile does not trace math.isfinite.
+        check(0 < value < math.inf, name, value, "a positive number")
     check(high > low, "high_freq_factor", high, lambda: f"more than low_freq_factor = {low}")
     check(0 <= context < math.inf, "old_context_len", context, "a positive number")
     frequencies = [float(x) for x in (rope_scale, rope_theta, *scaling)]

@@ -273,13 +273,15 @@ def _dtypes(dtype: torch.dtype | str, query_dtype: torch.dtype | str | None) -> 
     return torch.float16 if kv_dtype in FLOATS8 else kv_dtype, kv_dtype
 
 
-_users: dict[int, tuple[int, int]] = {}  # for the id of each state in use, the thread and task that use it
+# The thread and the task that use a state, by the state's id.
+_users: dict[int, tuple[int, int]] = {}
 
 
 def _user() -> tuple[int, int]:
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # this thread has no running event loop
+    except RuntimeError:
+        # This thread has no running event loop.
         task = None
     return threading.get_ident(), id(task)
 

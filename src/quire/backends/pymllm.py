@@ -164,7 +164,8 @@ class FlashInferAttnBackend(PlanningBackend):
             return self._merged(metadata.step, q, k, v, cache, layer, options).flatten(1)
         if only_rows:
             wrapper = metadata.step.ragged(causal)
-        else:  # planned before anything is written, since the plan checks the tables
+        else:
+            # The plan checks the tables, so it precedes all writes.
             wrapper = metadata.step.paged(index) if metadata.step else metadata.prefill_wrappers[index]
         if k is not None and save_kv_cache:
             self._save(k, v, cache, layer, forward_batch)
@@ -185,7 +186,8 @@ class FlashInferAttnBackend(PlanningBackend):
     ) -> Tensor:
         """Attention over rows merged with attention over the prefix in the pool; one of the two gets the sinks."""
         own = step.ragged(True).run_return_lse(q, k, v, **options)
-        options = {**options, "sinks": None, "window_left": -1}  # the mask of the prefix applies the window
+        # The mask of the prefix applies the window.
+        options = {**options, "sinks": None, "window_left": -1}
         prefix = step.prefix(radix.window(layer))
         return merge_state(*own, *prefix.run_return_lse(q, radix.pages(cache), **options, **self._scales(layer)))[0]
 

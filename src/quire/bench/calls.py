@@ -79,7 +79,8 @@ def _latent(cell: Cell, batch: Batch, wrapper: Any) -> tuple[Any, Plan, Run]:
     layer = (spec.num_qo_heads, 512, 64, cell.page_size, True, spec.sm_scale, spec.q_dtype, spec.kv_dtype)
     scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if spec.kv_dtype.itemsize == 1 else {}
 
-    @cache  # an engine has the two tensors at hand: the measured host time must not include the split
+    # An engine has the two tensors at hand, so the measured host time must not include the split.
+    @cache
     def split(k: Tensor) -> tuple[Tensor, ...]:
         return k.squeeze(2).split((512, 64), -1)
 

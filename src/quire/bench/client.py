@@ -67,7 +67,8 @@ async def events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
             if answer.status_code != 200:
                 await answer.aread()
             _accepted(answer)
-            rest = b""  # lines end with a line feed; httpx would also split them at separators that JSON may contain
+            # Lines end with a line feed. httpx would also split them at separators that JSON may contain.
+            rest = b""
             async for part in answer.aiter_bytes():
                 *lines, rest = (rest + part).split(b"\n")
                 for line in lines:

@@ -81,6 +81,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def flex(length: int, device: torch.device) -> Attention:
     """FlexAttention with a causal mask for prompts of one length, to be compiled at its first call."""
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
-    torch.compiler.reset()  # after eight shapes torch.compile would no longer compile, and compute it some slower way
+    # After eight shapes torch.compile would stop compiling, and compute calls more slowly.
+    torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True)

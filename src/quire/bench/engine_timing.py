@@ -23,8 +23,10 @@ from quire.engine.checkpoint import read_config
 from quire.engine.moe import expert_modules
 
 Row = dict[str, Any]
-_ARRIVALS = 32  # prompts that come into a busy engine
-_BACKGROUND = 4096  # tokens that the requests of a busy engine may generate
+# The number of prompts that arrive at a busy engine.
+_ARRIVALS = 32
+# The most tokens that the requests of a busy engine generate.
+_BACKGROUND = 4096
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> It
     cells, config = {name: LatencyCell.parse(name) for name in names}, setup.config
     result, vocab = _result(setup, context, "latency"), int(config.vocab_size)
     longest = max(max(cell.input + cell.output, cell.arriving + 1) for cell in cells.values())
-    if any(cell.arriving for cell in cells.values()):  # the background decodes until all have arrived
+    # The background decodes until all requests have arrived.
+    if any(cell.arriving for cell in cells.values()):
         room = getattr(config, "max_position_embeddings", None) or longest
         longest = max(longest, min(longest + _BACKGROUND, room))
     for engine, row in _loaded(setup, longest):

@@ -15,7 +15,8 @@ import torch
 from quire.bench.workloads import Work
 from quire.engine import LLM, Completion, SamplingParams
 
-Times = list[float]  # when each token of a request came, in seconds after the requests were submitted
+# The time of each token of a request, in seconds after the requests were submitted.
+Times = list[float]
 
 
 class _Enough(Exception):
@@ -180,7 +181,8 @@ class VLLM:
     title, package = "vLLM", "vllm"
 
     def __init__(self, folder: Path, device: str, longest: int, most: int, **options: Any) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine must end when it is closed
+        # The engine must end when it is closed.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import vllm
 
@@ -231,7 +233,8 @@ class VLLM:
     def _step(self, times: dict[str, Times], start: float, done: Callable[[], bool]) -> None:
         while not done():
             for output in self.llm.llm_engine.step():
-                known = times.get(output.request_id.split("-")[0], [])  # vLLM may add a suffix
+                # vLLM may add a suffix to the id.
+                known = times.get(output.request_id.split("-")[0], [])
                 known += [time.perf_counter() - start] * (len(output.outputs[0].token_ids) - len(known))
 
     def close(self) -> None:

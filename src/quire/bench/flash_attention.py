@@ -23,7 +23,8 @@ def module() -> ModuleType | None:
     try:
         return import_module(_MODULE)
     except ModuleNotFoundError as error:
-        if error.name != _MODULE:  # it is there, and lacks something itself
+        # The package is installed, and lacks a module itself.
+        if error.name != _MODULE:
             raise
         return None
 

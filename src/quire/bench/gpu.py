@@ -103,7 +103,8 @@ class GraphReplay(NamedTuple):
 def captured(runs: Sequence[Callable[[], Any]]) -> GraphReplay:
     """A graph of all runs, repeated to 16 calls or 8 ms."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # tensors that the runs read may still be being written
+    # Tensors that the runs read may not have been written yet.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for run in runs[:2]:
             run()
@@ -152,7 +153,8 @@ def host_seconds(call: Callable[[], Any], calls: int = 40) -> float:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-        if len(times) % 10 == 0:  # a full launch queue would make the host wait
+        # A full launch queue would make the host wait.
+        if len(times) % 10 == 0:
             torch.cuda.synchronize()
     return sorted(times)[calls // 2]
 
@@ -207,7 +209,8 @@ class InterleavedTimer:
 
     def __init__(self, caches: Sequence[tuple[Tensor, Tensor]], sample: Sample) -> None:
         self._caches, self._sample = caches, sample
-        self._waiting: list[tuple[dict[str, Any], str, GraphReplay]] = []  # rows, and where in them times go
+        # Rows, the names of their fields that get times, and what is timed.
+        self._waiting: list[tuple[dict[str, Any], str, GraphReplay]] = []
 
     def add(self, plan: Plan, run: Run) -> dict[str, Any]:
         """A row: the error on the sample, and microseconds of plan and run on the host; "us", those of a run on the

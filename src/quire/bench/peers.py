@@ -17,11 +17,15 @@ from quire.bench.batches import Batch
 from quire.bench.calls import Plan, Run, prepared
 from quire.bench.cells import Cell
 
-TITLES = {"fa3": "FA3", "flashinfer": "FlashInfer", "cudnn": "cuDNN", "flex": "FlexAttention"}  # in tables and plots
-BASELINE = "sdpa"  # torch's own choice of a kernel, which is timed but not compared with the oracle
+# Names in tables and plots.
+TITLES = {"fa3": "FA3", "flashinfer": "FlashInfer", "cudnn": "cuDNN", "flex": "FlexAttention"}
+# torch's own choice of a kernel, which is timed but not compared with the oracle.
+BASELINE = "sdpa"
 DEFAULT = ("fa3", "flashinfer", "cudnn", BASELINE)
-_WORKSPACE = 512 << 20  # bytes; FlashInfer recommends 128 MB or more
-_MAX_ERROR = 1e-2  # relative, of outputs in 16 bits; a larger one means that something else was computed
+# The bytes of a workspace. FlashInfer recommends 128 MB or more.
+_WORKSPACE = 512 << 20
+# A larger relative error of 16-bit outputs means that something else was computed.
+_MAX_ERROR = 1e-2
 
 Prepare = Callable[[], tuple[Plan, Run]]
 
@@ -123,7 +127,8 @@ def flashinfer() -> ModuleType | None:
         ValueError: FlashInfer is installed, but its name refers to Quire in this process (`quire.compat`).
     """
     try:
-        version("flashinfer-python")  # `import flashinfer` alone might find the modules of quire.compat
+        # `import flashinfer` alone might find the modules of quire.compat.
+        version("flashinfer-python")
     except PackageNotFoundError:
         return None
     module = import_module("flashinfer")
@@ -155,9 +160,11 @@ def measure(prepare: Mapping[str, Prepare], time: Callable[[Plan, Run], dict[str
     for name, make in prepare.items():
         try:
             row: dict[str, Any] = time(*make())
-        except Exception as error:  # peers, and the compilers that they call, raise unrelated types
+        except Exception as error:
+            # Peers, and the compilers that they call, raise unrelated types.
             row = {"failed": f"{type(error).__name__}: {error}"}
-        if "failed" not in row and not row["error"] <= _MAX_ERROR:  # NaN fails this, too
+        # NaN fails this comparison, too.
+        if "failed" not in row and not row["error"] <= _MAX_ERROR:
             row = {"failed": f"error {row['error']:.1e} against the oracle"}
         found[name] = row
     return found

@@ -13,7 +13,8 @@ from matplotlib.ticker import StrMethodFormatter
 from quire.bench import peers
 from quire.bench.cells import Cell
 
-_RATES = {  # a row's rate: its unit, the ceiling that it is compared with, and what that ceiling is
+# The unit of a row's rate, the ceiling that it is compared with, and what that ceiling is.
+_RATES = {
     "gb_s": ("GB/s", "read_gb_s", "memory read rate"),
     "tflop_s": ("TFLOP/s", "matmul_tflop_s", "matrix product rate"),
     "gflop_s": ("GFLOP/s", "matmul_gflop_s", "matrix product rate"),
@@ -42,7 +43,8 @@ def plot(result: dict[str, Any], file: Path) -> None:
     unit, ceiling, meaning = _RATES[key]
     top = result["ceilings"][ceiling]
     others = [bool(_differences(cell)) for cell, _ in cells]
-    places = [i + other for i, other in enumerate(others)]  # a row is left free for the heading of the other layers
+    # A row is left free for the heading of the other layers.
+    places = [i + other for i, other in enumerate(others)]
     beside = [peer for peer in peers.TITLES if any(peers.best(row, peer) for row in rows)]
     # The height of a cell.
     inches = 0.28 if len(beside) < 2 else 0.12 * (len(beside) + 1)

@@ -24,8 +24,10 @@ from quire.bench.client import Refused, events
 from quire.bench.figures import markdown, percentiles
 
 Row = dict[str, Any]
-BEHIND_MS = 10.0  # a client that is later than this, for one request in a hundred, does not make the load asked for
-_TICK = 0.01  # seconds between looks at the clock, by which the client measures how late it reads
+# A client that is later than this for one request in a hundred does not produce the requested load.
+BEHIND_MS = 10.0
+# Seconds between looks at the clock, by which the client measures how late it reads.
+_TICK = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ async def _send(client: httpx.AsyncClient, model: str, record: RequestRecord, ar
         await asyncio.wait_for(_read(client, model, record, arrival), max(0.0, timeout - record.lag))
     except Refused as error:
         record.error, record.message = error.kind, str(error)
-    except asyncio.TimeoutError:  # another class than TimeoutError in Python 3.10
+    except asyncio.TimeoutError:
+        # asyncio has a class of its own in Python 3.10.
         record.error = record.message = "timeout"
     record.end = time.perf_counter() - arrival
 

@@ -163,7 +163,8 @@ def as_range(text: str, name: str) -> Range:
 def random_work(count: int, inputs: Range, outputs: Range, vocab_size: int, seed: int) -> list[Work]:
     """Requests of random tokens, with lengths of prompts and outputs drawn evenly from ranges, ends included."""
     random = Random(seed)
-    first = min(1000, vocab_size // 2)  # special tokens have the lowest or the highest ids
+    # Special tokens have the lowest or the highest ids.
+    first = min(1000, vocab_size // 2)
     last = vocab_size - first // 4
     lengths = [(random.randint(*inputs), random.randint(*outputs)) for _ in range(count)]
     return [Work([random.randrange(first, last) for _ in range(prompt)], output) for prompt, output in lengths]

@@ -61,8 +61,10 @@ def copy_blocks(kv_caches: Sequence[Tensor], src_to_dists: Tensor) -> None:
         _assign(cache, target, cache[source.to(cache.device)])
 
 
-@torch.inference_mode()  # caches may be inference tensors, and are never part of an autograd graph
+# Caches may be inference tensors, and are never part of an autograd graph.
+@torch.inference_mode()
 def _assign(cache: Tensor, pages: Tensor, rows: Tensor) -> None:
-    if cache.element_size() == 1:  # indexed assignment does not support fp8
+    # Indexed assignment does not support fp8.
+    if cache.element_size() == 1:
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     cache[pages.to(cache.device)] = rows

@@ -107,7 +107,8 @@ class PrefixTree:
     def evict(self, count: int) -> int:
         """Evict up to `count` pages that have no other holder, least recently used first; return their number."""
         evicted = 0
-        while evicted < count:  # once, unless a parent comes before its child
+        # One pass is enough, unless a parent comes before its child.
+        while evicted < count:
             found = self._evict_once(count - evicted)
             if not found:
                 break

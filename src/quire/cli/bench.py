@@ -57,7 +57,8 @@ def _attention(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], It
         asked["asked"] = peers.names(args.peers)
     names = [f"{args.operation} {cell}" for cell in args.cell] if args.cell else listed
     for name in names:
-        Cell.parse(name)  # refuse unknown cells before timing any
+        # Unknown cells are refused before any cell is timed.
+        Cell.parse(name)
     return names, lambda: bench.bench(names, args.backend, args.rounds, **asked), bench.table
 
 
@@ -96,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     for result in bench():
         done = result["cells"]
         print(f"{len(done)} of {len(names)}: {done[-1]['cell']}", file=sys.stderr, flush=True)
-        if file is not None:  # after each cell, so that a crash loses no results
+        # The file is written after each cell, so that a crash loses no results.
+        if file is not None:
             file.write_text(json.dumps(result, indent=2) + "\n")
     if plot is not None:
         plot(result, args.plot)

@@ -31,7 +31,8 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
         raise ValueError(f"--peers {unknown}: it must be of {', '.join(name for name in ENGINES if name != 'quire')}")
     names = args.cell or _LATENCY
     for name in names:
-        LatencyCell.parse(name)  # refuse unknown cells before timing any
+        # Unknown cells are refused before any cell is timed.
+        LatencyCell.parse(name)
     with _folders(args) as (folders, model):
         setups = [_setup(args, module, folder, model, ("quire", *peers), weights) for weights, folder in folders]
         context = {**module.machine(), "ceilings": module.ceilings()}
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
             for part in results:
                 result = {**part, "cells": cells + part["cells"]}
                 print(f"{result['cells'][-1]['engine']}: done", file=sys.stderr, flush=True)
-                if args.json is not None and args.json != Path("-"):  # after each engine: a crash loses no results
+                # The file is written after each engine, so that a crash loses no results.
+                if args.json is not None and args.json != Path("-"):
                     args.json.write_text(json.dumps(result, indent=2) + "\n")
             cells = result["cells"]
     if plot is not None:
@@ -66,7 +68,8 @@ def _setup(
     options |= {"trust_remote_code": True} if args.trust_remote_code else {}
     options |= {"dequantize": False} if weights is not None else {}
     most = args.max_num_seqs
-    if args.operation == "latency":  # a batch runs together, and one more comes
+    # The requests of a batch run together, and one more arrives.
+    if args.operation == "latency":
         most = max(most, *(LatencyCell.parse(name).batch + 1 for name in args.cell or _LATENCY))
     device = "cpu" if module.__name__ == "quire.bench.cpu" else "cuda"
     return Setup(folder, model, device, engines, args.seed, most, options, weights)

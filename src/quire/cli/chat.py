@@ -118,7 +118,8 @@ def completed(messages: Messages) -> str:
 def run(args: argparse.Namespace) -> int:
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
     params = SamplingParams(**given)
-    read = _reader()  # before the model is loaded, since it may be missing
+    # The package may be missing, so it is imported before the model is loaded.
+    read = _reader()
     with ExitStack() as stack:
         talker: _Local | _Remote
         if args.url is not None:
@@ -146,11 +147,13 @@ def _reader() -> Callable[[], Iterator[str]]:
         raise ValueError(f"quire chat needs prompt_toolkit: {pip_install('chat')} ({error})") from error
 
     def lines() -> Iterator[str]:
-        session: Any = PromptSession()  # keeps the lines that were entered, for the arrow keys
+        # The session keeps the lines that were entered, for the arrow keys.
+        session: Any = PromptSession()
         while True:
             try:
                 yield session.prompt("> ")
-            except KeyboardInterrupt:  # drops the line
+            except KeyboardInterrupt:
+                # Ctrl-C drops the line.
                 continue
             except EOFError:
                 return
@@ -180,7 +183,8 @@ def _talk(talker: _Local | _Remote, lines: Iterator[str]) -> int:
                 _note(f"quire: error: {error}")
             if any(parts):
                 messages.append({"role": "assistant", "content": "".join(parts)})
-            else:  # without an answer, it is as if nothing had been asked
+            else:
+                # Without an answer, the question is dropped from the conversation.
                 messages.pop()
     return 1 if failed else 0
 

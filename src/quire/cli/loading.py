@@ -25,7 +25,8 @@ INTERRUPTED = 130  # the exit code that shells use for SIGINT
 
 def _end(number: int, frame: FrameType | None) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the stream may be closed, or in the middle of a write
+        # The stream may be closed, or in the middle of a write.
+        with suppress(Exception):
             stream.flush()
     os._exit(INTERRUPTED)
 

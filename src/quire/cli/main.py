@@ -35,7 +35,8 @@ def _run(args: argparse.Namespace) -> int:
             return run(args)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has closed the pipe
+            # The reader has closed the pipe, and flushing at exit would raise again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         if os.environ.get("QUIRE_DEBUG"):
             raise

@@ -97,7 +97,8 @@ class _StandIn(ModuleType):
         value = None if source is None else getattr(source, name)
         if source is None and name in NAMES.get(self.__name__, ()):
             value = unsupported(self.__name__, name)
-        if value is None or isinstance(value, ModuleType):  # a submodule of Quire that FlashInfer does not have
+        # FlashInfer does not have this submodule of Quire.
+        if value is None or isinstance(value, ModuleType):
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}: Quire, which stands in for it, has none"
             )

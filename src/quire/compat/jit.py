@@ -45,7 +45,8 @@ __all__ = [  # noqa: PLE0604
 ]
 
 filename_safe_dtype_map = {x: str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
-attention_sink_decl = {"fa2": "AttentionSink", "fa3": "AttentionSink"}  # FlashInfer has C++ sources here
+# FlashInfer has C++ sources here, of which only the names are needed.
+attention_sink_decl = {"fa2": "AttentionSink", "fa3": "AttentionSink"}
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         ),
         (".fp4_quantization", _FP4),
         (".gemm", _GEMM, "gemm_fp8_nt_groupwise"),
-        (".jit", "gen_jit_spec"),  # builds a program's own CUDA sources
+        # This builds a program's own CUDA sources.
+        (".jit", "gen_jit_spec"),
         (".jit.core", "gen_jit_spec"),
         (".mla", _MLA),
         (
@@ -77,7 +78,8 @@ NAMES: dict[str, tuple[str, ...]] = {
             "nvfp4_4over6_cache_key nvfp4_4over6_code nvfp4_4over6_fp8_input_error nvfp4_4over6_from_code",
             "nvfp4_4over6_mode_label nvfp4_e4m3_max nvfp4_per_token_scale_inv resolve_nvfp4_4over6",
         ),
-        (".sampling", "get_sampling_module get_seed_and_offset"),  # CUDA modules, and states of CUDA generators
+        # These return CUDA modules, and states of CUDA generators.
+        (".sampling", "get_sampling_module get_seed_and_offset"),
         (".testing.utils", "bench_kineto dequantize_fp8 per_block_cast_to_fp8 per_token_cast_to_fp8 quantize_fp8"),
         (".utils", "FP4Tensor get_trtllm_gen_multi_ctas_kv_counter_bytes"),
         (".xqa", "xqa xqa_mla"),

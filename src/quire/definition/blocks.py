@@ -59,7 +59,8 @@ def mask_by_rows(mask: Tensor, indptr: Tensor) -> Tensor:
     start = offsets[block_row.clamp(min=0)]
     width = offsets[(block_row + 1).clamp(max=last)] - start
     column = block[:, None] - start
-    spare = blocks * R  # an extra row, to which blocks of no row are written
+    # Blocks that belong to no row are written to an extra one.
+    spare = blocks * R
     target = torch.where((column >= 0) & (column < width), start * R + column + row * width, spare).clamp(0, spare)
     rows = mask.new_empty(spare + 1, C).index_copy_(0, target.flatten(), mask.reshape(spare, C))
     return rows[:spare].flatten()

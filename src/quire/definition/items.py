@@ -57,7 +57,8 @@ class Items:
             )
         missing = batch_size * self.length - count
         if missing > 0:
-            signed = torch.int16 if self.positions.itemsize == 2 else torch.int32  # torch computes little with uint16
+            # torch has few operations for uint16.
+            signed = torch.int16 if self.positions.itemsize == 2 else torch.int32
             padded = pad(self.positions.view(signed), (0, missing)).view(self.positions.dtype)
             object.__setattr__(self, "positions", padded)
 

@@ -189,7 +189,8 @@ class RaggedLayout:
             return None
         if indptr.stride() != (1,) or not indptr.numel():
             return None
-        other = object.__new__(RaggedLayout)  # without its checks
+        # This makes an object without the checks of its constructor.
+        other = object.__new__(RaggedLayout)
         if indptr.device != here:
             other.__dict__["longest"] = check_indptr(indptr, "indptr")
             indptr = indptr.to(here, non_blocking=non_blocking)
@@ -203,7 +204,8 @@ class RaggedLayout:
 
     @property
     def batch_size(self) -> int:
-        return self.indptr.shape[0] - 1  # len() of a tensor takes microseconds
+        # len() of a tensor takes microseconds.
+        return self.indptr.shape[0] - 1
 
     def lengths(self) -> Tensor:
         """int32 [batch_size]"""
@@ -279,7 +281,8 @@ class PageTable:
             moves = moves or x.device != device
         if per_request.numel() != indptr.numel() - 1:
             return None
-        other = object.__new__(type(self))  # without its checks
+        # This makes an object without the checks of its constructor.
+        other = object.__new__(type(self))
         fields, name = other.__dict__, self._per_request
         fields["indptr"], fields["indices"] = indptr, indices
         fields[name] = per_request
@@ -326,7 +329,8 @@ class PageTable:
         indptr = RaggedLayout.from_lengths(pages).indptr
         columns = torch.arange(width, dtype=torch.int32, device=lengths.device)
         used = columns < pages[:, None]
-        spare = block_tables.numel()  # an entry past the end, where unused pages are scattered
+        # Unused pages are scattered to an entry past the end.
+        spare = block_tables.numel()
         target = torch.where(used, indptr[:-1, None] + columns, spare).flatten().long()
         indices = block_tables.new_zeros(spare + 1).scatter_(0, target, block_tables.flatten())
         return cls(indptr, indices[:spare], _last_page_len(lengths, pages, page_size), page_size)
@@ -355,7 +359,8 @@ class PageTable:
         _check_page_size(page_size)
         lengths, indices = table(lengths, name), table(indices, "kv_indices")
         indptr = table(indptr, "kv_indptr", len(lengths) + 1)
-        if not lengths.is_cpu:  # on a device, removing empty pages would take a dozen launches
+        # On a device, removing empty pages would take a dozen launches.
+        if not lengths.is_cpu:
             return LengthTable.of(indptr, indices, lengths, page_size, name)
         check_indptr(indptr, "kv_indptr", len(indices), "the number of kv_indices")
         owned = indptr[1:] - indptr[:-1]

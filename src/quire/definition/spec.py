@@ -180,5 +180,6 @@ def attention_spec(**settings: Any) -> AttentionSpec:
     """
     try:
         return _cached_spec(**settings)
-    except TypeError:  # a value that cannot be hashed
+    except TypeError:
+        # A value has no hash.
         return _cached_spec.__wrapped__(**settings)

@@ -42,8 +42,10 @@ def merge_ragged(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
 def merge_many(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """The state of the union of n sets, n >= 0. v: [tokens, n, heads, head_dim], s: float32 [tokens, n, heads]."""
     s = s.to(torch.promote_types(s.dtype, torch.float32))
-    row_max = torch.cat([s, s.new_full((len(s), 1, s.shape[2]), -torch.inf)], 1).amax(1)  # amax refuses n = 0
-    shift = torch.where(torch.isinf(row_max), 0.0, row_max)  # -inf - -inf and inf - inf are NaN
+    # amax refuses n = 0, so a row of -inf is added.
+    row_max = torch.cat([s, s.new_full((len(s), 1, s.shape[2]), -torch.inf)], 1).amax(1)
+    # The difference of equal infinities would be NaN.
+    shift = torch.where(torch.isinf(row_max), 0.0, row_max)
     weight = torch.exp2(s - shift[:, None])[..., None]
     denominator = weight.sum(1)
     weighted = torch.where(weight == 0, 0.0, v.to(weight.dtype) * weight)

@@ -28,7 +28,8 @@ def append(
     `quire.definition.PageTable`.
     """
     table = PageTable(kv_indptr, kv_indices, kv_last_page_len, k_cache.shape[1])
-    if k_cache.element_size() == 1:  # torch and Triton do not copy all fp8 types, but bytes
+    # torch and Triton do not copy all fp8 types, but they copy bytes.
+    if k_cache.element_size() == 1:
         k_cache, v_cache, key, value = (x.view(torch.uint8) for x in (k_cache, v_cache, key, value))
     if requests.is_cuda and env_flag("QUIRE_CHECK"):
         _check(requests.cpu(), positions.cpu(), table.to("cpu"), len(k_cache))

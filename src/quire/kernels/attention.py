@@ -59,7 +59,8 @@ def attend(
     else:
         refuse_grad(q_nope=call.q, q_pe=call.q_pe, ckv_cache=call.k, kpe_cache=call.k_pe)
     if not traced(call.q):
-        if torch.is_inference_mode_enabled():  # entering inference mode takes microseconds
+        # Entering inference mode takes microseconds.
+        if torch.is_inference_mode_enabled():
             return _compute(call, out, lse, backend, family, window_left, logits_soft_cap, sm_scale)
         with torch.inference_mode():
             return _compute(call, out, lse, backend, family, window_left, logits_soft_cap, sm_scale)

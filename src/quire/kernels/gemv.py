@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from quire.kernels.ops import on_triton
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # all are added up in float32
+# Products of all dtypes are added up in float32.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from quire.kernels.ops import on_triton
 
-_MANY = 64  # rows of an expert, in the mean, above which torch multiplies if it can
+# With more rows per expert than this, on average, torch multiplies if it can.
+_MANY = 64
 
 
 @torch.library.custom_op("quire::group_by_expert", mutates_args=())
@@ -40,7 +41,8 @@ def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
 
 @group_by_expert.register_fake
 def _groups(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    order = torch.empty_like(experts, dtype=torch.int32)  # len(experts), traced, would become a constant
+    # A traced len(experts) would become a constant.
+    order = torch.empty_like(experts, dtype=torch.int32)
     return order, torch.empty_like(order), experts.new_empty(num_experts, dtype=torch.int32)
 
 

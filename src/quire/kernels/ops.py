@@ -50,7 +50,8 @@ def operation(name: str, *mutates: str) -> Callable[[Callable[P, None]], Callabl
                 args = tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in args)  # type: ignore[assignment]
             if traced(args[0]):
                 op(*args, **kwargs)
-            elif torch.is_inference_mode_enabled():  # entering inference mode takes microseconds
+            elif torch.is_inference_mode_enabled():
+                # Entering inference mode takes microseconds.
                 compute(*args, **kwargs)
             else:
                 with torch.inference_mode():

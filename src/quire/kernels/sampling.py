@@ -189,7 +189,8 @@ def greedy_rows(tokens: Tensor, marked: Tensor, logits: Tensor) -> None:
 
 def _invert(sums: Tensor, u: Tensor, indices: Tensor | None) -> Tensor:
     """The first token of each output's row whose running sum exceeds u times the last one: int64 [outputs]."""
-    last = sums.argmax(-1)  # the first token at which the sum is reached
+    # argmax returns the first token at which the sum is reached.
+    last = sums.argmax(-1)
     if indices is None:
         found = torch.searchsorted(sums, u[:, None] * sums[:, -1:], right=True)[:, 0]
         return torch.minimum(found, last)
@@ -276,7 +277,8 @@ def penalise_logits(
     row, token, times = at[used // vocab], used % vocab, counts[used]
     divisor, once, often = (x[row, 0] for x in (divisor, once, often))
     x = logits[row, token].double()
-    y = torch.where(x > 0, x / divisor, x * divisor).clamp(-largest, largest)  # else inf - inf is NaN
+    # Without the clamp, inf - inf would be NaN later.
+    y = torch.where(x > 0, x / divisor, x * divisor).clamp(-largest, largest)
     y -= torch.where(times > 0, once + often * times, 0)
     out[row, token] = torch.where(x.isinf(), x, y.clamp(-largest, largest)).float()
 

@@ -70,7 +70,8 @@ def _rendered(service: Service, body: Messages | TokenizeRequest) -> str:
     given = {name: getattr(body, name) for name in ours if getattr(body, name) is not None}
     try:
         text = render_chat(tokenizer, messages, **{**ours, **given}, **options)
-    except Exception as error:  # the template is a program of the checkpoint, run on the messages of a request
+    except Exception as error:
+        # The template is a program of the checkpoint, which may raise anything for the messages of a request.
         raise bad("messages", f"the chat template refuses the messages: {error}") from None
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise bad("messages", "messages are not text: they have half a character")

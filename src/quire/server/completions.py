@@ -28,7 +28,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     service.check_model(body.model)
     if body.logprobs is not None or body.prompt_logprobs is not None or body.echo:
         service.tokenizer  # noqa: B018 - tokens are reported as text
-    scored = [body.prompt_logprobs, body.logprobs if body.echo else None]  # echoes have the prompt's log-probabilities
+    # Echoes have the prompt's log-probabilities.
+    scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
     most_scored = max((count for count in scored if count is not None), default=None)
     params = body.params(service.limits, body.logprobs, most_scored)
     given = body.prompts()
@@ -75,7 +76,8 @@ class _CompletionFormatter:
         samples = generation.count // len(generation.prompts)
         self._echoes = [each for each in echoes or [Echo("", [])] * len(generation.prompts) for _ in range(samples)]
         self._name = id_name if body.return_tokens_as_token_ids else service.token_name
-        self._sent = [len(each.text) for each in self._echoes]  # characters of each text so far
+        # The number of characters of each text that have been sent.
+        self._sent = [len(each.text) for each in self._echoes]
         self._offsets: list[Offsets] = []
         if body.logprobs is not None:
             starts = zip((p for p in generation.prompts for _ in range(samples)), self._sent, strict=True)
@@ -118,7 +120,8 @@ class _CompletionFormatter:
             return None
         tokens, reports = part.token_ids, list[dict[int, float] | None](part.logprobs or ())
         offsets = [self._offsets[index](token) for token in tokens]
-        if part.finish_reason is not None:  # a stop string may have taken the text of the last tokens
+        # A stop string may have taken the text of the last tokens.
+        if part.finish_reason is not None:
             offsets = [min(offset, self._sent[index]) for offset in offsets]
         if first and self._body.echo and part.prompt_logprobs is not None:
             tokens, reports = part.prompt_token_ids + tokens, part.prompt_logprobs + reports

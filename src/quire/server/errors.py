@@ -44,7 +44,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        message = str(self).encode("utf-8", "replace").decode()  # it may quote half a character of the request
+        # The message may quote half a character of the request.
+        message = str(self).encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -75,7 +76,8 @@ def add_handlers(app: FastAPI) -> None:
             message, where = f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", []
         elif not where:
             message = f"the body must be a JSON object, with Content-Type: application/json ({first['msg']})"
-        elif where[0] in _KINDS and len(where) > 1:  # a mismatch with one of several types
+        elif where[0] in _KINDS and len(where) > 1:
+            # This is a mismatch with one of several types.
             message = f"{where[0]} must be {_KINDS[where[0]]}"
         else:
             message = f"{'.'.join(where)}: {first['msg']}"

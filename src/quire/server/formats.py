@@ -15,7 +15,8 @@ _OBJECT = {"type": "object"}
 class JsonSchema(BaseModel):
     """A JSON schema and its name. Completions are always as strict as llguidance is."""
 
-    model_config = ConfigDict(extra="allow")  # for fields that are refused by name
+    # Extra fields are kept, so that they can be refused by name.
+    model_config = ConfigDict(extra="allow")
 
     name: str | None = None
     description: str | None = None
@@ -26,7 +27,8 @@ class JsonSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """OpenAI's field: "text", "json_object", or "json_schema" with a schema."""
 
-    model_config = ConfigDict(extra="allow")  # for fields that are refused by name
+    # Extra fields are kept, so that they can be refused by name.
+    model_config = ConfigDict(extra="allow")
 
     type: str
     json_schema: JsonSchema | None = None

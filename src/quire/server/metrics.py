@@ -47,7 +47,8 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        reasons = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}  # ours, and vLLM's
+        # The finish reasons of the engine, and vLLM's names for them.
+        reasons = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
         self.ended = {ours: ended.labels(model_name=model, finished_reason=theirs) for ours, theirs in reasons.items()}
 
 
@@ -59,7 +60,8 @@ class _EngineState(Collector):
         self._prefix = prefix
 
     def describe(self) -> list[Metric]:
-        return []  # the names do not depend on a scrape, and nothing else has them
+        # The names do not depend on a scrape, and no other collector has them.
+        return []
 
     def collect(self) -> Iterator[Metric]:
         stats = self._llm.stats

@@ -12,8 +12,10 @@ from quire.server.errors import ApiError
 from quire.server.limits import ServerLimits
 from quire.server.page import PATHS
 
-_OPEN = ("/health", "/openapi.json", *PATHS)  # without the key
-_DROPPED = 4  # times the size of the largest body are read of one that is too large
+# These paths are served without the key.
+_OPEN = ("/health", "/openapi.json", *PATHS)
+# Of a body that is too large, so many times the largest size are read before the connection is closed.
+_DROPPED = 4
 
 
 class RequestGuard:

@@ -32,8 +32,10 @@ class StreamOptions(BaseModel):
 class SamplingBody(BaseModel):
     """What requests for completions of prompts and of chats have in common."""
 
-    model_config = ConfigDict(extra="allow")  # for fields that are refused by name
-    logprobs_field: ClassVar[str] = "logprobs"  # the one with the number of likeliest tokens
+    # Extra fields are kept, so that they can be refused by name.
+    model_config = ConfigDict(extra="allow")
+    # The field that has the number of likeliest tokens.
+    logprobs_field: ClassVar[str] = "logprobs"
     # The largest number of tokens of a completion if the body does not give one.
     default_tokens: ClassVar[int | None] = None
     # Whether special tokens are added to the text of prompts.
@@ -220,7 +222,8 @@ class ChatRequest(Messages, SamplingBody):
 class TokenizeRequest(BaseModel):
     """The body of /tokenize: a prompt, or messages."""
 
-    model_config = ConfigDict(extra="allow")  # for fields that are refused by name
+    # Extra fields are kept, so that they can be refused by name.
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     prompt: str | None = None

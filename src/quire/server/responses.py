@@ -65,7 +65,8 @@ async def answer(
     finally:
         generation.close()
     if done is None:
-        return Response(status_code=499)  # nobody reads it
+        # The client has disconnected, so this is not read.
+        return Response(status_code=499)
     choices = [formatter.choice(i, whole) for i, whole in enumerate(done)]
     return JSONResponse(
         {**formatter.head, **formatter.beside(done[0], whole=True), "choices": choices, "usage": generation.usage()}

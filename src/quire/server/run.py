@@ -22,11 +22,14 @@ from quire.server.connection import bounded, watch
 from quire.server.limits import ServerLimits
 from quire.server.service import Service
 
-_AFTER = 5.0  # seconds for answers to leave after the grace time
-_HURRY = 1.0  # seconds for them to leave after a second SIGINT
+# Seconds for sending answers after the grace time.
+_AFTER = 5.0
+# Seconds for sending answers after a second SIGINT.
+_HURRY = 1.0
 # Files that the process opens besides its connections.
 _FILES = 256
-_RECEIVED = 1 << 18  # bytes that are received at once, by which a head may be too large before that is seen
+# The bytes that are received at once. A head may exceed its limit by as many before it is refused.
+_RECEIVED = 1 << 18
 
 
 def bind(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:

@@ -222,8 +222,10 @@ class Generation:
         self._open = set(range(self.count))
         self._last = [self._arrival] * self.count
         self._tokens = [0] * self.count
-        self._parts: list[tuple[int, Completion]] = []  # those that have not been read
-        self._arrived = asyncio.Event()  # whether there are any
+        # The parts that have not been read.
+        self._parts: list[tuple[int, Completion]] = []
+        # Set while there are parts to read.
+        self._arrived = asyncio.Event()
         put = partial(service.relay.put, asyncio.get_running_loop(), self._add)
         repeated = [prompt for prompt in prompts for _ in params]
         try:
@@ -299,11 +301,13 @@ class _Relay:
         self._parts.append((add, index, part))
         if not self._woken:
             self._woken = True
-            with suppress(RuntimeError):  # the loop has been closed, so nobody reads
+            # A RuntimeError means that the loop has been closed, so the parts are not read.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False  # before the parts are taken: one that is put meanwhile wakes the loop again
+        # This precedes taking the parts, so that one that is put meanwhile wakes the loop again.
+        self._woken = False
         while self._parts:
             add, index, part = self._parts.popleft()
             add(index, part)

@@ -79,7 +79,8 @@ def finite(logprob: float) -> float:
     return logprob if logprob > _LEAST else _LEAST
 
 
-_LEAST = -9999.0  # in place of NaN and -inf, which JSON does not have
+# This stands for NaN and -inf, which JSON does not have.
+_LEAST = -9999.0
 
 
 class Offsets:

@@ -20,7 +20,8 @@ def pack_mask(mask: Tensor, q_lens: Tensor, kv_lens: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         raise ValueError(f"custom_mask is {mask.dtype}: it must be bool")
     areas = q_lens.long() * kv_lens
-    room = mask.numel() // 8 + len(areas)  # the mask of each request starts at a byte
+    # The mask of each request starts at a byte.
+    room = mask.numel() // 8 + len(areas)
     return pack_segments(mask.flatten(), pad(areas.cumsum(0), (1, 0)), byte_indptr(areas), room)
 
 
@@ -37,7 +38,8 @@ def prefix_window_mask(q_lens: Tensor, tails: Tensor, window_left: int, num_quer
     request = torch.repeat_interleave(q_lens, output_size=num_queries).long()
     index -= (q_lens.cumsum(0) - q_lens)[request]
     ends = tails[request].cumsum(0)
-    visible = (window_left - index).clamp(min=0).minimum(tails[request])  # a row sees its last keys
+    # A row sees its last keys.
+    visible = (window_left - index).clamp(min=0).minimum(tails[request])
     deltas = torch.zeros(area + 1, dtype=torch.int8, device=q_lens.device)
     one = torch.ones_like(index, dtype=torch.int8)
     deltas.index_add_(0, ends - visible, one).index_add_(0, ends, -one)

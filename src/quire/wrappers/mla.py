@@ -128,7 +128,8 @@ class LatentWrapper(AttentionWrapper):
     def _copy_keys_to_buffers(self, kv: PageTable | RaggedLayout, non_blocking: bool) -> PageTable | RaggedLayout:
         if isinstance(kv, LengthTable):
             return super()._copy_keys_to_buffers(kv, non_blocking)
-        assert isinstance(kv, PageTable)  # CPU kernels read last_page_len, and the buffer has the requests' lengths
+        # CPU kernels read last_page_len, where this buffer has the requests' lengths.
+        assert isinstance(kv, PageTable)
         indptr, indices, _lengths = (
             self._copy_to_buffer(name, x, non_blocking)
             for name, x in zip(self._kv_buffers, (kv.indptr, kv.indices, kv.lengths()), strict=True)

@@ -136,7 +136,8 @@ class Plan(NamedTuple):
         if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
             return None, None
         device = self.qo.indptr.device.index
-        if torch._C._cuda_getDevice() != device:  # a launch needs its device to be the current one
+        # A launch needs its device to be the current one.
+        if torch._C._cuda_getDevice() != device:
             return None, None
         (out, lse, sinks), (q_pe, k_pe) = others, pe
         try:
@@ -145,7 +146,8 @@ class Plan(NamedTuple):
                 or (q_pe is not None and q_pe.requires_grad) or (k_pe is not None and k_pe.requires_grad)
                 or (out is not None and out.requires_grad) or (lse is not None and lse.requires_grad)
             ):  # fmt: skip
-                return None, None  # the checks refuse the run
+                # The checks of a run without a kept launch refuse this one.
+                return None, None
             key = (
                 q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
                 None if v is k else _kind(v), None if out is None else _kind(out),
@@ -161,7 +163,8 @@ class Plan(NamedTuple):
             return key, None
         replay, alike, v_offset = kept
         stream = torch._C._cuda_getCurrentRawStream(device)
-        if stream:  # the default stream cannot be captured
+        # The default stream cannot be captured.
+        if stream:
             self.capture.note()
         if out is None:
             out = torch.empty_like(q) if alike else outputs(len(q), self.spec, q.device, None, None, False)[0]

@@ -23,14 +23,18 @@ class Workspace:
 
     def __init__(self, float_buffer: Tensor | None, device: torch.device) -> None:
         self.device, self.float_buffer = device, float_buffer
-        self.least = INT_BYTES if device.type == "cuda" else 16  # bytes of the int workspace
+        # The least number of bytes of the int workspace.
+        self.least = INT_BYTES if device.type == "cuda" else 16
         self.int_buffer = torch.zeros(self.least, dtype=torch.uint8, device=device)
         self.zeros = self.int_buffer.view(torch.int32)
-        self.outgrown: list[Tensor] = []  # workspaces in whose place there are larger ones
-        self._own: Tensor | None = None  # float workspace
+        # Workspaces that larger ones have replaced.
+        self.outgrown: list[Tensor] = []
+        # The wrapper's own float workspace.
+        self._own: Tensor | None = None
         # The memory that the last plan took, of `_own` or of the caller's buffer.
         self._floats: Tensor | None = None
-        self._floats_of: tuple[int, Tensor | None] = (0, None)  # the size and the buffer that _floats was made for
+        # The size and the buffer that _floats was made for.
+        self._floats_of: tuple[int, Tensor | None] = (0, None)
 
     def reset(self, float_buffer: Tensor, int_buffer: Tensor, int_size: int) -> None:
         """Replace both buffers; `int_size` bytes of the second are in use. It is zeroed.

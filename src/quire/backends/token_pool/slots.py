@@ -91,7 +91,8 @@ class Slots:
             raise ValueError(f"req_pool_indices has {len(rows)} requests, seq_lens {len(lengths)}")
         entries = None if lengths.device.type == "cpu" else entries
         table = PageTable.from_req_to_token(self.req_to_token, rows, lengths.int(), starts=starts, entries=entries)
-        return PageTable.from_slots(table.indices, table.indptr)  # last_page_len all 1, as two graph wrappers share it
+        # All entries of last_page_len are 1, as two graph wrappers share it.
+        return PageTable.from_slots(table.indices, table.indptr)
 
     def tables(self, requests: Requests) -> list[PageTable]:
         """A page table for each wrapper."""

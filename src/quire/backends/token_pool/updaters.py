@@ -141,7 +141,8 @@ class ExtendStep:
     def __init__(self, updater: IndicesUpdaterPrefill, batch: Any, paged: list[Any], ragged: Any) -> None:
         self._updater, self._batch = updater, batch
         self._paged, self._ragged = paged, ragged
-        self._wrappers: dict[Any, Any] = {}  # planned ones
+        # The wrappers that have a plan.
+        self._wrappers: dict[Any, Any] = {}
 
     def paged(self, index: int) -> BatchPrefillWithPagedKVCacheWrapper:
         """The wrapper over all tokens of the requests, or over all tokens of their encoders."""

@@ -52,7 +52,8 @@ class FlashInferMetadataBuilder:
         self.prefill_seq_lens: list[int] = []
         self.multimodal_placeholder_maps: dict[str, PlaceholderMap] = {}
         self.num_prefills = self.num_prefill_tokens = self.num_decode_tokens = 0
-        self.profiled = 0  # sequences without a block table
+        # The number of sequences without a block table.
+        self.profiled = 0
         if self.global_hyperparameters is None:
             head_dim = self.runner.model_config.get_head_size()
             self.global_hyperparameters = shared_or_neutral(get_per_layer_parameters(self.vllm_config), head_dim)
@@ -135,7 +136,8 @@ class FlashInferMetadataBuilder:
 
     def _update_paged_kv_tensors(self, block_table: Sequence[int], seq_len: int) -> array[int]:
         """Add the pages of a sequence of seq_len tokens to the lists of the step."""
-        pages = array("i", block_table)  # converts in C; later steps only copy memory
+        # This converts in C, and later steps only copy memory.
+        pages = array("i", block_table)
         self.pages.append(pages)
         self.lengths.append(seq_len)
         return pages
@@ -177,13 +179,15 @@ class FlashInferMetadataBuilder:
     def _set_tables(self, metadata: FlashInferMetadata, padding: int) -> None:
         """Set the tables of sequences that have pages."""
         count = len(self.query_lens)
-        cache = getattr(self.runner, "cache_config", None)  # optional: its size bounds page ids
+        # A runner may lack a cache_config, whose size bounds page ids.
+        cache = getattr(self.runner, "cache_config", None)
         num_pages, device = getattr(cache, "num_gpu_blocks", None), self.runner.device
         tables = StepTables.from_host(
             self.pages, self.lengths, self.query_lens, self.block_size, num_pages, device, pad_to=count + padding
         )
         self._skip_hidden(metadata, tables.slots)
-        spare = sum(map(len, self.pages)) - len(tables.pages.indices)  # entries that advance_step may fill
+        # advance_step may fill so many entries.
+        spare = sum(map(len, self.pages)) - len(tables.pages.indices)
         metadata.slot_mapping = pad(tables.slots, (0, padding), value=PAD_SLOT_ID) if padding else tables.slots
         metadata.query_start_loc, metadata.seq_lens_tensor = tables.qo_indptr, tables.lengths
         metadata.paged_kv_indptr, metadata.paged_kv_last_page_len = tables.pages.indptr, tables.pages.last_page_len
@@ -199,7 +203,8 @@ class FlashInferMetadataBuilder:
         if self.sliding_window is None or any(self.context_lens[: self.num_prefills]):
             return
         if metadata.window_left is None or not 0 <= metadata.window_left < self.sliding_window:
-            return  # a layer has a wider window
+            # A layer has a wider window.
+            return
         start = 0
         for count in self.query_lens[: self.num_prefills]:
             if count > self.sliding_window:

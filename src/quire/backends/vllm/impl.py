@@ -72,7 +72,8 @@ class FlashInferImpl:
         self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         self.kv_cache_dtype = kv_cache_dtype
         self.logits_soft_cap = logits_soft_cap
-        cache_dtype(kv_cache_dtype, torch.float16)  # refuses unknown names
+        # This refuses unknown names.
+        cache_dtype(kv_cache_dtype, torch.float16)
         slopes = () if self.alibi_slopes is None else tuple(self.alibi_slopes.tolist())
         self._positions = {"pos_encoding": "ALIBI" if slopes else "NONE", "slopes": slopes}
         spec = attention_spec(

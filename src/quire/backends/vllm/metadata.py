@@ -239,7 +239,8 @@ class FlashInferMetadata:
         grown = lengths.new_zeros(num_seqs)
         grown[:num_queries] = lengths + 1
         if not grown.is_cpu:
-            grown.clamp_(max=block_tables.shape[1] * block_size)  # keeps the tables of other requests valid
+            # The bound keeps the tables of other requests valid.
+            grown.clamp_(max=block_tables.shape[1] * block_size)
         pages = PageTable.from_block_tables(block_tables, grown, block_size)
         indptr, last = self._on_device("paged_kv_indptr"), self._on_device("paged_kv_last_page_len")
         indices, bound = self._on_device("paged_kv_indices"), self._on_device("block_table_bound")

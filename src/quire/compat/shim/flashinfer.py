@@ -3,6 +3,7 @@
 import sys
 from importlib import import_module
 
-del sys.modules[__name__]  # this file, in whose place the next import finds the stand-in
+# The next import finds the stand-in instead of this file.
+del sys.modules[__name__]
 import_module("quire.compat").install()
 import_module("flashinfer")

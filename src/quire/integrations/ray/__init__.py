@@ -23,7 +23,8 @@ __all__ = ["Settings", "app"]
 _INGRESS_REQUESTS = 1 << 16
 _ROUTER = RequestRouterConfig(
     request_router_class="ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
-    request_router_kwargs={"num_fallback_replicas": 1 << 16},  # all of them, before a request waits
+    # A request is offered to all replicas before it waits.
+    request_router_kwargs={"num_fallback_replicas": 1 << 16},
 )
 
 

@@ -42,7 +42,8 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._settings
-        app = FastAPI(openapi_url=None)  # that of a replica is handed on
+        # The document is that of a replica.
+        app = FastAPI(openapi_url=None)
         app.router.routes = [
             Route("/metrics", self._metrics),
             Route("/{path:path}", _Forward(self._engine, settings)),
@@ -98,7 +99,8 @@ class _Forward:
                 await self._pass_on(engine.remote(head, body), answer, attempt)
                 return
             except (RayTaskError, TaskCancelledError):
-                raise  # an error of the replica's, which another one would have, too; or the client has gone
+                # Another replica would have the same error, or the client has disconnected.
+                raise
             except RayError as error:
                 lost: RayError = error
                 if answer.begun:
@@ -198,7 +200,8 @@ def _beginning(request: dict[str, Any], length: int) -> Any:
         first = next((i for i, message in enumerate(chat) if message.get("role") == "user"), len(chat))
         return "".join(f"{message.get('role')} {message.get('content')}\n" for message in chat[: first + 1])[:length]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        prompt = prompt[0]  # the first one of several
+        # The first of several prompts decides.
+        prompt = prompt[0]
     if isinstance(prompt, list):
         return prompt[: length // 4]
     return prompt[:length] if isinstance(prompt, str) else None

@@ -44,7 +44,8 @@ class Replica:
 
         async def receive() -> Message:
             if not left:
-                await asyncio.Event().wait()  # a client that leaves cancels the call
+                # The call is cancelled when the client disconnects.
+                await asyncio.Event().wait()
             return {"type": "http.request", "body": left.pop(), "more_body": False}
 
         async def run() -> None:

@@ -150,7 +150,8 @@ def _of_no_mask(
 def _of_bool(mask: Tensor, batch: int, q_len: int, length: int, step: int) -> PackedBatch:
     whole = _of_no_mask(batch, q_len, length, step, False, -1, mask.device)
     area = q_len * length
-    bits = pad(mask.expand(batch, -1, -1, -1).reshape(batch, area), (0, -area % 8))  # each row begins a new byte
+    # Each row of bits begins with a new byte.
+    bits = pad(mask.expand(batch, -1, -1, -1).reshape(batch, area), (0, -area % 8))
     return whole._replace(bits=packbits(bits.flatten(), "little"))
 
 
@@ -171,7 +172,8 @@ def _of_table(mask: Tensor, batch: int, length: int, step: int) -> PackedBatch:
     table = mask[0, 0].flatten()
     indices = table[: batch * length]
     last_page_len, qo_indptr, kv_indptr = table[-3 * batch - 2 :].split([batch, batch + 1, batch + 1])
-    own = mask.shape[1] * length  # the step for which page ids were made
+    # Page ids were made for this step.
+    own = mask.shape[1] * length
     if batch > 1 and step != own:
         indices = indices + indices // own * (step - own)
     return PackedBatch(qo_indptr, kv_indptr, 1, True, -1, indices, last_page_len)

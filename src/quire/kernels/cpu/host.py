@@ -24,7 +24,8 @@ from quire.kernels.cpu.stream import stream
 from quire.kernels.cpu.tile import tile
 from quire.kernels.family import BASIC, Family
 
-STREAMED_ROWS = 16  # query rows per KV head up to which `stream` computes a request
+# `stream` computes requests of up to so many query rows per KV head.
+STREAMED_ROWS = 16
 # The storage type of each dtype, in the order of `simd.STORAGE_TYPES`.
 _STORAGE = {
     torch.float32: np.float32,
@@ -76,7 +77,8 @@ def _rope(spec: AttentionSpec, q_len: np.ndarray, kv_len: np.ndarray) -> np.ndar
         return _NONE
     # Positions go from kv_len - q_len, which is negative where there are more queries than keys, to kv_len.
     longest = int(np.maximum(kv_len, q_len - kv_len).max(initial=0))
-    positions = 1 << max(longest, 256).bit_length()  # a power of two, so that the cache serves growing requests
+    # The number is a power of two, so that the cached table serves growing requests.
+    positions = 1 << max(longest, 256).bit_length()
     return _rope_table(positions, spec.head_dim_qk, spec.rope_scale, spec.rope_theta)
 
 
@@ -151,7 +153,8 @@ class _Cpu(Family):
         target = out if writable else torch.empty(out.shape)
         target_lse = lse if lse is not None and lse.is_contiguous() else torch.empty(out.shape[:2])
         p = _params(call, target, target_lse)
-        if p.q_len.sum() < len(call.q):  # some rows belong to no request
+        # Rows that belong to no request get zeros.
+        if p.q_len.sum() < len(call.q):
             target.zero_()
             target_lse.fill_(-torch.inf)
         # Only `tile` rotates keys, and only its results do not depend on how work is divided among programs.

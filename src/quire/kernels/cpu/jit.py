@@ -27,7 +27,8 @@ def _after_fork() -> None:
     global _lost_threads
     try:
         layer = numba.threading_layer()
-    except ValueError:  # no kernel has run yet: the child starts threads of its own
+    except ValueError:
+        # No kernel has run yet, so the child starts threads of its own.
         layer = "none"
     _lost_threads = _lost_threads or (layer == "omp" and sys.platform == "linux")
     _one_at_a_time.release()

@@ -296,7 +296,8 @@ def transpose(typingctx, eight):
 
     def codegen(context, builder, signature, args):
         x = cgutils.unpack_tuple(builder, args[0])
-        for _ in range(3):  # each interleaves the first half of all 64 lanes with the second half
+        # Each step interleaves the first half of all 64 lanes with the second half.
+        for _ in range(3):
             x = [builder.shuffle_vector(x[i], x[i + 4], mask) for i in range(4) for mask in masks]
         return context.make_tuple(builder, signature.return_type, x)
 
@@ -362,7 +363,8 @@ def _fraction_power(r):
 @function
 def exp2(x):
     """2**x for x <= 0; 0 for x < -126, NaN for NaN."""
-    magic = splat_like(x, f32(12582912.0))  # 1.5 * 2**23: adding it rounds x to an integer in the low bits
+    # Adding 1.5 * 2**23 rounds x to an integer in the low bits.
+    magic = splat_like(x, f32(12582912.0))
     low = splat_like(x, f32(-126.0))
     bounded = where_below(x, low, low, x)
     shifted = bounded + magic

@@ -98,7 +98,8 @@ def update_panel(s, n, m, l, row, acc, acc0, dim):
         top = m_old
         for t in range(n):
             top = maximum(top, load_wide(s, t * PANEL + r))
-        base = where_below(top, lowest, zero, top)  # rows that have seen no key have top = -inf
+        # Rows that have seen no key have top = -inf.
+        base = where_below(top, lowest, zero, top)
         rescale = exp2(m_old - base)
         weights = zero
         for t in range(n):

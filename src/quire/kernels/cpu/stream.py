@@ -51,7 +51,8 @@ def accumulate(s, v, offsets, h_offset, acc, acc0, rows, n, dim):
     """acc[r] += sum over t of s[r, t] * v[t] for n values, four rows by two vectors at a time."""
     for r in range(0, rows, ROWS):
         for d in range(0, dim, 2 * LANES):
-            e = min(d + LANES, dim - LANES)  # an odd last vector is computed twice, with equal results
+            # An odd last vector is computed twice, with equal results.
+            e = min(d + LANES, dim - LANES)
             o, u = acc0 + r * dim + d, acc0 + r * dim + e
             x, y = load4(acc, o, dim), load4(acc, u, dim)
             for t in range(n):
@@ -166,7 +167,8 @@ def stream(p, k, v, requests, programs, acc, m, l):
             attend_segment(p, k, v, b, start, end, acc[slot], m[slot], l[slot])
             if start == 0 and end == blocks[i]:
                 store_output(p, b, acc[slot], m[slot], l[slot])
-    for program in range(programs):  # too little work for a second parallel loop
+    # There is too little work for a second parallel loop.
+    for program in range(programs):
         for i, start, end in segments(program, programs, starts, blocks):
             if start > 0 and end == blocks[i]:
                 combine(p, requests[i], starts[i] // share, program, acc, m, l)

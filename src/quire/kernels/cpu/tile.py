@@ -52,7 +52,8 @@ def rotate(p, x, x0, pos):
     """Apply ROPE_LLAMA to the head x[x0 : x0 + dim_qk] in place: element d is paired with element d + dim_qk // 2."""
     half = p.dim_qk // 2
     angles = abs(pos) * p.dim_qk
-    sign = f32(-1 if pos < 0 else 1)  # positions of queries are negative if there are more queries than keys
+    # Positions of queries are negative if there are more queries than keys.
+    sign = f32(-1 if pos < 0 else 1)
     for d in range(half):
         cos, sin = p.rope[angles + d], sign * p.rope[angles + half + d]
         x1, x2 = x[x0 + d], x[x0 + d + half]

@@ -39,7 +39,8 @@ def append_tokens(
     request, position = tl.load(requests + i), tl.load(positions + i)
     known = (request >= 0) & (request < batch) & (position >= 0)
     start, end = tl.load(indptr + request, known, 0), tl.load(indptr + request + 1, known, 0)
-    entry = position // page_size  # compared before it is added, as the sum could overflow int32
+    # The entry is compared before it is added, as the sum could overflow int32.
+    entry = position // page_size
     known = known & (start >= 0) & (entry < end - start) & (entry < entries - start)
     page = tl.load(indices + start + entry, known, -1).to(tl.int64)
     copy_token(

@@ -77,7 +77,8 @@ def combine_if_last(partials, output, layer, request, tile, h, start, units, sha
     """
     first_program, last_program = start // share, (start + units - 1) // share
     if first_program < last_program:
-        tl.debug_barrier()  # all of this program's partial state is written before it counts as arrived
+        # All of this program's partial state is written before it counts as arrived.
+        tl.debug_barrier()
         if tl.atomic_add(partials.arrivals + first_program, 1) == last_program - first_program:
             combine_partials(partials, output, layer, request, tile, h, start, units, first_program, last_program, c)
             tl.store(partials.arrivals + first_program, 0)

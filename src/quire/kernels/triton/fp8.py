@@ -30,7 +30,8 @@ def storage(x: Tensor) -> Tensor:
 def to_bytes(x, largest: tl.constexpr, mantissa: tl.constexpr):
     """Float32 rounded to even and saturated as the bytes of an fp8 type, by integer arithmetic."""
     bias: tl.constexpr = 7 if mantissa == 3 else 15
-    one: tl.constexpr = 2.0 ** (24 - bias - mantissa)  # the last bit of this float32 is the smallest fp8 number
+    # The last bit of this float32 is the smallest fp8 number.
+    one: tl.constexpr = 2.0 ** (24 - bias - mantissa)
     dropped: tl.constexpr = 23 - mantissa
     size = tl.minimum(tl.abs(x), largest)
     bits = size.to(tl.int32, bitcast=True)

@@ -72,7 +72,8 @@ def find_rows(ends, num_experts, block, c: tl.constexpr):
     end = tl.load(ends + e, e < num_experts, 0)
     start = tl.load(ends + e - 1, (e > 0) & (e < num_experts), 0)
     blocks = tl.cdiv(end - start, c.block_m)
-    following = tl.cumsum(blocks, 0)  # the number of blocks up to the end of each expert
+    # The number of blocks up to the end of each expert.
+    following = tl.cumsum(blocks, 0)
     expert = tl.sum((following <= block).to(tl.int32), 0)
     mine = e == expert
     first = tl.sum(tl.where(mine, start + (block - following + blocks) * c.block_m, 0), 0)

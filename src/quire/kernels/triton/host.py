@@ -78,7 +78,8 @@ def _launch_config(
     block_m = choose_block_m(spec, rows, machine)
     tiles = tokens * spec.group_size // block_m + batch
     split_kv = rows <= (512 if spec.latent else 64) or tiles * spec.num_kv_heads < 2 * machine.num_sms
-    if spec.batch_invariant:  # requests of several tiles would need more slots than is known here
+    # Requests of several tiles would need more slots than is known here.
+    if spec.batch_invariant:
         split_kv = 0 < max_q_len * spec.group_size <= block_m
     elif split_kv:
         block_m = min(block_m, 64)

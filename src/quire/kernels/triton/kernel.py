@@ -36,7 +36,8 @@ def attend_tile(
     i_first = tile * c.block_m // c.group
     i_last = tl.minimum((tile * c.block_m + c.block_m - 1) // c.group, request.q_len - 1)
     # Keys start to stop are read, of which those before full_end need no mask. No row sees any key before `first`.
-    unit_0 = first_key(request, 0, mask, c) // c.unit  # work unit u of a tile has keys from (unit_0 + u) * c.unit on
+    # Work unit u of a tile has keys from (unit_0 + u) * c.unit on.
+    unit_0 = first_key(request, 0, mask, c) // c.unit
     start = unit_0 * c.unit + first_unit * c.unit
     first = first_key(request, i_first, mask, c)
     start = tl.maximum(start, first // c.block_n * c.block_n)

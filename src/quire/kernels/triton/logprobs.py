@@ -10,7 +10,8 @@ from triton import language as tl
 from quire.kernels.triton.threshold import CHUNK, chunk_statistics, pick, row_config, running_programs
 
 FINITE = tl.constexpr(torch.finfo(torch.float32).max)
-PROMPT = tl.constexpr(1 << 30)  # the bit of tokens in the prompt; the bits below it count occurrences in the output
+# The bit of tokens in the prompt. The bits below it count occurrences in the output.
+PROMPT = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -42,7 +43,8 @@ def penalise_rows(
         prompt = tl.load(prompt_lens + row)
         if (divisor != 1) | (once != 0) | (often != 0):
             listed = tokens + slot * tokens_row
-            tl.debug_barrier()  # counts of the row before are not needed any more
+            # All threads have read the counts of the row before.
+            tl.debug_barrier()
             for start in range(0, end, block):
                 at, token, known = each_token(row, listed, start, end, vocab, block)
                 tl.store(counts + token, 0, known)
@@ -57,7 +59,8 @@ def penalise_rows(
                 count = tl.load(counts + token, known, 0, cache_modifier=".cg") & (PROMPT - 1)
                 x = tl.load(logits + row * x_row + token, known, 0.0).to(tl.float32)
                 y = tl.where(x > 0, x / divisor, x * divisor)
-                y = tl.where(y != y, y, tl.clamp(y, -FINITE, FINITE))  # else inf - inf is NaN
+                # Without the clamp, inf - inf would be NaN later.
+                y = tl.where(y != y, y, tl.clamp(y, -FINITE, FINITE))
                 y -= tl.where(count > 0, once + often * count.to(tl.float32), 0.0)
                 y = tl.where(tl.abs(x) == float("inf"), x, tl.where(y != y, y, tl.clamp(y, -FINITE, FINITE)))
                 tl.store(out + row * out_row + token, y, known)

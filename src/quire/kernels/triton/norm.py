@@ -128,7 +128,8 @@ def norm_rows(
         else:
             known = inside & (e < c.dim)
             y = load_sum(at, residual, e, known)
-            w, b = load_affine(weight, beta, e, c)  # loaded before the sums are known, not after
+            # Weights are loaded while the sums are computed.
+            w, b = load_affine(weight, beta, e, c)
             to = rows_at(out, row, heads, o_token, o_head)
             write_whole(y, w, b, residual, to, e, known, eps, factor, c)
     else:

@@ -17,7 +17,8 @@ def pack_bytes(
     byte = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     if indptr is None:
         first, end = byte * 8, length
-    else:  # a binary search for the last segment that starts at or before this byte, so that empty ones are passed over
+    else:
+        # This is a binary search for the last segment that starts at or before this byte, which skips empty segments.
         owner = tl.full((block,), 0, tl.int32)
         last = owner + (segments - 1)
         for _ in range(steps):

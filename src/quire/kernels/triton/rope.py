@@ -54,7 +54,8 @@ def load_position(i, positions, indptr, batch):
     if indptr is None:
         position = tl.load(positions + i).to(tl.int64)
     else:
-        low, high = batch * 0, batch + 1  # a binary search for the number of entries of indptr that are at most i
+        # This is a binary search for the number of entries of indptr that are at most i.
+        low, high = batch * 0, batch + 1
         while low < high:
             middle = (low + high) // 2
             passed = tl.load(indptr + middle) <= i
@@ -178,7 +179,8 @@ def load_slot(i, table):
         request, position = tl.load(requests + i), tl.load(positions + i)
         known = (request >= 0) & (request < batch) & (position >= 0)
         start, end = tl.load(indptr + request, known, 0), tl.load(indptr + request + 1, known, 0)
-        entry = position // page_size  # compared before it is added, as the sum could overflow int32
+        # The entry is compared before it is added, as the sum could overflow int32.
+        entry = position // page_size
         known = known & (start >= 0) & (entry < end - start) & (entry < entries - start)
         page, slot = tl.load(indices + start + entry, known, -1).to(tl.int64), (position % page_size).to(tl.int64)
         page = tl.where(page < pages, page, -1)

@@ -63,7 +63,8 @@ def keep_all(maxima, sums, ids, kept, vocab, top, scale, c: tl.constexpr):
     """What `keep` writes where all tokens are kept: the sums of all chunks."""
     i = tl.arange(0, c.chunks)
     weights = load_sums(maxima, sums, vocab, top, scale, c)
-    tl.debug_barrier()  # the list before may still be read
+    # Other threads may still read the list of the row before.
+    tl.debug_barrier()
     tl.store(ids + i, i)
     tl.store(kept + i, weights)
     tl.debug_barrier()
@@ -150,7 +151,8 @@ def select_rows(  # noqa: C901
             # top-p is a fraction of this mass.
             whole = 1.0 if c.joint and not c.logits else mass.to(tl.float32)
             both = (k < ALL) & (fraction < float("inf"))
-            turns = both.to(tl.int32) + 1 if not c.joint else 1  # top-k, then top-p of what it keeps; or both at once
+            # Top-p of what top-k keeps needs a second search; a joint search needs one.
+            turns = both.to(tl.int32) + 1 if not c.joint else 1
             listed = tl.cdiv(vocab, CHUNK)
             if (k == ALL) & (fraction == float("inf")) & (least <= 0):
                 turns = 0
@@ -161,7 +163,8 @@ def select_rows(  # noqa: C901
                 goal = tl.where(final, fraction * whole, float("inf"))
                 if (k < ALL) | (goal < float("inf")):
                     start = low
-                    if c.logits:  # tokens below this weight are together lighter than what top-p leaves out
+                    # Tokens below this weight are together lighter than what top-p leaves out.
+                    if c.logits:
                         floor = top + tl.log2(tl.maximum((whole - goal) / (2 * vocab), 1e-37)) / scale
                         floor = to_key(tl.minimum(floor, top)) & -c.grain
                         start = tl.where(goal < float("inf"), tl.maximum(low, floor - c.grain), low)

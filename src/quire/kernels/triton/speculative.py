@@ -60,7 +60,8 @@ def verify_chain(
     target += position.to(tl.int64) * target_token
     draft += tl.minimum(position, tl.maximum(count - 1, 0)).to(tl.int64) * draft_token
     total = sum_chunks(target, draft, sums, vocab, drafted)
-    if (total == 0) & drafted:  # no probability is larger than the draft's: only rounding rejected the token
+    # No probability is larger than the draft's, so only rounding rejected the token.
+    if (total == 0) & drafted:
         drafted = drafted & False
         tl.debug_barrier()
         total = sum_chunks(target, draft, sums, vocab, drafted)

@@ -175,7 +175,8 @@ def load_sums(maxima, sums, vocab, top, scale, c: tl.constexpr):
 def list_chunks(maxima, low, ids, vocab, c: tl.constexpr):
     """Write the chunks that have elements above `low` to ids; return their number."""
     active = load_maxima(maxima, vocab, c) > from_key(low)
-    tl.debug_barrier()  # the list before may still be read
+    # Other threads may still read the list before.
+    tl.debug_barrier()
     tl.store(ids + tl.cumsum(active.to(tl.int32), 0) - 1, tl.arange(0, c.chunks), active)
     tl.debug_barrier()
     return tl.sum(active.to(tl.int32))

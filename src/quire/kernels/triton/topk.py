@@ -38,7 +38,8 @@ def choose_largest(x, values, indices, x_row, size, c: tl.constexpr):
     i = tl.arange(0, c.block)
     element = tl.load(x + row * x_row + i, i < size, 0.0).to(tl.float32)
     bits = element.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+    # These integers have the order of the floats.
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(element != element, 0x7FFFFFFF, order)
     none = tl.full((c.block,), -(1 << 63), tl.int64)
     pairs = tl.where(i < size, (order.to(tl.int64) << 32) + (c.block - i), none)

@@ -63,8 +63,10 @@ def _page_layout(rows, width, elements, warps):
     """A layout of a number for each of the rows of `row_layout`: a thread has that of one row that its warp copies, and
     gets those of its other rows from threads of the same warp.
     """
-    threads = width // elements  # for a row
-    step = 32 // threads * warps  # rows that all threads copy at once
+    # The threads that copy a row.
+    threads = width // elements
+    # The rows that all threads copy at once.
+    step = 32 // threads * warps
     steps = [[step << i] for i in range((rows // step).bit_length() - 1)]
     lanes, bits = [[1 << i] for i in range((32 // threads).bit_length() - 1)], threads.bit_length() - 1
     return gl.DistributedLinearLayout(
