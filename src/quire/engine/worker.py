@@ -10,8 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-
 from quire.engine.engine import Engine
 from quire.engine.request import Request, Update
 
@@ -26,13 +24,13 @@ _made_in: int | None = None
 
 
 def check_process() -> None:
-    """Refuse to make an engine in a process where torch would wait for ever.
+    """Refuse to make an engine in a process where torch would wait for ever, or fail.
 
     Raises:
         RuntimeError: the process was forked from one that has made an engine, and does not have the threads of GNU
             OpenMP in which torch computes since then.
     """
-    if _made_in not in (None, os.getpid()) and torch.get_num_threads() > 1 and sys.platform == "linux":
+    if _made_in not in (None, os.getpid()) and sys.platform == "linux":
         what = "an LLM was made before this process was forked, which has none of the threads that torch computes in"
         raise RuntimeError(f"{what}. {_REMEDY}")
 
