@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -31,17 +31,38 @@ def test_load_network_to_a_device_puts_each_parameter_there(name, tmp_path):
     assert {param.dtype for param in network.parameters()} <= {torch.bfloat16, torch.float32}
 
 
+def replaced():
+    """What `reading_to` replaces."""
+    return core_model_loading.get_device, core_model_loading.spawn_materialize, core_model_loading.GLOBAL_WORKERS
+
+
+def cast(dtype):
+    """The dtype of a tensor that Transformers reads as bfloat16."""
+    return core_model_loading.spawn_materialize(None, torch.zeros(3).to(dtype), None, torch.bfloat16)().dtype
+
+
+def in_another_thread(function, *args):
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(function, *args).result()
+
+
 def test_reading_to_a_device_is_of_its_thread_and_its_context_alone():
-    before, workers = core_model_loading.get_device, core_model_loading.GLOBAL_WORKERS
-    others = []
+    before = replaced()
     with reading_to(META):
         assert core_model_loading.get_device(None, "a.weight") == META
         assert core_model_loading.GLOBAL_WORKERS == READERS
-        other = threading.Thread(target=lambda: others.append(core_model_loading.get_device({"": "cpu"}, "a.weight")))
-        other.start()
-        other.join()
-    assert others == ["cpu"]
-    assert (core_model_loading.get_device, core_model_loading.GLOBAL_WORKERS) == (before, workers)
+        assert in_another_thread(core_model_loading.get_device, {"": "cpu"}, "a.weight") == "cpu"
+    assert replaced() == before
+
+
+def test_reading_on_the_cpu_leaves_fp8_as_it_is_in_its_thread_alone():
+    before = replaced()
+    with reading_to(torch.device("cpu")):
+        assert (core_model_loading.get_device, core_model_loading.GLOBAL_WORKERS) == (before[0], before[2])
+        assert cast(torch.float8_e4m3fn) == torch.float8_e4m3fn
+        assert cast(torch.float32) == torch.bfloat16
+        assert in_another_thread(cast, torch.float8_e4m3fn) == torch.bfloat16
+    assert replaced() == before
 
 
 def measured(tmp_path, *arguments):

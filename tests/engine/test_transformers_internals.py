@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from types import MethodType
 
 import pytest
@@ -11,6 +12,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast  # noqa: E402
+from transformers.core_model_loading import (  # noqa: E402
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+)
 
 from helpers.checkpoints import change_weights, save  # noqa: E402
 from helpers.tokenizers import byte_fallback  # noqa: E402
@@ -18,6 +25,13 @@ from quire.engine import transformers_internals as internals  # noqa: E402
 
 PROMPT = "a b ab"
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+
+
+@dataclass
+class Reading:
+    """Stands for an operation that reads weights."""
+
+    merging: list
 
 
 class OtherEncoding(PreTrainedTokenizerFast):
@@ -100,3 +114,21 @@ def test_conversion_errors_of_an_expert_without_a_weight_name_the_parameter(tmp_
         AutoModelForCausalLM.from_pretrained(folder)
     assert "model.layers.1.mlp.experts.gate_up_proj" in internals.conversion_errors(raised.value)
     assert internals.conversion_errors(ValueError("of something else")) == {}
+
+
+def test_conversions_of_parts_take_whole_names_and_pass_on_what_merges():
+    merge = [MergeModulelist(0), Concatenate(1)]
+    names = ["experts.*.w1.weight", "experts.*.w3.weight"]
+    given = WeightConverter(names, "experts.gate_up_proj", merge)
+    given.scope_prefix, given.base_model_prefix = "text", "model"
+    renaming = WeightRenaming("gate.weight", "router.weight")
+    found = internals.conversions_of_parts([renaming, given], {"weight": ("weight", "weight_scale")}, Reading)
+    assert found[0] is renaming
+    merged, alone = found[1:]
+    parts = [f"{name.removesuffix('weight')}{part}$" for name in names for part in ("weight", "weight_scale")]
+    assert merged.source_patterns == parts
+    assert merged.target_patterns == ["experts.gate_up_proj"]
+    assert (merged.scope_prefix, merged.base_model_prefix) == ("text", "model")
+    assert [each.operations[0].merging for each in (merged, alone)] == [merge, []]
+    assert alone.rename_source_key("q_proj.weight_scale") == ("q_proj.weight", "weight_scale$")
+    assert alone.rename_source_key("q_proj.weight_shape") == ("q_proj.weight_shape", None)

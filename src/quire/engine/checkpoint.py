@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +151,7 @@ def load_network(
     headers = _read_headers(folder, config)
     _check_types(folder, config, headers)
     # On the CPU, weights are pages of the mapped files, unless they are made of several tensors or cast.
-    direct = nullcontext() if device.type == "cpu" else reading_to(device)
-    with _reading(str(folder), trust_remote_code), _quiet(), direct:
+    with _reading(str(folder), trust_remote_code), _quiet(), reading_to(device):
         # Weights of other shapes are in the report, by which `_check_report` refuses them.
         network, report = kind.from_pretrained(
             folder,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 KNOWN_VERSIONS = ("5.17", "5.23")
 # Threads that copy tensors to a device. Each waits for the pages of a file that it touches.
 READERS = 8
-# Loads take turns, since they replace a function and a number of a module.
+# Loads take turns, since they replace functions and a number of a module.
 _LOADING = threading.Lock()
 
 
@@ -83,23 +83,69 @@ def conversion_errors(error: BaseException) -> dict[str, str]:
     return {}
 
 
+def conversions_of_parts(
+    conversions: Sequence[Any], parts: Mapping[str, Sequence[str]], read: Callable[[Sequence[Any]], Any]
+) -> list[Any]:
+    """Conversions for a checkpoint that has several tensors for each weight.
+
+    Args:
+        conversions: those of the model, for a checkpoint that has one tensor for each weight.
+        parts: of the weights that may have several, by the ends of their names, the ends of the names of these.
+        read: makes the operation that reads them, of the operations that the weight itself passes through.
+
+    Returns:
+        conversions whose patterns of names end in "$", since in 5.17 a pattern matches the beginning of a name, too.
+    """
+    from transformers.core_model_loading import WeightConverter
+
+    updated = []
+    for conversion in conversions:
+        names = [source.removesuffix("$") for source in conversion._original_source_patterns]
+        last = names[0].rpartition(".")[2]
+        if isinstance(conversion, WeightConverter) and last in parts and all(n.endswith(f".{last}") for n in names):
+            patterns = [f"{name.removesuffix(last)}{part}$" for name in names for part in parts[last]]
+            source, operations = conversion, [read(conversion.operations)]
+            conversion = WeightConverter(patterns, source._original_target_patterns, operations)
+            conversion.scope_prefix, conversion.base_model_prefix = source.scope_prefix, source.base_model_prefix
+        updated.append(conversion)
+    others = [WeightConverter([f"{name}$" for name in names], weight, [read([])]) for weight, names in parts.items()]
+    return updated + others
+
+
 @contextmanager
 def reading_to(device: torch.device) -> Iterator[None]:
-    """Let `from_pretrained`, called in this thread within the context, copy each tensor to a device when it is read, so
-    that tensors made of several others, or dequantized, are computed there. Transformers does so for a `device_map`,
-    which needs accelerate; without one it makes them in the memory of the host.
+    """Let `from_pretrained`, called in this thread within the context, read tensors as Quire needs them.
+
+    It copies each to a device when it is read, so that tensors made of several others, or dequantized, are computed
+    there. Transformers does so for a `device_map`, which needs accelerate; without one it makes them in the memory of
+    the host. On the CPU, it reads as it does anyway. Tensors of fp8, which 5.17 casts to the dtype of the weight, stay
+    as they are.
     """
     from transformers import core_model_loading as loading
 
     with _LOADING:
         caller = threading.get_ident()
-        get_device, readers = loading.get_device, loading.GLOBAL_WORKERS
+        get_device, materialize = loading.get_device, loading.spawn_materialize
+        readers = loading.GLOBAL_WORKERS
 
         def device_of(*args: Any, **options: Any) -> Any:
             return device if threading.get_ident() == caller else get_device(*args, **options)
 
-        loading.get_device, loading.GLOBAL_WORKERS = device_of, READERS
+        def read(pool: Any, tensor: Any, target: Any, dtype: Any, **options: Any) -> Any:
+            is_own = threading.get_ident() == caller
+            return materialize(pool, tensor, target, None if is_own and _is_fp8(tensor) else dtype, **options)
+
+        loading.spawn_materialize = read
+        if device.type != "cpu":
+            loading.get_device, loading.GLOBAL_WORKERS = device_of, READERS
         try:
             yield
         finally:
-            loading.get_device, loading.GLOBAL_WORKERS = get_device, readers
+            loading.get_device, loading.spawn_materialize = get_device, materialize
+            loading.GLOBAL_WORKERS = readers
+
+
+def _is_fp8(tensor: Any) -> bool:
+    """Whether a tensor, or one of a file that is not read yet, is of float8_e4m3fn."""
+    dtype = tensor.get_dtype() if hasattr(tensor, "get_dtype") else tensor.dtype
+    return dtype in ("F8_E4M3", torch.float8_e4m3fn)

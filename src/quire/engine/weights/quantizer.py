@@ -14,6 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quire.engine import moe
+from quire.engine.transformers_internals import conversions_of_parts
 from quire.engine.weights.format import Format
 from quire.engine.weights.layouts import Matrix
 from quire.engine.weights.modules import (
@@ -61,24 +62,14 @@ class Quantizer(HfQuantizer):
     def __init__(self, quantization_config: QuantizerConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self.format, self.device = quantization_config.format, quantization_config.device
-        self.serialized_names = {param: list(names) for param, names in self.format.names.items()}
         # Why weights that should be kept are dequantized, by their names.
         self.dequantized: dict[str, str] = {}
 
-    def get_load_operations(self) -> dict[str, type[ConversionOps]]:
-        """The operation that makes a parameter of the tensors that a checkpoint has for it."""
-        return {"deserialize": ReadWeight, "dequantize": ReadWeight}
-
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """The conversions of a model's weights. Where several are merged, `ReadWeight` does it, which can merge
         weights that stay quantized.
         """
-        updated = super().update_weight_conversions(weight_conversions, model)
-        for conversion in updated:
-            operations = getattr(conversion, "operations", [])
-            if operations and isinstance(operations[0], ReadWeight):
-                conversion.operations = [ReadWeight(self, operations[1:])]
-        return updated
+        return conversions_of_parts(weight_conversions, self.format.names, lambda merging: ReadWeight(self, merging))
 
     def postprocess_model(self, model: Any, **options: Any) -> None:
         """Remove what says that the model is quantized, since no other code has to treat it so."""
@@ -134,44 +125,38 @@ class ReadWeight(ConversionOps):
             model: the model.
         """
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
-        if self.merging:
-            sources = options["source_patterns"]
-            input_dict = {name: input_dict[name] for name in sorted(input_dict, key=sources.index)}
+        sources, (target, *_) = options["source_patterns"], options["target_patterns"]
+        input_dict = {name: input_dict[name] for name in sorted(input_dict, key=sources.index)}
         weights = self._read(input_dict, f"{full_layer_name.rpartition('.')[0]}.", dtype)
         device = self.hf_quantizer.device
         if device is not None and any(isinstance(w, Matrix) for parts in weights.values() for w in parts):
             found = keep(list(weights.values()), full_layer_name, model, self.merging)
             if isinstance(found, nn.Parameter):
-                return {self._target(weights, options): found}
+                return {target: found}
             self.hf_quantizer.dequantized[full_layer_name] = found
         result: dict[str, Any] = {}
-        for target, parts in weights.items():
+        for pattern, parts in weights.items():
             dense = [_dequantized(w, dtype) if isinstance(w, Matrix) else w for w in parts]
-            result[target] = dense if len(dense) > 1 else dense[0]
+            result[pattern if self.merging else target] = dense if len(dense) > 1 else dense[0]
         for operation in self.merging:
             result = operation.convert(result, *args, full_layer_name=full_layer_name, model=model, **options)
         return result
-
-    def _target(self, weights: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-        """The pattern of the name of what weights become."""
-        targets: Sequence[str] = options["target_patterns"]
-        return targets[0] if self.merging else next(iter(weights))
 
     def _read(self, input_dict: dict[str, Any], prefix: str, dtype: torch.dtype) -> dict[str, list[Matrix | Tensor]]:
         """The weights that are merged, by patterns of names, in the order of these."""
         params = {name: param for param, names in self.hf_quantizer.format.names.items() for name in names}
         groups: dict[str, dict[str, list[Tensor]]] = {}
         for pattern, tensors in input_dict.items():
-            stem, dot, name = pattern.rpartition(".")
-            target = f"{stem}{dot}{params[name]}"
-            groups.setdefault(target, {})[name] = tensors if isinstance(tensors, list) else [tensors]
+            stem, dot, name = pattern.removesuffix("$").rpartition(".")
+            weight = f"{stem}{dot}{params[name]}$"
+            groups.setdefault(weight, {})[name] = tensors if isinstance(tensors, list) else [tensors]
         result: dict[str, list[Matrix | Tensor]] = {}
-        for target, lists in groups.items():
+        for weight, lists in groups.items():
             counts = {name: len(tensors) for name, tensors in lists.items()}
             if len(set(counts.values())) > 1:
                 raise ValueError(f"the numbers of tensors differ: {counts}")
             each = [dict(zip(lists, tensors, strict=True)) for tensors in zip(*lists.values(), strict=True)]
-            result[target] = [self._read_one(tensors, prefix, dtype) for tensors in each]
+            result[weight] = [self._read_one(tensors, prefix, dtype) for tensors in each]
         return result
 
     def _read_one(self, tensors: Mapping[str, Tensor], prefix: str, dtype: torch.dtype) -> Matrix | Tensor:
