@@ -284,7 +284,9 @@ def _multiply_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, 
         )
     else:
         kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-        product = F.scaled_mm(rows, codes.T, scales, kinds[0], scale.T, kinds[1], output_dtype=torch.bfloat16)
+        # torch takes scales of blocks in one memory order, in which the engine has them anyway.
+        scale = scale.contiguous().T
+        product = F.scaled_mm(rows, codes.T, scales, kinds[0], scale, kinds[1], output_dtype=torch.bfloat16)
     product = product[: len(x)].to(x.dtype)
     return product if bias is None else product.add_(bias)
 
