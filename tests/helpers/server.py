@@ -17,8 +17,10 @@ from quire.server import create_app, serve
 
 
 @contextmanager
-def served(llm: LLM, port: int = 0, **options: Any) -> Iterator[str]:
-    """The URL of a server for an engine, by uvicorn in a thread; the options are those of `create_app`."""
+def served(llm: LLM, port: int = 0, run: dict[str, Any] | None = None, **options: Any) -> Iterator[str]:
+    """The URL of a server for an engine, by uvicorn in a thread; the options are those of `create_app`, and `run` those
+    of `serve`.
+    """
     servers: list[Any] = []
     ready = threading.Event()
 
@@ -27,11 +29,11 @@ def served(llm: LLM, port: int = 0, **options: Any) -> Iterator[str]:
         ready.set()
 
     app = create_app(llm, **options)
-    thread = threading.Thread(target=serve, args=(app,), kwargs={"port": port, "started": started})
+    thread = threading.Thread(target=serve, args=(app,), kwargs={"port": port, "started": started, **(run or {})})
     thread.start()
     try:
         assert ready.wait(20)
-        yield "http://{}:{}".format(*servers[0].address)
+        yield "{}://{}:{}".format("https" if run and run.get("tls") else "http", *servers[0].address)
     finally:
         for server in servers:
             server.should_exit = True
@@ -40,15 +42,17 @@ def served(llm: LLM, port: int = 0, **options: Any) -> Iterator[str]:
 
 
 @contextmanager
-def serving_process(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving_process(
+    *arguments: str, stdout: int | None = None, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`quire serve` on a free port and the CPU: the process, and the URL that it prints."""
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--device", "cpu", *arguments]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
+    with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stderr is not None
         try:
             lines = []
-            while not (found := re.search(r"http://\S+", lines[-1] if lines else "")):
+            while not (found := re.search(r"https?://\S+", lines[-1] if lines else "")):
                 lines.append(process.stderr.readline())
                 assert lines[-1], "".join(lines)  # the process has ended
             yield process, found[0]

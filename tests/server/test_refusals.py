@@ -180,7 +180,7 @@ def test_a_key_guards_all_but_health_and_documents(guarded):
         assert httpx.get(f"{guarded}/v1/models", headers={"Authorization": f"{scheme} secret"}).status_code == 200
     for wrong in ("Basic secret", "secret", "bearer", "bearer secret x", "bearersecret", "bearer SECRET"):
         assert httpx.get(f"{guarded}/v1/models", headers={"Authorization": wrong}).status_code == 401
-    for path in ("/health", "/openapi.json"):
+    for path in ("/health", "/ping", "/openapi.json"):
         assert httpx.get(guarded + path).status_code == 200
     with openai.OpenAI(base_url=f"{guarded}/v1", api_key="secret", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["tiny-python"]
@@ -198,7 +198,7 @@ def test_other_origins_are_off_unless_allowed(url, guarded):
 
 
 def test_a_missing_package_is_named():
-    code = "import sys; sys.modules['fastapi'] = None\nimport quire.server"
+    code = "import sys; sys.modules['fastapi'] = None\nfrom quire.server import create_app"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'quire-attention[server]'" in done.stderr.splitlines()[-1]
 

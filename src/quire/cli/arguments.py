@@ -10,6 +10,8 @@ from typing import Any
 from quire import __version__
 from quire.distribution import DISTRIBUTION
 from quire.engine.config import EngineConfig
+from quire.server.config import ServerConfig
+from quire.server.limits import ServerLimits
 
 _FILE = "a file of prompts, one per line; if it has lines of nothing but ---, prompts are what stands between them"
 _BENCH = (
@@ -97,36 +99,36 @@ def _sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def _engine(parser: argparse.ArgumentParser) -> None:
-    """The flags of `EngineConfig`. Those that are not given are left out of the arguments."""
-    engine = parser.add_argument_group("engine", argument_default=argparse.SUPPRESS)
-    for option in fields(EngineConfig):
+    """The flags of `EngineConfig`."""
+    _flags(parser, "engine", EngineConfig)
+
+
+def _flags(parser: argparse.ArgumentParser, title: str, config: type[Any]) -> None:
+    """A flag for each field of a dataclass that has a help for it. Those that are not given are left out of the
+    arguments.
+    """
+    group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
+    for option in fields(config):
         flag, settings = option.name.replace("_", "-"), dict(option.metadata)
+        if not settings:
+            continue
         if option.default is True:
-            engine.add_argument(f"--no-{flag}", dest=option.name, action="store_false", **settings)
+            group.add_argument(f"--no-{flag}", dest=option.name, action="store_false", **settings)
         elif option.default is False:
-            engine.add_argument(f"--{flag}", action="store_true", **settings)
+            group.add_argument(f"--{flag}", action="store_true", **settings)
+        elif option.default == ():
+            group.add_argument(f"--{flag}", **settings)
         else:
             shown = "" if option.default is None else f" ({option.default})"
             settings = {"type": type(option.default), **settings, "help": settings["help"] + shown}
-            engine.add_argument(f"--{flag}", **settings)
+            group.add_argument(f"--{flag}", **settings)
 
 
 def _serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=_SERVE)
-    add = parser.add_argument
-    add("model", nargs="?", help=_MODEL)
-    add("--host", default="127.0.0.1", help="where to listen; 0.0.0.0: on all interfaces (127.0.0.1)")
-    add("--port", type=int, default=8000, help="0: a free one (8000)")
-    add("--api-key", metavar="KEY", help="that requests must have; default: QUIRE_API_KEY, if it is set")
-    add("--served-model-name", metavar="NAME", help="default: that of the hub, or the folder's")
-    add("--allowed-origin", action="append", metavar="URL", help="of web pages that may use it (may be given again)")
-    add("--max-queue", type=int, default=1024, metavar="N", help="completions that wait, beyond those that run (1024)")
-    add("--max-n", type=int, default=16, metavar="N", help="completions of each prompt (16)")
-    add("--max-tokens", type=int, metavar="N", help="tokens of a completion; default: what the context allows")
-    add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (4 MiB)")
-    add("--grace", type=float, default=30.0, metavar="SECONDS", help="for requests to finish after SIGTERM (30)")
-    add("--metrics-prefix", default="quire", help='of the names in /metrics; "vllm" for dashboards of vLLM (quire)')
-    add("--log-level", choices=("error", "warning", "info"), default="warning", help="info: each request (warning)")
+    parser.add_argument("model", nargs="?", help=_MODEL)
+    _flags(parser, "server", ServerConfig)
+    _flags(parser, "limits", ServerLimits)
     _engine(parser)
 
 

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.engine.config import EngineConfig
 
+_T = TypeVar("_T")
 INTERRUPTED = 130  # the exit code that shells use for SIGINT
 
 
@@ -82,4 +83,11 @@ def loading() -> Iterator[None]:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration that the arguments of a command give."""
-    return EngineConfig(**{f.name: getattr(args, f.name) for f in fields(EngineConfig) if hasattr(args, f.name)})
+    return config_of(EngineConfig, args)
+
+
+def config_of(kind: type[_T], args: argparse.Namespace) -> _T:
+    """The dataclass whose fields are given by the arguments of a command; lists become tuples."""
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    given = {name: value for name, value in vars(args).items() if name in names}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})

@@ -8,11 +8,12 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from quire.cli.loading import engine_config, loading
+from quire.cli.loading import config_of, engine_config, loading
+from quire.server.config import ServerConfig
+from quire.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from quire.engine import LLM
-    from quire.server import ServerLimits
     from quire.server.run import Server
 
 
@@ -21,40 +22,42 @@ _LONG = 256
 
 
 def run(args: argparse.Namespace) -> int:
+    config, limits = config_of(ServerConfig, args), config_of(ServerLimits, args)
+    keys = config.keys() or [key for key in [os.environ.get("QUIRE_API_KEY")] if key]
     with loading():
-        from quire.server import ServerLimits, bind
-
-        names = ("max_body", "max_queue", "max_n", "max_tokens", "grace")
-        limits = ServerLimits(**{name: getattr(args, name) for name in names})
-    with bind(args.host, args.port) as bound:
-        _serve(args, limits, bound)
+        from quire.server import bind
+    with bind(config.host, config.port) as bound:
+        _serve(args, config, limits, keys, bound)
     return 0
 
 
-def _serve(args: argparse.Namespace, limits: ServerLimits, bound: socket.socket) -> None:
+def _serve(
+    args: argparse.Namespace, config: ServerConfig, limits: ServerLimits, keys: list[str], bound: socket.socket
+) -> None:
     with loading():
         from quire.engine import LLM
         from quire.server import create_app, serve
 
-        key = args.api_key if args.api_key is not None else os.environ.get("QUIRE_API_KEY") or None
         llm = LLM(args.model, engine_config(args))
     with llm:
         app = create_app(
             llm,
-            name=args.served_model_name,
+            name=config.served_model_name,
             limits=limits,
-            api_key=key,
-            allowed_origins=args.allowed_origin or (),
-            metrics_prefix=args.metrics_prefix,
+            api_key=keys,
+            allowed_origins=config.allowed_origin,
+            metrics_prefix=config.metrics_prefix,
         )
         _warm_up(llm)
+        tls = None if config.ssl_certfile is None else (config.ssl_certfile, config.ssl_keyfile)
 
         def started(server: Server) -> None:
             host, port = server.address
             shown = f"[{host}]" if ":" in host else host
-            print(f"quire: serving {app.state.service.name} at http://{shown}:{port}", file=sys.stderr, flush=True)
+            scheme = "http" if tls is None else "https"
+            print(f"quire: serving {app.state.service.name} at {scheme}://{shown}:{port}", file=sys.stderr, flush=True)
 
-        serve(app, bound=bound, log_level=args.log_level, started=started)
+        serve(app, bound=bound, log_level=config.log_level, access_log=config.access_log, tls=tls, started=started)
 
 
 def _warm_up(llm: LLM) -> None:

@@ -29,9 +29,9 @@ from quire.server.unsupported import refuse
 def create_app(
     llm: LLM,
     *,
-    name: str | None = None,
+    name: str | Sequence[str] | None = None,
     limits: ServerLimits | None = None,
-    api_key: str | None = None,
+    api_key: str | Sequence[str] | None = None,
     allowed_origins: Sequence[str] = (),
     metrics_prefix: str = "quire",
 ) -> FastAPI:
@@ -39,24 +39,27 @@ def create_app(
 
     Args:
         llm: the engine; whoever made it closes it.
-        name: of the model; by default that of the engine.
+        name: of the model, or several, of which answers have the first; by default that of the engine.
         limits: what requests may ask for.
-        api_key: that requests must have as "Authorization: Bearer <key>"; None: they need none.
+        api_key: that requests must have as "Authorization: Bearer <key>", or several, of which they must have one;
+            None or empty: they need none.
         allowed_origins: of web pages whose scripts may use the server (CORS); "*" for all.
         metrics_prefix: of the metrics' names.
 
     Raises:
-        ValueError: the key is empty or not ASCII, or the prefix is not a name.
+        ValueError: a name is empty, a key is empty or not ASCII, or the prefix is not a name.
     """
-    if api_key is not None and not (api_key and api_key.isascii()):
+    keys, names = _listed(api_key), _listed(name) or [llm.name]
+    if not all(key and key.isascii() for key in keys):
         raise ValueError("the API key must be a string of one or more ASCII characters")
+    if not all(names):
+        raise ValueError(f"name = {name!r}: a name of the model must have one or more characters")
     if not metrics_prefix.isidentifier():
         raise ValueError(f"metrics_prefix = {metrics_prefix!r}: it must have letters, digits and _ only")
     limits = limits or ServerLimits()
-    name = name or llm.name
     # The pages that FastAPI has for the OpenAPI document load their scripts from a host on the internet.
     app = FastAPI(title="Quire", version=__version__, responses=schemas.ERRORS, docs_url=None, redoc_url=None)
-    app.state.service = Service(llm, name, limits, Metrics(llm, name, metrics_prefix))
+    app.state.service = Service(llm, names, limits, Metrics(llm, names[0], metrics_prefix))
     app.include_router(completions.router)
     app.include_router(chat.router)
     _add_models(app, app.state.service)
@@ -64,7 +67,7 @@ def create_app(
     _add_state(app, app.state.service)
     add_page(app)
     add_handlers(app)
-    app.add_middleware(RequestGuard, limits=limits, api_key=api_key)
+    app.add_middleware(RequestGuard, limits=limits, api_keys=keys)
     if allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(allowed_origins), allow_methods=["*"], allow_headers=["*"]
@@ -72,25 +75,30 @@ def create_app(
     return app
 
 
+def _listed(value: str | Sequence[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
 def _add_models(app: FastAPI, service: Service) -> None:
-    model = {
-        "id": service.name,
+    common = {
         "object": "model",
         "created": service.created,
         "owned_by": "quire",
+        "root": service.name,
         "max_model_len": service.llm.max_len,
     }
+    listed = {name: {"id": name, **common} for name in service.names}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served."""
-        return {"object": "list", "data": [model]}
+        """The model that is served, by each of its names."""
+        return {"object": "list", "data": list(listed.values())}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         """The model of this name."""
         service.check_model(name)
-        return model
+        return listed[name]
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -118,13 +126,33 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)}
 
 
+def _alive(service: Service) -> dict[str, Any]:
+    """The state of a server that accepts requests; an ApiError if it does not."""
+    if service.draining or not service.llm.alive:
+        raise ApiError(503, "the server is being shut down" if service.draining else "the engine has ended")
+    return {"status": "ok"}
+
+
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether requests are accepted; 503 if not."""
-        if service.draining or not service.llm.alive:
-            raise ApiError(503, "the server is being shut down" if service.draining else "the engine has ended")
-        return {"status": "ok"}
+        return _alive(service)
+
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    async def ping() -> dict[str, Any]:
+        """What /health says, where SageMaker asks for it."""
+        return _alive(service)
+
+    @app.get("/version")
+    async def version() -> dict[str, Any]:
+        """The version of Quire."""
+        return {"version": __version__}
+
+    @app.get("/load")
+    async def load() -> dict[str, Any]:
+        """The number of completions that run or wait."""
+        return {"server_load": service.running}
 
     @app.get("/metrics", response_class=Response, responses=schemas.text("Metrics"))
     async def metrics(request: Request) -> Response:

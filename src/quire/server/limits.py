@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from quire.server.config import option
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -30,10 +32,10 @@ class ServerLimits:
         grace: seconds after SIGTERM for requests to finish; those that have not are answered with an error.
     """
 
-    max_body: int = 4 << 20
-    max_queue: int = 1024
-    max_n: int = 16
-    max_tokens: int | None = None
+    max_body: int = option(4 << 20, "of a request", metavar="BYTES")
+    max_queue: int = option(1024, "completions that wait, beyond those that run", metavar="N")
+    max_n: int = option(16, "completions of each prompt", metavar="N")
+    max_tokens: int | None = option(None, "tokens of a completion; default: what the context allows", type=int)
     max_stop: int = 16
     max_stop_length: int = 256
     max_bad_words: int = 256
@@ -46,7 +48,7 @@ class ServerLimits:
     keep_alive: int = 75
     body_timeout: float = 30.0
     send_timeout: float = 60.0
-    grace: float = 30.0
+    grace: float = option(30.0, "for requests to finish after SIGTERM", metavar="SECONDS")
 
     def __post_init__(self) -> None:
         sizes = ("max_body", "max_n", "max_stop", "max_stop_length", "max_bad_words", "max_grammar", "max_grammars")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 
 import anyio
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from quire.server.limits import ServerLimits
 from quire.server.page import PATHS
 
 # These paths are served without the key.
-_OPEN = ("/health", "/openapi.json", *PATHS)
+_OPEN = ("/health", "/ping", "/openapi.json", *PATHS)
 # Of a body that is too large, so many times the largest size are read before the connection is closed.
 _DROPPED = 4
 
@@ -24,12 +25,12 @@ class RequestGuard:
     Args:
         app: the application.
         limits: max_body and body_timeout.
-        api_key: that requests must have as "Authorization: Bearer <key>"; None: they need none.
+        api_keys: of which requests must have one as "Authorization: Bearer <key>"; empty: they need none.
     """
 
-    def __init__(self, app: ASGIApp, limits: ServerLimits, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, limits: ServerLimits, api_keys: Sequence[str]) -> None:
         self._app, self._limits = app, limits
-        self._key = None if api_key is None else api_key.encode()
+        self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,11 +57,13 @@ class RequestGuard:
         await self._app(scope, replay, send)
 
     def _check_key(self, request: Request) -> None:
-        if self._key is None or request.url.path in _OPEN:
+        if not self._keys or request.url.path in _OPEN:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
-        if not right or scheme.lower() != "bearer":
+        key = given.strip().encode("latin-1")
+        # All keys are compared, so that the time does not depend on which one it is.
+        right = [hmac.compare_digest(key, own) for own in self._keys]
+        if not any(right) or scheme.lower() != "bearer":
             message = "the API key is missing or wrong: it belongs into the header Authorization: Bearer <key>"
             headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 import socket
@@ -13,11 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from quire.server.access_log import log_config
 from quire.server.connection import bounded, watch
 from quire.server.limits import ServerLimits
 from quire.server.service import Service
@@ -82,6 +85,8 @@ def serve(
     port: int = 8000,
     bound: socket.socket | None = None,
     log_level: str = "warning",
+    access_log: str | None = None,
+    tls: tuple[Path, Path | None] | None = None,
     started: Callable[[Server], None] | None = None,
 ) -> None:
     """Serve an application of `create_app` until SIGINT or SIGTERM, or until `started`'s server has to exit.
@@ -95,7 +100,10 @@ def serve(
         app: the application.
         host, port: where to listen; port 0 takes a free one.
         bound: a socket of `bind`, which is closed in the end, instead of host and port.
-        log_level: of uvicorn: "info" logs each request.
+        log_level: of uvicorn: "info" logs each request as text.
+        access_log: how each request is logged, whatever the level: "text" or "json"; None: as `log_level` says.
+        tls: the files of the certificate chain and of its private key, in PEM, to speak TLS; None for the key's: it is
+            in the first one.
         started: called with the server when it listens; it has `address` and `should_exit`.
 
     Raises:
@@ -108,7 +116,10 @@ def serve(
     config = uvicorn.Config(
         app,
         log_level=log_level,
-        access_log=log_level in ("info", "debug", "trace"),
+        access_log=access_log is not None or log_level in ("info", "debug", "trace"),
+        log_config=log_config(access_log),
+        ssl_certfile=tls and tls[0],
+        ssl_keyfile=tls and tls[1],
         server_header=False,
         http=bounded(limits),
         ws="none",
@@ -116,6 +127,9 @@ def serve(
         timeout_keep_alive=limits.keep_alive,
         timeout_graceful_shutdown=int(limits.grace + _AFTER),
     )
+    if access_log is not None:
+        # uvicorn has given this log the level of the others, at which lines about requests may be left out.
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     with listener:
         # Another program may have bound to the port, and listen by now.
         with _naming(*listener.getsockname()[:2]):

@@ -30,19 +30,21 @@ class Service:
 
     Args:
         llm: the engine.
-        name: of the model.
+        names: of the model.
         limits: what is accepted at most.
         metrics: what is counted.
 
     Attributes:
+        name: the first of the names, which answers have.
         started, created: the time of the start, in seconds since 1970, as float and as int.
         running: completions that have been admitted and have not ended.
         draining: whether the server is being shut down and admits nothing.
     """
 
-    def __init__(self, llm: LLM, name: str, limits: ServerLimits, metrics: Metrics) -> None:
-        self.llm, self.name = llm, name
-        self.limits, self.metrics = limits, metrics
+    def __init__(self, llm: LLM, names: Sequence[str], limits: ServerLimits, metrics: Metrics) -> None:
+        self.llm, self.limits = llm, limits
+        self.names, self.name = tuple(names), names[0]
+        self.metrics = metrics
         self.started = time.time()
         self.created = int(self.started)
         self.running, self.draining = 0, False
@@ -59,8 +61,9 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raise the ApiError for a request to another model."""
-        if model is not None and model != self.name:
-            raise ApiError(404, f"there is no model {model!r}: this is {self.name!r}", "model", "model_not_found")
+        if model is not None and model not in self.names:
+            shown = " or ".join(map(repr, self.names))
+            raise ApiError(404, f"there is no model {model!r}: this is {shown}", "model", "model_not_found")
 
     @property
     def tokenizer(self) -> Any:

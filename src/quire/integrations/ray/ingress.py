@@ -49,7 +49,9 @@ class Ingress:
             Route("/{path:path}", _Forward(self._engine, settings)),
         ]
         add_handlers(app)
-        app.add_middleware(RequestGuard, limits=settings.limits, api_key=settings.api_key)
+        app.add_middleware(
+            RequestGuard, limits=settings.limits, api_keys=() if settings.api_key is None else (settings.api_key,)
+        )
         if settings.allowed_origins:
             app.add_middleware(
                 CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]

@@ -1,0 +1,96 @@
+"""What `quire serve` takes besides the engine's configuration: names, keys, TLS and logs.
+
+The command line derives its flags from it before anything is loaded, so it imports neither FastAPI nor torch.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+def option(default: Any, help: str, **flag: Any) -> Any:
+    """A field with the help of its flag, and the arguments of `add_argument` that its default does not imply."""
+    return field(default=default, metadata={"help": help, **flag})
+
+
+def _several(metavar: str, help: str) -> Any:
+    return option((), f"{help} (may be given again)", action="append", metavar=metavar)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """Where and as what a server is reached.
+
+    Attributes:
+        host, port: where to listen; port 0 takes a free one.
+        served_model_name: names of the model, of which answers have the first; by default that of the hub, or of the
+            folder.
+        api_key: keys of which requests must have one.
+        api_key_file: a file of further keys, one per line; lines that are empty or begin with # are skipped.
+        allowed_origin: of web pages whose scripts may use the server (CORS); "*" for all.
+        metrics_prefix: of the metrics' names.
+        log_level: of uvicorn: "info" logs each request as text.
+        access_log: how each request is logged: "text" or "json"; None: as `log_level` says.
+        ssl_certfile: a file with the certificate chain, in PEM, with which the server speaks TLS.
+        ssl_keyfile: a file with the private key of the certificate; by default it is in `ssl_certfile`.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: a file is not what it should be; the message has the field's name.
+    """
+
+    host: str = option("127.0.0.1", "where to listen; 0.0.0.0: on all interfaces")
+    port: int = option(8000, "0: a free one")
+    served_model_name: tuple[str, ...] = _several("NAME", "default: that of the hub, or the folder's")
+    api_key: tuple[str, ...] = _several("KEY", "that requests must have; default: QUIRE_API_KEY, if it is set")
+    api_key_file: Path | None = option(None, "further keys, one per line", type=Path, metavar="FILE")
+    allowed_origin: tuple[str, ...] = _several("URL", "of web pages that may use it")
+    metrics_prefix: str = option("quire", 'of the names in /metrics; "vllm" for dashboards of vLLM')
+    log_level: Literal["error", "warning", "info"] = option(
+        "warning", "info: each request", choices=("error", "warning", "info")
+    )
+    access_log: Literal["text", "json"] | None = option(
+        None, "each request, in lines of this form", type=str, choices=("text", "json")
+    )
+    ssl_certfile: Path | None = option(None, "certificates in PEM: serve https", type=Path, metavar="FILE")
+    ssl_keyfile: Path | None = option(None, "their private key, if it is not there", type=Path, metavar="FILE")
+
+    def __post_init__(self) -> None:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError(f"ssl_keyfile = {str(self.ssl_keyfile)!r}: it needs ssl_certfile, the certificate's file")
+        if self.ssl_certfile is not None:
+            # A wrong file is an error before the model is loaded.
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            except ssl.SSLError as error:
+                files = f"ssl_certfile = {str(self.ssl_certfile)!r}, ssl_keyfile = {str(self.ssl_keyfile or '')!r}"
+                raise ValueError(f"{files}: they are not a certificate and its key in PEM ({error})") from None
+            except OSError as error:
+                raise _unreadable("ssl_certfile or ssl_keyfile", error.filename, error) from None
+
+    def keys(self) -> list[str]:
+        """The keys of `api_key` and of `api_key_file`; empty if neither is given.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it has no keys.
+        """
+        keys = list(self.api_key)
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+            except OSError as error:
+                raise _unreadable("api_key_file", self.api_key_file, error) from None
+            listed = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+            if not listed:
+                raise ValueError(f"api_key_file = {str(self.api_key_file)!r}: it has no keys, which belong into lines")
+            keys += listed
+        return keys
+
+
+def _unreadable(name: str, file: Any, error: OSError) -> OSError:
+    where = "" if file is None else f" = {str(file)!r}"
+    return type(error)(f"{name}{where}: it can't be read: {error.strerror or error}")
