@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
 from helpers import quantized
-from helpers.checkpoints import change_weights, save
+from helpers.checkpoints import change_weights
 from quire.bench.batches import relative_error
 from quire.engine import LLM, SamplingParams
 from quire.engine.config import EngineConfig
@@ -30,28 +30,12 @@ from quire.engine.weights.modules import (
 )
 from quire.steps import group_by_expert
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CPU = torch.device("cpu")
 KEPT = EngineConfig(dequantize=False)
 PROMPTS = [[1, 2, 3], [7] * 20]
 # Formats of linear layers that kernels multiply by, but for columns in groups of 32 with 8 bits.
 LINEAR = [name for name in quantized.FORMATS if name not in ("mxfp4", "gptq 8 bits")]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return save("llama", tmp_path_factory.mktemp("llama"), **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory):
-    return save("mixtral", tmp_path_factory.mktemp("mixtral"), **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory):
-    return save("gpt-oss", tmp_path_factory.mktemp("gpt-oss"), **SHAPE | {"num_hidden_layers": 4})
 
 
 # Of each layout, the kind, the rows and columns of a block (0: all), and whether there are zero points.

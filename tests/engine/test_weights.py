@@ -11,30 +11,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
 from helpers import quantized
-from helpers.checkpoints import change_config, change_weights, save
+from helpers.checkpoints import change_config, change_weights
 from quire.engine import LLM, SamplingParams
 from quire.engine.config import EngineConfig
 from quire.engine.load import load_model
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CPU = torch.device("cpu")
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return save("llama", tmp_path_factory.mktemp("llama"), **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory):
-    return save("mixtral", tmp_path_factory.mktemp("mixtral"), **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory):
-    return save("gpt-oss", tmp_path_factory.mktemp("gpt-oss"), **SHAPE | {"num_hidden_layers": 4})
 
 
 def check_same(folder, dense):
