@@ -162,7 +162,7 @@ def transformers(result: dict[str, Any]) -> str:
     """
     runs = result["runs"]
     names = [name for name in runs[0] if name != "cell"]
-    unit, key = ("µs per layer", "us") if "us" in runs[0]["quire"] else ("ms", "ms")
+    unit, key = ("µs per layer", "us") if result["operation"].endswith("layers") else ("ms", "ms")
     lines = [
         f"{result['device']}, Transformers {result['transformers']}, torch {result['torch']}, "
         f"triton {result['triton']}, {result['date']}; {unit}:\n",
@@ -171,7 +171,8 @@ def transformers(result: dict[str, Any]) -> str:
     ]
     for one in runs:
         times = [f"{one[name][key]:,.1f}" if key in one[name] else "no result" for name in names]
-        ratio = f"{one['sdpa'][key] / one['quire'][key]:.2f} times as fast as sdpa"
+        is_comparable = key in one["quire"] and key in one["sdpa"]
+        ratio = f"{one['sdpa'][key] / one['quire'][key]:.2f} times as fast as sdpa" if is_comparable else ""
         lines.append(f"| {one['cell']} | {' | '.join(times)} | {ratio} |")
     return "\n".join(lines) + "\n"
 
