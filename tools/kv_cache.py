@@ -68,7 +68,7 @@ def log_probs(model: Model, texts: list[list[int]], **cache: Any) -> Tensor:
 
 
 def difference(exact: Tensor, other: Tensor) -> dict[str, float]:
-    """The divergence of distributions from the exact ones, in nats, and how often the likeliest tokens are equal."""
+    """The divergence of distributions from the exact ones, in nats, and how often the most likely tokens are equal."""
     divergence = (exact.exp() * (exact - other)).sum(-1)
     return {
         "mean_kl": float(divergence.mean()),

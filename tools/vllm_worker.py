@@ -140,15 +140,15 @@ class Engine:
         return self.decode(self.prompts(lengths_of(cell, Random(1)), 1))
 
     def check(self, seed: int) -> list[dict[str, Any]]:
-        """Greedy tokens of prompts of many lengths that run together, and the likeliest tokens of each step."""
+        """Greedy tokens of prompts of many lengths that run together, and the most likely tokens of each step."""
         lengths = [1, 17, 64, 100, 333, 1000, 2047, 4200]
         params = self.vllm.SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False, logprobs=5)
         inputs = [{"prompt_token_ids": prompt} for prompt in self.prompts(lengths, seed)]
         answers = []
         for output in self.llm.generate(inputs, params, use_tqdm=False):
             one = output.outputs[0]
-            likeliest = [{str(token): x.logprob for token, x in at.items()} for at in one.logprobs]
-            answers.append({"tokens": list(one.token_ids), "logprobs": likeliest})
+            top_logprobs = [{str(token): x.logprob for token, x in at.items()} for at in one.logprobs]
+            answers.append({"tokens": list(one.token_ids), "logprobs": top_logprobs})
         return answers
 
     def profile(self, cell: str) -> list[dict[str, Any]]:

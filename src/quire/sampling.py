@@ -7,7 +7,7 @@ promises.
 
 Tokens that are equally likely are kept or dropped together: top-k keeps the tokens that fewer than k are likelier than,
 top-p those that likelier ones with together less than p precede, min-p those at least min_p times as likely as the
-likeliest. The likeliest are always kept, and tokens without probability are never drawn.
+most likely. The most likely are always kept, and tokens without probability are never drawn.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Logprobs(NamedTuple):
 
     Attributes:
         logprobs: float32 [rows], of the tokens.
-        top_tokens, top_logprobs: int32 and float32 [rows, num_logprobs], the likeliest tokens in descending order,
+        top_tokens, top_logprobs: int32 and float32 [rows, num_logprobs], the most likely tokens in descending order,
             equal ones in the order of the vocabulary; -1 and -inf where no token is left.
     """
 
@@ -163,7 +163,7 @@ def softmax(logits: Tensor, temperature: float | Tensor | None = None, enable_pd
 
     Args:
         logits: float32, bfloat16 or float16 [rows, vocab], any strides with the last one 1.
-        temperature: a number, a tensor with one per row, or None for 1. At 0, the likeliest tokens share everything.
+        temperature: a number, a tensor with one per row, or None for 1. At 0, the most likely tokens share everything.
         enable_pdl: accepted, without effect.
 
     Returns:
@@ -173,9 +173,9 @@ def softmax(logits: Tensor, temperature: float | Tensor | None = None, enable_pd
         ValueError: an argument that does not fit; in grad mode, logits that require grad.
     """
     check_rows(logits, "logits")
-    heat = parameter(1.0 if temperature is None else temperature, "temperature", len(logits), logits.device, 0)
+    temperatures = parameter(1.0 if temperature is None else temperature, "temperature", len(logits), logits.device, 0)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    transform_rows(out, logits, heat[0], None, None, heat[1], 0, 1.0, "softmax")
+    transform_rows(out, logits, temperatures[0], None, None, temperatures[1], 0, 1.0, "softmax")
     return out
 
 
@@ -249,7 +249,7 @@ def min_p_sampling_from_probs(
     generator: torch.Generator | None = None, check_nan: bool = False, seed: int | Tensor | None = None,
     offset: int | Tensor | None = None, return_valid: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`sampling_from_probs` of the tokens at least min_p times as likely as the likeliest.
+    """`sampling_from_probs` of the tokens at least min_p times as likely as the most likely.
 
     min_p: a number, or a floating-point tensor [rows].
     """
@@ -396,39 +396,39 @@ def sample(
 
     Args:
         logits: float32, bfloat16 or float16 [rows, vocab], any strides with the last one 1.
-        temperature: a number or a tensor [rows]; 0: the first of the likeliest tokens.
+        temperature: a number or a tensor [rows]; 0: the first of the most likely tokens.
         top_k: an integer from 1 on, an int32 or int64 tensor [rows], where less than 1 means all tokens, or None.
         top_p, min_p: a number or a tensor [rows].
         seed, offset, generator: as in `sampling_from_probs`, with one seed per row. An engine gives a request one seed,
             and as the offset the number of its tokens so far.
         penalties: see `Penalties`; None: none, which saves a copy of the logits.
-        num_logprobs: how many of the likeliest tokens to report, and log-probabilities, of the logits before penalties
-            and temperature; 0: only those of the tokens drawn; None: none.
+        num_logprobs: how many of the most likely tokens to report, and log-probabilities, of the logits before
+            penalties and temperature; 0: only those of the tokens drawn; None: none.
 
     Raises:
         ValueError: an argument that does not fit; in grad mode, logits that require grad.
     """
     check_rows(logits, "logits")
     rows, device = len(logits), logits.device
-    heat = parameter(temperature, "temperature", rows, device, 0)
+    t = parameter(temperature, "temperature", rows, device, 0)
     k = (None, 0) if top_k is None else parameter(top_k, "top_k", rows, device, 1, whole=True)
     p, m = parameter(top_p, "top_p", rows, device, 0), parameter(min_p, "min_p", rows, device, 0)
     seeds, offsets, first, second = random_state(seed, offset, generator, rows, device)
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
     valid = torch.empty(rows, dtype=torch.bool, device=device)
     x = logits if penalties is None else penalties.apply(logits)
-    tensors, values = (heat[0], k[0], p[0], m[0], seeds, offsets), (heat[1], int(k[1]), p[1], m[1], first, second)
+    tensors, values = (t[0], k[0], p[0], m[0], seeds, offsets), (t[1], int(k[1]), p[1], m[1], first, second)
     sample_rows(tokens, valid, x, None, *tensors, *values, True, False, True)
     return Sampled(tokens, valid, *(() if num_logprobs is None else token_logprobs(logits, tokens, num_logprobs)))
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_logprobs: int = 0) -> Logprobs:
-    """Log-probabilities of given tokens, and of the likeliest ones.
+    """Log-probabilities of given tokens, and of the most likely ones.
 
     Args:
         logits: float32, bfloat16 or float16 [rows, vocab], any strides with the last one 1.
         tokens: int32 or int64 [rows], from 0 to vocab - 1.
-        num_logprobs: how many of the likeliest tokens to report.
+        num_logprobs: how many of the most likely tokens to report.
 
     Raises:
         ValueError: an argument that does not fit; in grad mode, logits that require grad.

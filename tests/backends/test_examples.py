@@ -112,7 +112,7 @@ def reference():
 
 
 def check(reference, completions):
-    """Assert that each token is the likeliest after those before it, and as likely as the driver says."""
+    """Assert that each token is the most likely after those before it, and as likely as the driver says."""
     rows = [torch.tensor(done.prompt_token_ids + done.token_ids) for done in completions]
     # A causal model's logits do not depend on the padding after a row.
     with torch.inference_mode():

@@ -153,10 +153,10 @@ def test_logprobs_beside_a_regex_are_those_of_all_tokens(folder):
     with LLM(folder) as llm:
         free = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=1, logprobs=5))[0]
         bound = llm.generate(PROMPTS[1], SamplingParams(temperature=0, logprobs=5, regex="[0-9]{3}"))[0]
-    likeliest = {token: free.logprobs[0][token] for token in list(free.logprobs[0])[:5]}
+    top_logprobs = {token: free.logprobs[0][token] for token in list(free.logprobs[0])[:5]}
     assert bound.text.isdecimal()
-    reported = {token: value for token, value in bound.logprobs[0].items() if token in likeliest}
-    assert reported == pytest.approx(likeliest, abs=1e-4)
+    reported = {token: value for token, value in bound.logprobs[0].items() if token in top_logprobs}
+    assert reported == pytest.approx(top_logprobs, abs=1e-4)
     assert bound.token_ids[0] in bound.logprobs[0]
 
 

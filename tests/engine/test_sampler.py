@@ -33,7 +33,7 @@ def logits(rng):
     return torch.randn(VOCAB) * 2
 
 
-def test_sampler_with_temperature_0_takes_the_likeliest(logits):
+def test_sampler_with_temperature_0_takes_the_most_likely_token(logits):
     assert draw(logits, 3, temperature=0) == [int(logits.argmax())] * 3
 
 
@@ -48,7 +48,7 @@ def test_sampler_with_a_temperature_follows_its_distribution(logits, temperature
     assert chi2 < freedom + 6 * math.sqrt(2 * freedom) + 10  # six standard deviations
 
 
-def test_sampler_with_top_k_takes_one_of_the_k_likeliest(logits):
+def test_sampler_with_top_k_takes_one_of_the_k_most_likely_tokens(logits):
     best = set(logits.topk(4).indices.tolist())
     assert set(draw(logits, 3000, top_k=4, temperature=5.0)) == best
     assert len(set(draw(logits, 3000, top_k=-1, temperature=50.0))) == VOCAB

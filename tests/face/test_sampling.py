@@ -47,11 +47,11 @@ def assert_same_row(got, wanted, tolerance):
 def test_softmax(dtype, device):
     for vocab in VOCABS:
         x = strided(rows("peaked", 3, vocab), device, dtype)
-        heat = torch.tensor([0.3, 1.0, 4.0])
-        for temperature in (None, 0.7, heat):
-            out = sampling.softmax(x, temperature if temperature is not heat else heat.to(device))
+        temperatures = torch.tensor([0.3, 1.0, 4.0])
+        for temperature in (None, 0.7, temperatures):
+            out = sampling.softmax(x, temperature if temperature is not temperatures else temperatures.to(device))
             assert out.dtype == torch.float32
-            for i, t in enumerate(heat.tolist() if temperature is heat else [temperature or 1.0] * 3):
+            for i, t in enumerate(temperatures.tolist() if temperature is temperatures else [temperature or 1.0] * 3):
                 torch.testing.assert_close(out[i].cpu().double(), weights(x[i], True, t), rtol=2e-5, atol=1e-9)
     cold = sampling.softmax(torch.tensor([[1.0, 3.0, 3.0, 2.0]], device=device), 0.0)
     assert cold.tolist() == [[0, 0.5, 0.5, 0]]
@@ -175,8 +175,8 @@ def test_no_rows(device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_first_of_the_likeliest_tokens(dtype, device, rng):
-    """Rows in any number of parts, with ties within a part and across parts, and rows that have no likeliest token."""
+def test_sample_with_temperature_0_takes_the_first_of_the_most_likely_tokens(dtype, device, rng):
+    """Rows in any number of parts, with ties within a part and across parts, and rows without a most likely token."""
     for vocab in (*VOCABS, 4096, 4097, rng.randint(2, 9000)):
         x = torch.randn(7, vocab)
         x[1] = rng.choice((0.0, -3.5))

@@ -110,15 +110,16 @@ def test_a_row_does_not_depend_on_its_batch(device):
         x = rows("peaked", 7, vocab).to(device)
         seed = torch.randint(-(2**62), 2**62, (7,), device=device)
         offset = torch.arange(7, device=device) * 2**33
-        heat = torch.rand(7, device=device) * 2
-        whole = sampling.sample(x, heat, 30, 0.95, seed=seed, offset=offset).tokens
-        assert torch.equal(whole, sampling.sample(x, heat, 30, 0.95, seed=seed, offset=offset).tokens)
+        temperatures = torch.rand(7, device=device) * 2
+        whole = sampling.sample(x, temperatures, 30, 0.95, seed=seed, offset=offset).tokens
+        assert torch.equal(whole, sampling.sample(x, temperatures, 30, 0.95, seed=seed, offset=offset).tokens)
         order = torch.randperm(7, device=device)
-        mixed = sampling.sample(x[order], heat[order], 30, 0.95, seed=seed[order], offset=offset[order]).tokens
+        mixed = sampling.sample(x[order], temperatures[order], 30, 0.95, seed=seed[order], offset=offset[order]).tokens
         assert torch.equal(mixed, whole[order])
         for i in range(7):
             one = slice(i, i + 1)
-            assert sampling.sample(x[one], heat[one], 30, 0.95, seed=seed[one], offset=offset[one]).tokens == whole[i]
+            alone = sampling.sample(x[one], temperatures[one], 30, 0.95, seed=seed[one], offset=offset[one]).tokens
+            assert alone == whole[i]
 
 
 @pytest.mark.interpret
@@ -129,8 +130,8 @@ def test_seeds_give_one_token_on_all_devices(device, monkeypatch):
     for vocab in (1, 40, 3000, 10_000):
         x = rows("flat", 8, vocab) * 2
         seed, k = torch.randint(2**62, (8,)), torch.tensor([0, 1, 5, 60, 100, 1500, 7, 0])
-        p, heat = torch.rand(8), torch.rand(8) * 2 * (torch.arange(8) > 0)
-        given = (heat, k, p), {"seed": seed, "offset": seed % 5}
+        p, temperatures = torch.rand(8), torch.rand(8) * 2 * (torch.arange(8) > 0)
+        given = (temperatures, k, p), {"seed": seed, "offset": seed % 5}
         results = []
         for where in (device, "cpu"):
             if where == "cpu" and results:

@@ -197,7 +197,7 @@ def test_log_probabilities_of_prompts_have_the_form_of_vllm(llm, client, count):
 
 
 def test_log_probabilities_of_prompts_beside_those_of_an_echo(llm, client):
-    """Each report has its own number of likeliest tokens."""
+    """Each report has its own number of most likely tokens."""
     (expected,) = llm.generate(PROMPT, params({}, prompt_logprobs=5))
     choice = complete(client, prompt_logprobs=1, logprobs=5, echo=True, max_tokens=1).choices[0]
     assert choice.prompt_logprobs == expected_report(llm, expected, 1)
@@ -272,7 +272,7 @@ def test_tokens_that_are_parts_of_characters_have_their_own_bytes(llm, client, r
     assert halves > 0
 
 
-def test_offsets_and_likeliest_tokens_of_texts_with_broken_characters(llm, client, rng):
+def test_offsets_and_top_logprobs_of_texts_with_broken_characters(llm, client, rng):
     """Streamed or not, with an echo or not, and with a stop string."""
     prompt = "s = 'naïve 日本語 🙂🙃'\n"
     own, special = TokenBytes(llm.model.tokenizer), llm.model.tokenizer.all_special_ids

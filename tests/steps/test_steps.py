@@ -223,7 +223,7 @@ def test_names_of_fp8():
 @pytest.mark.interpret(dtype=[torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [9, 9000])
-def test_likeliest_tokens(device, dtype, vocab):
+def test_most_likely_tokens(device, dtype, vocab):
     """The first of equal ones, and what is not finite, in rows that do not lie one after another."""
     whole = torch.randn(8, vocab + 3, device=device).to(dtype)
     logits = whole[:, :vocab]

@@ -66,7 +66,7 @@ def _generate(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="a JSON object per prompt, and one for the summary")
 
     sampling = _sampling(parser)
-    sampling.add_argument("--logprobs", type=int, metavar="N", help="with --json: those of the N likeliest tokens")
+    sampling.add_argument("--logprobs", type=int, metavar="N", help="with --json: those of the N most likely tokens")
     _engine(parser)
 
 
@@ -84,10 +84,10 @@ def _chat(commands: Any) -> None:
 def _sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     sampling = parser.add_argument_group("sampling", _SAMPLING, argument_default=argparse.SUPPRESS)
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most (128)")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0: from all (0)")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token (0)")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens; 0: of all (0)")
     sampling.add_argument("--top-p", type=float, metavar="P", help="from those that have this probability together (1)")
-    sampling.add_argument("--min-p", type=float, metavar="P", help="from those so likely beside the likeliest (0)")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="from those so likely beside the most likely (0)")
     sampling.add_argument("--seed", type=int, help="makes samples repeat")
     sampling.add_argument("--repetition-penalty", type=float, metavar="R", help="on tokens of prompt and output (1)")
     sampling.add_argument("--presence-penalty", type=float, metavar="R", help="on tokens of the output (0)")

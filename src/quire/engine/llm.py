@@ -37,10 +37,10 @@ class Completion:
         text: the text of the output, without the stop string or end token that ended it; "" without a tokenizer.
         token_ids: the tokens of the output, with the end token if there was one.
         finish_reason: "stop", "length", "cancelled" or "error"; None in a stream that has not ended.
-        logprobs: for each output token, its log-probability and those of the likeliest tokens, if requested.
+        logprobs: for each output token, its log-probability and those of the most likely tokens, if requested.
         num_cached_tokens: the number of tokens of the prompt whose keys and values were in the cache already.
         error: the type and message of the exception, if finish_reason is "error".
-        prompt_logprobs: for each token of the prompt, its log-probability and those of the likeliest tokens, if
+        prompt_logprobs: for each token of the prompt, its log-probability and those of the most likely tokens, if
             requested; None for the first token. Each element of a stream has the whole list.
         prompt_ranks: with prompt_logprobs, one more than the number of tokens that are likelier than each token of the
             prompt; None for the first token.

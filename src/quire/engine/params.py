@@ -97,12 +97,12 @@ class SamplingParams:
     the checkpoint does not set them either, the default in parentheses.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token (greedy). None: the checkpoint's (0; checkpoints
+        temperature: divides the logits; 0 takes the most likely token (greedy). None: the checkpoint's (0; checkpoints
             that do not set do_sample are greedy).
-        top_k: sample from the k likeliest tokens only; 0 or -1: from all. None: the checkpoint's (0).
-        top_p: sample from the likeliest tokens that together have this probability; 1: from all. None: the
+        top_k: sample from the k most likely tokens only; 0 or -1: from all. None: the checkpoint's (0).
+        top_p: sample from the most likely tokens that together have this probability; 1: from all. None: the
             checkpoint's (1).
-        min_p: sample from tokens at least this fraction as likely as the likeliest. None: the checkpoint's (0).
+        min_p: sample from tokens at least this fraction as likely as the most likely. None: the checkpoint's (0).
         seed: makes the samples of the request reproducible, in any batch; None: they differ each time. From -2**63 to
             2**64 - 1, as for torch.
         repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output. None:
@@ -121,10 +121,10 @@ class SamplingParams:
         allowed_token_ids: the only tokens that are sampled. None: all.
         bad_words: texts that are not generated: where the output ends with all tokens of a text but the last, the last
             one is not sampled. Each text is tokenized as it is, and with a space before it.
-        logprobs: report log-probabilities of the chosen token and of this number of likeliest tokens, before
+        logprobs: report log-probabilities of the chosen token and of this number of most likely tokens, before
             temperature and penalties; None: report none.
         prompt_logprobs: report log-probabilities of each token of the prompt but the first, given those before it, and
-            of this number of likeliest tokens; None: report none. Such a prompt is computed anew, without the tokens
+            of this number of most likely tokens; None: report none. Such a prompt is computed anew, without the tokens
             that are in the cache.
         truncate_prompt_tokens: use only so many tokens of a longer prompt, the last ones; -1: as many as leave room for
             max_tokens. None: all.

@@ -61,7 +61,7 @@ class Request:
         matcher: follows the output through the request's grammar; None: there is no grammar.
         rules: biases and forbidden tokens; None: there are none.
         needs_last_tokens: whether penalties or rules depend on the tokens of prompt or output.
-        plain: whether the likeliest token is taken as it is, without a grammar, rules, penalties or reports.
+        plain: whether the most likely token is taken as it is, without a grammar, rules, penalties or reports.
         final_only: whether the sink needs no update but the last one: others are left out, but for those with
             log-probabilities.
         lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last

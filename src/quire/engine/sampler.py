@@ -64,7 +64,7 @@ class SampledTokens:
         return self._host[0].tolist()
 
     def logprobs(self) -> list[dict[int, float] | None] | None:
-        """For each request, the log-probabilities of its token and of the likeliest ones, or None; None if no request
+        """For each request, the log-probabilities of its token and of the most likely ones, or None; None if no request
         wants them.
         """
         if len(self._host) == 1:
@@ -97,7 +97,7 @@ class SamplingBatch:
 
     Attributes:
         index: int64 [rows], the index in its output of the token that each row samples next.
-        logprobs: how many likeliest tokens are reported; None: no report.
+        logprobs: how many most likely tokens are reported; None: no report.
     """
 
     def __init__(

@@ -137,19 +137,19 @@ def sample_rows(
     if not len(tokens):
         return
     x, rows = x.float(), len(x)
-    heat = _column(temperature, temperature_value, rows, torch.float64)
-    first = (heat <= 0) & greedy
+    temperatures = _column(temperature, temperature_value, rows, torch.float64)
+    first = (temperatures <= 0) & greedy
     chosen = x.argmax(-1)
     if bool(first.all()):
         good = x.gather(1, chosen[:, None])[:, 0].isfinite()
         picked = chosen if indices is None else chosen[indices]
     else:
-        weights = _weigh(x, heat, logits)
+        weights = _weigh(x, temperatures, logits)
         total = weights.sum(-1)
         good = (total > 0) & total.isfinite()
         k = _column(top_k, top_k_value, rows, torch.int64).masked_fill(first, 1)
         p = _column(top_p, top_p_value, rows, torch.float64).masked_fill(first, 1)
-        kept = _kept(x, weights, heat, k, p, _column(min_p, min_p_value, rows, torch.float64), logits, joint)
+        kept = _kept(x, weights, temperatures, k, p, _column(min_p, min_p_value, rows, torch.float64), logits, joint)
         sums = weights.where(kept, 0).cumsum(-1)
         u = uniform(*_numbers(seed, seed_value, offset, offset_value, len(tokens)))
         picked = _invert(sums, u, indices)
@@ -225,10 +225,10 @@ def transform_rows(
     if not x.numel():
         return
     x, (rows, logits) = x.float(), (len(x), kind != "probs")
-    heat = _column(temperature, temperature_value, rows, torch.float64)
-    weights = _weigh(x, heat, logits)
+    temperatures = _column(temperature, temperature_value, rows, torch.float64)
+    weights = _weigh(x, temperatures, logits)
     k, p = _column(top_k, top_k_value, rows, torch.int64), _column(top_p, top_p_value, rows, torch.float64)
-    kept = _kept(x, weights, heat, k, p, torch.zeros(rows, 1), logits, True) | weights.isnan()
+    kept = _kept(x, weights, temperatures, k, p, torch.zeros(rows, 1), logits, True) | weights.isnan()
     if kind == "mask":
         out.copy_(torch.where(kept, x, -torch.inf))
     else:
@@ -285,7 +285,7 @@ def penalise_logits(
 
 @operation("report_logprobs", "logprobs", "top_tokens", "top_logprobs")
 def report_logprobs(logprobs: Tensor, top_tokens: Tensor, top_logprobs: Tensor, logits: Tensor, tokens: Tensor) -> None:
-    """Log-probabilities of tokens, int [rows], and of the likeliest [rows, n] of logits [rows, vocab], in descending
+    """Log-probabilities of tokens, int [rows], and of the most likely [rows, n] of logits [rows, vocab], in descending
     order, those of equal logits in the order of the vocabulary. Tokens that have none, whose logit is -inf, are -1.
     """
     if on_triton(logits.device):

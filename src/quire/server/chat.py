@@ -95,7 +95,7 @@ class _ChatFormatter:
     Args:
         service: has the model's name and tokens' texts.
         body: says what is reported.
-        logprobs: likeliest tokens to report; None: no report.
+        logprobs: most likely tokens to report; None: no report.
     """
 
     chunk_object = "chat.completion.chunk"
@@ -139,8 +139,8 @@ class _ChatFormatter:
             return None
         content = []
         for token, report in zip(part.token_ids, part.logprobs or (), strict=True):
-            likeliest = list(report.items())[: self._logprobs]
-            top = [self._one(other, value) for other, value in likeliest]
+            top_logprobs = list(report.items())[: self._logprobs]
+            top = [self._one(other, value) for other, value in top_logprobs]
             content.append({**self._one(token, report[token]), "top_logprobs": top})
         return {"content": content, "refusal": None}
 

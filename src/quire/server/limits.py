@@ -21,7 +21,7 @@ class ServerLimits:
         max_bad_words: texts that a completion must not have; each has at most max_stop_length characters.
         max_grammar: characters of a JSON schema, a regular expression or a grammar.
         max_grammars: different ones that are compiled or wait for it, one at a time; more are answered 429.
-        max_logprobs: likeliest tokens that are reported for each token.
+        max_logprobs: most likely tokens that are reported for each token.
         max_connections: open connections; beyond them the one that has been without a request longest is closed.
         max_head: bytes of a request's line and headers, unless they arrive in one piece, of 256 KiB at most.
         header_timeout: seconds for these to arrive, after the connection was made or after the first of them.

@@ -34,7 +34,7 @@ class SamplingBody(BaseModel):
 
     # Extra fields are kept, so that they can be refused by name.
     model_config = ConfigDict(extra="allow")
-    # The field that has the number of likeliest tokens.
+    # The field that has the number of most likely tokens.
     logprobs_field: ClassVar[str] = "logprobs"
     # The largest number of tokens of a completion if the body does not give one.
     default_tokens: ClassVar[int | None] = None
@@ -94,7 +94,7 @@ class SamplingBody(BaseModel):
 
         Args:
             limits: of the server.
-            logprobs, prompt_logprobs: likeliest tokens to report.
+            logprobs, prompt_logprobs: most likely tokens to report.
 
         Raises:
             ApiError: a field is invalid, beyond a limit or not supported.

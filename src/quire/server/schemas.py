@@ -45,7 +45,7 @@ class Logprob(BaseModel):
     decoded_token: str
 
 
-# For each token of a prompt but the first: its log-probability, and those of the likeliest tokens, by token id.
+# For each token of a prompt but the first: its log-probability, and those of the most likely tokens, by token id.
 PromptLogprobs = list[dict[str, Logprob] | None] | None
 
 

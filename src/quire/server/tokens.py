@@ -31,7 +31,7 @@ def id_name(token: int) -> str:
 
 
 def limited(report: Mapping[int, float], count: int, token: int) -> dict[int, float]:
-    """The first `count` log-probabilities of a report, the likeliest first, and that of its token."""
+    """The first `count` log-probabilities of a report, the most likely first, and that of its token."""
     return {other: value for i, (other, value) in enumerate(report.items()) if i < count or other == token}
 
 

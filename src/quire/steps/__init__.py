@@ -1,5 +1,5 @@
 """Code that the engine and serving backends share: tables of a step, writes to the cache, plans, buffers of graphs,
-products of single tokens, of experts and with quantized weights, the choice of experts, and the likeliest tokens of
+products of single tokens, of experts and with quantized weights, the choice of experts, and the most likely tokens of
 logits.
 
 A scheduler knows each request's length, its number of new tokens and its pages. `StepTables` turns that into the

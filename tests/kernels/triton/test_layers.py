@@ -118,7 +118,7 @@ def test_products_of_experts(target):
 
 
 @main_architectures
-def test_likeliest_tokens(target):
+def test_most_likely_tokens(target):
     from quire.kernels.triton.greedy import first_largest_part, greedy_config, largest_of_parts
 
     for vocab in (1000, 151_936):

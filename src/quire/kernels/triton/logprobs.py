@@ -94,7 +94,7 @@ def report_rows(
     x, maxima, sums, tokens, logprobs, top_tokens, top_logprobs, x_row, vocab, chunks, count,
     padded: tl.constexpr,
 ):  # fmt: skip
-    """Log-probabilities of a row's token and of its `count` likeliest. Of the chunk that the last one came from, the
+    """Log-probabilities of a row's token and of its `count` most likely. Of the chunk that the last one came from, the
     next is read; of the others, the maximum is known.
     """
     row = tl.program_id(0).to(tl.int64)

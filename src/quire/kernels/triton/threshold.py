@@ -33,7 +33,7 @@ class RowConfig:
     tile: int  # chunks in registers at a time
     logits: bool  # whether rows hold logits, not probabilities
     joint: bool  # whether top-p refers to all tokens, not to those that top-k keeps
-    greedy: bool  # whether a temperature of 0 means the first of the likeliest tokens
+    greedy: bool  # whether a temperature of 0 means the first of the most likely tokens
     grain: int  # keys of the rows' dtype are multiples of this
 
 
