@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.definition.checks import check
 from quire.definition.tensors import check_optional, check_tensor, check_tensors
 from quire.kernels.sampling import penalise_logits, report_logprobs, sample_rows, transform_rows, verify_drafts
-from quire.wrappers.sampling import INTS, check_rows, parameter, random_state
+from quire.wrappers.sampling_checks import INTS, check_rows, parameter, random_state
 
 __all__ = [
     "Logprobs",

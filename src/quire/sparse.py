@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.definition.blocks import VariableBlocks, as_pages, fixed_blocks, mask_by_rows
+from quire.definition.block_sparse import VariableBlocks, as_pages, fixed_blocks, mask_by_rows
 from quire.definition.checks import check, is_int
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.tensors import check_optional, check_tensors

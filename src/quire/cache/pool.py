@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.cache.allocator import OutOfPages, PageAllocator
-from quire.cache.blocks import copy_blocks
+from quire.cache.block_copies import copy_blocks
 from quire.definition.checks import as_dtype
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.tensors import check_layout, check_tensor, split_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.definition.blocks import mask_by_rows
+from quire.definition.block_sparse import mask_by_rows
 from quire.definition.checks import check
 from quire.definition.masks import byte_indptr, pack_bits, pack_segments
 from quire.kernels.ops import on_triton, operation

@@ -32,7 +32,7 @@ from quire.backends.vllm.metadata import (
     infer_global_hyperparameters,
 )
 from quire.backends.vllm.state import FLASHINFER_WORKSPACE_BUFFER_SIZE, FlashInferState
-from quire.cache import blocks
+from quire.cache import block_copies
 from quire.definition.tensors import check_layout
 from quire.steps import fp8_dtype
 
@@ -107,13 +107,13 @@ class FlashInferBackend:
 
     @staticmethod
     def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) -> None:
-        """Copy pages of one cache to another: see `quire.cache.blocks.swap_blocks`."""
-        blocks.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
+        """Copy pages of one cache to another: see `quire.cache.block_copies.swap_blocks`."""
+        block_copies.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
 
     @staticmethod
     def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
-        """Copy pages within each of several caches: see `quire.cache.blocks.copy_blocks`."""
-        blocks.copy_blocks(kv_caches, src_to_dists)
+        """Copy pages within each of several caches: see `quire.cache.block_copies.copy_blocks`."""
+        block_copies.copy_blocks(kv_caches, src_to_dists)
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_pipeline
-from quire.kernels.hopper.prefill.blocks import BlockInfos, allocate_block_infos, first_block
+from quire.kernels.hopper.prefill.block_info import BlockInfos, allocate_block_infos, first_block
 from quire.kernels.hopper.schedule import Tables, select
 from quire.kernels.hopper.tile_scheduler import tile_scheduler
 

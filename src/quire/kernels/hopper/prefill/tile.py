@@ -21,7 +21,7 @@ from quire.kernels.hopper.combine import TilePartials
 from quire.kernels.hopper.epilogue import Output
 from quire.kernels.hopper.mask import BatchMask, RowMask
 from quire.kernels.hopper.pipeline import PipelineState
-from quire.kernels.hopper.prefill.blocks import block_info
+from quire.kernels.hopper.prefill.block_info import block_info
 from quire.kernels.hopper.prefill.load import KVPipeline, row_layout
 from quire.kernels.hopper.softmax import LOG2E, SoftmaxState, exponent_base, next_m, rescale, scaled_sums
 from quire.kernels.hopper.tile_scheduler import WorkTilePipeline
