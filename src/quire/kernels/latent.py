@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROUP = 128  # consecutive elements of a token that share a scale
+# So many consecutive elements of a token share a scale.
+GROUP = 128
 
 
 def dequantize(cache: Tensor, scales: Tensor | float, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,8 @@ from numba.core import event
 # Kernels run one at a time, each on all threads, because concurrent ones abort Numba's workqueue threading layer.
 _one_at_a_time = threading.Lock()
 _compiled: set[tuple[str, str]] = set()
-_lost_threads = False  # whether this process was forked from one whose kernels ran in threads of GNU OpenMP
+# A process that was forked from one whose kernels ran in threads of GNU OpenMP lacks these threads.
+_lost_threads = False
 
 
 def _after_fork() -> None:

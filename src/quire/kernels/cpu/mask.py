@@ -23,10 +23,14 @@ class MaskArguments(NamedTuple):
     A new kind of mask is a field here, and a bound in `row_range` or a condition in `visible_to_all` and `apply_mask`.
     """
 
-    window_left: int  # keys to the left of the query's position that it sees; -1: all
-    window_right: int  # keys to the right of it, 0 for causal attention; -1: all
-    mask: np.ndarray  # uint8: packed bits; empty without a custom mask
-    mask_start: np.ndarray  # int64 [batch]: first byte of the request's bits
+    # A query sees so many keys to the left of its position; -1: all.
+    window_left: int
+    # It sees so many keys to the right of its position: 0 for causal attention; -1: all.
+    window_right: int
+    # These are packed bits, uint8. The array is empty without a custom mask.
+    mask: np.ndarray
+    # The bits of a request begin at this byte: int64 [batch].
+    mask_start: np.ndarray
 
 
 _NO_BITS = np.zeros(0, np.uint8), np.zeros(0, np.int64)

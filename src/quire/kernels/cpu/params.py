@@ -22,35 +22,46 @@ class _Params(NamedTuple):
     Logits are in base 2, so that scale, slopes, sinks and cap come multiplied by log2(e).
     """
 
-    q: np.ndarray  # uint8
-    k: np.ndarray  # uint8
-    v: np.ndarray  # uint8
-    out: np.ndarray  # uint8
+    # q, k, v and out are uint8, whatever the tensors' dtypes.
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    out: np.ndarray
     q_storage: int
     kv_storage: int
     out_storage: int
-    lse: np.ndarray  # float32 [tokens * heads]
-    q_strides: np.ndarray  # int64 [2]: token, head
-    k_strides: np.ndarray  # int64 [3]: page, token, head
-    v_strides: np.ndarray  # int64 [3]: page, token, head
-    out_strides: np.ndarray  # int64 [2]: token, head
-    q_start: np.ndarray  # int64 [batch]: first query token in q
-    q_len: np.ndarray  # int64 [batch]
-    kv_start: np.ndarray  # int64 [batch]: first entry of kv_indices
-    kv_len: np.ndarray  # int64 [batch]
-    kv_indices: np.ndarray  # int32: page ids
+    # This is float32 [tokens * heads].
+    lse: np.ndarray
+    # Strides are int64: [2] for token and head of q and out, [3] for page, token and head of k and v.
+    q_strides: np.ndarray
+    k_strides: np.ndarray
+    v_strides: np.ndarray
+    out_strides: np.ndarray
+    # The queries of a request are q_len tokens of q from q_start on: int64 [batch].
+    q_start: np.ndarray
+    q_len: np.ndarray
+    # The page ids of a request begin at entry kv_start of kv_indices, and hold kv_len keys: int64 [batch].
+    kv_start: np.ndarray
+    kv_len: np.ndarray
+    # Page ids are int32.
+    kv_indices: np.ndarray
     page_size: int
     num_pages: int
     num_kv_heads: int
-    group: int  # query heads per KV head
+    # A KV head has so many query heads.
+    group: int
     dim_qk: int
     dim_vo: int
-    scale: np.ndarray  # float32 [heads]: sm_scale times the scales of q and k
-    v_scale: np.ndarray  # float32 [heads]
-    slopes: np.ndarray  # float32 [heads]; empty without ALiBi
-    sinks: np.ndarray  # float32 [heads]; empty without sinks
-    cap: float  # 0: no soft cap
-    rope: np.ndarray  # float32 [positions * dim_qk]: cosines, then sines, of each position; empty without ROPE_LLAMA
+    # scale is sm_scale times the scales of q and k. It and the next three are float32 [heads].
+    scale: np.ndarray
+    v_scale: np.ndarray
+    # There are no slopes without ALiBi, and no sinks in a layer that has none: the arrays are empty.
+    slopes: np.ndarray
+    sinks: np.ndarray
+    # At 0, logits have no soft cap.
+    cap: float
+    # Each position has its cosines, then its sines: float32 [positions * dim_qk], empty without ROPE_LLAMA.
+    rope: np.ndarray
 
 
 Params = cast("Any", namedtuple("Params", (*_Params._fields, *MaskArguments._fields)))

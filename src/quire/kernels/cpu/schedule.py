@@ -16,11 +16,16 @@ from numba.extending import register_jitable
 from quire.kernels.cpu.mask import key_range
 from quire.kernels.cpu.simd import WIDE
 
-BLOCK = 32  # keys in a block of `stream`
-ROWS = 4  # query rows that share a loaded key in `stream`
-PANEL = 4 * WIDE  # query rows in a panel of `tile`
-TILE_ROWS = 256  # query rows in a tile of `tile`, in whole panels; more if one query token has more
-TILE_KEYS = 128  # keys in a tile of `tile`
+# `stream` takes blocks of so many keys.
+BLOCK = 32
+# In `stream`, so many query rows share a loaded key.
+ROWS = 4
+# A panel of `tile` has so many query rows.
+PANEL = 4 * WIDE
+# A tile of `tile` has so many query rows, in whole panels; more if one query token has more.
+TILE_ROWS = 256
+# A tile of `tile` has so many keys.
+TILE_KEYS = 128
 
 
 @register_jitable

@@ -19,7 +19,8 @@ from quire.kernels.family import Family
 from quire.kernels.gpu.tma import TmaMatrix, descriptors
 from quire.kernels.gpu.triton_internals import INTERPRETED, direct_launch, has_direct_launch
 
-NUM_ALIGNED = 6  # leading tensors of a launch whose alignment a kernel is compiled for
+# A kernel is compiled for the alignment of so many leading tensors of its launch.
+NUM_ALIGNED = 6
 
 
 @lru_cache

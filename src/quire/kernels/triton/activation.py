@@ -13,7 +13,8 @@ from triton import language as tl
 from quire.kernels.gpu.launch import SmallLauncher
 from quire.kernels.triton.fp8 import convert, mantissa_bits, storage
 
-BLOCK = 1024  # elements of a program
+# A program computes so many elements.
+BLOCK = 1024
 _HALF_ROOT = tl.constexpr(math.sqrt(0.5))
 _ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
 
@@ -22,12 +23,16 @@ _ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
 class ActivationConfig:
     """The constants that the kernel is compiled for."""
 
-    dim: int  # elements of an output row
-    block: int  # elements of a row that a program computes
-    block_rows: int  # rows of a program
-    kind: str  # silu, gelu or gelu_tanh
-    mantissa: int  # mantissa bits of fp8 outputs, 0 for other dtypes
-    num_warps: int = BLOCK // 256  # one thread for 8 elements, which are two loads of bfloat16
+    # An output row has so many elements, of which a program computes `block`, in each of `block_rows` rows.
+    dim: int
+    block: int
+    block_rows: int
+    # The function is silu, gelu or gelu_tanh.
+    kind: str
+    # Outputs in fp8 have so many mantissa bits; 0: outputs have another dtype.
+    mantissa: int
+    # One thread computes 8 elements, which are two loads of bfloat16.
+    num_warps: int = BLOCK // 256
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,8 @@ from quire.definition.spec import FLOATS8, AttentionSpec
 from quire.kernels.gpu.triton_internals import INTERPRETED
 from quire.kernels.triton.mask import MaskKinds
 
-INVARIANT_SPLIT = 512  # keys of a work unit in batch-invariant mode
+# In batch-invariant mode, a work unit has so many keys, whatever the batch.
+INVARIANT_SPLIT = 512
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 

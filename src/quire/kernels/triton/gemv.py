@@ -21,11 +21,14 @@ from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_f
 class GemvConfig:
     """The constants that the kernel is compiled for."""
 
-    size: int  # elements of a row
-    block: int  # elements of a row that are loaded at a time
-    rows: int  # rows of the matrix that a program multiplies
+    # A row has so many elements, of which `block` are loaded at a time.
+    size: int
+    block: int
+    # A program multiplies so many rows of the matrix.
+    rows: int
     num_warps: int
-    launch_pdl: bool  # whether the launch overlaps the one before
+    # If true, the launch overlaps the one before.
+    launch_pdl: bool
 
 
 @lru_cache(maxsize=1024)

@@ -14,7 +14,8 @@ from triton import language as tl
 
 from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_for_launch_before
 
-PART = 4096  # elements
+# Rows are searched in parts of so many elements.
+PART = 4096
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class GreedyConfig:
     # Parts of a row, padded to a power of two.
     parts: int
     num_warps: int
-    launch_pdl: bool  # whether a launch overlaps the one before
+    # If true, a launch overlaps the one before.
+    launch_pdl: bool
 
 
 @lru_cache(maxsize=1024)

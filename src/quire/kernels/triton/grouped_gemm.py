@@ -22,19 +22,24 @@ from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_f
 class GroupConfig:
     """The constants that `group_rows` is compiled for."""
 
-    block: int  # elements of `experts` that are loaded at a time
+    # So many elements of `experts` are loaded at a time.
+    block: int
     num_warps: int
-    launch_pdl: bool  # whether the launch overlaps the one before
+    # If true, the launch overlaps the one before.
+    launch_pdl: bool
 
 
 @dataclass(frozen=True)
 class GemmConfig:
     """The constants that `multiply_groups` is compiled for."""
 
-    padded_experts: int  # the number of experts, rounded up to a power of two
-    block_m: int  # sorted rows of a program, all of one expert
-    block_n: int  # rows of the expert's weight that it multiplies
-    block_k: int  # elements of these rows that are loaded at a time
+    # This is the number of experts, rounded up to a power of two.
+    padded_experts: int
+    # A program multiplies block_m sorted rows, all of one expert, by block_n rows of the expert's weight.
+    block_m: int
+    block_n: int
+    # So many elements of these rows are loaded at a time.
+    block_k: int
     num_stages: int
     num_warps: int
     launch_pdl: bool

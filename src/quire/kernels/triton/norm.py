@@ -20,24 +20,35 @@ from quire.kernels.gpu.launch import SmallLauncher
 from quire.kernels.triton.fp8 import convert, mantissa_bits, storage
 from quire.kernels.triton.threshold import running_programs
 
-BLOCK = 16384  # the largest row that stays in registers: 16 elements of a thread
-LOOP = 8192  # elements of a longer row that are loaded at a time
-SHORT = 2048  # elements of a program's rows, where several fit
-AHEAD = 8192  # elements of a program's rows, if it loads the next ones ahead
-MAX_WARPS = 32 if torch.version.hip is None else 16  # 1024 threads
+# The largest row that stays in registers has so many elements: 16 for each thread.
+BLOCK = 16384
+# Of a longer row, so many elements are loaded at a time.
+LOOP = 8192
+# Where several rows fit into a program, they have so many elements together.
+SHORT = 2048
+# If a program loads the next rows ahead, its rows have so many elements together.
+AHEAD = 8192
+# These are the warps of 1024 threads.
+MAX_WARPS = 32 if torch.version.hip is None else 16
 
 
 @dataclass(frozen=True)
 class NormConfig:
     """The constants that the kernel is compiled for."""
 
-    dim: int  # elements of a row
-    block: int  # elements of a row that are loaded at a time
-    block_rows: int  # rows of a program
-    weight_bias: float  # added to weights
-    center: bool  # whether the mean is subtracted: layer norm
-    mantissa: int  # mantissa bits of fp8 outputs, 0 for other dtypes
-    ahead: bool  # whether programs compute several tiles of rows, and load the next one ahead
+    # A row has so many elements, of which `block` are loaded at a time.
+    dim: int
+    block: int
+    # A program computes so many rows at a time.
+    block_rows: int
+    # This is added to weights.
+    weight_bias: float
+    # If true, the mean is subtracted, as in layer norm.
+    center: bool
+    # Outputs in fp8 have so many mantissa bits; 0: outputs have another dtype.
+    mantissa: int
+    # If true, programs compute several tiles of rows, and load the next one ahead.
+    ahead: bool
 
     @property
     def num_warps(self) -> int:

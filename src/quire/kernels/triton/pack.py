@@ -7,7 +7,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-BLOCK = 256  # bytes that one program writes
+# One program writes so many bytes.
+BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["length", "count", "segments", "steps"])

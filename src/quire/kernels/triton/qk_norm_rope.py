@@ -25,16 +25,23 @@ PAIRS = 512
 class HeadConfig:
     """The constants that the kernel is compiled for, of the heads of queries or of those of keys and values."""
 
-    dim: int  # elements of a query's or key's head
-    dim_v: int  # elements of a value's head
-    half: int  # pairs of a head that are rotated
-    block_half: int  # half, padded to a power of two
-    block_rest: int  # elements of a head that are not rotated, padded to a power of two; 0 if there are none
-    block_copy: int  # elements of a value's head that are copied at a time
-    block_heads: int  # heads of a program
+    # A query's or key's head has `dim` elements, and a value's head has `dim_v`.
+    dim: int
+    dim_v: int
+    # So many pairs of a head are rotated. block_half is this number, padded to a power of two.
+    half: int
+    block_half: int
+    # So many elements of a head, padded to a power of two, are not rotated; 0 if all are.
+    block_rest: int
+    # So many elements of a value's head are copied at a time.
+    block_copy: int
+    # A program computes so many heads.
+    block_heads: int
     interleave: bool
-    weight_bias: float  # added to weights
-    mantissa: int  # mantissa bits of an fp8 output, 0 for other dtypes
+    # This is added to weights.
+    weight_bias: float
+    # Outputs in fp8 have so many mantissa bits; 0: outputs have another dtype.
+    mantissa: int
 
     @property
     def num_warps(self) -> int:

@@ -14,22 +14,30 @@ from triton import language as tl
 
 from quire.kernels.triton.fp8 import convert, mantissa_bits
 
-STEP = tl.constexpr(2 * math.pi / 2**32)  # radians in 2**-32 of a full rotation
-FULL = 1024  # tokens from which on one program per token fills a GPU
+# These are the radians in 2**-32 of a full rotation.
+STEP = tl.constexpr(2 * math.pi / 2**32)
+# From so many tokens on, one program per token fills a GPU.
+FULL = 1024
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """The constants that the kernel is compiled for."""
 
-    half: int  # pairs of a head that are rotated
-    rest: int  # elements of a head that are copied
-    dim_v: int  # elements of a value's head
-    block_half: int  # half, padded to a power of two
-    block_heads: int  # heads of a block
-    block_copy: int  # elements of a head that are copied at a time
+    # So many pairs of a head are rotated, and `rest` elements are copied.
+    half: int
+    rest: int
+    # A value's head has so many elements.
+    dim_v: int
+    # This is `half`, padded to a power of two.
+    block_half: int
+    # A block has so many heads.
+    block_heads: int
+    # So many elements of a head are copied at a time.
+    block_copy: int
     interleave: bool
-    mantissa: int  # mantissa bits of fp8 outputs, 0 for other dtypes
+    # Outputs in fp8 have so many mantissa bits; 0: outputs have another dtype.
+    mantissa: int
 
     @property
     def num_warps(self) -> int:

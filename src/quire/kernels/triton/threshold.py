@@ -19,22 +19,31 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-CHUNK = tl.constexpr(64)  # tokens of a chunk
-TILE = 64  # chunks in registers at a time
-ALL = tl.constexpr(2**31 - 1)  # a count that no row reaches
-LOWEST = tl.constexpr(-0x7F800000)  # the key of -inf
+# A chunk has so many tokens.
+CHUNK = tl.constexpr(64)
+# So many chunks are in registers at a time.
+TILE = 64
+# No row has so many tokens.
+ALL = tl.constexpr(2**31 - 1)
+# This is the key of -inf.
+LOWEST = tl.constexpr(-0x7F800000)
 
 
 @dataclass(frozen=True)
 class RowConfig:
     """The constants that the kernels are compiled for."""
 
-    chunks: int  # chunks of a row, padded to a power of two
-    tile: int  # chunks in registers at a time
-    logits: bool  # whether rows hold logits, not probabilities
-    joint: bool  # whether top-p refers to all tokens, not to those that top-k keeps
-    greedy: bool  # whether a temperature of 0 means the first of the most likely tokens
-    grain: int  # keys of the rows' dtype are multiples of this
+    # A row has so many chunks, padded to a power of two, of which `tile` are in registers at a time.
+    chunks: int
+    tile: int
+    # If true, rows hold logits; otherwise they hold probabilities.
+    logits: bool
+    # If true, top-p refers to all tokens, not to those that top-k keeps.
+    joint: bool
+    # If true, a temperature of 0 means the first of the most likely tokens.
+    greedy: bool
+    # Keys of the rows' dtype are multiples of this.
+    grain: int
 
 
 def launch_options(hip: bool) -> dict[str, int]:

@@ -18,9 +18,11 @@ class TopKConfig:
     """The constants that the kernel is compiled for."""
 
     k: int
-    block: int  # elements of a row, rounded up to a power of two
+    # This is the number of elements of a row, rounded up to a power of two.
+    block: int
     num_warps: int
-    launch_pdl: bool  # whether the launch overlaps the one before
+    # If true, the launch overlaps the one before.
+    launch_pdl: bool
 
 
 @lru_cache(maxsize=1024)

@@ -88,7 +88,8 @@ def consume_invariant(tables, queries, pipeline, partials, output, span, c: gl.c
             for i in range(u, end):
                 start, stop = gl.maximum(tile.kv_start, i * unit_size), gl.minimum(tile.kv_end, (i + 1) * unit_size)
                 unit, kv_state = attend_keys(queries, rows, pipeline, kv_state, start, stop)
-                if not whole_tiles:  # noqa: SIM102, "and" would generate code for partial states of whole tiles
+                # With "and" in place of the inner condition, whole tiles would get code for partial states, too.
+                if not whole_tiles:  # noqa: SIM102
                     if group_owner < span.program:
                         _store_slot(partials, _unit_slot(i, group_owner, c), transposed(unit, c), 0, row_end)
                 group = _merge_columns(group, unit, c)

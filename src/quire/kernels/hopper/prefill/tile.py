@@ -352,7 +352,8 @@ class PrefillConsumer:
     def finish(self, tile, state):
         """Combine a tile's SoftmaxState with those of other programs, if its keys are split, and write the rows."""
         complete = True
-        if self.config.scheduler.split:  # noqa: SIM102, "and" would generate code for partial states
+        # With "and" in place of the inner condition, code for partial states would be generated without a split, too.
+        if self.config.scheduler.split:  # noqa: SIM102
             if tile.load("splits") > 1:
                 complete, state = self.partials.combine(state, tile, self.index)
         if complete:
