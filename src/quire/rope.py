@@ -331,7 +331,8 @@ def rope_quantize_fp8(
     return outs[0], outs[1], outs[2], outs[3]
 
 
-mla_rope_quantize_fp8 = rope_quantize_fp8  # FlashInfer's older name
+# FlashInfer's older name is kept for its callers.
+mla_rope_quantize_fp8 = rope_quantize_fp8
 
 
 def rope_quantize_fp8_append_paged_kv_cache(

@@ -322,7 +322,8 @@ def top_k_mask_logits(logits: Tensor, top_k: int | Tensor) -> Tensor:
     return _top_k(logits, "logits", top_k, "mask")
 
 
-top_p_renorm_prob, top_k_renorm_prob = top_p_renorm_probs, top_k_renorm_probs  # FlashInfer's older names
+# FlashInfer's older names are kept for their callers.
+top_p_renorm_prob, top_k_renorm_prob = top_p_renorm_probs, top_k_renorm_probs
 
 
 def chain_speculative_sampling(

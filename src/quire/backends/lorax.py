@@ -46,7 +46,8 @@ __all__ = [
     "use_prefill_with_paged_kv_state",
 ]
 
-WORKSPACE_SIZE = 128 << 20  # bytes
+# Sizes of workspaces count bytes.
+WORKSPACE_SIZE = 128 << 20
 
 # Arguments of `forward` that `run` does not have, and their names in `AttentionSpec`.
 _PLANNED = {

@@ -18,9 +18,12 @@ from quire.definition import oracle
 
 Plan = Callable[[], None]
 Run = Callable[[Tensor, Tensor], Tensor]
-_MAX_ROWS = 128  # query tokens of a piece of a sample
-_MAX_PAIRS = 1 << 19  # query tokens times keys of a piece of a sample, if that is more than one token
-_MIN_HEADS = 8  # query heads of a sample, at least one of each KV head
+# A piece of a sample has at most so many query tokens.
+_MAX_ROWS = 128
+# If it has more than one token, its query tokens times its keys are at most so many.
+_MAX_PAIRS = 1 << 19
+# A sample has at least so many query heads, and at least one of each KV head.
+_MIN_HEADS = 8
 
 
 def prepared(

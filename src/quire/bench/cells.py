@@ -34,7 +34,8 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
-Group = tuple[int, int, int]  # a number of requests, and the new tokens and the keys of each
+# A group is a number of requests, and the new tokens and the keys of each.
+Group = tuple[int, int, int]
 _HEADS = {"mha": (32, 32), "gqa4": (32, 8), "gqa8": (64, 8)}
 
 
@@ -90,7 +91,8 @@ class Cell:
         try:
             cell = cls(words[0], **values)
             cell._check(chunk)
-            cell.spec  # noqa: B018 - AttentionSpec validates heads and sizes
+            # AttentionSpec validates heads and sizes.
+            cell.spec  # noqa: B018
         except ValueError as error:
             raise ValueError(f"cell {text!r}: {error}") from None
         return cell

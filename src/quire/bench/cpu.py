@@ -44,7 +44,8 @@ PREFILL = (
     "prefill p16 32x128",
     "prefill p16 4x256@2k",
 )
-_MAX_DENSE = 8 << 30  # bytes of dense copies
+# Dense copies take at most so many bytes.
+_MAX_DENSE = 8 << 30
 Run = Callable[[], Any]
 
 

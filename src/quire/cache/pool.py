@@ -20,8 +20,10 @@ from quire.page import append_paged_kv_cache, get_batch_indices_positions
 @dataclass
 class _Sequence:
     pages: list[int] = field(default_factory=list)
-    length: int = 0  # committed tokens
-    pending: int = 0  # reserved tokens, not committed yet
+    # These tokens are committed.
+    length: int = 0
+    # These tokens are reserved, and not committed yet.
+    pending: int = 0
 
 
 def _check_count(num_tokens: int, sequence: int) -> None:

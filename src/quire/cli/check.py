@@ -21,7 +21,8 @@ from quire.kernels.call import Call
 
 _PLAIN = attention_spec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=64, q_dtype=torch.float16)
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
-LSE_BOUND = 2e-5  # absolute; the logits are of order 1 to 100
+# This bound is absolute, since the logits are of order 1 to 100.
+LSE_BOUND = 2e-5
 _LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "not causal": {"causal": False},

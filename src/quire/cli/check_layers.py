@@ -13,7 +13,8 @@ from torch import Tensor
 from quire import activation, norm, sampling
 from quire.bench.batches import relative_error
 
-BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 6e-4}  # relative
+# These bounds are relative.
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 6e-4}
 _EPS = 1e-6
 
 

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from quire.engine.config import EngineConfig
 
 _T = TypeVar("_T")
-INTERRUPTED = 130  # the exit code that shells use for SIGINT
+# Shells use this exit code for SIGINT.
+INTERRUPTED = 130
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -20,7 +20,8 @@ from quire.compat.unsupported import NAMES, unsupported
 
 __all__ = ["FLASHINFER_VERSION", "install", "path", "uninstall"]
 
-FLASHINFER_VERSION = "0.7.2"  # the version whose names and meanings Quire has
+# Quire has the names and meanings of this version.
+FLASHINFER_VERSION = "0.7.2"
 
 _JIT, _UNSUPPORTED = "quire.compat.jit", "quire.compat.unsupported"
 _IGNORED = "quire.compat.ignored"

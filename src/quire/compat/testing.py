@@ -39,8 +39,10 @@ __all__ = [
 ]
 
 _BF16 = torch.bfloat16
-_WARM_UP = 3  # calls before a graph is captured, which compile kernels and allocate memory
-_COLD = 5  # the size of all copies of a tensor, in L2 caches, so that none is in the cache when it is used again
+# So many calls run before a graph is captured, which compile kernels and allocate memory.
+_WARM_UP = 3
+# All copies of the tensors fill the L2 cache so many times, so that none is in it when it is used again.
+_COLD = 5
 
 
 def bench_gpu_time(
@@ -189,7 +191,8 @@ def _capture(fn: Callable[..., Any], calls: list[tuple[Sequence[Any], dict[str, 
     with torch.cuda.graph(graph):
         for args, kwargs in calls:
             fn(*args, **kwargs)
-    graph._calls = calls  # type: ignore[attr-defined]  # keeps the arguments alive
+    # A replay reads the arguments, which would be freed if nothing referred to them.
+    graph._calls = calls  # type: ignore[attr-defined]
     return graph
 
 

@@ -138,7 +138,8 @@ def check_tensor(
     if not isinstance(x, Tensor):
         check_tensors(**{name: x})
     fits = x.ndim == len(shape)
-    for size, want in zip(x.shape, shape):  # noqa: B905  (lengths have been compared)
+    # The lengths have been compared, so zip need not be strict.
+    for size, want in zip(x.shape, shape):  # noqa: B905
         fits = fits and (want is None or size == want)
     if not fits:
         wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"

@@ -27,7 +27,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     if body.logprobs is not None or body.prompt_logprobs is not None or body.echo:
-        service.tokenizer  # noqa: B018 - tokens are reported as text
+        # Tokens are reported as text, which the property refuses without a tokenizer.
+        service.tokenizer  # noqa: B018
     # Echoes have the prompt's log-probabilities.
     scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
     most_scored = max((count for count in scored if count is not None), default=None)

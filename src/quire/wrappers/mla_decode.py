@@ -16,7 +16,8 @@ from quire.wrappers.planner import Planner
 
 __all__ = ["BatchDecodeMlaWithPagedKVCacheWrapper"]
 
-_KPE = 64  # elements of a rotated key
+# A rotated key has so many elements.
+_KPE = 64
 
 
 class BatchDecodeMlaWithPagedKVCacheWrapper(LatentWrapper):

@@ -204,7 +204,8 @@ class Planner:
             longer = plan.with_tables(qo, kv)._replace(max_q_len=max_q_len, family=family)
             self._current = longer.with_memory(self._workspace)
         own, self._qo_indptr_buf = self.__dict__, qo.indptr
-        for name, x in zip(self._kv_buffers, kv.tables):  # noqa: B905  (strict takes longer)
+        # A strict zip would take longer.
+        for name, x in zip(self._kv_buffers, kv.tables):  # noqa: B905
             own[name] = x
         return True
 

@@ -23,7 +23,8 @@ from quire.definition.spec import FLOATS8
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.steps import GraphBuffers, Heads, workspace
 
-WORKSPACE = 128 << 20  # bytes
+# This size counts bytes.
+WORKSPACE = 128 << 20
 
 
 def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:

@@ -26,7 +26,8 @@ from quire.server.middleware import RequestGuard
 
 # The fields of a request's scope that a replica gets.
 _SCOPE = ("type", "method", "scheme", "path", "root_path", "query_string", "headers")
-_METRICS_TIMEOUT = 5.0  # seconds for replicas to report
+# Replicas have so many seconds to report.
+_METRICS_TIMEOUT = 5.0
 
 
 class Ingress:

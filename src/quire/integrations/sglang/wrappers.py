@@ -11,7 +11,8 @@ from quire.integrations.sglang.tables import PageBuffers, QueryRows
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.steps import workspace
 
-_WORKSPACE = 128 << 20  # bytes
+# This size counts bytes.
+_WORKSPACE = 128 << 20
 
 
 class WrapperPool:
