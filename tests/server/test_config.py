@@ -17,6 +17,7 @@ pytest.importorskip("openai")
 
 import openai
 
+from helpers.checkpoints import with_chat_template
 from helpers.server import served, serving_process
 from quire import __version__
 from quire.cli.arguments import parser
@@ -31,6 +32,7 @@ VALUES = {
     "served_model_name": (("a", "b"), ["--served-model-name", "a", "--served-model-name", "b"]),
     "api_key": (("k", "l"), ["--api-key", "k", "--api-key", "l"]),
     "api_key_file": (None, []),
+    "chat_template": ("{{ x }}", ["--chat-template", "{{ x }}"]),
     "allowed_origin": (("http://a",), ["--allowed-origin", "http://a"]),
     "metrics_prefix": ("vllm", ["--metrics-prefix", "vllm"]),
     "log_level": ("info", ["--log-level", "info"]),
@@ -141,6 +143,34 @@ def test_tls_wrong_files_are_named_before_the_model_is_loaded(tls, tmp_path, cap
         (["--ssl-certfile", str(tmp_path / "none")], "it can't be read: No such file"),
     ):
         assert main(["serve", "/nowhere", "--port", "0", *given]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_serve_chat_template_of_file_or_text_replaces_the_checkpoints(tmp_path):
+    folder = with_chat_template(tmp_path / "model", "the checkpoint's")
+    text = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
+    file = tmp_path / "template.jinja"
+    file.write_text(text)
+    for given in (str(file), text):
+        with serving_process(str(folder), "--num-pages", "9", "--chat-template", given) as (_, url):
+            messages = {"messages": [{"role": "user", "content": "import os"}]}
+            tokens = httpx.post(f"{url}/tokenize", json=messages).json()["tokens"]
+            rendered = httpx.post(f"{url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+            assert rendered == "# import os\n"
+            assert httpx.post(f"{url}/v1/chat/completions", json={**messages, "max_tokens": 2}).status_code == 200
+
+
+def test_serve_wrong_chat_template_is_refused_before_the_model_is_loaded(tmp_path, capsys):
+    broken, binary = tmp_path / "broken.jinja", tmp_path / "binary.jinja"
+    broken.write_text("{% for message in messages %}\n{{ message.content }}")
+    binary.write_bytes(b"\xff\xfe")
+    for given, text in (
+        (str(broken), "chat_template is not a Jinja template: line 2: Unexpected end of template"),
+        ("{{ messages | shouted }}", "line 1: No filter named 'shouted'"),
+        (str(tmp_path / "none"), f"chat_template = {str(tmp_path / 'none')!r}: it can't be read: No such file"),
+        (str(binary), "it is not text in UTF-8"),
+    ):
+        assert main(["serve", "/nowhere", "--port", "0", "--chat-template", given]) == 2
         assert text in capsys.readouterr().err
 
 

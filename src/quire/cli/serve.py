@@ -36,10 +36,18 @@ def _serve(
 ) -> None:
     with loading():
         from quire.engine import LLM
+        from quire.engine.chat import check_template
         from quire.server import create_app, serve
 
+        template = config.template()
+        if template is not None:
+            check_template(template)
         llm = LLM(args.model, engine_config(args))
     with llm:
+        if template is not None:
+            if llm.model.tokenizer is None:
+                raise ValueError(f"chat_template needs a tokenizer, but {llm.model.folder} has none")
+            llm.model.tokenizer.chat_template = template
         app = create_app(
             llm,
             name=config.served_model_name,

@@ -11,6 +11,25 @@ _PROBE = "quire"
 _take_parts: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
+def check_template(template: str) -> None:
+    """Refuse what is not a chat template.
+
+    Args:
+        template: Jinja, with what Transformers adds to it.
+
+    Raises:
+        ValueError: it does not compile; the message has the line.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        # Without conversations it is compiled, and not run.
+        render_jinja_template(conversations=[], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"chat_template is not a Jinja template: line {error.lineno}: {error.message}") from None
+
+
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """The text of messages.
 

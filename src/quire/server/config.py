@@ -30,6 +30,8 @@ class ServerConfig:
             folder.
         api_key: keys of which requests must have one.
         api_key_file: a file of further keys, one per line; lines that are empty or begin with # are skipped.
+        chat_template: a file with a Jinja template, or its text, which has a brace: chats are rendered by it instead of
+            the checkpoint's; None: by the checkpoint's.
         allowed_origin: of web pages whose scripts may use the server (CORS); "*" for all.
         metrics_prefix: of the metrics' names.
         log_level: of uvicorn: "info" logs each request as text.
@@ -47,6 +49,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = _several("NAME", "default: that of the hub, or the folder's")
     api_key: tuple[str, ...] = _several("KEY", "that requests must have; default: QUIRE_API_KEY, if it is set")
     api_key_file: Path | None = option(None, "further keys, one per line", type=Path, metavar="FILE")
+    chat_template: str | None = option(None, "Jinja, instead of the checkpoint's", type=str, metavar="FILE|TEXT")
     allowed_origin: tuple[str, ...] = _several("URL", "of web pages that may use it")
     metrics_prefix: str = option("quire", 'of the names in /metrics; "vllm" for dashboards of vLLM')
     log_level: Literal["error", "warning", "info"] = option(
@@ -89,6 +92,22 @@ class ServerConfig:
                 raise ValueError(f"api_key_file = {str(self.api_key_file)!r}: it has no keys, which belong into lines")
             keys += listed
         return keys
+
+    def template(self) -> str | None:
+        """The text of `chat_template`; None if it is not given.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not text in UTF-8.
+        """
+        if self.chat_template is None or "{" in self.chat_template:
+            return self.chat_template
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise _unreadable("chat_template", self.chat_template, error) from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"chat_template = {self.chat_template!r}: it is not text in UTF-8 ({error})") from None
 
 
 def _unreadable(name: str, file: Any, error: OSError) -> OSError:
