@@ -121,6 +121,45 @@ def test_regex_and_grammar_outputs_match_them(folder, depth):
     assert sum(c.finish_reason == "stop" for c in done) >= 8
 
 
+GBNF = r"""
+# JSON without nesting, in the form of llama.cpp's own grammars.
+root   ::= "{" ws ( pair ("," ws pair){0,2} )? "}"
+pair   ::= string ":" ws (string | number | "true" | "null")
+string ::=
+  "\"" (
+    [^"\\\x7F\x00-\x1F] |
+    "\\" (["\\bfnrt/] | "u" [0-9a-fA-F]{4}) # escapes
+  ){0,4} "\""
+number ::= "-"? ([0-9] | [1-9] [0-9]{0,3}) ("." [0-9]{1,3})?
+ws     ::= " "?
+"""
+
+
+def test_gbnf_grammar_outputs_are_in_its_language(folder):
+    with LLM(folder, max_model_len=200) as llm:
+        params = [SamplingParams(temperature=1, seed=i, max_tokens=150, grammar=GBNF) for i in range(16)]
+        done = llm.generate([PROMPTS[0]] * 16, params)
+    complete = [json.loads(c.text) for c in done if c.finish_reason == "stop"]
+    assert len(complete) >= 8
+    assert all(isinstance(value, dict) for value in complete)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (r'root ::= "\u0410a\u0041\U0001F60A\\u0041"', "\u0410aA\U0001f60a\\u0041"),
+        (r'root ::= "\u0022\x5c\u005c"', '"\\\\'),
+        (r"root ::= [\u0410-\u0410] [^\u0000-\u0040\u0042-\U0010FFFF]", "\u0410A"),
+        (r"root ::= [\u005d] [\u002d] [\u005e] [\x41-\x41]", "]-^A"),
+        ('root ::= first-part fooBar\r\nfirst-part ::= "a/b" [/]\r\nfooBar ::= "::=\\n"', "a/b/::=\n"),
+        ('start: "x ::= " A\nA: "y"', "x ::= y"),
+    ],
+)
+def test_grammar_of_one_text_gives_this_text(llm, grammar, text):
+    (done,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=60, grammar=grammar))
+    assert (done.text, done.finish_reason) == (text, "stop")
+
+
 def test_regex_without_a_last_character_ends_by_an_end_token_or_the_limit(llm):
     """A number can always have one more digit: the end token ends it, unless the request ignores end tokens."""
     (end,) = llm.model.end_ids
@@ -215,6 +254,14 @@ BAD = [
     ({"regex": "(" * 20_000 + "a" + ")" * 20_000}, "regex = .*nest"),
     ({"grammar": "start: missing"}, "grammar = 'start: missing': .*missing"),
     ({"grammar": "start: /a/ <|other|>"}, "grammar = .*special token"),
+    ({"grammar": 'root ::= ("a"'}, "grammar = .*it is not a grammar in GBNF: Expected '\\)' at line 1"),
+    ({"grammar": "root ::= missing"}, "grammar = .*GBNF: Rule 'missing' not found"),
+    ({"grammar": f"root ::= {'x' * 5000}"}, "grammar = .*GBNF: Rule 'xxx"),
+    ({"grammar": 'first ::= "a"'}, "grammar = .*GBNF: No 'root' rule found"),
+    ({"grammar": 'root ::= "a\\'}, "grammar = .*GBNF: it ends within an escape"),
+    ({"grammar": f'root ::= {"(" * 20_000}"a"{")" * 20_000}'}, "grammar = .*GBNF: maximum recursion depth"),
+    ({"grammar": r'root ::= "\["'}, "grammar = .*lexer error"),
+    ({"grammar": r'root ::= "\U0000d800"'}, "grammar = .*surrogates not allowed"),
     ({"grammar": MANY_RULES}, "grammar = .*max is 2000"),  # which the first token shows
 ]
 

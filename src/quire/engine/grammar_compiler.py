@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -35,6 +36,10 @@ _STACK = 1 << 20
 # Between the tokens of JSON: a few spaces, or one new line and its indentation. Without a bound, a model can fill its
 # output with white space.
 _SPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
+# The beginning of a rule of GBNF. No line of a Lark grammar begins so.
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+# A backslash and what it escapes; the groups are the code points of characters with leading zeros.
+_ESCAPE = re.compile(r"\\(?:u(0[0-9a-fA-F]{3})|U(0[0-9a-fA-F]{7})|.)", re.DOTALL)
 
 
 def compiled(tokenizer: Any, end: int, name: str, text: str) -> Any:
@@ -53,7 +58,7 @@ def compiled(tokenizer: Any, end: int, name: str, text: str) -> Any:
     make = {
         "json_schema": lambda: LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _SPACE}),
         "regex": lambda: LLMatcher.grammar_from_regex(text),
-        "grammar": lambda: LLMatcher.grammar_from_lark(text),
+        "grammar": lambda: LLMatcher.grammar_from_lark(_lark(text)),
     }
     limits = LLParserLimits(verbose_errors=False, **LIMITS)
     try:
@@ -72,6 +77,34 @@ def compiled(tokenizer: Any, end: int, name: str, text: str) -> Any:
     if probe.is_error():
         raise refused(name, text, reason(probe))
     return state
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's language, which may be given as GBNF.
+
+    Raises:
+        ValueError: it is given as GBNF, and llguidance does not convert it.
+    """
+    if not _GBNF_RULE.search(text):
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(_ESCAPE.sub(_character, text))
+    except Exception as error:
+        # The converter has errors of its own, plain ones, and those of Python for texts that end within an escape.
+        why = "it ends within an escape" if isinstance(error, IndexError) else str(error)
+        raise ValueError(f"it is not a grammar in GBNF: {why[:300]}") from None
+
+
+def _character(escape: re.Match[str]) -> str:
+    """An escape of GBNF without leading zeros, which llguidance's converter drops: "\\u0410" would become "\\u410"."""
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    code = int(digits, 16)
+    # Characters that have a meaning in a class or a string stay escaped.
+    return f"\\x{code:02x}" if code < 128 else chr(code) if code <= sys.maxunicode else escape[0]
 
 
 def refused(name: str, text: str, why: str) -> ValueError:

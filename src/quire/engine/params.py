@@ -131,7 +131,8 @@ class SamplingParams:
         json_schema: the output is JSON that this schema allows, and ends when it is complete: a dict, or its JSON text,
             which the attribute then has. {"type": "object"} allows all objects. None: the output is free.
         regex: the output matches this regular expression, from its first to its last character.
-        grammar: the output is a text of this grammar, in llguidance's dialect of Lark's language.
+        grammar: the output is a text of this grammar, in llguidance's dialect of Lark's language, or in llama.cpp's
+            GBNF, whose first rule is `root ::= ...`.
 
     Biases and forbidden tokens come before penalties and temperature. At most one of the last three may be set. They
     need llguidance (quire-attention[structured]), which refuses what it does not know of a schema, an expression or a
