@@ -151,6 +151,7 @@ BAD = {
     "stop": [[""], [3], 3, b"x", {"x": 1}, "\ud83d", ["x", "\udcff"]],
     "stop_token_ids": [["a"], [1.5], 7, [-1], [True], [2**63], b"abc", {1: 2}],
     "include_stop_str_in_output": [1, "no", None],
+    "skip_special_tokens": [0, "yes", None],
     "ignore_eos": [1, "no", None],
     "logit_bias": [{"a": 1}, {1.5: 1}, {-1: 1}, {True: 1}, {2**63: 1}, {1: 101}, {1: -100.5}, {1: math.nan}, [1], 7],
     "allowed_token_ids": [[], ["a"], [1.5], 7, [-1], [True], [2**63], b"abc", {1: 2}],

@@ -176,3 +176,15 @@ def test_text_stream_with_known_texts_of_tokens_decodes_equally(tokenizer, rng):
         other.finish()
         assert made.take(last=True) == other.take(last=True)
         assert made.text == other.text
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_text_stream_with_special_tokens_shows_them_if_they_are_not_skipped(tokenizer, skip):
+    end = tokenizer.eos_token_id
+    ids = [*tokenizer("a(")["input_ids"], end, *tokenizer("é b")["input_ids"], end]
+    made = text_stream(tokenizer, tokenizer("x")["input_ids"], SamplingParams(stop=(), skip_special_tokens=skip))
+    for token in ids:
+        made.push(token)
+    made.finish()
+    assert made.text == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert (tokenizer.eos_token in made.text) is not skip

@@ -116,6 +116,7 @@ class SamplingParams:
         stop: one or several strings that end the text, which excludes them. None: the checkpoint's (none).
         stop_token_ids: tokens that end the output (as its last token), besides the model's own.
         include_stop_str_in_output: the text includes the stop string or stop token that ended it.
+        skip_special_tokens: the text leaves out special tokens; stop strings are looked for in the text.
         ignore_eos: do not stop at the model's own end tokens.
         logit_bias: numbers from -100 to 100 by token id, which are added to the logits. None: none.
         allowed_token_ids: the only tokens that are sampled. None: all.
@@ -155,6 +156,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -217,7 +219,7 @@ class SamplingParams:
         _check(all(_text(s) for s in stops), "stop", stops, "they must be non-empty strings")
         ids = () if self.stop_token_ids is None else _token_ids("stop_token_ids", self.stop_token_ids)
         self._set("stop_token_ids", ids)
-        for name in ("include_stop_str_in_output", "ignore_eos"):
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "it must be True or False")
         max_tokens, min_tokens = self.max_tokens, self.min_tokens
         allowed = f'{_WHOLE}, and 0 or larger; None for no limit; or "auto"'

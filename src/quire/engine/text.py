@@ -208,7 +208,8 @@ class _LateStops(TextStream):
 
 def text_stream(tokenizer: Any, prompt: Sequence[int], params: SamplingParams) -> TextStream:
     """The text of the output of a request with these parameters."""
-    arguments = (tokenizer, prompt, params.stop or (), params.include_stop_str_in_output)
+    ends = (params.stop or (), params.include_stop_str_in_output)
+    arguments = (tokenizer, prompt, *ends, params.skip_special_tokens)
     if params.min_tokens and params.stop:
         return _LateStops(params.min_tokens, *arguments)
     return TextStream(*arguments)
