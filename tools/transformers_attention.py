@@ -196,7 +196,7 @@ def bench_generate(cell: tuple[int, int, str, bool], names: list[str], model: An
             given = transformers.DynamicCache(config=model.config)
         return milliseconds(lambda: model.generate(tokens, past_key_values=given, **options), 1)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
     def prepare(name: str) -> dict[str, Callable[[], float]]:
         generate(name, long)

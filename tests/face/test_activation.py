@@ -97,7 +97,7 @@ def test_torch_compiles_through(device):
 
     x, scale = torch.randn(2, 5, 64, device=device), torch.full((1,), 0.5, device=device)
     here, there = (torch.zeros(2, 5, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     expected = step(x, here, scale)
     results = torch.compile(step, fullgraph=True, backend="aot_eager")(x, there, scale)
     for a, b in zip((*expected, here), (*results, there), strict=True):

@@ -157,7 +157,7 @@ def test_torch_compiles_through(device):
             torch.ones(1, device=device),
         )
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     here, there = given(), given()
     expected, results = step(*here), torch.compile(step, fullgraph=True, backend="aot_eager")(*there)
     for a, b in zip((*expected, *here), (*results, *there), strict=True):

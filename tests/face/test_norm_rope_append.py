@@ -141,7 +141,7 @@ def test_torch_compiles_through(device, rng):
 
     given = packed.to(device), case.pos_ids.to(device)
     here, there = ([torch.zeros_like(x) for x in case.cache] for _ in range(2))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     expected, result = step(*given, *here), torch.compile(step, fullgraph=True, backend="aot_eager")(*given, *there)
     for a, b in zip((expected, *here), (result, *there), strict=True):
         assert torch.equal(a, b)

@@ -187,7 +187,7 @@ def test_torch_compiles_through(inplace, device):
             return q, k
         return quire.apply_rope_with_cos_sin_cache(positions, *quire.apply_rope_pos_ids(q, k, positions), 16, cache)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     args = [torch.randn(6, 2, 16), torch.randn(6, 1, 16), torch.arange(6), torch.randn(9, 8)]
     args = [x.to(device) for x in args]
     whole = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -207,7 +207,7 @@ def test_shapes_and_frequencies_may_change_in_a_graph(device):
         args = torch.randn(tokens, 64, device=device), torch.arange(tokens, device=device)
         torch.testing.assert_close(compiled(*args, theta), step(*args, theta), rtol=1e-6, atol=1e-6)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counter = CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
     whole = torch.compile(lambda x, i, _: step(x, i, 1e4), fullgraph=True, dynamic=True, backend=counter)
     for tokens in (6, 9, 40, 3):

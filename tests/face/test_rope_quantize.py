@@ -143,7 +143,7 @@ def test_torch_compiles_through(device, rng):
     def pages():
         return [torch.zeros(2, 4, *v.shape[1:], device=device).to(torch.float8_e4m3fn) for _ in range(2)]
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     here, there = pages(), pages()
     expected, results = step(q, k, v, *here), torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v, *there)
     for a, b in zip((*expected, *here), (*results, *there), strict=True):

@@ -248,7 +248,7 @@ def test_torch_compiles_through(device):
         )
         return kept, sampling.top_p_renorm_probs(probs, 0.5), tokens, *drafts, *sampling.sample(x, **arguments)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     x = torch.randn(4, 500, device=device)
     arguments = batch(device)
     whole = torch.compile(step, fullgraph=True, backend="aot_eager")

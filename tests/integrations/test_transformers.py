@@ -144,7 +144,7 @@ def decoded(model, forward, tokens, mask, steps=5):
     ],
 )
 def test_compile_decode_steps_are_one_graph_with_the_logits_of_eager(name, device, options):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, tokens = network(name, device), prompts(2, 9, device)
     mask = padded(2, 9, "left", device)
     with torch.no_grad():
@@ -152,12 +152,12 @@ def test_compile_decode_steps_are_one_graph_with_the_logits_of_eager(name, devic
         model.set_attn_implementation("quire")
         assert_close(eager, decoded(model, model, tokens, mask))
         assert_close(eager, decoded(model, torch.compile(model, fullgraph=True, **options), tokens, mask))
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("given", ["mask", "positions"])
 def test_compile_a_prefill_is_one_graph_with_the_logits_of_eager(given):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, tokens = network("mistral"), prompts(2, 13)
     mask = padded(2, 13, "left")
     kwargs = {"attention_mask": mask} if given == "mask" else {"position_ids": torch.arange(13)[None] % 8}
@@ -166,7 +166,7 @@ def test_compile_a_prefill_is_one_graph_with_the_logits_of_eager(given):
         model.set_attn_implementation("quire")
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
         assert_close(eager, compiled(tokens, use_cache=False, **kwargs).logits, mask.bool() if given == "mask" else ...)
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def batching(**options):

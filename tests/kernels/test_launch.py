@@ -82,7 +82,7 @@ def test_a_small_launch_is_compiled_once_and_then_made_by_address(monkeypatch):
     """Anew for other dtypes, sizes and constants; by Triton's own path wherever an address is not aligned."""
     monkeypatch.setattr(launch, "has_direct_launch", lambda: True)
     monkeypatch.setattr(launch, "INTERPRETED", True)  # tensors on the CPU have no current device
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "the stream", raising=False)
+    monkeypatch.setattr(launch, "current_raw_stream", lambda device: "the stream")
     kernel = Kernel()
     small, x, y = launch.SmallLauncher(kernel), torch.zeros(64), torch.zeros(64)
     constants, others = (type("Constants", (), {"num_warps": n})() for n in (4, 8))

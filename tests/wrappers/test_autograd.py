@@ -28,7 +28,7 @@ from helpers.public_calls import (
     rows,
     tables,
 )
-from quire.kernels import ops, registry
+from quire.kernels import ops, registry, torch_internals
 from quire.wrappers.planner import Planner
 
 REFUSED = "requires grad, but Quire computes no gradients: call it under torch.no_grad"
@@ -152,7 +152,7 @@ def test_scales_of_blocks_of_a_latent_cache_are_detached(device):
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compiled_calls_refuse_alike(fullgraph):
     """Calls compiled for tensors without grad refuse, too. Where graphs must not break, torch raises its own error."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     wrapper = prefiller("cpu")
     q, (k, v) = rows(5, HEADS, "cpu"), cache("cpu")
     single = (rows(5, KV_HEADS, "cpu"), rows(5, KV_HEADS, "cpu"))
@@ -174,12 +174,12 @@ def test_compiled_calls_refuse_alike(fullgraph):
                 compiled(given)
             with torch.no_grad():
                 torch.testing.assert_close(compiled(given), function(x), rtol=0, atol=0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @devices
 def test_weights_of_compiled_layers_are_detached(device):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     wrapper, q, (k, v) = decoder(device), rows(2, HEADS, device), cache(device)
     weights = nn.ParameterList([torch.randn(HEADS, device=device), torch.rand(KV_HEADS, device=device) + 0.5])
 
@@ -189,7 +189,7 @@ def test_weights_of_compiled_layers_are_detached(device):
     result = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v)
     assert not result.requires_grad
     torch.testing.assert_close(result, attend(q, k, v), rtol=0, atol=0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.fixture
@@ -200,8 +200,8 @@ def repeated(monkeypatch):
     monkeypatch.setattr("quire.kernels.attention._compute", lambda *given: replay)
     monkeypatch.setattr(Planner, "_keeps_launches", lambda wrapper: True)
     monkeypatch.setattr(registry, "choose", lambda *given: registry.family("cpu"))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch_internals, "current_device", lambda: None)
+    monkeypatch.setattr(torch_internals, "current_raw_stream", lambda index: 0)
     return done
 
 

@@ -126,7 +126,7 @@ def test_pages_that_require_grad_are_copied(make, mode, device):
 
 @forms
 def test_compiled_storing_detaches(form):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if form == "pool":
         pytest.skip("its tables are made on the host")
     store, held = storing(form, "cpu")
@@ -149,7 +149,7 @@ def test_compiled_storing_detaches(form):
         compiled(source, needing)
     for x, y in zip(needing, plain, strict=True):
         assert torch.equal(x.detach().view(torch.uint8), y.view(torch.uint8))
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @devices

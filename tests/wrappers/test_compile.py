@@ -27,9 +27,9 @@ OVERRIDES = {
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def moved(values, device):

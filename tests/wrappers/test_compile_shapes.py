@@ -24,9 +24,9 @@ SHAPES = [  # requests' lengths, page size, query heads and KV heads of each cal
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def drawn(lengths, page_size, heads, q_lens, device):

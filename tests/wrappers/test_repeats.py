@@ -11,7 +11,7 @@ import torch
 import quire
 from helpers.page_tables import empty_table
 from quire.definition.pages import LengthTable, RaggedLayout
-from quire.kernels import registry
+from quire.kernels import registry, torch_internals
 from quire.wrappers.plan import longest_request
 from quire.wrappers.planner import Planner
 from quire.wrappers.workspace import Workspace
@@ -29,8 +29,8 @@ def computed(monkeypatch):
     monkeypatch.setattr("quire.wrappers.plan.attend", attend)
     monkeypatch.setattr(Planner, "_keeps_launches", lambda wrapper: True)
     monkeypatch.setattr(registry, "choose", lambda *given: registry.family("cpu"))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch_internals, "current_device", lambda: None)
+    monkeypatch.setattr(torch_internals, "current_raw_stream", lambda index: 0)
     return first, again
 
 

@@ -302,10 +302,10 @@ def test_wrappers_that_cannot_share_refuse_to(rng):
 def test_runs_compile(device, rng, eager):
     batch = prefixed(device)
     wrapper = plan(batch)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(lambda q: wrapper.run(q, (batch.k, batch.v)), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(batch.q), wrapper.run(batch.q, (batch.k, batch.v)))
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.gpu

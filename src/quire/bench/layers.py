@@ -246,7 +246,7 @@ def measure(name: str, rounds: int, beside: Sequence[str]) -> dict[str, Any]:
     row: dict[str, Any] = {"cell": name, "us": us, "gb_s": work.moved / us / 1e3, "moved": work.moved}
     row["copy_us"] = _copy_us(work.moved, count, rounds)
     if "torch.compile" in beside and work.plain is not None:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         row["torch.compile"] = _peer(lambda: torch.compile(work.plain, dynamic=False), copies, rounds)
     if "flashinfer" in beside and work.theirs is not None:
         module, theirs = work.theirs

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+
+from quire.kernels.torch_internals import tree_flatten, tree_map_only
 
 __all__ = [
     "aggregate_gpu_time_across_ranks",

@@ -16,7 +16,7 @@ from quire.definition.masks import PackedMask
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import AttentionSpec
 from quire.definition.tensors import as_scale, check_lse, check_qkv, check_tensor, outputs
-from quire.kernels import registry
+from quire.kernels import registry, torch_internals
 from quire.kernels.attention import attend
 from quire.kernels.call import Call, Replay
 from quire.kernels.family import Family
@@ -137,7 +137,7 @@ class Plan(NamedTuple):
             return None, None
         device = self.qo.indptr.device.index
         # A launch needs its device to be the current one.
-        if torch._C._cuda_getDevice() != device:
+        if torch_internals.current_device() != device:
             return None, None
         (out, lse, sinks), (q_pe, k_pe) = others, pe
         try:
@@ -162,7 +162,7 @@ class Plan(NamedTuple):
         if kept is None:
             return key, None
         replay, alike, v_offset = kept
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch_internals.current_raw_stream(device)
         # The default stream cannot be captured.
         if stream:
             self.capture.note()

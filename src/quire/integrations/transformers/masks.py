@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from quire.kernels.torch_internals import assert_async
+
 _HOLES = (
     "quire: a row of attention_mask hides tokens between others, which can be computed for one new token at a time, or "
     "for several if attention_mask is a bool mask [batch_size, 1, q_len, kv_len]"
@@ -117,7 +119,7 @@ def _padded(real: Tensor, end: int | Tensor, window: int) -> Tensor | None:
     if real.is_cpu and not torch.compiler.is_compiling() and (real[:, :-1] & ~real[:, 1:] & before_end[1:]).any():
         return None
     begins = real[:, 1:] & ~real[:, :-1]
-    torch._assert_async((begins.sum(1) + real[:, 0] <= 1).all(), _HOLES)
+    assert_async((begins.sum(1) + real[:, 0] <= 1).all(), _HOLES)
     return _spans(torch.where(real.any(1), real.int().argmax(1), end), end, window)
 
 

@@ -18,6 +18,7 @@ from quire.definition.tensors import check_qkv
 from quire.integrations.transformers.batch import PackedBatch
 from quire.kernels.attention import attend
 from quire.kernels.call import Call
+from quire.kernels.torch_internals import current_raw_stream
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
 
@@ -102,7 +103,7 @@ def run(
         # A graph reads tables that must not change with a later plan.
         if torch.cuda.is_current_stream_capturing():
             return run_once(q, k, v, sinks, make, settings)
-        stream = torch._C._cuda_getCurrentRawStream(q.device.index)
+        stream = current_raw_stream(q.device.index)
     key = (make.func, q.device, stream, q.dtype, q.shape[1:], k.shape[1:], v.shape[2], settings)
     plan = _plans.found.get(key)
     if plan is None or not plan.is_of(make):

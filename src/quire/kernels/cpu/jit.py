@@ -14,7 +14,8 @@ from typing import Any
 
 import numba
 import torch
-from numba.core import event
+
+from quire.kernels.cpu.numba_internals import on_compile, set_source_stamp
 
 # Kernels run one at a time, each on all threads, because concurrent ones abort Numba's workqueue threading layer.
 _one_at_a_time = threading.Lock()
@@ -60,24 +61,8 @@ def kernel(body: Callable[..., None]) -> Callable[..., None]:
     has changed, so the digest of all files replaces Numba's stamp.
     """
     compiled = numba.njit(parallel=True, cache=True)(body)
-    compiled._cache._cache_file._source_stamp = _digest()
+    set_source_stamp(compiled, _digest())
     return compiled
-
-
-class _Announcement(event.Listener):
-    """Prints to stderr that a kernel is being compiled, unless Numba finds it on disk."""
-
-    def __init__(self, compiled: Any, dtypes: str) -> None:
-        self._compiled, self._dtypes = compiled, dtypes
-
-    def on_start(self, event: Any) -> None:
-        if event.data["dispatcher"] is self._compiled:
-            what = f"{self._compiled.__name__} for {self._dtypes}"
-            message = f"quire: compiling the CPU kernel {what} (once; kept on disk for later runs) ..."
-            print(message, file=sys.stderr, flush=True)
-
-    def on_end(self, event: Any) -> None:
-        pass
 
 
 def num_threads() -> int:
@@ -120,10 +105,12 @@ def launch(compiled: Any, dtypes: str, *args: Any) -> None:
 
 
 def _run(compiled: Any, dtypes: str, args: tuple[Any, ...]) -> None:
+    """Call a kernel. What it is compiled for is printed to stderr, unless Numba finds it on disk."""
     key = (compiled.__name__, dtypes)
     if key in _compiled:
         compiled(*args)
         return
-    with event.install_listener("numba:compile", _Announcement(compiled, dtypes)):
+    message = f"quire: compiling the CPU kernel {key[0]} for {dtypes} (once; kept on disk for later runs) ..."
+    with on_compile(compiled, lambda: print(message, file=sys.stderr, flush=True)):
         compiled(*args)
     _compiled.add(key)

@@ -22,10 +22,10 @@ import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
 from quire.kernels.cpu.jit import function
+from quire.kernels.cpu.numba_internals import get_or_insert_function, unpack_tuple
 
 LANES = 8
 WIDE = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
@@ -56,7 +56,7 @@ _EIGHT, _WIDE = VecType(LANES), VecType(WIDE)
 def _call(builder, name: str, result, *args):
     """Call an LLVM intrinsic."""
     signature = ir.FunctionType(result, [a.type for a in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
+    return builder.call(get_or_insert_function(builder.module, signature, name), args)
 
 
 def _const(vector, x):
@@ -246,7 +246,7 @@ def reduce_add(typingctx, a):
 
     def codegen(context, builder, signature, args):
         name = f"llvm.vector.reduce.fadd.v{a.lanes}f32"
-        callee = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_F32, a.floats]), name)
+        callee = get_or_insert_function(builder.module, ir.FunctionType(_F32, [_F32, a.floats]), name)
         return builder.call(callee, [ir.Constant(_F32, 0.0), args[0]], fastmath=("reassoc",))
 
     return types.float32(a), codegen
@@ -295,7 +295,7 @@ def transpose(typingctx, eight):
     masks = [ir.Constant(ir.VectorType(_I32, 8), [lane for pair in half for lane in pair]) for half in (low, high)]
 
     def codegen(context, builder, signature, args):
-        x = cgutils.unpack_tuple(builder, args[0])
+        x = unpack_tuple(builder, args[0])
         # Each step interleaves the first half of all 64 lanes with the second half.
         for _ in range(3):
             x = [builder.shuffle_vector(x[i], x[i + 4], mask) for i in range(4) for mask in masks]

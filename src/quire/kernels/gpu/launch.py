@@ -18,6 +18,7 @@ from quire.kernels.call import Addresses, Call, Replay
 from quire.kernels.family import Family
 from quire.kernels.gpu.tma import TmaMatrix, descriptors
 from quire.kernels.gpu.triton_internals import INTERPRETED, direct_launch, has_direct_launch
+from quire.kernels.torch_internals import current_raw_stream
 
 # A kernel is compiled for the alignment of so many leading tensors of its launch.
 NUM_ALIGNED = 6
@@ -127,7 +128,7 @@ class Launcher:
             self._compiled[key] = compiled
             return LaunchReplay(compiled, programs, others, rest, matrices)
         replay = LaunchReplay(compiled, programs, others, rest, matrices)
-        replay(tuple(addresses), torch._C._cuda_getCurrentRawStream(device))  # type: ignore[arg-type]
+        replay(tuple(addresses), current_raw_stream(device))  # type: ignore[arg-type]
         return replay
 
 
@@ -164,7 +165,7 @@ class SmallLauncher:
         found = self._compiled.get(key)
         if found is not None:
             run, handle = found
-            stream = torch._C._cuda_getCurrentRawStream(device)
+            stream = current_raw_stream(device)
             run(*grid, 1, stream, *handle, *addresses, *numbers, *sizes, constants)
             return None
         options = {"launch_pdl": True} if getattr(constants, "launch_pdl", False) else {}

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch
 from quire.kernels.gpu.triton_internals import INTERPRETED
+from quire.kernels.torch_internals import scaled_mm
 from quire.kernels.triton.code_groups import CodeGroupConfig, multiply_code_groups
 from quire.kernels.triton.code_numbers import NumberConfig, RoundConfig, round_rows, write_numbers
 from quire.kernels.triton.code_product import CodeConfig, multiply_codes
@@ -279,7 +280,7 @@ def _multiply_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, 
     by_row = block[0] == 1
     rows, scales = quantize_rows(x, 0 if by_row else BLOCK)
     if by_row:
-        product = torch._scaled_mm(
+        product = scaled_mm(
             rows, codes.T, scale_a=scales, scale_b=scale.T, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     else:
