@@ -51,7 +51,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("device", "name", "layout", "page_size", "window", "dtype"), list(cases()))
-def test_same_tokens_as_the_engine(device, name, layout, page_size, window, dtype, monkeypatch, capsys):
+def test_examples_drivers_have_the_engines_tokens(device, name, layout, page_size, window, dtype, monkeypatch, capsys):
     monkeypatch.setattr(vllm, "FLASHINFER_KV_CACHE_LAYOUT", layout)  # the driver sets it, and here it is undone
     options = {"--layout": layout, "--page-size": page_size, "--window": window, "--dtype": dtype, "--device": device}
     code = load(name).main([f"{key}={value}" for key, value in options.items()])

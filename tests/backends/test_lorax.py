@@ -134,7 +134,7 @@ class Engine:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_schedules(device, page_size, dtype, rng):
+def test_random_schedule_matches_the_oracle(device, page_size, dtype, rng):
     """Arrivals over shared pages, chunks, decodes padded for a graph or not, departures."""
     engine = Engine(device, page_size, dtype, rng)
     for _ in range(40):
@@ -145,7 +145,7 @@ def test_schedules(device, page_size, dtype, rng):
             engine.leave()
 
 
-def test_graph_buffers_are_filled_in_place(device, rng):
+def test_graph_state_fills_its_buffers_in_place(device, rng):
     """A state for graphs follows batch after batch; what stands beyond a batch's pages is left alone."""
     ints = {"dtype": torch.int32, "device": device}
     tables, ptr, last = torch.full((300,), -7, **ints), torch.zeros(5, **ints), torch.zeros(4, **ints)
@@ -172,7 +172,7 @@ def test_graph_buffers_are_filled_in_place(device, rng):
 
 
 @pytest.mark.gpu
-def test_a_graph_replays_batch_after_batch(rng):
+def test_captured_graph_replayed_for_other_batches_matches_the_oracle(rng):
     ints = {"dtype": torch.int32, "device": "cuda"}
     tables, ptr, last = torch.zeros(300, **ints), torch.zeros(5, **ints), torch.zeros(4, **ints)
     spec, window = random_layer(rng, torch.bfloat16)
@@ -197,7 +197,7 @@ def test_a_graph_replays_batch_after_batch(rng):
         check(out, batch)
 
 
-def test_tensor_cores_and_workspace():
+def test_decode_state_of_many_heads_per_group_uses_tensor_cores():
     device = torch.device("cpu")
     space = lorax.get_workspace(device)
     assert space is lorax.get_workspace("cpu")
@@ -214,7 +214,7 @@ def one(rng, device="cpu"):
     return batch, state, paged_arguments(batch, window)
 
 
-def test_a_body_that_raises_leaves_nothing_behind(rng):
+def test_use_state_whose_body_raises_resets_the_state(rng):
     batch, state, given = one(rng)
     with pytest.raises(LookupError):
         lorax.decode_state.get()
@@ -234,7 +234,7 @@ def test_a_body_that_raises_leaves_nothing_behind(rng):
         check(state.run(batch.q, (batch.k, batch.v)), batch)
 
 
-def test_nested_uses_keep_their_own(rng):
+def test_use_state_within_another_keeps_the_outer_plan(rng):
     """A state keeps its plan when another state, or itself, is used inside it."""
     (outer, state, given), (inner, other, given_inner) = one(rng), one(rng)
     for second in (other, state):
@@ -246,7 +246,7 @@ def test_nested_uses_keep_their_own(rng):
             check(lorax.decode_state.get().run(outer.q, (outer.k, outer.v)), outer)
 
 
-def test_threads_do_not_see_each_other(rng):
+def test_use_state_in_several_threads_keeps_each_threads_state(rng):
     pairs, meet, failed = [one(rng) for _ in range(3)], threading.Barrier(3), []
 
     def work(batch, state, given):
@@ -268,7 +268,7 @@ def test_threads_do_not_see_each_other(rng):
     assert not failed
 
 
-def test_tasks_do_not_see_each_other(rng):
+def test_use_state_in_several_tasks_keeps_each_tasks_state(rng):
     async def work(batch, state, given):
         with lorax.use_decode_state(state=state, **given):
             await asyncio.sleep(0)
@@ -282,7 +282,7 @@ def test_tasks_do_not_see_each_other(rng):
     asyncio.run(every())
 
 
-def test_one_state_is_not_for_two_at_a_time(rng):
+def test_use_state_by_two_tasks_at_once_is_refused(rng):
     _batch, state, given = one(rng)
 
     async def work():
@@ -311,13 +311,13 @@ def test_one_state_is_not_for_two_at_a_time(rng):
         ({"page_size": 0}, "page_size = 0"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(change, message, rng):
+def test_use_state_with_wrong_arguments_is_refused(change, message, rng):
     _batch, state, given = one(rng)
     with pytest.raises(ValueError, match=message), lorax.use_decode_state(state=state, **{**given, **change}):
         pass
 
 
-def test_states_of_another_kind_are_refused():
+def test_use_state_with_a_state_of_another_kind_is_refused():
     states = (lorax.create_prefill_state(device="cpu"), lorax.create_decode_state(device="cpu", **heads_of(2, 1)), None)
     rows = torch.tensor([0, 20, 23]).int()
     common = {"cu_seqlens": rows, "window_left": -1, "head_size": 32, **heads_of(2, 1)}
@@ -374,7 +374,7 @@ class Prompts:
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
-def test_forward_keeps_what_was_planned(kind, rng):
+def test_forward_with_omitted_arguments_uses_the_planned_ones(kind, rng):
     """Omitted arguments have their planned values, and later calls do not see the arguments of earlier ones."""
     prompts = Prompts(rng)
     tensors = prompts.tensors(kind)
@@ -400,7 +400,7 @@ def test_forward_keeps_what_was_planned(kind, rng):
             state.forward(*tensors, windows=4)
 
 
-def test_forward_of_decode_takes_all_by_position(rng):
+def test_forward_of_decode_takes_all_arguments_by_position(rng):
     """FlashInfer's order: the position encoding, three scales, the window, soft cap and scale."""
     batch, state, given = one(rng)
     spec = batch.spec.replace(window_left=2, logits_soft_cap=4.0, sm_scale=0.2)
@@ -412,7 +412,7 @@ def test_forward_of_decode_takes_all_by_position(rng):
 
 
 @pytest.mark.parametrize(("phase", "query_dtype"), [("decode", None), ("prefill", torch.bfloat16)])
-def test_queries_over_an_fp8_cache(phase, query_dtype, device, rng):
+def test_state_over_an_fp8_cache_applies_scales_and_query_dtype(phase, query_dtype, device, rng):
     """Scales apply, and queries are float16 unless query_dtype is passed."""
     q_dtype, fp8 = query_dtype or torch.float16, torch.float8_e4m3fn
     spec, window = random_layer(rng, q_dtype)

@@ -73,14 +73,14 @@ class Face:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", ["plain", "windows", "windows of one wrapper", "cross"])
-def test_random_schedules(model, device, dtype, rng):
+def test_random_schedule_matches_the_oracle(model, device, dtype, rng):
     layers, options = models(device)[model]
     engine = with_graphs(Engine(rng, Face(), layers, device=device, dtype=dtype, **options), rng.random() < 0.7)
     schedule(engine, rng, 50)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_caches_in_fp8_with_scales(device, rng):
+def test_fp8_cache_with_scales_divides_what_is_stored(device, rng):
     """What is stored is divided by the layer's scales, and multiplied by them when it is read."""
     layer = Layer(0, sliding_window_size=9)
     layer.k_scale, layer.v_scale = torch.tensor(0.5, device=device), torch.tensor(2.0, device=device)
@@ -103,7 +103,7 @@ def test_caches_in_fp8_with_scales(device, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_layers_of_encoders_see_both_ways(device, rng):
+def test_encoder_layer_sees_earlier_and_later_tokens(device, rng):
     layer = Layer(0, attn_type="encoder_only")
     engine = Engine(rng, Face(), [Layer(0)], device=device)
     requests, counts = [engine.arrive(), engine.arrive()], [5, 8]
@@ -124,7 +124,7 @@ def test_layers_of_encoders_see_both_ways(device, rng):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("keys", ["written", "apart"])
-def test_rows_beyond_the_requests_are_padding(keys, device, rng):
+def test_query_rows_of_padding_give_zeros(keys, device, rng):
     engine = Engine(rng, Face(), [Layer(0, sliding_window_size=4)], device=device)
     requests = [engine.arrive(), engine.arrive()]
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_rows_beyond_the_requests_are_padding(keys, device, rng):
         engine.pool.set_kv_buffer(0, batch.out_cache_loc, by_heads(k), by_heads(v))
 
 
-def test_idle_batches_give_zeros(rng):
+def test_idle_batch_gives_zeros(rng):
     engine = Engine(rng, Face(), [Layer(0)])
     batch = engine.batch("IDLE", [], [])
     engine.backend.init_forward_metadata(batch)
@@ -149,7 +149,7 @@ def test_idle_batches_give_zeros(rng):
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device(rng):
+def test_steps_never_wait_for_the_device(rng):
     """All kinds of steps, where the batch carries the host's numbers: eager, and graphs' replays."""
     layers, options = models("cuda")["windows"]
     engine = with_graphs(Engine(rng, Face(), layers, device="cuda", **options), masked=True)
@@ -179,7 +179,7 @@ def test_nothing_waits_for_the_device(rng):
             engine.reject(requests, [n, n])
 
 
-def test_masks_are_packed_request_by_request(rng):
+def test_pack_mask_starts_each_request_at_a_byte(rng):
     q_lens, kv_lens = [rng.randint(0, 5) for _ in range(4)], [rng.randint(0, 13) for _ in range(4)]
     blocks = [torch.rand(a, b) < 0.5 for a, b in zip(q_lens, kv_lens, strict=True)]
     lengths = (torch.tensor(q_lens, dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32))
@@ -193,7 +193,7 @@ def test_masks_are_packed_request_by_request(rng):
         pack_mask(torch.zeros(3, dtype=torch.int64), *lengths)
 
 
-def test_windows_over_a_prefix(rng):
+def test_prefix_window_mask_of_random_lengths_equals_the_condition(rng):
     for _ in range(20):
         window = rng.randint(0, 7)
         new, tails = [rng.randint(0, 9) for _ in range(4)], [rng.randint(0, window) for _ in range(4)]
@@ -206,14 +206,14 @@ def test_windows_over_a_prefix(rng):
         assert torch.equal(prefix_window_mask(*lengths, window, sum(new), len(exact)), exact)
 
 
-def test_tensor_cores_are_what_flashinfer_would_use():
+def test_should_use_tensor_core_equals_the_choice_of_flashinfer():
     assert should_use_tensor_core(torch.float8_e4m3fn, 8, 8)
     assert should_use_tensor_core(torch.bfloat16, 8, 2)
     assert not should_use_tensor_core(torch.bfloat16, 8, 4)
     assert not should_use_tensor_core(torch.float32, 8, 1)
 
 
-def test_attributes_are_those_of_pymllm(rng):
+def test_backend_attributes_are_those_that_pymllm_reads(rng):
     own = {
         "kv_indptr_buf": torch.zeros(7, dtype=torch.int32),
         "kv_last_page_len_buf": torch.ones(6, dtype=torch.int32),
@@ -256,7 +256,7 @@ BAD_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_ARGUMENTS)
-def test_arguments_that_do_not_fit(options, message, rng):
+def test_backend_with_wrong_arguments_is_refused(options, message, rng):
     with pytest.raises(ValueError, match=message):
         Engine(rng, Face(), [Layer(0)], **options)
 
@@ -311,13 +311,13 @@ BAD_STEPS = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), BAD_STEPS)
-def test_steps_that_do_not_fit_write_nothing(wrong, message, rng):
+def test_step_with_wrong_arguments_is_refused_and_writes_nothing(wrong, message, rng):
     engine = Engine(rng, Face(), [Layer(0)])
     with pytest.raises(ValueError, match=message):
         bad(engine, **{"extend_prefix_lens_cpu": None, **wrong})
 
 
-def test_what_must_come_first(rng):
+def test_forward_before_its_metadata_or_graph_state_is_refused(rng):
     engine = Engine(rng, Face(), [Layer(0)])
     backend, request = engine.backend, engine.arrive()
     prefill, decode = engine.batch("EXTEND", [request], [3]), engine.batch("DECODE", [request], [1])
@@ -339,7 +339,7 @@ def test_what_must_come_first(rng):
         decoder.capture("TARGET_VERIFY", 1, 3)
 
 
-def test_cross_attention_needs_lengths(rng):
+def test_cross_attention_without_encoder_lens_is_refused(rng):
     layers, options = models("cpu")["cross"]
     engine = Engine(rng, Face(), layers, **options)
     for mode in ("DECODE", "TARGET_VERIFY"):
@@ -349,7 +349,7 @@ def test_cross_attention_needs_lengths(rng):
             engine.backend.init_forward_metadata(batch)
 
 
-def test_graphs_that_do_not_fit(rng):
+def test_graph_of_wrong_sizes_is_refused(rng):
     engine = Engine(rng, Face(), [Layer(0)])
     backend = engine.backend
     for sizes, message in (((7, 7), "max_bs = 7: it must be 1 to max_req_pool_size = 6"), ((4, 3), "max_num_tokens")):

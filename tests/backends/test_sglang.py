@@ -92,14 +92,14 @@ class Face:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", ["plain", "windows", "cross"])
-def test_random_schedules(model, device, dtype, rng):
+def test_random_schedule_matches_the_oracle(model, device, dtype, rng):
     layers, options = models(device)[model]
     engine = with_graphs(Engine(rng, Face(), layers, device=device, dtype=dtype, **options), rng.random() < 0.7)
     schedule(engine, rng, 50)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_masks_in_buffers_of_another_size(device, rng):
+def test_graph_with_masks_of_another_size_takes_what_it_needs(device, rng):
     """SGLang's masks are longer than the batch asks for, and leave out the requests that fill it up."""
     engine = with_graphs(Engine(rng, Face(), [Layer(0)], device=device), masked=True)
     requests = [engine.arrive(), engine.arrive()]
@@ -171,7 +171,7 @@ def test_pool_is_called_with_the_layer_and_its_slots(rng):
     assert torch.equal(values.flatten(1), v)
 
 
-def test_modes_of_older_engines(rng):
+def test_batch_of_an_older_engine_is_computed(rng):
     engine = Engine(rng, Face(), [Layer(0)])
     requests = [engine.arrive()]
     batch = engine.batch("EXTEND", requests, [5])
@@ -182,7 +182,7 @@ def test_modes_of_older_engines(rng):
     engine.check(engine.layers[0], requests, [5], engine.backend.forward(q, k, v, engine.layers[0], batch), q, k, v)
 
 
-def test_what_a_runner_tells(rng):
+def test_backend_attributes_are_those_of_the_runner(rng):
     engine = Engine(rng, Face(), [Layer(0)], sliding_window_size=7)
     backend = engine.backend
     assert backend.dispatch_reason is WrapperDispatch.SLIDING_WINDOW
@@ -200,7 +200,7 @@ def test_what_a_runner_tells(rng):
         FlashInferAttnBackend(runner(engine))
 
 
-def test_what_is_refused(rng):
+def test_unsupported_modes_and_layers_are_refused(rng):
     engine = with_graphs(Engine(rng, Face(), [Layer(0)]), masked=False)
     request = engine.arrive()
     for mode, name in (("DRAFT_EXTEND_V2", "draft_extend_v2"), ("DLLM_EXTEND", "dllm_extend")):

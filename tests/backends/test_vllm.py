@@ -28,7 +28,7 @@ def layout(request, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_random_schedules(device, layout, page_size, kind, rng):
+def test_random_schedule_matches_the_oracle(device, layout, page_size, kind, rng):
     """Arrivals, chunks, prefix hits, decodes of one token and of several, evictions, padding for graphs."""
     kinds = {"float32": ("float32", "auto"), "bfloat16": ("bfloat16", "bfloat16"), "fp8": ("bfloat16", "fp8")}
     dtype, cache = kinds[kind]
@@ -64,7 +64,7 @@ def test_random_schedules(device, layout, page_size, kind, rng):
             engine.run(prompts + [(s, several, False) for s in decoding])
 
 
-def test_metadata_is_what_the_seed_says(rng):
+def test_metadata_of_a_mixed_step_has_its_counts(rng):
     engine = engine_of("cpu", rng)
     (a, b) = started(engine, 6, 3)
     step = [prompt(engine, 5), (a, 1, False), (b, 1, False)]
@@ -96,7 +96,7 @@ def test_metadata_is_what_the_seed_says(rng):
     assert given["slot_mapping"] is metadata.slot_mapping
 
 
-def test_padding_for_graphs(rng):
+def test_build_with_padding_fills_the_graphs_buffers(rng):
     engine = engine_of("cpu", rng)
     a, b = started(engine, 6, 3)
     engine.runner.graph_block_tables.fill(77)
@@ -112,7 +112,7 @@ def test_padding_for_graphs(rng):
         engine.plan(metadata, 4)
 
 
-def test_prefix_hits_and_prompts_without_chunks(rng):
+def test_build_of_prefix_hits_without_chunked_prefill_has_block_tables(rng):
     engine = engine_of("cpu", rng)
     (a,) = started(engine, 9)
     engine.input.chunked_prefill_enabled = False
@@ -125,7 +125,7 @@ def test_prefix_hits_and_prompts_without_chunks(rng):
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_advance_step(device, page_size, turned, padding, rng):
+def test_advance_step_of_several_steps_matches_the_oracle(device, page_size, turned, padding, rng):
     """Several steps without a builder; prompts of the first one decode in the next."""
     engine = engine_of(device, rng, page_size=page_size)
     sequences = started(engine, 7, 4, 1)
@@ -161,7 +161,7 @@ def test_advance_step(device, page_size, turned, padding, rng):
         engine.check(step, new, outputs)
 
 
-def test_profile_runs_have_no_cache(device, rng):
+def test_profile_run_without_block_tables_has_no_slots(device, rng):
     engine = engine_of(device, rng)
     engine.runner.cache_config.num_gpu_blocks = None
     step = [prompt(engine, n) for n in (5, 1, 9)]
@@ -183,7 +183,7 @@ def test_profile_runs_have_no_cache(device, rng):
         engine.builder.build([10, 2], [5, 1], -1, 6)
 
 
-def test_prompts_longer_than_the_sliding_window(device, rng):
+def test_prompt_longer_than_the_sliding_window_matches_the_oracle(device, rng):
     """Tokens that no later one sees have no slot, and yet all outputs are right; also of later decodes."""
     engine = engine_of(device, rng, [{"window_left": 5}, {"window_left": 5}])
     engine.builder.sliding_window = 6
@@ -200,13 +200,13 @@ def test_prompts_longer_than_the_sliding_window(device, rng):
     assert not chunks.prefill_over_rows
 
 
-def test_layers_that_see_further_keep_their_keys(rng):
+def test_prompt_of_layers_with_different_windows_keeps_all_keys(rng):
     engine = engine_of("cpu", rng, [{"window_left": 5}, {}])
     engine.builder.sliding_window = 6
     assert not engine.run([prompt(engine, 15)]).prefill_over_rows
 
 
-def test_output_buffers(device, rng):
+def test_forward_with_an_output_writes_to_it(device, rng):
     """Outputs are written in place, in either shape, and quantised if a scale is passed."""
     engine = engine_of(device, rng, [{}], dtype=torch.bfloat16)
     (a,) = started(engine, 6)
@@ -235,7 +235,7 @@ def test_output_buffers(device, rng):
         engine.forward(new, metadata, output=plain, output_scale=scale)
 
 
-def test_cache_shapes_and_layouts(layout, rng):
+def test_cache_shape_of_each_layout_is_that_of_vllm(layout, rng):
     shape = vllm.FlashInferBackend.get_kv_cache_shape(5, 4, 2, 16)
     assert shape == (5, 2, 4, 2, 16)
     order = vllm.FlashInferBackend.get_kv_cache_stride_order()
@@ -245,7 +245,7 @@ def test_cache_shapes_and_layouts(layout, rng):
     assert engine.caches[0].permute(*order).is_contiguous()
 
 
-def test_swapping_and_copying_blocks(device, layout, rng):
+def test_swap_and_copy_blocks_move_keys_and_values(device, layout, rng):
     """Both keys and values move, and sequences go on where their pages went."""
     engine = engine_of(device, rng, dtype=torch.bfloat16, kv_cache_dtype="fp8_e4m3")
     (a, b) = started(engine, 10, 7)
@@ -263,7 +263,7 @@ def test_swapping_and_copying_blocks(device, layout, rng):
     engine.run([(a, 1, False), (b, 1, False)])
 
 
-def test_names(rng):
+def test_backend_names_and_classes_are_those_of_vllm(rng):
     backend = vllm.FlashInferBackend
     assert backend.get_name() == "FLASHINFER"
     assert backend.get_impl_cls() is vllm.FlashInferImpl
@@ -279,7 +279,7 @@ def test_names(rng):
         backend.make_metadata(0, 0, 1, torch.tensor([0]), None, False, 0, head_dim=20)
 
 
-def test_parameters_of_layers(rng):
+def test_per_layer_parameters_of_differing_layers_are_refused(rng):
     same, mixed = engine_of("cpu", rng, [{"window_left": 5}] * 2), engine_of("cpu", rng)
     params = vllm.get_per_layer_parameters(same.runner.vllm_config)
     shared = vllm.PerLayerParameters(5, None, same.specs[0].sm_scale)
@@ -297,7 +297,7 @@ def test_parameters_of_layers(rng):
         vllm.get_per_layer_parameters(same.runner.vllm_config)
 
 
-def test_slots_of_minus_one_are_skipped(device, rng):
+def test_forward_with_slots_of_minus_one_writes_nothing(device, rng):
     engine = engine_of(device, rng, [{}])
     (a,) = started(engine, 6)
     metadata = engine.build([(a, 1, False)])
@@ -308,7 +308,7 @@ def test_slots_of_minus_one_are_skipped(device, rng):
     assert torch.equal(engine.caches[0].nan_to_num(7), before)
 
 
-def test_placeholders_of_several_prompts(rng):
+def test_placeholders_of_several_prompts_are_joined(rng):
     class Placeholders:
         def __init__(self, *found):
             self.found = list(found)

@@ -9,7 +9,7 @@ from helpers.vllm_engine import engine_of, make_impl, prompt, started
 from quire.backends import vllm
 
 
-def test_advance_step_refuses(rng):
+def test_advance_step_with_wrong_arguments_is_refused(rng):
     engine = engine_of("cpu", rng)
     (a,) = started(engine, 3)
     step = [prompt(engine, 4), (a, 1, False)]
@@ -38,13 +38,13 @@ def test_advance_step_refuses(rng):
         several.advance_step(made, sampled[:1], 4, 2, 1)
 
 
-def test_an_unknown_layout_is_refused(monkeypatch):
+def test_unknown_layout_is_refused(monkeypatch):
     monkeypatch.setattr(vllm, "FLASHINFER_KV_CACHE_LAYOUT", "DHN")
     with pytest.raises(ValueError, match="kv_layout = 'DHN' is not supported"):
         vllm.FlashInferBackend.get_kv_cache_stride_order()
 
 
-def test_layers_that_cannot_be_computed(caplog, rng):
+def test_unsupported_layers_are_refused(caplog, rng):
     spec = engine_of("cpu", rng, num_kv_heads=2, head_dim_qk=16).specs[0]
     for options, name in (
         ({"blocksparse_params": {}}, "blocksparse_params"),
@@ -77,7 +77,7 @@ def test_layers_that_cannot_be_computed(caplog, rng):
     assert (impl.scale, impl.logits_soft_cap, impl.kv_cache_dtype) == (0.25, None, "auto")
 
 
-def test_bad_steps_are_refused(rng):
+def test_build_of_an_inconsistent_step_is_refused(rng):
     engine = engine_of("cpu", rng)
     (a,) = started(engine, 7)
 
@@ -107,7 +107,7 @@ def test_bad_steps_are_refused(rng):
         build(group, lengths=[8, *[1] * 8], counts=[1], pad_size=8, batch_size=9)
 
 
-def test_nothing_is_written_when_a_call_is_refused(rng):
+def test_refused_forward_writes_nothing(rng):
     engine = engine_of("cpu", rng, [{}])
     (a,) = started(engine, 6)
     metadata = engine.build([(a, 1, False)])
@@ -149,7 +149,7 @@ def test_nothing_is_written_when_a_call_is_refused(rng):
         metadata.begin_forward()
 
 
-def test_capture_is_for_decodes_within_its_context(rng):
+def test_graph_capture_outside_its_context_is_refused(rng):
     engine = engine_of("cpu", rng)
     state = engine.state
     with pytest.raises(RuntimeError, match="is for within graph_capture"):

@@ -18,7 +18,7 @@ from quire.definition import attention_spec, oracle
 from quire.definition.pages import RaggedLayout
 
 
-def test_pages_are_counted():
+def test_page_allocator_counts_holders_of_pages():
     pages = PageAllocator(4)
     first = pages.allocate(3)
     assert first == [0, 1, 2]
@@ -41,7 +41,7 @@ def tree_of(num_pages: int, page_size: int) -> tuple[PageAllocator, PrefixTree]:
     return pages, PrefixTree(pages, page_size)
 
 
-def test_the_longest_known_prefix_is_found():
+def test_prefix_tree_match_returns_the_longest_known_prefix():
     pages, tree = tree_of(16, 4)
     mine = pages.allocate(3)
     tree.insert(range(11), mine)  # two full pages, and three tokens
@@ -53,7 +53,7 @@ def test_the_longest_known_prefix_is_found():
     assert [pages.holders(p) for p in mine] == [4, 3, 1]
 
 
-def test_a_known_page_stays():
+def test_prefix_tree_insert_of_a_known_prefix_keeps_its_pages():
     pages, tree = tree_of(8, 2)
     first, second = pages.allocate(2), pages.allocate(2)
     tree.insert([1, 2, 3, 4], first)
@@ -62,7 +62,7 @@ def test_a_known_page_stays():
     assert [pages.holders(p) for p in second] == [1, 1]
 
 
-def test_what_nobody_uses_is_given_up_oldest_first_and_ends_first():
+def test_prefix_tree_evict_releases_the_oldest_unused_leaves():
     pages, tree = tree_of(8, 1)
     old, new = pages.allocate(3), pages.allocate(2)
     tree.insert([1, 2, 3], old)
@@ -129,7 +129,7 @@ TestTree = Tree.TestCase
 TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_blocks_are_copied_and_swapped():
+def test_copy_and_swap_blocks_move_whole_pages():
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         caches = [torch.randn(6, 2, 4, 1, 8).to(dtype) for _ in range(2)]
         before = [c.clone() for c in caches]
@@ -168,7 +168,7 @@ def rows(cache: PagedKVCache, layer: int, sequence: int) -> torch.Tensor:
     return cache.tensors(layer)[0][table.indices.long()].flatten(0, 1)[: int(table.lengths()[0])]
 
 
-def test_the_documented_quickstart(capsys):
+def test_documented_quickstart_runs(capsys):
     fi, device, dtype = flashinfer, "cpu", torch.float16
     num_layers, num_heads = 1, 32
     kv_heads, head_dim = 32, 128
@@ -201,7 +201,7 @@ def test_the_documented_quickstart(capsys):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_sequences_grow_fork_and_decode(layout):
+def test_paged_cache_forked_sequences_match_the_oracle(layout):
     cache = cache_of(layout=layout)
     first, keys = grow(cache, 6)
     twin = cache.fork(first)
@@ -227,7 +227,7 @@ def test_sequences_grow_fork_and_decode(layout):
     assert cache.num_free_pages == 8
 
 
-def test_fewer_tokens_may_end_than_were_begun():
+def test_end_forward_with_fewer_tokens_returns_unused_pages():
     cache = cache_of()
     name = cache.begin_forward(13)
     cache.end_forward(name, 2)
@@ -257,7 +257,7 @@ def test_fewer_tokens_may_end_than_were_begun():
         (lambda c: c.append(0, torch.zeros(3, 2, 8), torch.zeros(3, 2, 8)), ValueError, "key has shape"),
     ],
 )
-def test_mistakes_name_the_sequence_and_change_nothing(wrong, error, message):
+def test_paged_cache_wrong_call_names_the_sequence_and_changes_nothing(wrong, error, message):
     cache = cache_of()
     grow(cache, 4)
     cache.begin_forward(3)
@@ -269,7 +269,7 @@ def test_mistakes_name_the_sequence_and_change_nothing(wrong, error, message):
     assert torch.equal(before[3], after[3])
 
 
-def test_a_sequence_is_freed_once():
+def test_free_of_a_freed_sequence_is_refused():
     cache = cache_of()
     name, _ = grow(cache, 4)
     cache.free(name)
@@ -278,7 +278,7 @@ def test_a_sequence_is_freed_once():
     assert cache.num_free_pages == 8
 
 
-def test_wrong_shapes_of_caches_and_wrappers():
+def test_paged_cache_and_wrappers_of_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="page_size = 0: it must be a positive integer"):
         cache_of(page_size=0)
     with pytest.raises(ValueError, match="num_pages = 0"):
@@ -290,7 +290,7 @@ def test_wrong_shapes_of_caches_and_wrappers():
         decode.decode(torch.zeros(2, 1, 4, 16))
 
 
-def test_ragged_prefill_the_short_way(rng):
+def test_ragged_prefill_of_cache_module_matches_the_oracle(rng):
     prefill = flashinfer.BatchPrefillWithRaggedKVCache(num_heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
     q, k, v = torch.randn(9, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
     indptr = torch.tensor([0, 4, 9], dtype=torch.int32)

@@ -41,7 +41,7 @@ def allowed(items, b, q_len, kv_len):
 
 
 @families
-def test_prompts_of_several_items(family, rng):
+def test_items_of_random_prompts_equal_a_custom_mask(family, rng):
     spec = layer(rng, torch.float32, torch.float32, items=True, logits_soft_cap=rng.choice((0.0, 5.0)))
     q_lens, kv_lens = [30, 1, 44], [30, 60, 90]
     batch = random_batch(spec, q_lens, kv_lens, 16)
@@ -54,7 +54,7 @@ def test_prompts_of_several_items(family, rng):
 
 @families
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.int32], ids=str)
-def test_the_last_prompt_of_several_items_needs_no_padding(family, dtype, rng):
+def test_items_without_padding_of_the_last_prompt_match_the_oracle(family, dtype, rng):
     """A single request needs no length either. Missing positions are 0, as FlashInfer's padding is."""
     for kv_lens in ([30, 61], [61]):
         spec = layer(rng, torch.float32, torch.float32, items=True)
@@ -79,6 +79,6 @@ def test_the_last_prompt_of_several_items_needs_no_padding(family, dtype, rng):
         (250, -1, "token_pos_in_items_len = -1 is not supported"),
     ],
 )
-def test_numbers_of_items_that_do_not_fit_are_refused(count, length, message):
+def test_items_of_wrong_lengths_are_refused(count, length, message):
     with pytest.raises(ValueError, match=message):
         Items(torch.zeros(3).int(), torch.zeros(count).to(torch.uint16), length)

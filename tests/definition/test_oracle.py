@@ -40,7 +40,7 @@ def triangle(q_len, kv_len):
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1)])
 @pytest.mark.parametrize("lengths", [(1, 9), (9, 9), (3, 20)])
-def test_agrees_with_torch(heads, lengths):
+def test_oracle_equals_sdpa_of_torch(heads, lengths):
     q_len, kv_len = lengths
     spec, q, k, v = make(q_len, kv_len, *heads, dim_vo=24)
     torch.testing.assert_close(attend(q, k, v, spec)[0], sdpa(q, k, v, spec, triangle(q_len, kv_len)))
@@ -70,7 +70,7 @@ def test_lse_is_the_base_2_logarithm_of_the_denominator():
     assert float(lse) == pytest.approx(math.log2(sum(math.exp(x) for x in logits)))
 
 
-def test_two_keys_by_hand():
+def test_oracle_of_two_keys_equals_numbers_by_hand():
     """q.k is 8 and 0, scaled to ln 3 and 0: weights 3/4 and 1/4."""
     spec = attention_spec(
         num_qo_heads=1, num_kv_heads=1, head_dim_qk=8, q_dtype=torch.float32, sm_scale=math.log(3) / 8
@@ -132,7 +132,7 @@ def test_scales_multiply_what_is_stored():
         torch.testing.assert_close(a, b)
 
 
-def test_a_row_that_sees_nothing_is_zero():
+def test_row_that_sees_no_key_is_zero():
     spec, q, k, v = make(5, 3)
     out, lse = attend(q, k, v, spec)
     assert not out[:2].any()
@@ -158,7 +158,7 @@ def test_states_of_any_split_merge_to_the_whole(layer, rng):
         torch.testing.assert_close(result[1], whole[1])
 
 
-def test_nothing_merged_with_nothing_is_nothing():
+def test_merge_of_empty_states_is_empty():
     v, s = torch.zeros(2, 3, 8), torch.full((2, 3), -torch.inf)
     out, lse = state.merge(v, s, v, s)
     assert not out.any()
@@ -168,7 +168,7 @@ def test_nothing_merged_with_nothing_is_nothing():
     assert (lse == -torch.inf).all()
 
 
-def test_a_batch_over_pages_is_its_requests(rng):
+def test_attend_batch_over_pages_equals_attend_of_each_request(rng):
     spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32, custom_mask=True)
     q_lens, kv_lens = [1, 4, 0, 2], [5, 9, 3, 0]
     batch = random_batch(spec, q_lens, kv_lens, page_size=rng.choice((1, 4)), padding=2)

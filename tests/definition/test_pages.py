@@ -27,7 +27,7 @@ def test_block_tables_and_lengths_become_a_page_table():
     assert table.lengths().tolist() == [9, 4, 1, 0]
 
 
-def test_random_block_tables(rng):
+def test_random_block_tables_become_a_page_table(rng):
     lengths = torch.tensor([rng.randrange(0, 41) for _ in range(9)], dtype=torch.int32)
     blocks = torch.randint(0, 1000, (9, 10), dtype=torch.int32)
     table = PageTable.from_block_tables(blocks, lengths, 4)
@@ -35,7 +35,7 @@ def test_random_block_tables(rng):
     assert listed(table) == rows
 
 
-def test_slots_and_req_to_token():
+def test_slots_and_req_to_token_become_a_page_table():
     table = PageTable.from_slots(ints(4, 9, 2, 7), ints(0, 3, 4))
     assert (listed(table), table.page_size, table.lengths().tolist()) == ([[4, 9, 2], [7]], 1, [3, 1])
     req_to_token = torch.arange(40, dtype=torch.int32).view(4, 10) + 100
@@ -106,7 +106,7 @@ def test_each_request_of_a_packed_mask_starts_at_a_byte():
         PackedMask.from_packed(torch.zeros(2, dtype=torch.uint8), ints(3, 2), ints(5, 2))
 
 
-def test_tables_that_are_alike_are_not_checked_again():
+def test_with_tables_of_equal_shapes_on_a_device_checks_nothing():
     """On a device, where only shapes are looked at; what has another shape or type is left to the checks."""
     indptr, indices, last = (torch.empty(n, dtype=torch.int32, device="meta") for n in (4, 9, 3))
     pages = PageTable(indptr, indices, last, 16)
@@ -128,7 +128,7 @@ def test_tables_that_are_alike_are_not_checked_again():
     assert RaggedLayout(host.indptr).with_tables(host.indptr) is None
 
 
-def test_tables_of_the_host_that_are_alike_are_checked_and_copied(rng):
+def test_with_tables_on_the_host_checks_and_copies_them(rng):
     """Whichever of them lie there. Of lengths, all are left to the checks."""
     q_lens = ints(*(rng.randrange(9) for _ in range(rng.randint(1, 99))))
     indptr = RaggedLayout.from_lengths(q_lens).indptr
@@ -170,7 +170,7 @@ def test_tables_of_the_host_that_are_alike_are_checked_and_copied(rng):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_what_is_no_indptr_is_told(dtype, rng):
+def test_check_indptr_of_falling_offsets_names_the_request(dtype, rng):
     """Also where differences of int32 overflow; the longest request is returned."""
     limit, falls = 2**31 - 1, 0
     for _ in range(300):
@@ -193,7 +193,7 @@ def test_what_is_no_indptr_is_told(dtype, rng):
     assert check_indptr(torch.empty(3, dtype=dtype, device="meta"), "rows") == 0
 
 
-def test_a_table_with_lengths(rng):
+def test_length_table_computes_last_page_len(rng):
     """last_page_len is computed from the lengths when it is read, with spare pages too; like() compares the lengths."""
     counts = torch.tensor([rng.randint(0, 4) for _ in range(9)], dtype=torch.int32)
     indptr = RaggedLayout.from_lengths(counts).indptr

@@ -13,7 +13,7 @@ from quire.definition.masks import MaskSpec
 LAYER = {"num_qo_heads": 28, "num_kv_heads": 4, "head_dim_qk": 128}
 
 
-def test_defaults_follow_the_queries():
+def test_attention_spec_without_dtypes_takes_those_of_the_queries():
     spec = attention_spec(**LAYER, q_dtype=torch.bfloat16)
     assert (spec.head_dim_vo, spec.kv_dtype, spec.o_dtype) == (128, torch.bfloat16, torch.bfloat16)
     assert spec.sm_scale == 1 / math.sqrt(128)
@@ -38,21 +38,21 @@ def test_defaults_follow_the_queries():
         ({"rope_theta": 0.0}, ["rope_theta", "0.0", "positive"]),
     ],
 )
-def test_refusals_name_the_argument_its_value_and_what_is_allowed(change, words):
+def test_attention_spec_with_a_wrong_value_names_argument_value_and_bound(change, words):
     with pytest.raises(ValueError, match="not supported") as caught:
         attention_spec(**{**LAYER, **change})
     for word in words:
         assert word in str(caught.value)
 
 
-def test_every_head_dim_that_is_promised_is_accepted():
+def test_attention_spec_with_each_supported_head_dim_is_accepted():
     for dim in [*range(8, 257, 8), 512]:
         attention_spec(**{**LAYER, "head_dim_qk": dim})
     attention_spec(**{**LAYER, "head_dim_qk": 192, "head_dim_vo": 128})
     attention_spec(**{**LAYER, "head_dim_qk": 576, "head_dim_vo": 512})
 
 
-def test_changes_are_checked_again():
+def test_replace_with_a_wrong_value_is_refused():
     spec = attention_spec(**LAYER)
     assert spec.replace(window_left=5).mask.window_left == 5
     with pytest.raises(ValueError, match="window_left"):
@@ -81,7 +81,7 @@ def test_depends_on_positions_every_mask_but_causal_does(name):
     assert MaskSpec(**{name: value}).depends_on_positions == (name != "causal")
 
 
-def test_alibi_slopes_by_hand():
+def test_alibi_slopes_of_8_and_12_heads_are_the_published_ones():
     """The published slopes for 8 heads; for 12, four more from the odd steps of the series for 16."""
     eight = attention_spec(num_qo_heads=8, num_kv_heads=8, head_dim_qk=8).alibi_slopes()
     assert eight.tolist() == [2.0**-i for i in range(1, 9)]
@@ -90,7 +90,7 @@ def test_alibi_slopes_by_hand():
     assert twelve[8:].tolist() == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
 
 
-def test_dtypes_by_name():
+def test_as_dtype_of_an_unknown_name_is_refused():
     assert as_dtype("bfloat16") is torch.bfloat16
     assert as_dtype(torch.float16) is torch.float16
     with pytest.raises(ValueError, match="'float17'"):

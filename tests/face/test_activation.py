@@ -48,7 +48,7 @@ def nan_rows(rng, shape, device, dtype):
 @devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @kinds
-def test_a_gate_times_the_other_half(kind, dtype, device, rng):
+def test_act_and_mul_matches_float64(kind, dtype, device, rng):
     for dim in (rng.choice((1, 7, 64, 111, 128)), rng.choice((512, 1024, 1500, 3420))):
         x = rows(rng, dtype, device, dim)
         (expected, product), before = exact(kind, x), x.clone()
@@ -61,7 +61,7 @@ def test_a_gate_times_the_other_half(kind, dtype, device, rng):
 
 @devices
 @kinds
-def test_large_numbers_make_no_nan(kind, device):
+def test_act_and_mul_of_large_numbers_has_no_nan(kind, device):
     gate = torch.tensor([-3e38, -1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4], device=device)
     x = torch.cat([gate, torch.ones_like(gate)])[None]
     result = getattr(activation, f"{kind}_and_mul")(x)[0].cpu()
@@ -72,7 +72,7 @@ def test_large_numbers_make_no_nan(kind, device):
 @devices
 @pytest.mark.parametrize("fp8", FP8, ids=str)
 @kinds
-def test_fp8_outputs(kind, fp8, device, rng):
+def test_act_and_mul_quant_matches_float64(kind, fp8, device, rng):
     for dim in (rng.choice((7, 64, 111)), rng.choice((512, 1500))):
         dtype, number = rng.choice(DTYPES), rng.choice((0.002, 0.1, 1.0, 10.0))
         x = rows(rng, dtype, device, dim)
@@ -84,13 +84,13 @@ def test_fp8_outputs(kind, fp8, device, rng):
 
 
 @devices
-def test_nothing_to_do(device):
+def test_act_and_mul_of_no_rows_is_empty(device):
     assert activation.silu_and_mul(torch.zeros(0, 64, device=device)).shape == (0, 32)
     assert activation.gelu_and_mul(torch.zeros(3, 0, 64, device=device)).shape == (3, 0, 32)
 
 
 @devices
-def test_torch_compiles_through(device):
+def test_compiled_activations_equal_eager(device):
     def step(x, out, scale):
         activation.silu_and_mul_quant(out, x, scale)
         return activation.silu_and_mul(x), activation.gelu_and_mul(x), activation.gelu_tanh_and_mul(x)
@@ -105,13 +105,13 @@ def test_torch_compiles_through(device):
 
 
 @devices
-def test_it_is_an_operation_of_torchs(device):
+def test_act_and_mul_passes_opcheck(device):
     args = (torch.zeros(5, 32, device=device), torch.randn(5, 64, device=device), None, 1.0, "silu")
     torch.library.opcheck(torch.ops.quire.act_and_mul.default, args)
 
 
 @pytest.mark.gpu
-def test_a_graph_repeats_it_on_new_numbers():
+def test_captured_activation_replayed_reads_new_input():
     x, out = torch.randn(6, 8192, device="cuda"), torch.zeros(6, 4096, device="cuda")
     activation.silu_and_mul(x, out)
     graph = torch.cuda.CUDAGraph()
@@ -149,20 +149,20 @@ X = torch.ones(3, 8)
         ("silu_and_mul_quant", {"scale": "1"}, r"scale = '1' is not supported"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, given, message):
+def test_activation_with_wrong_arguments_is_refused(call, given, message):
     good = {"input": X, **({"out": torch.zeros(3, 4).to(torch.float8_e5m2), "scale": 1.0} if "quant" in call else {})}
     with pytest.raises(ValueError, match=message):
         getattr(activation, call)(**{**good, **given})
 
 
-def test_the_module_is_where_engines_look_for_it():
+def test_activation_module_is_an_attribute_of_quire():
     assert quire.activation is activation
     assert quire.silu_and_mul is activation.silu_and_mul
 
 
 @devices
 @kinds
-def test_a_row_does_not_depend_on_its_batch(kind, device, rng):
+def test_act_and_mul_row_in_a_batch_equals_the_row_alone(kind, device, rng):
     x = torch.randn(
         8, 2 * rng.choice((40, 111, 1024)), device=device, dtype=rng.choice((torch.bfloat16, torch.float16))
     )

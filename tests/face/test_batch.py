@@ -42,7 +42,7 @@ def assert_is(result, exact):
 
 @devices
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_mixed_batch(causal, device, batch):
+def test_batch_attention_of_a_mixed_batch_matches_the_oracle(causal, device, batch):
     wrapper = flashinfer.BatchAttention(device=device)
     wrapper.plan(*tables(batch, device), *SHAPE, batch.kv.page_size, causal, None, 20.0, torch.float32, torch.float32)
     wrapper.prewarm_paged_kv_stride_variant()
@@ -59,7 +59,7 @@ def test_a_mixed_batch(causal, device, batch):
 
 
 @devices
-def test_tables_may_lie_apart(device, batch):
+def test_plan_with_tables_on_two_devices_matches_the_oracle(device, batch):
     """Offsets may lie on the host, where engines count, and page ids on the device."""
     qo_indptr, kv_indptr, kv_indices, kv_len = tables(batch, "cpu")
     wrapper = flashinfer.BatchAttention("NHD", device)
@@ -69,7 +69,7 @@ def test_tables_may_lie_apart(device, batch):
 
 
 @devices
-def test_tables_are_checked_in_checked_mode(device, batch, monkeypatch):
+def test_plan_with_wrong_lengths_in_checked_mode_is_refused(device, batch, monkeypatch):
     monkeypatch.setenv("QUIRE_CHECK", "1")
     wrapper, given = flashinfer.BatchAttention("NHD", device), tables(batch, device)
     rest = (*SHAPE, batch.kv.page_size, True, None, None, torch.float32, torch.float32)
@@ -81,7 +81,7 @@ def test_tables_are_checked_in_checked_mode(device, batch, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_plan_does_not_wait_for_the_device(batch):
+def test_plan_does_not_wait_for_the_device(batch):
     wrapper, given = flashinfer.BatchAttention(), tables(batch, "cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -92,7 +92,7 @@ def test_a_plan_does_not_wait_for_the_device(batch):
     assert_is(wrapper.run(*inputs(batch, "cuda")), batch.exact())
 
 
-def test_a_table_from_lengths_has_the_pages_that_they_fill(rng):
+def test_page_table_from_lengths_has_the_pages_that_they_fill(rng):
     lengths = [rng.randrange(0, 40) for _ in range(6)]
     spare = [rng.randrange(0, 3) for _ in lengths]
     counts = [-(-length // 8) + extra for length, extra in zip(lengths, spare, strict=True)]
@@ -107,7 +107,7 @@ def test_a_table_from_lengths_has_the_pages_that_they_fill(rng):
     assert PageTable.from_lengths(torch.zeros(1, dtype=torch.int32), none, none, 8).batch_size == 0
 
 
-def test_what_does_not_fit_a_mixed_batch_is_refused(batch):
+def test_batch_attention_with_wrong_arguments_is_refused(batch):
     given, size = tables(batch, "cpu"), batch.kv.page_size
     wrapper = flashinfer.BatchAttention(device="cpu")
     with pytest.raises(RuntimeError, match=r"plan\(\) must be called"):
@@ -130,7 +130,7 @@ def test_what_does_not_fit_a_mixed_batch_is_refused(batch):
 
 @devices
 @pytest.mark.parametrize("window_left", [-1, 6])
-def test_a_sink_joins_the_denominator(window_left, device, rng):
+def test_attention_sink_wrapper_matches_the_oracle(window_left, device, rng):
     spec = attention_spec(
         num_qo_heads=6, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, sinks=True, window_left=window_left
     )

@@ -105,7 +105,7 @@ def test_block_table_of_wrong_tensors_is_refused(tables, lengths, words):
     assert words in str(error.value)
 
 
-def test_row_starts_are_kept():
+def test_row_starts_of_fewer_rows_are_a_part_of_the_kept_ones():
     first = row_starts(torch.device("cpu"), 5, 7)
     assert first.tolist() == [0, 7, 14, 21, 28, 35]
     assert row_starts(torch.device("cpu"), 900, 7).data_ptr() == first.data_ptr()

@@ -51,7 +51,7 @@ def assert_is(result, exact, dtype):
 @pytest.mark.interpret(dtype=[torch.float32, torch.float16])
 @devices
 @dtypes
-def test_two_states_are_their_union(device, dtype, rng):
+def test_merge_state_is_the_union_of_two_states(device, dtype, rng):
     v, s = random_states(rng.randrange(1, 40), 2, rng.choice((1, 3, 8)), rng.choice((8, 64, 80, 256)), dtype, device)
     assert_is(flashinfer.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]), union(v, s), dtype)
     wide = s.double()
@@ -62,7 +62,7 @@ def test_two_states_are_their_union(device, dtype, rng):
 @devices
 @dtypes
 @pytest.mark.parametrize("n", [0, 1, 2, 17])
-def test_many_states_are_their_union(device, dtype, n, rng):
+def test_merge_states_is_the_union_of_many_states(device, dtype, n, rng):
     v, s = random_states(rng.randrange(1, 20), n, 3, rng.choice((64, 96)), dtype, device)
     assert_is(flashinfer.merge_states(v, s), union(v, s), dtype)
 
@@ -71,7 +71,7 @@ def test_many_states_are_their_union(device, dtype, n, rng):
 @devices
 @dtypes
 @pytest.mark.parametrize("stride", [None, 0, 1, 3])
-def test_states_merge_in_place_where_the_mask_says(device, dtype, stride):
+def test_merge_state_in_place_with_a_mask_changes_masked_rows_alone(device, dtype, stride):
     v, s = random_states(17, 2, 2, 64, dtype, device)
     exact_v, exact_s = union(v, s)
     kept_v, kept_s = v[:, 0].clone(), s[:, 0].contiguous()
@@ -89,7 +89,7 @@ def test_states_merge_in_place_where_the_mask_says(device, dtype, stride):
 
 @pytest.mark.interpret
 @devices
-def test_states_are_written_into_any_strides_and_nowhere_else(device):
+def test_merge_states_into_strided_outputs_writes_nothing_else(device):
     v, s = random_states(9, 2, 4, 40, torch.float32, device)
     room, room_s = torch.full((9, 2, 4, 48), torch.nan, device=device), torch.full((9, 2, 4), torch.nan, device=device)
     merge.merge_states(v, s, room[:, 1, :, :40], room_s[:, 1])
@@ -101,14 +101,14 @@ def test_states_are_written_into_any_strides_and_nowhere_else(device):
 
 @pytest.mark.interpret
 @devices
-def test_no_states_of_no_tokens(device):
+def test_merge_state_of_no_tokens_is_empty(device):
     v, s = random_states(3, 2, 2, 16, torch.float32, device)
     out, lse = flashinfer.merge_state(v[:0, 0], s[:0, 0], v[:0, 1], s[:0, 1])
     assert (out.shape, lse.shape) == ((0, 2, 16), (0, 2))
 
 
 @devices
-def test_merging_compiles_and_is_a_torch_operation(device):
+def test_compiled_merges_equal_eager_and_pass_opcheck(device):
     v, s = random_states(5, 2, 2, 16, torch.float32, device)
     v = v.nan_to_num(0.0)
     pair = (v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous())
@@ -143,7 +143,7 @@ def test_merging_compiles_and_is_a_torch_operation(device):
         ({"s_b": torch.zeros(2, 4).T}, "s_b has strides"),
     ],
 )
-def test_states_that_do_not_fit_are_refused(change, message):
+def test_merge_state_with_wrong_arguments_is_refused(change, message):
     given = {
         "v_a": torch.zeros(4, 2, 8),
         "s_a": torch.zeros(4, 2),
@@ -162,7 +162,7 @@ def test_states_that_do_not_fit_are_refused(change, message):
         (torch.zeros(4, 2), torch.ones(3) > 0, r"mask is torch.bool of shape \[3\]"),
     ],
 )
-def test_what_cannot_be_merged_in_place_is_refused(s, mask, message):
+def test_merge_state_in_place_with_wrong_arguments_is_refused(s, mask, message):
     v = torch.zeros(4, 2, 8)
     with pytest.raises(ValueError, match=message):
         flashinfer.merge_state_in_place(v, s, v, torch.zeros(4, 2), mask)
@@ -216,7 +216,7 @@ class Levels:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_levels_are_attention_over_all_their_keys(levels, causal, layout, device, rng):
+def test_multi_level_cascade_matches_the_oracle(levels, causal, layout, device, rng):
     batch = Levels(rng, device, levels=levels, layout=layout)
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(levels, torch.empty(0, device=device), layout)
     wrapper.plan(*batch.tables(), 4, 2, 32, batch.page_size, causal=causal, q_data_type=torch.float32)
@@ -227,7 +227,7 @@ def test_levels_are_attention_over_all_their_keys(levels, causal, layout, device
 
 
 @devices
-def test_levels_keep_their_plans_in_buffers(device, rng):
+def test_multi_level_cascade_with_graph_buffers_fills_them(device, rng):
     batch = Levels(rng, device, levels=2)
     tables = batch.tables()
     buffers = [[torch.zeros_like(x) for x in column] for column in tables]
@@ -242,7 +242,7 @@ def test_levels_keep_their_plans_in_buffers(device, rng):
 @devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_levels_are_rounded_once(levels, dtype, device, rng):
+def test_multi_level_cascade_in_16_bits_is_rounded_once(levels, dtype, device, rng):
     batch = Levels(rng, device, dtype, (1, 1, 1, 1), levels)
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(levels, torch.empty(0, device=device))
     wrapper.plan(*batch.tables(), 4, 2, 32, batch.page_size, q_data_type=dtype)
@@ -252,7 +252,7 @@ def test_levels_are_rounded_once(levels, dtype, device, rng):
 @devices
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("stage", ["decode", "prefill"])
-def test_a_prefix_apart_from_the_pages(stage, layout, device, rng):
+def test_shared_prefix_wrappers_match_the_oracle(stage, layout, device, rng):
     q_lens = (1, 1, 1, 1) if stage == "decode" else (3, 1, 2, 4)
     batch = Levels(rng, device, torch.bfloat16, q_lens, levels=1, layout=layout)
     k, v = torch.randn(2, rng.randrange(1, 50), 2, 32, device=device).bfloat16()
@@ -278,7 +278,7 @@ def test_a_prefix_apart_from_the_pages(stage, layout, device, rng):
     )
 
 
-def test_levels_that_do_not_fit_are_refused(rng):
+def test_multi_level_cascade_with_wrong_arguments_is_refused(rng):
     batch = Levels(rng, "cpu", levels=2)
     with pytest.raises(ValueError, match="num_levels = 0 is not supported"):
         flashinfer.MultiLevelCascadeAttentionWrapper(0, torch.empty(0))
@@ -300,7 +300,7 @@ def test_levels_that_do_not_fit_are_refused(rng):
 @devices
 @dtypes
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_rows_of_any_number_of_states_are_their_union(device, dtype, index, rng):
+def test_variable_length_merge_states_is_the_union_of_each_row(device, dtype, index, rng):
     counts = [rng.choice((0, 1, 2, 17)) for _ in range(rng.randrange(1, 30))]
     v, s = random_states(1, sum(counts) + 5, 3, rng.choice((8, 64, 80)), dtype, device)  # 5 before and after the rows
     v, s = v[0], s[0]
@@ -316,7 +316,7 @@ def test_rows_of_any_number_of_states_are_their_union(device, dtype, index, rng)
 
 @pytest.mark.interpret
 @devices
-def test_no_rows_and_no_states(device):
+def test_variable_length_merge_states_of_no_states_is_empty(device):
     v, s = torch.zeros(0, 2, 8, device=device), torch.zeros(0, 2, device=device)
     for rows in (0, 3):
         out, lse = cascade.variable_length_merge_states(v, s, torch.zeros(rows + 1, dtype=torch.int32, device=device))
@@ -335,7 +335,7 @@ def test_no_rows_and_no_states(device):
         ([0.0, 2.0], "indptr is torch.float32"),
     ],
 )
-def test_rows_of_states_that_do_not_fit_are_refused(indptr, message):
+def test_variable_length_merge_states_with_a_wrong_indptr_is_refused(indptr, message):
     with pytest.raises(ValueError, match=message):
         cascade.variable_length_merge_states(
             torch.zeros(4, 2, 8), torch.zeros(4, 2), torch.tensor(indptr, dtype=None if indptr else torch.int32)
@@ -343,7 +343,7 @@ def test_rows_of_states_that_do_not_fit_are_refused(indptr, message):
 
 
 @pytest.mark.gpu
-def test_merging_rows_of_states_does_not_wait():
+def test_variable_length_merge_states_does_not_wait_for_the_device():
     v, s = (x[0] for x in random_states(1, 40, 3, 64, torch.float16, "cuda"))
     indptr = torch.tensor([0, 7, 7, 40], device="cuda")
     torch.cuda.synchronize()
@@ -354,7 +354,7 @@ def test_merging_rows_of_states_does_not_wait():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_older_programs_end_what_they_began():
+def test_end_forward_of_each_wrapper_does_nothing():
     for name in (
         "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
         "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
@@ -364,7 +364,7 @@ def test_older_programs_end_what_they_began():
         assert getattr(flashinfer, name)(torch.empty(0, dtype=torch.uint8)).end_forward() is None
 
 
-def test_states_of_attention_over_parts_of_the_keys_merge(rng):
+def test_merge_of_states_over_parts_of_the_keys_equals_the_whole(rng):
     spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, causal=False)
     batch = random_batch(spec, [6], [50], 16)
     k, v, _ = batch.rows()

@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_keys_are_their_parts(dtype, device, rng):
+def test_concat_mla_k_joins_both_parts(dtype, device, rng):
     heads, nope, rope = rng.choice([(128, 128, 64), (3, 40, 8), (1, 1, 1)])
     for tokens in (0, 1, rng.randrange(2, 50)):
         whole = torch.randn(tokens, heads, nope + 24, device=device).to(dtype)
@@ -26,7 +26,7 @@ def test_keys_are_their_parts(dtype, device, rng):
     assert flashinfer.concat_ops.concat_mla_k is concat_mla_k
 
 
-def test_torch_compiles_through():
+def test_compiled_concat_mla_k_equals_eager():
     k_nope, k_rope = torch.randn(5, 4, 16), torch.randn(5, 1, 8)
 
     def keys(k_nope, k_rope):
@@ -49,7 +49,7 @@ def test_torch_compiles_through():
         ({"backend": "cuda"}, "backend = 'cuda'"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(changes, message):
+def test_concat_mla_k_with_wrong_shapes_is_refused(changes, message):
     given = {"k": torch.zeros(2, 3, 12), "k_nope": torch.zeros(2, 3, 8), "k_rope": torch.zeros(2, 1, 4)}
     with pytest.raises(ValueError, match=message):
         concat_mla_k(**{**given, **changes})

@@ -64,7 +64,7 @@ def prefiller(batch: Batch, layout: str = "NHD", **plan):
     return wrapper
 
 
-def test_the_documented_example_of_decode():
+def test_documented_example_of_decode_runs():
     device = "cpu"
     num_layers, num_qo_heads = 3, 64
     num_kv_heads, head_dim = 8, 128
@@ -97,14 +97,14 @@ def test_the_documented_example_of_decode():
 
 
 @pytest.mark.parametrize("form", ["NHD pair", "NHD tensor", "HND pair", "HND tensor", "HND pair of views"])
-def test_caches_of_every_form(form, batch, prompts):
+def test_run_over_each_form_of_cache_matches_the_oracle(form, batch, prompts):
     for one, wrapper in ((batch, decoder(batch, form[:3])), (prompts, prefiller(prompts, form[:3]))):
         close(*wrapper.run(one.q, caches(one)[form], return_lse=True), one)
         close(wrapper.run(one.q, caches(one)[form]), None, one)
         close(*wrapper.run_return_lse(one.q, caches(one)[form]), one)
 
 
-def test_results_go_into_out_and_lse(batch):
+def test_run_with_out_and_lse_writes_to_them(batch):
     wrapper = decoder(batch)
     out, lse = torch.full_like(batch.q, torch.nan), torch.full(batch.q.shape[:2], torch.nan)
     result = wrapper.run(batch.q, (batch.k, batch.v), out=out, lse=lse, return_lse=True)
@@ -116,7 +116,7 @@ def test_results_go_into_out_and_lse(batch):
     assert lse.isfinite().all()
 
 
-def test_scales_and_a_layers_own_values(batch):
+def test_run_with_scales_and_layer_values_matches_the_oracle(batch):
     wrapper, cache = decoder(batch), (batch.k, batch.v)
     scaled = {"k": (batch.k.double() * 0.5 * 0.25), "v": batch.v.double() * 3.0}
     close(wrapper.run(batch.q, cache, q_scale=0.5, k_scale=0.25, v_scale=3.0), None, batch, **scaled)
@@ -143,7 +143,7 @@ def test_scales_and_a_layers_own_values(batch):
     ],
     ids=lambda d: next(iter(d)),
 )
-def test_plans_of_layers(layer, batch, prompts):
+def test_plan_of_each_layer_matches_the_oracle(layer, batch, prompts):
     renamed = {("pos_encoding" if k == "pos_encoding_mode" else k): v for k, v in layer.items()}
     for one, make in ((batch, decoder), (prompts, prefiller)):
         spec = one.spec.replace(**renamed)
@@ -156,7 +156,7 @@ def test_plans_of_layers(layer, batch, prompts):
         old.end_forward()
 
 
-def test_slopes_of_alibi_are_planned(batch, prompts, rng):
+def test_plan_with_alibi_slopes_matches_the_oracle(batch, prompts, rng):
     slopes = [rng.uniform(0, 0.5) for _ in range(8)]
     alibi = {"pos_encoding_mode": "ALIBI", "alibi_slopes": slopes}
     for one, make in ((batch, decoder), (prompts, prefiller)):
@@ -166,13 +166,13 @@ def test_slopes_of_alibi_are_planned(batch, prompts, rng):
             make(one, **{**alibi, "alibi_slopes": slopes[:5]})
 
 
-def test_begin_forward_is_plan(batch):
+def test_begin_forward_with_arguments_by_position_plans(batch):
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
     wrapper.begin_forward(*tables(batch), *heads(batch), 16, "NONE", -1, 0.0, "bfloat16", None, None, None, 0.125)
     close(wrapper.forward(batch.q, (batch.k, batch.v)), None, batch)
 
 
-def test_dtypes_by_their_old_and_new_names(batch):
+def test_plan_with_old_and_new_names_of_dtypes_matches_the_oracle(batch):
     for names in ({"data_type": "bfloat16"}, {"q_data_type": BF16}, {"q_data_type": None, "data_type": BF16}):
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(None)
         wrapper.device = torch.device("cpu")
@@ -180,7 +180,7 @@ def test_dtypes_by_their_old_and_new_names(batch):
         close(wrapper.run(batch.q, (batch.k, batch.v)), None, batch)
 
 
-def test_several_query_tokens_per_request(rng):
+def test_decode_of_several_query_tokens_matches_the_oracle(rng):
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
     batch = random_batch(spec, [3, 3], [30, 17], 16)
     wrapper = decoder(batch, q_len_per_req=3)
@@ -189,7 +189,7 @@ def test_several_query_tokens_per_request(rng):
         wrapper.run(batch.q, (batch.k, batch.v), q_len_per_req=2)
 
 
-def test_fp8_caches(rng):
+def test_decode_over_fp8_caches_matches_the_oracle(rng):
     for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, kv_dtype=kv_dtype)
         batch = random_batch(spec, [1, 1], [30, 17], 16, k_scale=0.3, v_scale=1.7)
@@ -197,7 +197,7 @@ def test_fp8_caches(rng):
         close(wrapper.run(batch.q, (batch.k, batch.v), k_scale=0.3, v_scale=1.7), None, batch)
 
 
-def test_masks_plain_and_packed(rng):
+def test_prefill_with_bool_and_packed_masks_matches_the_oracle(rng):
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, custom_mask=True, causal=False)
     batch = random_batch(spec, [5, 1, 40], [30, 1, 40], 16)
     for mask in ({"custom_mask": batch.bool_mask}, {"packed_custom_mask": batch.mask.bits}):
@@ -211,7 +211,7 @@ def test_masks_plain_and_packed(rng):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_ragged_prefill(layout, prompts):
+def test_ragged_prefill_in_each_layout_matches_the_oracle(layout, prompts):
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, dtype=torch.uint8), layout)
     k, v, indptr = prompts.rows()
     if layout == "HND":
@@ -224,7 +224,7 @@ def test_ragged_prefill(layout, prompts):
         wrapper.run(prompts.q, *((k[:5], v[:5]) if layout == "NHD" else (k[:, :5], v[:, :5])))
 
 
-def test_arguments_of_run_by_position(batch):
+def test_run_with_arguments_by_position_takes_the_order_of_flashinfer(batch):
     """Their order is that of FlashInfer's documentation."""
     out, lse = decoder(batch).run(batch.q, (batch.k, batch.v), None, None, 2.0, True)
     exact, exact_lse = batch.exact()
@@ -234,7 +234,7 @@ def test_arguments_of_run_by_position(batch):
         decoder(batch).run(batch.q, (batch.k, batch.v), None, None, None, True, None)
 
 
-def test_bases_and_layouts_of_lse(prompts):
+def test_run_with_lse_base_and_layout_converts_the_lse(prompts):
     wrapper = prefiller(prompts)
     cache = (prompts.k, prompts.v)
     _, plain = wrapper.run(prompts.q, cache, return_lse=True)
@@ -245,7 +245,7 @@ def test_bases_and_layouts_of_lse(prompts):
     torch.testing.assert_close(given, natural)
 
 
-def test_padding_rows_are_zero(prompts):
+def test_rows_beyond_the_batch_are_zero(prompts):
     q = torch.cat([prompts.q, torch.full_like(prompts.q[:3], torch.nan)])
     out, lse = prefiller(prompts).run(q, (prompts.k, prompts.v), return_lse=True)
     close(out[:-3], lse[:-3], prompts)
@@ -255,7 +255,7 @@ def test_padding_rows_are_zero(prompts):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_single_requests(layout, causal, rng):
+def test_single_prefill_and_decode_match_the_oracle(layout, causal, rng):
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, causal=causal)
     batch = random_batch(spec, [40], [90], 16)
     k, v, _ = batch.rows()
@@ -270,7 +270,7 @@ def test_single_requests(layout, causal, rng):
     close(masked, None, batch, spec=spec.replace(causal=False, custom_mask=True), bool_mask=mask.flatten())
 
 
-def test_buffers_of_cuda_graphs_are_kept_and_filled(batch):
+def test_decode_wrapper_with_graph_buffers_keeps_and_fills_them(batch):
     indptr, indices, last = torch.empty(6).int(), torch.full((64,), -1).int(), torch.empty(5).int()
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
         torch.empty(0, dtype=torch.uint8), indptr, indices, last
@@ -290,7 +290,7 @@ def test_buffers_of_cuda_graphs_are_kept_and_filled(batch):
         small.plan(*tables(batch), *heads(batch), 16)
 
 
-def test_prefill_buffers_of_cuda_graphs(prompts):
+def test_prefill_wrapper_with_graph_buffers_keeps_and_fills_them(prompts):
     buffers = [torch.zeros(n, dtype=torch.int32) for n in (4, 4, 64, 3)]
     masks = [torch.zeros(999, dtype=torch.uint8), torch.zeros(4, dtype=torch.int32)]
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(None, "NHD", True, *buffers, *masks)
@@ -304,7 +304,7 @@ def test_prefill_buffers_of_cuda_graphs(prompts):
     close(wrapper.run(prompts.q, (prompts.k, prompts.v)), None, prompts, spec=spec, bool_mask=mask)
 
 
-def test_workspaces_may_be_replaced(batch):
+def test_reset_workspace_buffer_replaces_both_buffers(batch):
     wrapper = decoder(batch)
     float_buffer, int_buffer = torch.empty(8, dtype=torch.uint8), torch.full((1 << 14,), 7, dtype=torch.uint8)
     wrapper.reset_workspace_buffer(float_buffer, int_buffer)
@@ -320,7 +320,7 @@ def test_workspaces_may_be_replaced(batch):
         wrapper.reset_workspace_buffer(torch.empty(64, dtype=torch.uint8)[1:], int_buffer)
 
 
-def test_zeros_grow_with_plans_that_need_more(batch, monkeypatch):
+def test_int_workspace_grows_with_a_plan_that_needs_more(batch, monkeypatch):
     """Only batch-invariant layers may need more, on some GPUs, so the size is made up."""
     size = 100
     monkeypatch.setattr("quire.kernels.family.Family.int_workspace_size", lambda *given: size)
@@ -342,7 +342,7 @@ def test_zeros_grow_with_plans_that_need_more(batch, monkeypatch):
         wrapper.reset_workspace_buffer(torch.empty(8, dtype=torch.uint8), torch.empty(512, dtype=torch.uint8))
 
 
-def test_scratch_is_of_the_workspace_that_is_there(batch, monkeypatch):
+def test_plan_takes_its_float_workspace_from_the_current_buffer(batch, monkeypatch):
     """Kernels for the CPU need none, so the size is made up."""
     size = 64
     monkeypatch.setattr("quire.wrappers.plan._float_workspace_size", lambda *given: size)
@@ -361,7 +361,7 @@ def test_scratch_is_of_the_workspace_that_is_there(batch, monkeypatch):
                 wrapper.plan(*again, q_data_type=BF16)
 
 
-def test_names_of_plans_that_others_read(prompts):
+def test_wrapper_attributes_after_plan_are_those_that_engines_read(prompts):
     wrapper = prefiller(prompts, window_left=9, logits_soft_cap=4.0, sm_scale=0.25)
     seen = (wrapper._causal, wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale, wrapper._backend)
     assert seen == (True, 9, 4.0, 0.25, "auto")
@@ -386,7 +386,7 @@ def test_names_of_plans_that_others_read(prompts):
         ({"k": lambda k: k[0]}, r"a pair must be 4-D each"),
     ],
 )
-def test_tensors_that_do_not_fit_the_plan(change, message, batch):
+def test_run_with_tensors_of_another_plan_is_refused(change, message, batch):
     tensors = {name: change.get(name, lambda x: x)(getattr(batch, name)) for name in ("q", "k", "v")}
     with pytest.raises(ValueError, match=message):
         decoder(batch).run(tensors["q"], (tensors["k"], tensors["v"]))
@@ -407,7 +407,7 @@ def test_tensors_that_do_not_fit_the_plan(change, message, batch):
         (lambda w, b: w.run(b.q, (b.k, b.v), kv_cache_sf=1), r"kv_cache_sf is not supported"),
     ],
 )
-def test_arguments_that_do_not_fit(call, message, batch):
+def test_run_with_wrong_arguments_is_refused(call, message, batch):
     with pytest.raises(ValueError, match=message):
         call(decoder(batch), batch)
 
@@ -424,14 +424,14 @@ def test_arguments_that_do_not_fit(call, message, batch):
         ({"window_right": 3}, r"window_right is not supported"),
     ],
 )
-def test_plans_that_do_not_fit(arguments, message, batch):
+def test_plan_with_wrong_arguments_is_refused(arguments, message, batch):
     given = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), heads(batch), strict=True))
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
     with pytest.raises(ValueError, match=message):
         wrapper.plan(*tables(batch), **{**given, "page_size": 16, **arguments})
 
 
-def test_nothing_runs_without_a_plan(batch):
+def test_run_without_a_plan_is_refused(batch):
     for wrapper in (
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0)),
         flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0)),

@@ -52,7 +52,7 @@ def prefiller(batch: Batch, *args, **options):
 # Workspaces.
 
 
-def test_workspaces_of_just_the_size_that_is_told(batch, prompts):
+def test_workspace_of_the_size_of_workspace_size_suffices(batch, prompts):
     for one, make, before in ((batch, decoder, ()), (prompts, prefiller, (prompts.qo.indptr,))):
         wrapper = make(one)
         earlier = wrapper.planned.spec
@@ -81,7 +81,7 @@ def test_workspace_size_takes_arguments_by_position(batch, prompts):
     assert prefiller(prompts).workspace_size(prompts.qo.indptr, *tables(prompts), *heads, *layer, *rest)[0] > 0
 
 
-def test_sizes_of_workspaces_of_cuda_graphs(batch, device):
+def test_workspace_size_of_a_graph_wrapper_leaves_its_buffers(batch, device):
     buffers = [torch.full((n,), 7, dtype=torch.int32, device=device) for n in (6, 64, 5)]
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
     assert min(wrapper.workspace_size(*tables(batch), *HEADS, 16, q_data_type=F16)) > 0
@@ -92,7 +92,7 @@ def test_sizes_of_workspaces_of_cuda_graphs(batch, device):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_pages_of_one_token_need_no_dimension(layout, rng, device):
+def test_cache_of_pages_of_one_token_needs_no_page_dimension(layout, rng, device):
     batch = random_batch(SPEC, [3, 3], [30, 17], 1, device=device)
     k, v = batch.k[:, 0], batch.v[:, 0]
     for cache in ((k, v), torch.stack((k, v), 1)):
@@ -119,7 +119,7 @@ def test_scales_by_position_multiply_those_by_name(batch, prompts):
             wrapper.run(one.q, (one.k, one.v), 1.0, 1.0, 1.0, True, None)
 
 
-def test_fp8_queries(rng, device):
+def test_ragged_prefill_with_fp8_queries_matches_the_oracle(rng, device):
     spec = SPEC.replace(q_dtype=F8, kv_dtype=F8, o_dtype=F16)
     batch = random_batch(spec, [5, 9], [30, 17], 16, device=device)
     k, v, indptr = batch.rows()
@@ -150,7 +150,7 @@ SINK = (
 )
 
 
-def test_sinks_by_position(prompts, batch):
+def test_sink_and_scale_by_position_match_the_oracle(prompts, batch):
     device, scale = prompts.q.device, 0.3
     sink = torch.randn(8, device=device)
     changes = {"spec": SPEC.replace(sinks=True, sm_scale=scale), "sinks": sink}
@@ -169,7 +169,7 @@ def test_sinks_by_position(prompts, batch):
         paged.run(prompts.q, (prompts.k, prompts.v), sink, scale, 1.0)
 
 
-def test_sinks_over_pages_of_one_token(rng, device):
+def test_attention_sink_wrapper_over_pages_of_one_token_matches_the_oracle(rng, device):
     batch, sink = random_batch(SPEC, [3, 4], [30, 17], 1, device=device), torch.randn(8, device=device)
     wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace(device), backend="fa3", head_dim_qk=64)
     wrapper.plan(batch.qo.indptr.cpu(), *(x.cpu() for x in tables(batch)), *HEADS, 1, causal=True, q_data_type=F16)
@@ -179,7 +179,7 @@ def test_sinks_over_pages_of_one_token(rng, device):
 
 
 @pytest.mark.parametrize("wrapper", ["BatchDecode", "BatchPrefill"])
-def test_kernels_of_a_programs_own_are_refused(wrapper):
+def test_jit_args_of_an_unknown_variant_are_refused(wrapper):
     make = getattr(flashinfer, f"{wrapper}WithPagedKVCacheWrapper")
     for jit_args in ((*SINK[:11], "FlashSigmoid", "decl"), ("uri",)):
         with pytest.raises(ValueError, match=r"jit_args = .* AttentionSink"):
@@ -189,7 +189,7 @@ def test_kernels_of_a_programs_own_are_refused(wrapper):
 # Plans.
 
 
-def test_plans_by_position(batch):
+def test_plan_with_arguments_by_position_matches_the_oracle(batch):
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(batch.q.device))
     layer = ("NONE", 7, 2.0, "float16", None, "float32", None, 0.25, None, None, True, None, None, None, False, 1)
     wrapper.plan(*tables(batch), *HEADS, 16, *layer)
@@ -198,7 +198,7 @@ def test_plans_by_position(batch):
     close(out, batch, spec=SPEC.replace(window_left=7, logits_soft_cap=2.0, sm_scale=0.25))
 
 
-def test_plans_of_engines(batch, device):
+def test_fast_decode_plan_as_engines_call_it_matches_the_oracle(batch, device):
     buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (6, 64, 5)]
     graph = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
     for wrapper in (decoder(batch), graph):
@@ -214,7 +214,7 @@ def test_plans_of_engines(batch, device):
     close(graph.run(batch.q, (batch.k, batch.v)), batch)
 
 
-def test_tables_may_be_strided_and_lie_anywhere(batch, prompts):
+def test_plan_with_strided_tables_on_any_device_gives_equal_results(batch, prompts):
     strided = [torch.stack((x, x + 99), 1)[:, 0] for x in tables(batch)]
     wrapper = decoder(batch)
     expected = wrapper.run(batch.q, (batch.k, batch.v))
@@ -229,7 +229,7 @@ def test_tables_may_be_strided_and_lie_anywhere(batch, prompts):
     assert torch.equal(paged.run(prompts.q, (prompts.k, prompts.v)), expected)
 
 
-def test_requests_without_pages(rng, device):
+def test_request_without_pages_is_zero(rng, device):
     batch = random_batch(SPEC, [1, 1], [0, 130], 16, device=device)
     for wrapper in (decoder(batch, "NHD"), prefiller(batch)):
         out, lse = wrapper.run(batch.q, (batch.k, batch.v), return_lse=True)
@@ -238,7 +238,7 @@ def test_requests_without_pages(rng, device):
         close((out, lse), batch)
 
 
-def test_what_plans_leave_to_be_read(batch, prompts):
+def test_wrapper_attributes_after_plan_are_those_that_engines_read(batch, prompts):
     for one, make in ((batch, decoder), (prompts, prefiller)):
         wrapper = make(one, backend="fa2")
         assert type(wrapper._max_kv_len) is int
@@ -253,7 +253,7 @@ def test_what_plans_leave_to_be_read(batch, prompts):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu", 16)).prewarm_paged_kv_stride_variant()
 
 
-def test_several_query_tokens_per_request(rng, device):
+def test_decode_of_several_query_tokens_with_tensor_cores_matches_the_oracle(rng, device):
     batch = random_batch(SPEC, [3, 3], [30, 17], 16, device=device)
     buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 64, 2)]
     graph = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers, use_tensor_cores=True)
@@ -271,7 +271,7 @@ def test_several_query_tokens_per_request(rng, device):
     close(graph.run(batch.q, (batch.k, batch.v)), batch)
 
 
-def test_what_one_gpu_alone_has_is_refused(prompts):
+def test_run_with_an_option_of_another_architecture_is_refused(prompts):
     for option in ("use_fp16_softmax", "uses_spcompress"):
         with pytest.raises(ValueError, match=f"{option} is not supported"):
             prefiller(prompts).run(prompts.q, (prompts.k, prompts.v), **{option: True})
@@ -302,7 +302,7 @@ def integers(*sizes):
         ("BatchPrefillWithRagged", integers(6, 5), r"length of kv_indptr_buf should be batch_size \+ 1"),
     ],
 )
-def test_buffers_that_do_not_fit(wrapper, buffers, message):
+def test_graph_wrapper_with_wrong_buffers_is_refused(wrapper, buffers, message):
     make = getattr(flashinfer, f"{wrapper}KVCacheWrapper")
     before = (False,) if "Decode" in wrapper else ()
     with pytest.raises(ValueError, match=message):
@@ -312,7 +312,7 @@ def test_buffers_that_do_not_fit(wrapper, buffers, message):
 # One request.
 
 
-def test_the_old_names_of_serving_engines(device, prompts):
+def test_begin_forward_as_engines_call_it_matches_the_oracle(device, prompts):
     """begin_forward, forward and end_forward with arguments that engines have passed since FlashInfer 0.1."""
     indptr, indices, last = tables(prompts)
     counts = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
@@ -330,7 +330,7 @@ def test_the_old_names_of_serving_engines(device, prompts):
     ragged.end_forward()
 
 
-def test_a_prefix_in_pages_and_new_rows_merge_to_the_whole(device, rng):
+def test_merge_of_a_paged_prefix_and_new_rows_matches_the_oracle(device, rng):
     """How engines extend a cached prefix: new keys as rows, the prefix over pages of one, states merged."""
     batch = random_batch(SPEC, [5, 2, 40], [30, 9, 41], 1, device=device)
     k, v, kv_indptr = batch.rows()
@@ -352,7 +352,7 @@ def test_a_prefix_in_pages_and_new_rows_merge_to_the_whole(device, rng):
     close(flashinfer.merge_state(o1, s1, o2, s2), batch)
 
 
-def test_a_graphs_buffer_is_filled_and_handed_back_to_it(device, batch):
+def test_fast_decode_plan_with_the_wrappers_own_buffer_matches_the_oracle(device, batch):
     """Engines write page ids into the wrapper's own buffer, `_paged_kv_indices_buf`, and plan with it, by
     fast_decode_plan from the second time on.
     """

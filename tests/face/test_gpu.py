@@ -46,7 +46,7 @@ def planned(batch: Batch, backend: str):
     return wrapper
 
 
-def test_the_definition_computes_there(batch):
+def test_reference_family_on_a_gpu_matches_the_oracle(batch):
     out, lse = planned(batch, "reference").run(
         batch.q.cuda(), (batch.k.cuda(), batch.v.cuda()), sinks=batch.sinks.cuda(), return_lse=True
     )
@@ -56,7 +56,7 @@ def test_the_definition_computes_there(batch):
     torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_auto_has_a_gpu_compute_and_sees_tables_that_change_in_place(batch):
+def test_auto_on_a_gpu_reads_tables_that_changed_in_place(batch):
     """Runs read the changed tables, called directly and replayed in a captured graph."""
     wrapper = planned(batch, "auto")
     assert wrapper.backend == ("hopper" if torch.cuda.get_device_capability()[0] == 9 else "triton")
@@ -81,7 +81,7 @@ def test_plan_does_not_wait_for_the_device(batch):
         wrapper.plan(*kv, 8, 2, 64, 16, q_data_type=BF16)
 
 
-def test_append_writes_where_it_does_on_the_cpu(batch):
+def test_append_on_a_gpu_equals_append_on_the_cpu(batch):
     key, value = torch.randn(2, 6, 2, 64).to(BF16)
     requests, positions = torch.tensor([0, 2, 2, -1, 1, 2]).int(), torch.tensor([29, 88, 89, 0, 0, 17]).int()
     here = (batch.k.clone(), batch.v.clone())
@@ -94,7 +94,7 @@ def test_append_writes_where_it_does_on_the_cpu(batch):
         torch.testing.assert_close(b.cpu(), a, rtol=0, atol=0, equal_nan=True)
 
 
-def test_append_writes_nothing_where_tables_lead_outside(batch):
+def test_append_with_tables_that_lead_outside_writes_nothing(batch):
     key = torch.ones(5, 2, 64, dtype=BF16, device="cuda")
     caches = (batch.k.cuda(), batch.v.cuda())
     before = [x.clone() for x in caches]
@@ -108,7 +108,7 @@ def test_append_writes_nothing_where_tables_lead_outside(batch):
         torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True)
 
 
-def test_states_merge_there():
+def test_merge_state_on_a_gpu_equals_that_on_the_cpu():
     v, s = torch.randn(2, 5, 4, 64), torch.randn(2, 5, 4)
     here = quire.merge_state(v[0], s[0], v[1], s[1])
     there = quire.merge_state(v[0].cuda(), s[0].cuda(), v[1].cuda(), s[1].cuda())
@@ -116,7 +116,7 @@ def test_states_merge_there():
         torch.testing.assert_close(b.cpu(), a)
 
 
-def test_the_engine_runs_there():
+def test_engine_on_a_gpu_has_the_text_of_the_cpu():
     pytest.importorskip("transformers")
     from quire.engine import LLM, SamplingParams
 
@@ -125,7 +125,7 @@ def test_the_engine_runs_there():
         assert [c.text for c in gpu.generate(prompts, params)] == [c.text for c in cpu.generate(prompts, params)]
 
 
-def test_env_names_the_gpu(capsys):
+def test_env_on_a_gpu_names_it(capsys):
     from quire.cli import main
 
     assert main(["env"]) == 0
@@ -140,7 +140,7 @@ def reserved(spec: AttentionSpec, requests: int, pages: int, page_size: int = 16
     return quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(None, *buffers), buffers
 
 
-def test_a_graph_of_plan_and_run_follows_its_tables(rng):
+def test_captured_plan_and_run_replayed_reads_changed_tables(rng):
     """Requests grow over the ends of pages, and fewer of them come, padded with empty ones."""
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
     lengths, size, widest = torch.tensor([15, 1, 600, 47]), 16, 40
@@ -173,7 +173,7 @@ def test_a_graph_of_plan_and_run_follows_its_tables(rng):
         assert not out[lengths.cuda() == 0].any()
 
 
-def test_a_captured_plan_is_not_replaced(batch):
+def test_plan_after_a_captured_run_is_refused(batch):
     wrapper = planned(batch, "auto")
     q, kv = batch.q.cuda(), (batch.k.cuda(), batch.v.cuda())
     wrapper.run(q, kv)
@@ -223,7 +223,7 @@ def test_forget_cuda_graph_with_kept_tables_leaves_graphs_right(kind, rng):
     assert not any(x.any() for x in others)
 
 
-def test_runs_wait_for_nothing(batch):
+def test_plan_and_run_never_wait_for_the_device(batch):
     wrapper, kv = planned(batch, "auto"), (batch.k.cuda(), batch.v.cuda())
     q, given = batch.q.cuda(), tables(batch)
     wrapper.run(q, kv)
@@ -233,7 +233,7 @@ def test_runs_wait_for_nothing(batch):
             wrapper.run(q, kv, return_lse=True)
 
 
-def test_repeated_runs_are_runs(batch):
+def test_repeated_run_with_other_tensors_matches_the_oracle(batch):
     """Runs that skip the checks of those before them: other tensors, other values of the layer, other alignments."""
     wrapper, sinks = planned(batch, "auto"), batch.sinks.cuda()
     wide = torch.randn(3, 8, 65, dtype=BF16, device="cuda")
@@ -255,7 +255,7 @@ def test_repeated_runs_are_runs(batch):
     assert wrapper.planned.launches
 
 
-def test_plans_that_differ_in_tables_alone(batch):
+def test_plan_with_other_tables_and_layers_matches_the_oracle(batch):
     """They skip the checks of those before them; another layer, or another batch size, does not."""
     wrapper = planned(batch, "auto")
     for lengths, layer in (([90, 2, 17], {"window_left": 40}), ([1, 60, 9], {"window_left": 40}), ([5, 70], {})):
@@ -268,7 +268,7 @@ def test_plans_that_differ_in_tables_alone(batch):
         wrapper.plan(tables(other)[0].float(), *tables(other)[1:], 8, 2, 64, 16, q_data_type=BF16)
 
 
-def test_runs_are_repeated_over_the_tables_of_each_plan(batch):
+def test_repeated_run_after_another_plan_reads_its_tables(batch):
     """Requests in another order, more page ids than are used."""
     wrapper, cache, sinks = planned(batch, "auto"), (batch.k.cuda(), batch.v.cuda()), batch.sinks.cuda()
     ends, exact = batch.kv.indptr.tolist(), batch.exact()[0]
@@ -285,7 +285,7 @@ def test_runs_are_repeated_over_the_tables_of_each_plan(batch):
         assert len(wrapper.planned.launches) == 1
 
 
-def test_runs_over_ragged_rows_are_repeated_within_each_plan():
+def test_repeated_run_over_ragged_rows_reads_its_plans_rows():
     """Requests in another order: as many tokens together, and the same longest one."""
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16)
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, device="cuda"))
@@ -299,7 +299,7 @@ def test_runs_over_ragged_rows_are_repeated_within_each_plan():
         assert len(wrapper.planned.launches) == 1
 
 
-def test_checked_mode_names_what_is_wrong(batch):
+def test_run_with_wrong_tables_in_checked_mode_names_the_value(batch):
     workspace = torch.empty(0, device="cuda")
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, check=True)
     indptr, indices, last = tables(batch)
@@ -319,7 +319,7 @@ def test_checked_mode_names_what_is_wrong(batch):
         wrapper.run(batch.q.cuda(), (batch.k.cuda(), batch.v.cuda()))
 
 
-def test_checked_appends_name_what_is_wrong(batch, monkeypatch):
+def test_append_with_wrong_positions_in_checked_mode_names_the_value(batch, monkeypatch):
     monkeypatch.setenv("QUIRE_CHECK", "1")
     indptr, indices, last = tables(batch)
     caches, key = (batch.k.cuda(), batch.v.cuda()), torch.ones(2, 2, 64, dtype=BF16, device="cuda")
@@ -329,7 +329,7 @@ def test_checked_appends_name_what_is_wrong(batch, monkeypatch):
     quire.append_paged_kv_cache(key, key, places[0], places[1] - 1, caches, indices, indptr, last)
 
 
-def test_a_small_workspace_is_refused_with_the_size_that_is_needed(batch):
+def test_plan_with_a_small_workspace_names_the_size_that_is_needed(batch):
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(
         torch.empty(1 << 10, dtype=torch.uint8, device="cuda"), backend="triton"
     )
@@ -345,7 +345,7 @@ def test_a_small_workspace_is_refused_with_the_size_that_is_needed(batch):
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_prefills_are_planned_from_tables_of_the_host(ragged, batch, rng):
+def test_plan_of_a_prefill_with_tables_on_the_host_does_not_wait(ragged, batch, rng):
     """Steps whose rows, or all of whose tables, lie on the host. A plan returns while the device is busy, and what it
     was given may be overwritten then, unless that is pinned: then only `non_blocking=False` makes a plan wait. Its
     kernel is that for the longest request, which changes between few rows, many and few.
@@ -381,7 +381,7 @@ def test_prefills_are_planned_from_tables_of_the_host(ragged, batch, rng):
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_caches_beyond_two_to_the_31(kv_layout):
+def test_cache_of_more_than_two_to_the_31_elements_matches_the_oracle(kv_layout):
     """The last pages of a cache whose elements 32 bits do not count."""
     spec = attention_spec(num_qo_heads=8, num_kv_heads=8, head_dim_qk=128, q_dtype=BF16)
     batch = random_batch(spec, [1, 30], [40, 90], 16, kv_layout=kv_layout)

@@ -48,7 +48,7 @@ def layer(batch: Batch):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_mixed_batches(dtype, device, rng):
+def test_latent_run_of_a_mixed_batch_matches_the_oracle(dtype, device, rng):
     """Requests that decode, verify some tokens, prefill or are empty; tables on the host, the device, or both."""
     kv_lens = [rng.choice((0, 1, 33, 90)) for _ in range(3)] + [
         rng.choice((97, 150, 400) if not INTERPRETED else (60,))
@@ -73,7 +73,7 @@ def test_mixed_batches(dtype, device, rng):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_nobody_has_keys(device, rng):
+def test_latent_run_without_keys_is_zero(device, rng):
     batch = latent_batch(rng, [3, 1], [0, 0], F16, heads=16)
     wrapper = wrapper_on(device)
     wrapper.plan(*tables(batch, device), *layer(batch))
@@ -85,7 +85,7 @@ def test_nobody_has_keys(device, rng):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("where", ["cpu", "the device"])
-def test_plans_of_one_layer_after_another(where, device, rng):
+def test_latent_plan_with_changed_tables_matches_the_oracle(where, device, rng):
     """Pages and lengths differ, as in an engine's steps; last pages are not full, and some have spare pages."""
     first = latent_batch(rng, [1, 1, 1], [300, 200, 100], F16, heads=16, dims=(512, 64))
     wrapper, given, size = wrapper_on(device), inputs(first, device), first.kv.page_size
@@ -102,7 +102,7 @@ def test_plans_of_one_layer_after_another(where, device, rng):
             check(replace(first, kv=table), *wrapper.run(*given, return_lse=True))
 
 
-def test_what_a_plan_like_the_last_one_keeps(monkeypatch):
+def test_latent_plan_with_an_equal_layer_keeps_the_layer(monkeypatch):
     """All but tables that lie on the device; nothing is launched for those."""
     monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: registry.family("reference"))
     wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(16, device="meta"))
@@ -126,7 +126,7 @@ def test_what_a_plan_like_the_last_one_keeps(monkeypatch):
     assert wrapper.planned.kv.indices is not first[1]
 
 
-def test_what_graphs_of_latent_layers_read(monkeypatch):
+def test_latent_plan_with_graph_buffers_reads_these_alone(monkeypatch):
     """Buffers that the next plan fills, and nothing that was made of them in between."""
     monkeypatch.setattr("quire.kernels.registry.choose", lambda *given: registry.family("reference"))
     buffers = graph_buffers("meta", 2)
@@ -145,7 +145,7 @@ def test_what_graphs_of_latent_layers_read(monkeypatch):
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", [16, 128])
-def test_all_heads_of_a_model(heads, device, rng):
+def test_latent_run_of_16_and_128_heads_matches_the_oracle(heads, device, rng):
     batch = latent_batch(rng, [1, 2], [70, 40], F16, heads=heads, dims=(512, 64))
     wrapper = wrapper_on(device)
     wrapper.plan(*tables(batch, device), *layer(batch))
@@ -153,7 +153,7 @@ def test_all_heads_of_a_model(heads, device, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tables_in_every_form(device, rng):
+def test_latent_plan_with_each_form_of_tables_matches_the_oracle(device, rng):
     batch = latent_batch(rng, [1, 4, 2], [40, 4, 77], F16, heads=3, dims=(128, 64))
     qo, indptr, indices, lengths = tables(batch, device)
     pages = torch.full((3, 80), 1 << 30, dtype=torch.int32, device=device)
@@ -186,7 +186,7 @@ def test_tables_in_every_form(device, rng):
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dims", [(512, 64), (512, 0)])
-def test_fp8_caches(dims, device, rng):
+def test_latent_run_over_fp8_caches_matches_the_oracle(dims, device, rng):
     """Caches have one scale per part, or one per token and 128 elements of the first part."""
     heads = rng.choice((16, 64))
     batch = latent_batch(rng, [1, 3], [50, 90], BF16, kv_dtype=E4M3, heads=heads, dims=dims)
@@ -204,7 +204,7 @@ def test_fp8_caches(dims, device, rng):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_bits_do_not_depend_on_the_batch(device, products_in_order, rng):
+def test_latent_run_batch_invariant_has_equal_bits_alone(device, products_in_order, rng):
     q_lens, kv_lens = [1, 3, 1], [30, 80, 300] if INTERPRETED else [30, 700, 1500]
     batch = latent_batch(rng, q_lens, kv_lens, F16, heads=16, dims=(512, 64))
     wrapper = wrapper_on(device, batch_invariant=True)
@@ -224,7 +224,7 @@ def test_bits_do_not_depend_on_the_batch(device, products_in_order, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_sinks(device, rng):
+def test_latent_run_with_sinks_matches_the_oracle(device, rng):
     batch = latent_batch(rng, [1, 5], [30, 60], F16, sinks=True)
     wrapper = wrapper_on(device)
     wrapper.plan(*tables(batch, device), *layer(batch), use_sinks=True)
@@ -243,7 +243,7 @@ def graph_buffers(device, batch_size):
     ("device", "backend"),
     [("cpu", BACKEND), *(pytest.param("cuda", x, marks=pytest.mark.gpu) for x in ("auto", "triton"))],
 )
-def test_plans_of_a_graph_keep_to_their_buffers(device, backend, rng):
+def test_latent_graph_after_another_plan_reads_its_buffers(device, backend, rng):
     """On a GPU the graph is captured before the second plan, and replayed after it."""
     first = latent_batch(rng, [2, 2], [0, 60], F16, heads=16, dims=(512, 64), causal=True)
     buffers = graph_buffers(device, 2)
@@ -270,7 +270,7 @@ def test_plans_of_a_graph_keep_to_their_buffers(device, backend, rng):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=str)
-def test_one_node_of_a_graph_of_torchs(kv_dtype, device, rng):
+def test_compiled_latent_run_matches_the_oracle(kv_dtype, device, rng):
     batch = latent_batch(rng, [1, 3], [20, 30], BF16, kv_dtype=kv_dtype, heads=16, dims=(128, 64))
     wrapper = wrapper_on(device)
     wrapper.plan(*tables(batch, device), *layer(batch))
@@ -280,7 +280,7 @@ def test_one_node_of_a_graph_of_torchs(kv_dtype, device, rng):
     check(batch, *result, expected=exact(batch, *scales.values()))
 
 
-def test_the_operation_is_torchs(rng):
+def test_attend_of_a_latent_layer_passes_opcheck(rng):
     batch = latent_batch(rng, [1], [20], F16, heads=2, dims=(128, 64))
     q_nope, q_pe, ckv, kpe = inputs(batch, "cpu")
     out, lse, kv = torch.empty_like(q_nope), torch.empty(1, 2), batch.kv
@@ -316,7 +316,7 @@ def test_the_operation_is_torchs(rng):
         ({"qo_indptr": None, "kv_indptr": None, "kv_indices": None, "kv_len_arr": None}, "tables are needed"),
     ],
 )
-def test_wrong_plans_are_refused(changes, message):
+def test_latent_plan_with_wrong_arguments_is_refused(changes, message):
     given = {
         "qo_indptr": torch.tensor([0, 1, 3]).int(), "kv_indptr": torch.tensor([0, 5, 6]).int(),
         "kv_indices": torch.arange(6).int(), "kv_len_arr": torch.tensor([40, 4]).int(), "num_heads": 16,
@@ -335,7 +335,7 @@ def test_wrong_plans_are_refused(changes, message):
             wrapper_on("cpu", True, *buffers).plan(**given)
 
 
-def test_wrong_runs_are_refused(rng):
+def test_latent_run_with_wrong_arguments_is_refused(rng):
     batch = latent_batch(rng, [1, 3], [20, 30], BF16, kv_dtype=E4M3, heads=16, dims=(512, 64))
     wrapper = wrapper_on("cpu")
     names = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
@@ -374,7 +374,7 @@ def test_wrong_runs_are_refused(rng):
         quire.BatchMLAPagedAttentionWrapper(None, backend="fa9")
 
 
-def test_scales_are_given_by_name():
+def test_latent_run_takes_scales_by_keyword_alone():
     parameters = inspect.signature(quire.BatchMLAPagedAttentionWrapper.run).parameters
     for name in ("ckv_scale", "ckv_scale_arr", "kpe_scale"):
         assert parameters[name].kind == inspect.Parameter.KEYWORD_ONLY

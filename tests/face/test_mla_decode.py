@@ -38,7 +38,7 @@ def plan(wrapper, batch, device="cpu", **more):
 
 @on_each
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_batches(dtype, device, rng):
+def test_latent_decode_of_a_batch_matches_the_oracle(dtype, device, rng):
     batch = decodes(rng, dtype, [rng.choice((1, 33, 90)), 0, 150])
     wrapper = wrapper_on(device)
     plan(wrapper, batch, device, rope_theta=1e4)  # which rotates nothing
@@ -57,7 +57,7 @@ def test_batches(dtype, device, rng):
 
 @on_each
 @pytest.mark.parametrize("layer", [{"window_left": 20}, {"logits_soft_cap": 3.0}, {"window_left": 0}], ids=str)
-def test_windows_and_soft_caps(layer, device, rng):
+def test_latent_decode_with_windows_and_soft_caps_matches_the_oracle(layer, device, rng):
     batch = decodes(rng, F16, [40, 5, 70], **layer, causal=True)
     wrapper = wrapper_on(device)
     plan(wrapper, batch, device, **layer)
@@ -65,7 +65,7 @@ def test_windows_and_soft_caps(layer, device, rng):
 
 
 @on_each
-def test_an_fp8_cache(device, rng):
+def test_latent_decode_over_an_fp8_cache_matches_the_oracle(device, rng):
     batch = decodes(rng, BF16, [40, 5], kv_dtype=E4M3, dims=(512, 64))
     wrapper = wrapper_on(device)
     plan(wrapper, batch, device)
@@ -74,7 +74,7 @@ def test_an_fp8_cache(device, rng):
 
 
 @on_each
-def test_plans_of_a_graph_keep_to_their_buffers(device, rng):
+def test_latent_decode_graph_after_another_plan_reads_its_buffers(device, rng):
     """Which are the plan's own tables first, as in FlashInfer's test; a graph sees the plans after it."""
     first = decodes(rng, F16, [40, 60], dims=(512, 64))
     buffers = tables(first, device)
@@ -107,7 +107,7 @@ def test_plans_of_a_graph_keep_to_their_buffers(device, rng):
         ({"sm_scale": float("nan")}, "sm_scale = nan"),
     ],
 )
-def test_wrong_plans_are_refused(changes, message):
+def test_latent_decode_plan_with_wrong_arguments_is_refused(changes, message):
     given = {
         "indptr": torch.tensor([0, 2]).int(), "indices": torch.tensor([0, 1]).int(),
         "last_page_len": torch.tensor([3]).int(), "num_qo_heads": 16, "head_dim_compressed_kv": 512, "page_size": 8,
@@ -117,7 +117,7 @@ def test_wrong_plans_are_refused(changes, message):
         wrapper_on("cpu").plan(**{**given, **changes})
 
 
-def test_wrong_runs_are_refused(rng):
+def test_latent_decode_run_with_wrong_arguments_is_refused(rng):
     batch = decodes(rng, F16, [9, 4], dims=(512, 64))
     wrapper, given = wrapper_on("cpu"), inputs(batch, "cpu")
     with pytest.raises(RuntimeError, match="plan"):
@@ -129,7 +129,7 @@ def test_wrong_runs_are_refused(rng):
         wrapper_on("cpu", True, False, torch.zeros(3).int(), None, torch.zeros(2).int())
 
 
-def test_sizes_of_models():
+def test_dimensions_of_deepseek_are_supported():
     assert asdict(mla.deepseek_mla_dimensions) == {
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512,
     }  # fmt: skip

@@ -56,7 +56,7 @@ def dims(rng):
 @devices
 @dtypes
 @pytest.mark.parametrize("gemma", [False, True], ids=["rmsnorm", "gemma"])
-def test_rms_norm(gemma, dtype, device, rng):
+def test_rmsnorm_matches_float64(gemma, dtype, device, rng):
     call = norm.gemma_rmsnorm if gemma else norm.rmsnorm
     for dim in dims(rng):
         x, (weight,), eps = rows(rng, dtype, device, dim), weights(rng, dim, device), rng.choice((EPS, 1e-5, 0.5))
@@ -76,7 +76,7 @@ def test_rms_norm(gemma, dtype, device, rng):
 @devices
 @dtypes
 @pytest.mark.parametrize("gemma", [False, True], ids=["rmsnorm", "gemma"])
-def test_a_residual_is_added_and_kept(gemma, dtype, device, rng):
+def test_fused_add_rmsnorm_adds_and_writes_the_residual(gemma, dtype, device, rng):
     call = norm.gemma_fused_add_rmsnorm if gemma else norm.fused_add_rmsnorm
     for dim in dims(rng):
         x, (weight,) = rows(rng, dtype, device, dim), weights(rng, dim, device)
@@ -90,7 +90,7 @@ def test_a_residual_is_added_and_kept(gemma, dtype, device, rng):
 @pytest.mark.interpret
 @devices
 @dtypes
-def test_layer_norm(dtype, device, rng):
+def test_layernorm_matches_float64(dtype, device, rng):
     for dim in dims(rng):
         x, (gamma, beta) = rows(rng, dtype, device, dim), weights(rng, dim, device, 2)
         check_rounded(norm.layernorm(x, gamma, beta, EPS), exact(x, gamma, beta=beta), dtype, PRECISION)
@@ -100,7 +100,7 @@ def test_layer_norm(dtype, device, rng):
 @devices
 @pytest.mark.parametrize("fp8", FP8, ids=str)
 @pytest.mark.parametrize("kind", ["rmsnorm", "add", "layernorm"])
-def test_fp8_outputs(kind, fp8, device, rng):
+def test_norms_with_fp8_outputs_match_float64(kind, fp8, device, rng):
     for dim in dims(rng)[rng.choice((0, 1, 2)) :]:
         dtype, number = rng.choice(DTYPES), rng.choice((0.002, 0.1, 1.0, 10.0))
         x, (weight, beta) = rows(rng, dtype, device, dim), weights(rng, dim, device, 2)
@@ -120,7 +120,7 @@ def test_fp8_outputs(kind, fp8, device, rng):
 
 
 @devices
-def test_nothing_to_do(device):
+def test_norms_of_no_rows_are_empty(device):
     for shape in ((0, 64), (3, 0, 64), (0, 2, 20000)):
         x, weight = torch.zeros(shape, device=device), torch.ones(shape[-1], device=device)
         assert norm.rmsnorm(x, weight).shape == x.shape
@@ -129,7 +129,7 @@ def test_nothing_to_do(device):
 
 
 @devices
-def test_a_row_of_nan_stays_alone(device):
+def test_rmsnorm_with_nan_in_one_row_leaves_the_others(device):
     x = torch.randn(5, 3, 128, device=device)
     expected = norm.rmsnorm(x, torch.ones(128, device=device))
     x[2, 1, 5] = torch.nan
@@ -140,7 +140,7 @@ def test_a_row_of_nan_stays_alone(device):
 
 
 @devices
-def test_torch_compiles_through(device):
+def test_compiled_norms_equal_eager(device):
     def step(x, residual, weight, out, scale):
         norm.fused_add_rmsnorm(x, residual, weight)
         norm.rmsnorm_quant(out, x, weight, scale)
@@ -165,14 +165,14 @@ def test_torch_compiles_through(device):
 
 
 @devices
-def test_they_are_operations_of_torchs(device):
+def test_norm_passes_opcheck(device):
     x, residual, weight = (torch.randn(n, device=device) for n in ((6, 64), (6, 64), (64,)))
     args = (torch.zeros_like(x), x, residual, weight, None, None, 1.0, EPS, 0.0, False)
     torch.library.opcheck(torch.ops.quire.norm.default, args)
 
 
 @pytest.mark.gpu
-def test_a_graph_repeats_it_on_new_numbers():
+def test_captured_norm_replayed_reads_new_input():
     x, residual, weight = (torch.randn(n, device="cuda") for n in ((6, 4096), (6, 4096), (4096,)))
     scale, out = torch.ones(1, device="cuda"), torch.zeros(6, 4096, device="cuda").to(torch.float8_e4m3fn)
     norm.fused_add_rmsnorm_quant(out, x, residual.clone(), weight, scale)
@@ -216,7 +216,7 @@ FP8_OUT = torch.zeros(3, 8).to(torch.float8_e4m3fn)
         ("rmsnorm_quant", {"out": None}, r"out is a NoneType"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, given, message):
+def test_norms_with_wrong_arguments_are_refused(call, given, message):
     good = {"input": X.clone(), **({"gemma": W, "beta": W} if call == "layernorm" else {"weight": W})}
     good |= {"residual": X.clone()} if "add" in call else {}
     good |= {"out": FP8_OUT, "scale": 1.0} if "quant" in call else {}
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_refused(call, given, message):
         getattr(norm, call)(**{**good, **given})
 
 
-def test_weights_may_be_parameters():
+def test_rmsnorm_with_a_parameter_as_weight_returns_no_grad():
     weight = torch.nn.Parameter(torch.ones(8))
     assert not norm.rmsnorm(X, weight).requires_grad
     assert quire.rmsnorm is norm.rmsnorm

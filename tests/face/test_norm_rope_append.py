@@ -82,7 +82,7 @@ class Case:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("by_slots", [False, True], ids=["table", "slots"])
-def test_it_is_its_parts_one_after_another(by_slots, layout, dtype, device, rng):
+def test_norm_rope_append_equals_its_parts_in_turn(by_slots, layout, dtype, device, rng):
     case, is_neox = Case(rng, device, dtype, dtype, layout), rng.random() < 0.5
     weights = [rng.choice((None, torch.randn(case.q.shape[-1]).to(rng.choice(DTYPES)).to(device))) for _ in "qk"]
     bias, eps = rng.choice((0.0, 1.0)), rng.choice((1e-6, 0.1))
@@ -105,7 +105,7 @@ def test_it_is_its_parts_one_after_another(by_slots, layout, dtype, device, rng)
 @devices
 @pytest.mark.parametrize("fp8", FP8, ids=str)
 @pytest.mark.parametrize("by_slots", [False, True], ids=["table", "slots"])
-def test_an_fp8_cache(by_slots, fp8, device, rng):
+def test_norm_rope_append_to_an_fp8_cache_matches_float64(by_slots, fp8, device, rng):
     case = Case(rng, device, rng.choice(DTYPES), fp8, rng.choice(("NHD", "HND")))
     weight = torch.randn(case.q.shape[-1], device=device)
     numbers = rng.choice((0.01, 1.0, 3.0)), rng.choice((0.01, 1.0, 3.0))
@@ -120,14 +120,14 @@ def test_an_fp8_cache(by_slots, fp8, device, rng):
 
 
 @devices
-def test_nothing_to_do(device):
+def test_norm_rope_append_of_no_tokens_is_empty(device):
     q, k = torch.zeros(0, 4, 8, device=device), torch.zeros(0, 2, 8, device=device)
     cache, none = torch.zeros(3, 2, 4, 2, 8, device=device), torch.zeros(0, dtype=torch.int64, device=device)
     assert fused(q, k, k, None, None, torch.ones(5, 8, device=device), none, cache, slots=none).shape == q.shape
 
 
 @devices
-def test_torch_compiles_through(device, rng):
+def test_compiled_norm_rope_append_equals_eager(device, rng):
     case = Case(rng, device, torch.float32, torch.float32, "NHD", (4, 2), (16, 16, 16))
     weight, where, packed = (
         torch.randn(16, device=device),
@@ -149,7 +149,7 @@ def test_torch_compiles_through(device, rng):
 
 
 @devices
-def test_it_is_an_operation_of_torchs(device, rng):
+def test_norm_rope_append_passes_opcheck(device, rng):
     case = Case(rng, device, torch.float32, torch.float32, "NHD", (4, 2), (16, 16, 16))
     pages, inputs = [torch.zeros_like(x) for x in case.cache], [x.contiguous() for x in (case.q, case.k, case.v)]
     weight, where = torch.randn(16, device=device), case.slots().to(device)
@@ -159,7 +159,7 @@ def test_it_is_an_operation_of_torchs(device, rng):
 
 
 @pytest.mark.gpu
-def test_nothing_is_written_where_places_lead_outside(rng):
+def test_norm_rope_append_with_places_outside_writes_nothing(rng):
     case = Case(rng, "cuda", torch.bfloat16, torch.bfloat16, "NHD", (4, 2), (64, 64, 64))
     given = (case.q, case.k, case.v, None, None, case.cos_sin, case.pos_ids.cuda(), case.cache)
     fused(*given, slots=torch.full((len(case.q),), len(case.cache[0]) * case.page_size, device="cuda"))
@@ -203,7 +203,7 @@ def ints(*values):
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_and_nothing_is_written(change, message):
+def test_norm_rope_append_with_wrong_arguments_is_refused_and_writes_nothing(change, message):
     cache, q_out = torch.zeros(2, 2, 4, 1, 8), torch.zeros(3, 2, 8)
     given = {"q": torch.ones(3, 2, 8), "k": torch.ones(3, 1, 8), "v": torch.ones(3, 1, 8)}
     given |= {"q_weight": None, "k_weight": None, "cos_sin_cache": torch.ones(5, 8), "pos_ids": ints(0, 1, 2)}
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(change, message):
     assert not q_out.any()
 
 
-def test_an_fp8_scale_is_checked():
+def test_norm_rope_append_with_a_wrong_fp8_scale_is_refused():
     cache, heads = torch.zeros(2, 2, 4, 1, 8).to(torch.float8_e4m3fn), torch.ones(3, 1, 8)
     for scale in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"v_scale = .* is not supported: a positive number"):

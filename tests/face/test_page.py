@@ -20,7 +20,7 @@ def places_of(new, table):
 
 
 @pytest.mark.interpret
-def test_the_documented_example():
+def test_documented_example_of_append_runs():
     """45 tokens of request 0, 8 of 1, 25 of 2 and 22 of 3, appended to empty pages of 16."""
     append_indptr = ints(0, 45, 53, 78, 100)
     indptr, indices, last = ints(0, 3, 4, 6, 8), torch.arange(8, dtype=torch.int32), ints(13, 8, 9, 6)
@@ -37,7 +37,7 @@ def test_the_documented_example():
     assert cache[3, :, 8:].isnan().all()
 
 
-def test_positions_are_the_last_of_each_request():
+def test_batch_indices_positions_are_the_last_of_each_request():
     requests, positions = flashinfer.get_batch_indices_positions(ints(0, 1, 3, 6, 10), torch.tensor([5, 5, 5, 5]), 12)
     assert requests.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, -1, -1]
     assert positions.tolist() == [4, 3, 4, 2, 3, 4, 1, 2, 3, 4, 0, 0]
@@ -53,7 +53,7 @@ def test_positions_are_the_last_of_each_request():
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_appended_tokens_are_where_attention_looks(layout, dtype, rng):
+def test_append_of_random_tokens_writes_to_their_pages(layout, dtype, rng):
     page_size = rng.choice((1, 4, 16))
     lengths = [rng.randrange(1, 60) for _ in range(4)]
     new = [rng.randrange(0, n + 1) for n in lengths]
@@ -76,7 +76,7 @@ def test_appended_tokens_are_where_attention_looks(layout, dtype, rng):
 
 
 @pytest.mark.interpret
-def test_tokens_of_request_minus_one_are_skipped():
+def test_append_of_tokens_of_request_minus_one_skips_them():
     cache = torch.zeros(2, 2, 4, 1, 8)
     rows = torch.ones(3, 1, 8)
     flashinfer.append_paged_kv_cache(rows, rows, ints(0, -1, 0), ints(0, 0, 5), cache, ints(0, 1), ints(0, 2), ints(2))
@@ -87,7 +87,7 @@ def test_tokens_of_request_minus_one_are_skipped():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
-def test_latent_tokens_are_appended(dtype, packed, device, rng):
+def test_append_mla_of_random_tokens_writes_to_their_pages(dtype, packed, device, rng):
     page_size, dims = rng.choice((1, 5, 16)), rng.choice([(512, 64), (24, 8), (16, 0)])
     lengths = [rng.randrange(1, 60) for _ in range(3)]
     table, pool = random_table(lengths, page_size)
@@ -109,7 +109,7 @@ def test_latent_tokens_are_appended(dtype, packed, device, rng):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_appending_is_one_node_of_a_graph_of_torchs(layout, device):
+def test_compiled_append_equals_eager(layout, device):
     """The cache may be one tensor of keys and values, of which the operation writes two views."""
     table, pool = random_table([9, 3], 4)
     key, value = torch.randn(2, 5, 2, 8, device=device)
@@ -142,7 +142,7 @@ def test_appending_is_one_node_of_a_graph_of_torchs(layout, device):
         ({"positions": ints(8)}, r"positions\[0\] = 8"),
     ],
 )
-def test_latent_tokens_that_do_not_fit_are_refused(changes, message):
+def test_append_mla_with_wrong_arguments_is_refused(changes, message):
     given = {
         "append_ckv": torch.ones(1, 16), "append_kpe": torch.ones(1, 8), "batch_indices": ints(0),
         "positions": ints(0), "ckv_cache": torch.zeros(2, 4, 16), "kpe_cache": torch.zeros(2, 4, 8),
@@ -153,7 +153,7 @@ def test_latent_tokens_that_do_not_fit_are_refused(changes, message):
     assert not given["ckv_cache"].any()
 
 
-def test_values_with_fewer_pages_than_keys_are_refused():
+def test_append_with_fewer_pages_of_values_is_refused():
     cache, rows = (torch.zeros(2, 4, 1, 8), torch.zeros(1, 4, 1, 8)), torch.ones(1, 1, 8)
     with pytest.raises(ValueError, match="values has shape"):
         flashinfer.append_paged_kv_cache(rows, rows, ints(0), ints(0), cache, ints(0, 1), ints(0, 2), ints(2))
@@ -175,7 +175,7 @@ def test_values_with_fewer_pages_than_keys_are_refused():
         ((torch.zeros(1), ints(0)), (ints(0, 1), ints(0, 2), ints(2)), r"batch_indices is torch.float32"),
     ],
 )
-def test_tokens_without_a_place_are_refused_and_nothing_is_written(places, tables, message):
+def test_append_of_tokens_without_a_page_is_refused_and_writes_nothing(places, tables, message):
     cache = torch.zeros(2, 2, 4, 1, 8)
     rows = torch.ones(1, 1, 8)
     with pytest.raises(ValueError, match=message):

@@ -40,7 +40,7 @@ def planned(decodes, device, **layer):
 
 @devices
 @pytest.mark.parametrize("layer", ["plain", "causal", "mask", "HND"])
-def test_a_prefill_and_decodes(layer, device, decodes, rng):
+def test_pod_of_a_prefill_and_decodes_matches_the_oracle(layer, device, decodes, rng):
     q_p, k_p, v_p = (torch.randn(n, heads, 32) for n, heads in ((7, 4), (19, 2), (19, 2)))
     mask = torch.rand(7, 19) < 0.7 if layer == "mask" else None
     options = {"causal_p": layer == "causal", "custom_mask_p": None if mask is None else mask.to(device)}
@@ -56,7 +56,7 @@ def test_a_prefill_and_decodes(layer, device, decodes, rng):
 
 
 @devices
-def test_prefill_and_decodes_have_their_own_layer(device, decodes):
+def test_pod_with_a_layer_for_each_part_matches_the_oracle(device, decodes):
     q_p, k_p, v_p = (torch.randn(9, heads, 32) for heads in (4, 2, 2))
     q_d, caches, _ = on(device, decodes)
     wrapper = planned(decodes, device, sm_scale=0.3)
@@ -79,7 +79,7 @@ def test_prefill_and_decodes_have_their_own_layer(device, decodes):
     assert relative_error(out_d.cpu(), exact) < 2e-6
 
 
-def test_what_a_run_cannot_do_is_refused(decodes):
+def test_pod_run_with_wrong_arguments_is_refused(decodes):
     q_p, k_p, v_p = (torch.randn(9, heads, 32) for heads in (4, 2, 2))
     q_d, caches, _ = on("cpu", decodes)
     wrapper = planned(decodes, "cpu")
@@ -103,7 +103,7 @@ def test_what_a_run_cannot_do_is_refused(decodes):
 
 
 @devices
-def test_decodes_keep_their_plan_in_buffers(device, decodes):
+def test_pod_with_graph_buffers_fills_them(device, decodes):
     q_d, caches, tables = on(device, decodes)
     buffers = [torch.zeros_like(x) for x in tables]
     wrapper = flashinfer.PODWithPagedKVCacheWrapper(torch.empty(0, device=device), "NHD", True, *buffers)
@@ -115,7 +115,7 @@ def test_decodes_keep_their_plan_in_buffers(device, decodes):
 
 
 @devices
-def test_batches_of_prefills_and_decodes(device, rng):
+def test_batch_pod_of_prefills_and_decodes_matches_the_oracle(device, rng):
     """Masks and causality may change from run to run of one plan."""
     spec, page_size = SPEC.replace(window_left=-1, custom_mask=True), rng.choice((1, 4, 16))
     prefills = random_batch(spec, [3, 1, 8], [rng.randrange(8, 50) for _ in range(3)], page_size)
@@ -147,7 +147,7 @@ def test_batches_of_prefills_and_decodes(device, rng):
     assert relative_error(out_d.cpu(), 3 * decodes.exact()[0]) < 2e-6
 
 
-def test_prefills_are_planned_as_they_were_run_last(decodes, monkeypatch):
+def test_batch_pod_plans_prefills_as_they_were_run_last(decodes, monkeypatch):
     """Once in a step, where steps are alike."""
     paged, planned = flashinfer.BatchPrefillWithPagedKVCacheWrapper, []
     plan = paged.plan
@@ -170,7 +170,7 @@ def test_prefills_are_planned_as_they_were_run_last(decodes, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batched", [False, True])
-def test_graphs_of_both_follow_what_they_read(batched, rng):
+def test_captured_pod_replayed_reads_changed_tables_and_caches(batched, rng):
     """A captured plan and run of prefills and decodes compute what tables and caches hold when they are replayed."""
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.bfloat16)
     lengths, empty = [400, 900, 70], torch.empty(0, device="cuda")
@@ -223,7 +223,7 @@ def test_graphs_of_both_follow_what_they_read(batched, rng):
 @devices
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_mask_is_planned_once_for_all_layers(packed, inference, device, rng, monkeypatch):
+def test_batch_pod_with_one_mask_for_all_layers_plans_it_once(packed, inference, device, rng, monkeypatch):
     """It is planned again if another mask is passed, if it was changed in place, or if the batch is planned again."""
     spec, page_size = SPEC.replace(window_left=-1, custom_mask=True, causal=False), rng.choice((1, 4, 16))
     batch = random_batch(spec, [3, 1, 8], [rng.randrange(8, 50) for _ in range(3)], page_size)

@@ -37,7 +37,7 @@ def random_segments(rng, device: str, dtype: torch.dtype = torch.int32, begin: i
 @pytest.mark.interpret
 @both
 @orders
-def test_bits_are_numpys(device, bitorder, rng):
+def test_packbits_equals_numpy(device, bitorder, rng):
     for n in (0, 1, 8, 9, 2048, rng.randrange(10, 6000)):
         x = random_bits(n, device)
         packed = flashinfer.packbits(x, bitorder)
@@ -49,7 +49,7 @@ def test_bits_are_numpys(device, bitorder, rng):
 @pytest.mark.interpret
 @both
 @orders
-def test_numbers_and_views_are_packed_too(device, bitorder):
+def test_packbits_of_numbers_and_views_equals_numpy(device, bitorder):
     x = torch.randint(-2, 3, (999,), device=device)
     assert torch.equal(flashinfer.packbits(x, bitorder).cpu(), exact(x != 0, bitorder))
     bits = random_bits(999, device)
@@ -61,7 +61,7 @@ def test_numbers_and_views_are_packed_too(device, bitorder):
 @both
 @orders
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_each_segment_is_packed_from_a_new_byte(device, bitorder, dtype, rng):
+def test_segment_packbits_starts_each_segment_at_a_byte(device, bitorder, dtype, rng):
     indptr = random_segments(rng, device, dtype, begin=rng.choice((0, 5)))
     x = random_bits(int(indptr[-1]) + rng.choice((0, 11)), device)
     packed, begins = flashinfer.segment_packbits(x, indptr, bitorder)
@@ -73,7 +73,7 @@ def test_each_segment_is_packed_from_a_new_byte(device, bitorder, dtype, rng):
 
 @pytest.mark.interpret
 @both
-def test_no_segments(device):
+def test_segment_packbits_of_empty_segments_is_empty(device):
     for indptr in ([0], [0, 0, 0], [3, 3]):
         at = torch.tensor(indptr, device=device)
         packed, begins = flashinfer.segment_packbits(random_bits(9, device), at)
@@ -83,7 +83,7 @@ def test_no_segments(device):
 
 @pytest.mark.interpret
 @both
-def test_bytes_beyond_the_segments_are_0_and_nothing_beyond_x_is_read(device):
+def test_pack_beyond_the_segments_writes_zeros_and_reads_nothing(device):
     indptr = torch.tensor([0, 9, 60, 1 << 40], device=device)
     storage = torch.ones(200, dtype=torch.bool, device=device)
     bits = torch.full((40,), 0xAA, dtype=torch.uint8, device=device)
@@ -96,7 +96,7 @@ def test_bytes_beyond_the_segments_are_0_and_nothing_beyond_x_is_read(device):
 
 @pytest.mark.interpret
 @both
-def test_wild_indptrs_stay_inside(device, rng):
+def test_pack_with_an_invalid_indptr_on_a_device_writes_inside_its_output(device, rng):
     """On a device nobody looks at the values: whatever they are, bits come out and nothing else is touched."""
     x = random_bits(100, device)
     for values in ([0, 50, 20, 100], [-40, 30, 90], [1 << 60, 3, 7], [90, 80, 70]):
@@ -120,7 +120,7 @@ def test_wild_indptrs_stay_inside(device, rng):
         (torch.zeros(8).bool(), torch.tensor([0, 4], device="meta"), "big", "indptr.device = 'meta'"),
     ],
 )
-def test_wrong_input_is_refused(x, indptr, bitorder, message):
+def test_packbits_with_wrong_arguments_is_refused(x, indptr, bitorder, message):
     arguments = (x, bitorder) if indptr is None else (x, indptr, bitorder)
     with pytest.raises(ValueError, match=message):
         (flashinfer.packbits if indptr is None else flashinfer.segment_packbits)(*arguments)
@@ -128,7 +128,7 @@ def test_wrong_input_is_refused(x, indptr, bitorder, message):
 
 @pytest.mark.interpret
 @both
-def test_it_is_torchs_operation(device, rng):
+def test_packbits_passes_opcheck_and_compiles(device, rng):
     x, indptr = random_bits(100, device), torch.tensor([0, 30, 100], device=device)
     bits = torch.empty(13, dtype=torch.uint8, device=device)
     torch.library.opcheck(torch.ops.quire.packbits.default, (x, None, None, bits, True))
@@ -152,7 +152,7 @@ class Counter(TorchDispatchMode):
 
 @pytest.mark.interpret
 @both
-def test_masks_are_packed_all_at_once(device, rng):
+def test_packed_mask_of_many_requests_takes_a_fixed_number_of_operations(device, rng):
     counts = set()
     for batch in (1, 2, 40):
         q_lens = torch.tensor([rng.randrange(0, 9) for _ in range(batch)], dtype=torch.int32, device=device)

@@ -65,7 +65,7 @@ def check_turned(call, inplace, q, k, angles, interleave):
 @pytest.mark.parametrize("llama31", [False, True])
 @pytest.mark.parametrize("form", ["indptr", "pos_ids"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_computed_angles(dtype, form, llama31, interleave, inplace, device, rng):
+def test_rope_with_computed_angles_matches_float64(dtype, form, llama31, interleave, inplace, device, rng):
     head_dim = rng.choice((16, 64, 80, 96))
     rotary_dim = rng.choice((2, head_dim // 2 - head_dim // 2 % 2, head_dim, None))
     lengths = torch.tensor([rng.choice((0, 1, 5)) for _ in range(4)] + [3])
@@ -92,7 +92,7 @@ def test_computed_angles(dtype, form, llama31, interleave, inplace, device, rng)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("is_neox", [False, True])
 @pytest.mark.parametrize("rows", [False, True], ids=["heads", "rows"])
-def test_cached_angles(rows, is_neox, inplace, device, rng):
+def test_rope_with_a_cos_sin_cache_matches_float64(rows, is_neox, inplace, device, rng):
     head_dim, dtype = rng.choice((24, 64, 80)), rng.choice(DTYPES)
     rotary_dim = rng.choice((2, head_dim - 8, head_dim))
     angles = torch.rand(50, rotary_dim // 2, dtype=torch.float64) * 7
@@ -114,7 +114,7 @@ def test_cached_angles(rows, is_neox, inplace, device, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_defaults_are_those_of_llama(device):
+def test_rope_without_options_has_the_defaults_of_llama(device):
     q, k, positions = torch.randn(5, 2, 32, device=device), torch.randn(5, 1, 32, device=device), torch.arange(5)
     for call, options in ((quire.apply_rope_pos_ids, {}), (quire.apply_llama31_rope_pos_ids, LLAMA31)):
         angles = (positions * 5000)[:, None] * frequencies(32, **options)
@@ -123,7 +123,7 @@ def test_defaults_are_those_of_llama(device):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_far_positions_rotate_as_exactly_as_near_ones(device):
+def test_rope_of_far_positions_is_as_exact_as_of_near_ones(device):
     """Turning q and k by the same distance more does not change their product."""
     positions = torch.tensor([0, 1, 99, 65_537, 2**31 - 1, -5, 2**40], device=device)
     q, k = torch.randn(7, 1, 64, device=device), torch.randn(7, 1, 64, device=device)
@@ -135,7 +135,7 @@ def test_far_positions_rotate_as_exactly_as_near_ones(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_tokens_and_heads(device, rng):
+def test_rope_of_many_tokens_and_heads_matches_float64(device, rng):
     """More than one program has to itself, on a GPU."""
     tokens = 1100 if device == "cuda" else 40
     q, k = torch.randn(tokens, 40, 128, device=device), torch.randn(tokens, 8, 128, device=device)
@@ -148,7 +148,7 @@ def test_many_tokens_and_heads(device, rng):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_of_no_request_are_copied(device):
+def test_rope_of_tokens_of_no_request_copies_them(device):
     q, k = torch.randn(9, 2, 16, device=device), torch.randn(9, 1, 16, device=device)
     indptr, offsets = torch.tensor([2, 4, 4, 7], device=device), torch.tensor([5, 6, 7], device=device)
     angles = torch.tensor([0, 0, 5, 6, 7, 8, 9, 0, 0])[:, None] * frequencies(16)
@@ -159,7 +159,7 @@ def test_tokens_of_no_request_are_copied(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_tokens(device):
+def test_rope_of_no_tokens_is_empty(device):
     q, k, nothing = torch.randn(0, 2, 16, device=device), torch.randn(0, 1, 16, device=device), torch.arange(0)
     out = quire.apply_rope_pos_ids(q, k, nothing.to(device))
     assert [x.shape for x in out] == [q.shape, k.shape]
@@ -168,7 +168,7 @@ def test_no_tokens(device):
 
 
 @pytest.mark.gpu
-def test_rows_outside_a_cache_are_nan_on_a_gpu():
+def test_rope_of_positions_outside_the_cache_on_a_gpu_is_nan():
     q, cache = torch.randn(4, 2, 16, device="cuda"), torch.ones(3, 8, device="cuda")
     positions = torch.tensor([0, 3, -1, 2], device="cuda")
     out, _ = quire.apply_rope_with_cos_sin_cache(positions, q, q, 16, cache)
@@ -178,7 +178,7 @@ def test_rows_outside_a_cache_are_nan_on_a_gpu():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_torch_compiles_through(inplace, device):
+def test_compiled_rope_equals_eager(inplace, device):
     def step(q, k, positions, cache):
         q, k = q * 2, k * 2
         if inplace:
@@ -195,7 +195,7 @@ def test_torch_compiles_through(inplace, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_shapes_and_frequencies_may_change_in_a_graph(device):
+def test_compiled_rope_with_other_shapes_and_bases_is_not_recompiled(device):
     """One graph serves all shapes and rotary bases of q and k that are views of one packed tensor."""
 
     def step(qkv, positions, theta):
@@ -220,7 +220,7 @@ def test_shapes_and_frequencies_may_change_in_a_graph(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_it_is_an_operation_of_torchs(inplace, device):
+def test_rotate_passes_opcheck(inplace, device):
     q, k = torch.randn(6, 2, 16, device=device), torch.randn(6, 1, 16, device=device)
     inputs = (None, None) if inplace else (torch.randn_like(q), torch.randn_like(k))
     positions, cache = torch.arange(6, device=device), torch.randn(6, 8, device=device)
@@ -255,7 +255,7 @@ def test_it_is_an_operation_of_torchs(inplace, device):
         ({"old_context_len": -1}, r"old_context_len = -1"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_is_written(change, message):
+def test_rope_with_wrong_arguments_is_refused_and_writes_nothing(change, message):
     given = {"q": torch.ones(3, 2, 16), "k": torch.ones(3, 1, 16), "indptr": torch.tensor([0, 3])}
     given = {**given, "offsets": torch.ones(1).int(), **change}
     with pytest.raises(ValueError, match=message):
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(change, message):
         ({"key": torch.ones(3, 2, 8)}, r"key has shape \[3, 2, 8\]"),
     ],
 )
-def test_a_cache_that_does_not_fit_is_refused(change, message):
+def test_rope_with_a_wrong_cos_sin_cache_is_refused(change, message):
     given = {"positions": torch.arange(3), "query": torch.ones(3, 32), "key": torch.ones(3, 16), "head_size": 16}
     given = {**given, "cos_sin_cache": torch.ones(5, 8), **change}
     with pytest.raises(ValueError, match=message):

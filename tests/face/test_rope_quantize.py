@@ -49,7 +49,7 @@ def expected_turned(x, angles, interleave):
 @pytest.mark.parametrize("one_head", [False, True], ids=["heads", "mla"])
 @pytest.mark.parametrize("is_neox", [False, True])
 @FP8
-def test_quantized_parts(fp8, is_neox, one_head, device, rng):
+def test_rope_quantize_of_parts_matches_float64(fp8, is_neox, one_head, device, rng):
     rope_dim, rest = rng.choice((8, 48, 64)), rng.choice((0, 40, 96))
     dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
     q, k, _, cache, positions, angles = batch(rng, device, one_head, rope_dim, rest, dtype=dtype)
@@ -77,7 +77,7 @@ def test_quantized_parts(fp8, is_neox, one_head, device, rng):
 @pytest.mark.interpret(fp8=[torch.float8_e5m2])
 @pytest.mark.parametrize("device", DEVICES)
 @FP8
-def test_every_half_is_quantized_as_torch_does_it(fp8, device):
+def test_rope_quantize_of_every_float16_equals_torch(fp8, device):
     """NaN, infinity, what is too large, and numbers below the normal ones of fp8 among them."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).to(device)
     rest, zero = halves.view(64, 1, 1024), torch.zeros(64, 1, 2, dtype=torch.float16, device=device)
@@ -91,7 +91,7 @@ def test_every_half_is_quantized_as_torch_does_it(fp8, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["NHD", "HND", "mla"])
 @FP8
-def test_quantized_into_pages(fp8, layout, device, rng):
+def test_rope_quantize_append_matches_float64(fp8, layout, device, rng):
     rope_dim, rest, page_size = rng.choice((8, 64)), rng.choice((0, 40)), rng.choice((1, 4, 16))
     lengths = [rng.randrange(1, 40) for _ in range(4)]
     table, pool = random_table(lengths, page_size)
@@ -128,7 +128,7 @@ def test_quantized_into_pages(fp8, layout, device, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_torch_compiles_through(device, rng):
+def test_compiled_rope_quantize_equals_eager(device, rng):
     q, k, v, cache, positions, _ = batch(rng, device, False, 8, 8, 5)
     table = [torch.tensor(x, dtype=torch.int32, device=device) for x in ((1, 0), (0, 2), (0,) * 5, range(5))]
 
@@ -152,7 +152,7 @@ def test_torch_compiles_through(device, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_it_is_an_operation_of_torchs(device, rng):
+def test_rotate_quantized_passes_opcheck(device, rng):
     q, k, _, cache, positions, _ = batch(rng, device, False, 8, 8, 5)
     ins = (q[..., :8].contiguous(), q[..., 8:].contiguous(), k[..., :8].contiguous(), k[..., 8:].contiguous())
     outs = [torch.zeros(x.shape, device=device).to(torch.float8_e5m2) for x in ins]
@@ -162,7 +162,7 @@ def test_it_is_an_operation_of_torchs(device, rng):
 
 
 @pytest.mark.gpu
-def test_nothing_is_written_where_tables_lead_outside(rng):
+def test_rope_quantize_append_with_tables_that_lead_outside_writes_nothing(rng):
     q, k, v, cache, positions, _ = batch(rng, "cuda", False, 8, 8, 5)
     pages = tuple(torch.zeros(2, 4, *v.shape[1:], device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     table = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ((1, 1 << 30), (0, 2))]
@@ -204,7 +204,7 @@ def good():
 
 
 @pytest.mark.parametrize(("change", "message"), [*BAD, ({"backend": "cuitle"}, r"backend = 'cuitle'")])
-def test_parts_that_do_not_fit_are_refused(change, message):
+def test_rope_quantize_with_wrong_arguments_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         rope.rope_quantize_fp8(**{**good(), **change})
 
@@ -229,7 +229,7 @@ def ints(*values):
         ({"kv_indices": ints(1, 2)}, r"kv_indices\[1\] = 2 of request 0"),
     ],
 )
-def test_appending_what_does_not_fit_is_refused_and_nothing_is_written(change, message):
+def test_rope_quantize_append_with_wrong_arguments_is_refused_and_writes_nothing(change, message):
     pages = tuple(torch.zeros(2, 4, 1, 12).to(torch.float8_e4m3fn) for _ in range(2))
     given = {**good(), "v": torch.ones(3, 1, 12), "paged_kv_cache": pages, "kv_indices": ints(1, 0), "page_size": 4}
     given |= {"kv_indptr": ints(0, 2), "batch_indices": ints(0, 0, 0), "positions": ints(0, 1, 2)}
@@ -238,5 +238,5 @@ def test_appending_what_does_not_fit_is_refused_and_nothing_is_written(change, m
     assert not any(x.float().any() for x in pages)
 
 
-def test_the_module_is_where_engines_look_for_it():
+def test_rope_module_is_an_attribute_of_quire():
     assert quire.rope is rope

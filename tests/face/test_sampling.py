@@ -44,7 +44,7 @@ def assert_same_row(got, wanted, tolerance):
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_softmax(dtype, device):
+def test_softmax_with_temperatures_matches_float64(dtype, device):
     for vocab in VOCABS:
         x = strided(rows("peaked", 3, vocab), device, dtype)
         temperatures = torch.tensor([0.3, 1.0, 4.0])
@@ -60,7 +60,7 @@ def test_softmax(dtype, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_renormalised_probabilities(kind, device, rng):
+def test_renorm_probs_match_float64(kind, device, rng):
     for vocab in VOCABS:
         probs = strided(torch.softmax(rows(kind, 4, vocab), -1), device)
         k, p, _ = parameters(rng, 4, vocab)
@@ -76,7 +76,7 @@ def test_renormalised_probabilities(kind, device, rng):
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_masked_logits(dtype, device, rng):
+def test_top_k_mask_logits_matches_float64(dtype, device, rng):
     for vocab in VOCABS:
         x = strided(rows(rng.choice(KINDS), 4, vocab), device, dtype)
         x[0, : vocab // 3] = -torch.inf
@@ -90,7 +90,7 @@ def test_masked_logits(dtype, device, rng):
             assert torch.equal(out[i].cpu().double(), torch.where(kept, row, -torch.inf)), (vocab, k[i])
 
 
-def test_filters_at_ties_and_ends():
+def test_filters_at_ties_and_bounds_keep_the_documented_tokens():
     probs = torch.tensor([[0.1, 0.3, 0.3, 0.2, 0.1]])
 
     def kept(out):
@@ -108,7 +108,7 @@ def test_filters_at_ties_and_ends():
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("joint", [True, False])
-def test_only_tokens_that_are_kept_are_drawn(joint, device, rng):
+def test_samples_with_filters_are_tokens_that_filters_keep(joint, device, rng):
     """Draws of one distribution by many outputs, each with a fraction of its own."""
     outputs = 6 if INTERPRETED else 200
     for vocab in VOCABS:
@@ -143,7 +143,7 @@ def test_only_tokens_that_are_kept_are_drawn(joint, device, rng):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_are_not_valid(device):
+def test_sample_of_rows_that_are_not_finite_marks_them_invalid(device):
     x = torch.randn(6, 300, device=device)
     x[0, 17], x[1] = torch.nan, -torch.inf
     x[2, 5], x[3, :299] = torch.inf, -torch.inf
@@ -162,7 +162,7 @@ def test_rows_that_are_not_valid(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_rows(device):
+def test_sampling_of_no_rows_is_empty(device):
     x, ids = torch.randn(0, 9, device=device), torch.zeros(0, 2, dtype=torch.int32, device=device)
     assert sampling.softmax(x).shape == (0, 9)
     assert sampling.sampling_from_probs(x).shape == (0,)
@@ -220,12 +220,12 @@ def test_sample_with_temperature_0_takes_the_first_of_the_most_likely_tokens(dty
         ({"num_logprobs": 5}, r"num_logprobs = 5 .* 0 to vocab = 4"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_sample_with_wrong_arguments_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         sampling.sample(**{"logits": torch.zeros(2, 4), **change})
 
 
-def test_arguments_of_flashinfers_functions_are_refused():
+def test_sampling_functions_of_flashinfer_with_wrong_arguments_are_refused():
     probs = torch.full((2, 4), 0.25)
     with pytest.raises(ValueError, match=r"filter_apply_order = 'k' .* top_k_first or joint"):
         quire.top_k_top_p_sampling_from_probs(probs, 1, 1.0, filter_apply_order="k")
@@ -236,7 +236,7 @@ def test_arguments_of_flashinfers_functions_are_refused():
         quire.chain_speculative_sampling(torch.zeros(2, 2, 4), ids, torch.zeros(2, 4, 4))
 
 
-def test_tensors_of_integers_are_numbers(rng):
+def test_sampling_with_integer_tensors_as_parameters_equals_floats(rng):
     """As for FlashInfer, whose callers give top_p and min_p so; a temperature must have a floating-point type."""
     probs, ones = torch.rand(3, 50).softmax(-1), torch.ones(3, dtype=torch.int32)
     seed = torch.arange(3)

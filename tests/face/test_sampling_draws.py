@@ -24,7 +24,7 @@ def passes(record_property):
     return check
 
 
-def test_numbers_are_those_of_philox():
+def test_uniform_equals_the_known_answers_of_philox():
     """Known answers of Philox4x32-10 from its authors' Random123: of zeros, of ones, and of the digits of pi."""
     answers = {
         (0, 0, 0, 0): (0x6627E8D5, 0xE169C58D),
@@ -38,7 +38,7 @@ def test_numbers_are_those_of_philox():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [1, 2, 30, 1000, 32_000, 151_936, 262_144])
-def test_draws_have_their_distribution(vocab, device, passes, rng):
+def test_samples_have_the_distribution_of_their_filters(vocab, device, passes, rng):
     count = 20_000
     x = rows(rng.choice(("peaked", "flat", "ties")), 1, vocab).to(device)
     at = torch.zeros(count, dtype=torch.int32, device=device)
@@ -67,7 +67,7 @@ def test_draws_have_their_distribution(vocab, device, passes, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_of_a_batch_have_their_distributions(device, passes):
+def test_sample_of_rows_with_their_own_seeds_has_the_distribution(device, passes):
     """Every row of `sample` with a seed and an offset of its own, of which either may count up."""
     count, vocab = 30_000, 50
     x = torch.randn(vocab) * 2
@@ -105,7 +105,7 @@ def test_speculative_sampling_has_the_targets_distribution(count, device, passes
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_does_not_depend_on_its_batch(device):
+def test_sample_of_a_row_alone_equals_that_in_a_batch(device):
     for vocab in (33, 4500):
         x = rows("peaked", 7, vocab).to(device)
         seed = torch.randint(-(2**62), 2**62, (7,), device=device)
@@ -124,7 +124,7 @@ def test_a_row_does_not_depend_on_its_batch(device):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_seeds_give_one_token_on_all_devices(device, monkeypatch):
+def test_sample_with_a_seed_has_one_token_on_all_devices(device, monkeypatch):
     """Triton's tokens are those of the CPU's path, but where a number falls within rounding of a boundary."""
     differ = total = 0
     for vocab in (1, 40, 3000, 10_000):
@@ -144,7 +144,7 @@ def test_seeds_give_one_token_on_all_devices(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_outputs_that_share_a_seed_differ_and_a_generator_repeats(device):
+def test_samples_with_one_seed_differ_and_repeat_with_a_generator(device):
     probs = torch.full((64, 1000), 1e-3, device=device)
     one = sampling.sampling_from_probs(probs, seed=3, offset=1)
     assert len(one.unique()) > 40
@@ -174,7 +174,7 @@ def penalised(x, tokens, prompt, repetition, presence, frequency):
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_penalties(dtype, device, rng):
+def test_penalties_match_float64(dtype, device, rng):
     vocab, longest = 60, 2500
     x = torch.randn(5, vocab, device=device).to(dtype)
     x[0, 3] = -torch.inf
@@ -203,7 +203,7 @@ def test_penalties(dtype, device, rng):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_log_probabilities(device):
+def test_sample_with_num_logprobs_matches_log_softmax(device):
     for vocab in (5, 700):
         x = (torch.randn(4, vocab, device=device) * 2).round() / 2  # with ties
         x[1, 3:] = -torch.inf
@@ -239,7 +239,7 @@ def batch(device, vocab=500):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_torch_compiles_through(device):
+def test_compiled_sampling_equals_eager(device):
     def step(x, probs, arguments):
         kept = sampling.top_k_mask_logits(sampling.softmax(x, 0.5).log(), 30)
         tokens = sampling.top_p_sampling_from_probs(probs, 0.9, seed=arguments["seed"], offset=arguments["offset"])
@@ -258,7 +258,7 @@ def test_torch_compiles_through(device):
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_its_buffers():
+def test_captured_sample_replayed_reads_changed_buffers():
     x, arguments = torch.randn(4, 151_936, device="cuda") * 3, batch("cuda", 151_936)
     for _ in range(2):
         sampling.sample(x, **arguments)
@@ -275,7 +275,7 @@ def test_a_graph_follows_its_buffers():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_they_are_operations_of_torchs(device):
+def test_sampling_operations_pass_opcheck(device):
     x, tokens = torch.randn(3, 90, device=device), torch.zeros(3, dtype=torch.int32, device=device)
     valid, seed = torch.zeros(3, dtype=torch.bool, device=device), torch.arange(3, device=device)
     none = (None,) * 5

@@ -15,7 +15,7 @@ def device(request):
     return request.param
 
 
-def test_scales_of_one_request_multiply(rng, device):
+def test_single_prefill_scales_by_position_multiply_those_by_name(rng, device):
     batch = random_batch(SPEC, [7], [40], 16, device=device)
     k, v, _ = batch.rows()
     out = flashinfer.single_prefill_with_kv_cache(
@@ -38,7 +38,7 @@ def test_scales_of_one_request_multiply(rng, device):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_single_requests_that_do_not_fit(options, message):
+def test_single_prefill_with_wrong_options_is_refused(options, message):
     q, k = torch.randn(3, 8, 64), torch.randn(10, 2, 64)
     with pytest.raises(ValueError, match=message):
         flashinfer.single_prefill_with_kv_cache(q, k, k, **options)
@@ -54,13 +54,13 @@ def test_single_requests_that_do_not_fit(options, message):
         ({"k": (10, 64)}, r"k has shape \[10, 64\]: it must be 3-D"),
     ],
 )
-def test_tensors_of_single_requests_that_do_not_fit(change, message):
+def test_single_prefill_with_wrong_shapes_is_refused(change, message):
     shapes = {"q": (3, 8, 64), "k": (10, 2, 64), "v": (10, 2, 64), **change}
     with pytest.raises(ValueError, match=message):
         flashinfer.single_prefill_with_kv_cache(*(torch.randn(shape) for shape in shapes.values()))
 
 
-def test_single_requests_of_no_length(device):
+def test_single_prefill_without_keys_or_queries_is_empty(device):
     q, k = torch.randn(3, 8, 64, device=device), torch.randn(10, 2, 64, device=device)
     out, lse = flashinfer.single_prefill_with_kv_cache_return_lse(q, k[:0], k[:0])
     assert not out.any()
@@ -70,7 +70,7 @@ def test_single_requests_of_no_length(device):
 
 
 @pytest.mark.gpu
-def test_single_requests_are_captured():
+def test_captured_single_prefill_replayed_reads_new_input():
     q, k, v = (torch.randn(n, h, 64, dtype=F16, device="cuda") for n, h in ((40, 8), (90, 2), (90, 2)))
     mask = torch.rand(40, 90, device="cuda") < 0.5
 
@@ -89,7 +89,7 @@ def test_single_requests_are_captured():
 
 
 @pytest.mark.gpu
-def test_single_requests_compile_into_graphs():
+def test_single_prefill_compiled_with_graphs_equals_eager():
     q, k, v = (torch.randn(n, h, 64, dtype=F16, device="cuda") for n, h in ((40, 8), (90, 2), (90, 2)))
     compiled = torch.compile(flashinfer.single_prefill_with_kv_cache, mode="reduce-overhead", fullgraph=True)
     for _ in range(4):

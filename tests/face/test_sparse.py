@@ -85,7 +85,7 @@ def planned(matrix, heads, device="cpu", dtype=torch.float32, dim=64, **options)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1)])
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 5), (16, 8), (32, 1), (1, 32)])
 @pytest.mark.parametrize("form", ["blocks", "mask", "packed"])
-def test_blocks_are_dense_attention(device, heads, sizes, form, rng):
+def test_block_sparse_run_equals_dense_attention(device, heads, sizes, form, rng):
     R, C = sizes
     N = C * rng.randrange(1, max(2, 64 // C))
     matrix = Matrix(rng.randrange(1, 70), N, R, C, device)  # the last row of blocks may be lower than R
@@ -104,7 +104,7 @@ def test_blocks_are_dense_attention(device, heads, sizes, form, rng):
 
 @on_each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_output_is_float16_unless_said_otherwise(device, dtype):
+def test_block_sparse_plan_without_an_output_dtype_gives_float16(device, dtype):
     matrix = Matrix(40, 64, 8, 16, device)
     q, k, v = random_qkv(40, 64, (8, 2), dtype=dtype, device=device)
     wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
@@ -118,7 +118,7 @@ def test_the_output_is_float16_unless_said_otherwise(device, dtype):
 
 
 @on_each
-def test_causal_counts_the_keys_that_a_row_of_blocks_has(device):
+def test_block_sparse_causal_run_counts_the_keys_of_its_row(device):
     """Query i of q_len sees the first i + 1 + kv_len - q_len of the row's kv_len keys. A mask goes before."""
     matrix = Matrix(29, 40, 6, 4, device)
     seen = matrix.blocks.clone()
@@ -135,7 +135,7 @@ def test_causal_counts_the_keys_that_a_row_of_blocks_has(device):
 
 
 @on_each
-def test_scales_may_differ_by_head(device):
+def test_block_sparse_run_with_scales_per_head_equals_dense_attention(device):
     matrix = Matrix(20, 24, 5, 3, device)
     q, k, v = random_qkv(20, 24, (6, 2), device=device)
     scales = [torch.rand(n, device=device) + 0.5 for n in (6, 2, 2)]
@@ -148,7 +148,7 @@ def test_scales_may_differ_by_head(device):
 
 
 @on_each
-def test_forward_replaces_the_plans_values(device):
+def test_block_sparse_forward_with_other_values_replaces_the_planned_ones(device):
     matrix = Matrix(20, 24, 5, 3, device)
     q, k, v = random_qkv(20, 24, (6, 2), device=device)
     wrapper = planned(matrix, (6, 2), device, sm_scale=0.3, logits_soft_cap=2.0, mask=matrix.data)
@@ -162,7 +162,7 @@ def test_forward_replaces_the_plans_values(device):
 
 @on_each
 @pytest.mark.parametrize("pos_encoding", ["ROPE_LLAMA", "ALIBI"])
-def test_positions_are_counted_within_a_row_of_blocks(device, pos_encoding):
+def test_block_sparse_positions_are_counted_within_a_row_of_blocks(device, pos_encoding):
     """One row of blocks with some columns left out is attention over the columns that are left."""
     columns = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
     q, k, v = random_qkv(5, 20, (6, 2), device=device)
@@ -176,7 +176,7 @@ def test_positions_are_counted_within_a_row_of_blocks(device, pos_encoding):
     assert_exact(wrapper.run(q, k, v, return_lse=True), exact)
 
 
-def test_a_mask_of_blocks_becomes_one_of_rows(rng):
+def test_convert_bsr_mask_layout_gives_the_mask_of_rows(rng):
     """Blocks of no row are left out; the places after those that are taken say nothing."""
     matrix = Matrix(12, 20, 3, 4)
     flat = convert_bsr_mask_layout(torch.cat([matrix.data, matrix.data[:1]]), matrix.indptr)
@@ -194,7 +194,7 @@ def test_a_mask_of_blocks_becomes_one_of_rows(rng):
 
 
 @on_each
-def test_masks_of_wild_tables_stay_inside(device):
+def test_convert_bsr_mask_layout_with_an_invalid_indptr_writes_inside_its_output(device):
     """On a device nobody looks at the values of indptr."""
     mask = torch.ones(6, 3, 4, dtype=torch.bool, device=device)
     for values in ([0, 9, 2], [-5, 3, 1 << 30], [1 << 30, 0, 4], [0], [4, 4, 4]):
@@ -204,7 +204,7 @@ def test_masks_of_wild_tables_stay_inside(device):
 
 
 @pytest.mark.gpu
-def test_tables_may_lie_on_the_host_and_planning_does_not_wait():
+def test_block_sparse_plan_with_tables_on_the_host_does_not_wait():
     host, heads = Matrix(40, 64, 8, 16), (8, 2)
     q, k, v = random_qkv(40, 64, heads, device="cuda")
     for mask in (None, host.data, host.data.cuda()):
@@ -250,7 +250,7 @@ def ints(*values):
         ({"q_scale": torch.ones(1)}, "q_scale is not supported"),
     ],
 )
-def test_wrong_matrices_are_refused(changes, message):
+def test_block_sparse_plan_with_wrong_arguments_is_refused(changes, message):
     given = {"indptr": ints(0, 1, 3), "indices": ints(0, 1, 2), "M": 8, "N": 12, "R": 5, "C": 4}
     given |= {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "q_data_type": "float32"}
     wrapper = flashinfer.BlockSparseAttentionWrapper(workspace("cpu"))
@@ -260,7 +260,7 @@ def test_wrong_matrices_are_refused(changes, message):
         wrapper.run(*random_qkv(8, 12, (4, 2)))
 
 
-def test_tensors_that_do_not_fit_are_refused():
+def test_block_sparse_run_with_wrong_tensors_is_refused():
     wrapper = planned(Matrix(8, 12, 5, 4), (4, 2))
     q, k, v = random_qkv(8, 12, (4, 2))
     for given, message in (
@@ -322,7 +322,7 @@ class Maps:
 @on_each
 @pytest.mark.parametrize("heads", [(3, 3), (6, 2), (5, 1)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_blocks_of_any_size_are_dense_attention(device, heads, dtype, rng):
+def test_variable_block_sparse_run_equals_dense_attention(device, heads, dtype, rng):
     maps = Maps(rng, heads, rng.randrange(1, 60), rng.randrange(1, 80), device, dtype)
     wrapper = maps.planned()
     q, k, v = maps.qkv()
@@ -342,14 +342,14 @@ def test_blocks_of_any_size_are_dense_attention(device, heads, dtype, rng):
 
 @on_each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_blocks_of_any_size_in_half_types(device, dtype, rng):
+def test_variable_block_sparse_run_in_16_bits_equals_dense_attention(device, dtype, rng):
     maps = Maps(rng, (8, 2), 50, 70, device)
     q, k, v = maps.qkv(dtype)
     assert_exact(maps.planned(dtype).run(q, k, v, return_lse=True), maps.exact(q, k, v))
 
 
 @on_each
-def test_variable_blocks_causal_and_forward(device, rng):
+def test_variable_block_sparse_causal_run_and_forward_equal_dense_attention(device, rng):
     maps = Maps(rng, (4, 2), 30, 50, device)
     q, k, v = maps.qkv()
     seen = maps.mask.clone()
@@ -365,7 +365,7 @@ def test_variable_blocks_causal_and_forward(device, rng):
     assert relative_error(again, maps.exact(q, k, v, seen, cap=3.0)[0]) < BOUNDS[torch.float32]
 
 
-def test_maps_that_select_nothing(rng):
+def test_variable_block_sparse_run_without_blocks_is_zero(rng):
     maps = Maps(rng, (4, 2), 7, 9)
     maps.map[:] = False
     out, lse = maps.planned().run(*maps.qkv(), return_lse=True)
@@ -388,7 +388,7 @@ def test_maps_that_select_nothing(rng):
         ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode = 'ALIBI'"),
     ],
 )
-def test_wrong_maps_are_refused(changes, message):
+def test_variable_block_sparse_plan_with_wrong_arguments_is_refused(changes, message):
     given = {"block_mask_map": torch.ones(2, 2, 3).bool(), "block_row_sz": ints([4, 4], [3, 5])}
     given |= {"block_col_sz": ints([1, 2, 3], [4, 0, 2]), "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace("cpu"))
@@ -404,7 +404,7 @@ def test_wrong_maps_are_refused(changes, message):
         wrapper.run(q, k[1:], v)
 
 
-def test_workspaces_are_replaced_only_on_the_same_device():
+def test_variable_block_sparse_workspace_of_another_device_is_refused():
     wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace("cpu"))
     wrapper.reset_workspace_buffer(workspace("cpu"), torch.empty(1 << 14, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"int_workspace_buffer.device = 'meta'"):

@@ -33,7 +33,7 @@ def by_hand(batch, left: int, right: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("left", "right"), [(-1, 0), (-1, 4), (9, 4), (0, 0), (-1, 500)])
-def test_windows_of_paged_ragged_and_single_prefill(left, right, device, rng):
+def test_prefill_with_left_and_right_windows_matches_a_formula(left, right, device, rng):
     spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float16)
     batch = random_batch(spec, Q_LENS, KV_LENS, rng.choice((1, 5, 16)))
     expected, (k, v, kv_indptr) = by_hand(batch, left, right), batch.rows()
@@ -52,7 +52,7 @@ def test_windows_of_paged_ragged_and_single_prefill(left, right, device, rng):
         assert relative_error(out.cpu(), expected[rows]) < 6e-4
 
 
-def test_causal_queries_see_no_later_keys_whatever_the_window():
+def test_causal_prefill_with_any_right_window_sees_no_later_keys():
     q, k = torch.randn(9, 2, 64), torch.randn(20, 2, 64)
     outs = [quire.single_prefill_with_kv_cache(q, k, k, causal=True, window_right=n) for n in (-1, 0, 7)]
     outs.append(quire.single_prefill_with_kv_cache(q, k, k, window_right=0))
@@ -61,7 +61,7 @@ def test_causal_queries_see_no_later_keys_whatever_the_window():
 
 
 @pytest.mark.parametrize("window", [-2, 1.0, True, "3"])
-def test_windows_that_are_none_are_refused(window):
+def test_prefill_with_an_invalid_right_window_is_refused(window):
     q = torch.randn(3, 2, 64)
     with pytest.raises(ValueError, match=r"window_right = .* is not supported"):
         quire.single_prefill_with_kv_cache(q, q, q, window_right=window)

@@ -32,7 +32,7 @@ def random_step(rng, page_size, most=6):
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_tables_say_where_every_token_goes(device, page_size, rng):
+def test_step_tables_of_a_random_step_have_positions_and_slots(device, page_size, rng):
     pages, lengths, query_lens, pool = random_step(rng, page_size)
     tables = StepTables.from_host(pages, lengths, query_lens, page_size, pool, device, pad_to=len(lengths) + 2)
     assert tables.batch_size == len(lengths) + 2
@@ -47,7 +47,7 @@ def test_tables_say_where_every_token_goes(device, page_size, rng):
     assert list(zip(tables.positions.tolist(), tables.slots.tolist(), strict=True)) == expected
 
 
-def test_numpy_pages_are_taken_too(rng):
+def test_step_tables_from_numpy_pages_equal_those_from_arrays(rng):
     pages, lengths, query_lens, pool = random_step(rng, 4)
     own = [np.array(p, dtype=np.int32) for p in pages]
     a, b = (StepTables.from_host(p, lengths, query_lens, 4, pool) for p in (pages, own))
@@ -65,7 +65,7 @@ def test_numpy_pages_are_taken_too(rng):
         ({"query_lens": [1]}, "lengths has 2 requests, query_lens 1"),
     ],
 )
-def test_steps_that_do_not_fit_are_refused(change, message):
+def test_step_tables_with_wrong_arguments_are_refused(change, message):
     given = {"pages": [array("i", [0, 1]), array("i", [2])], "lengths": [8, 3], "query_lens": [1, 1]} | change
     with pytest.raises(ValueError, match=message):
         StepTables.from_host(**given, page_size=4, num_pages=7)
@@ -76,7 +76,7 @@ def test_steps_that_do_not_fit_are_refused(change, message):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
-def test_tokens_go_to_their_slots_and_nowhere_else(device, page_size, layout, dtype, integer, rng):
+def test_store_writes_to_the_given_slots_alone(device, page_size, layout, dtype, integer, rng):
     pool, heads, dims = 12, 3, (16, 24)
     caches = [torch.full((pool, page_size, heads, d), 7.0).to(device, dtype) for d in dims]
     if layout == "HND":
@@ -98,13 +98,13 @@ def test_tokens_go_to_their_slots_and_nowhere_else(device, page_size, layout, dt
         assert torch.equal(cache.float(), out.float())
 
 
-def test_fp8_saturates():
+def test_quantize_of_large_values_to_fp8_saturates():
     x = torch.tensor([1e6, -1e6, 1.0])
     assert quantize(x, torch.float8_e4m3fn, 1.0).float().tolist() == [448.0, -448.0, 1.0]
     assert quantize(x, torch.float16, 5.0) is x
 
 
-def test_what_does_not_fit_the_cache_is_refused(device):
+def test_store_with_wrong_arguments_is_refused(device):
     k, v = torch.zeros(3, 4, 2, 8, device=device), torch.zeros(3, 4, 2, 16, device=device)
     key, value = torch.ones(2, 2, 8, device=device), torch.ones(2, 2, 16, device=device)
     slots = torch.tensor([0, 1], device=device)
@@ -125,7 +125,7 @@ def test_what_does_not_fit_the_cache_is_refused(device):
     assert not v.any()
 
 
-def test_slots_beyond_the_cache_are_never_written(device, monkeypatch):
+def test_write_with_slots_beyond_the_cache_writes_nothing_there(device, monkeypatch):
     wide = torch.zeros(5, 4, 2, 8, device=device)
     cache, slots = wide[:3], torch.tensor([3, 12], device=device)
     rows = torch.ones(2, 2, 8, device=device)
@@ -138,7 +138,7 @@ def test_slots_beyond_the_cache_are_never_written(device, monkeypatch):
     assert not wide[3:].any()
 
 
-def test_slots_compile():
+def test_compiled_write_equals_eager():
     cache, rows, slots = torch.zeros(3, 4, 2, 8), torch.randn(2, 2, 8), torch.tensor([3, 11])
     compiled = torch.compile(lambda: write(cache, cache, rows, rows, slots), fullgraph=True, backend="aot_eager")
     compiled()
@@ -160,7 +160,7 @@ def test_store_to_fp8_compiles_with_scales_as_numbers_and_tensors():
         store((cache, cache), rows, rows, slots + 1)
 
 
-def test_columns_of_a_row_may_begin_anywhere(device, rng):
+def test_page_table_from_req_to_token_with_starts_reads_from_them_on(device, rng):
     """Request b's slots are those from column starts[b] on."""
     req_to_token = torch.randint(0, 99, (6, 40), dtype=torch.int32, device=device)
     rows, starts, lengths = ([rng.randint(0, high) for _ in range(4)] for high in (5, 20, 20))
@@ -171,7 +171,7 @@ def test_columns_of_a_row_may_begin_anywhere(device, rng):
     assert table.lengths().tolist() == lengths
 
 
-def test_rows_that_are_too_short_are_refused():
+def test_page_table_from_req_to_token_beyond_its_rows_is_refused():
     matrix, ints = torch.zeros(3, 8, dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"lengths\[1\] = 9 is out of range: 0 to max_context = 8"):
         PageTable.from_req_to_token(matrix, ints, torch.tensor([3, 9], dtype=torch.int32))
@@ -180,7 +180,7 @@ def test_rows_that_are_too_short_are_refused():
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_wrappers_of_graph_buffers_follow_their_tables(device, decode, rng):
+def test_graph_buffers_wrapper_of_padded_batches_matches_the_oracle(device, decode, rng):
     """One wrapper, planned for batch after batch padded to its size, is right about each."""
     spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=16, q_dtype=torch.float32)
     buffers = GraphBuffers(*(torch.zeros(n, dtype=torch.int32, device=device) for n in (9, 400, 8, 9)))
@@ -204,7 +204,7 @@ def test_wrappers_of_graph_buffers_follow_their_tables(device, decode, rng):
         assert relative_error(wrapper.run(q, (k, v)).cpu(), exact) < 2e-6
 
 
-def test_graphs_larger_than_their_buffers_are_refused():
+def test_graph_buffers_smaller_than_the_graph_are_refused():
     ints = torch.zeros(5, dtype=torch.int32)
     buffers = GraphBuffers(ints, ints, ints[:4])
     with pytest.raises(ValueError, match="a graph of 5 requests does not fit buffers made for 4"):
@@ -213,7 +213,7 @@ def test_graphs_larger_than_their_buffers_are_refused():
         buffers.prefill(2, workspace(torch.device("cpu"), 64))
 
 
-def test_names_of_fp8():
+def test_fp8_dtype_of_an_unknown_name_is_refused():
     assert fp8_dtype("fp8") == fp8_dtype("fp8_e4m3") == torch.float8_e4m3fn
     assert fp8_dtype("fp8_e5m2") == torch.float8_e5m2
     with pytest.raises(ValueError, match="'fp8_e3m4' is not known: fp8, fp8_e4m3, fp8_e5m2 are"):
@@ -223,7 +223,7 @@ def test_names_of_fp8():
 @pytest.mark.interpret(dtype=[torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [9, 9000])
-def test_most_likely_tokens(device, dtype, vocab):
+def test_most_likely_of_ties_and_values_that_are_not_finite_is_the_first(device, dtype, vocab):
     """The first of equal ones, and what is not finite, in rows that do not lie one after another."""
     whole = torch.randn(8, vocab + 3, device=device).to(dtype)
     logits = whole[:, :vocab]

@@ -52,7 +52,7 @@ def complaint(call: PublicCall, arguments) -> str | None:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_does_not_fit_is_refused_by_its_name(kind):
+def test_calls_with_a_changed_tensor_refuse_it_by_name(kind):
     wrong = []
     for name, call in all_calls().items():
         for arg, given in call.given.items():
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_by_its_name(kind):
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_all_of_them_take_what_fits():
+def test_calls_with_fitting_arguments_raise_nothing():
     for name, call in all_calls().items():
         try:
             call.function(**call.given)
@@ -82,7 +82,7 @@ def message(call, *args, **options) -> str:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_an_indptr_has_an_entry_at_least(device):
+def test_empty_indptr_is_refused(device):
     """An empty indptr is refused even on a device whose contents nothing reads."""
     none = torch.empty(0, dtype=torch.int32, device=device)
     empty = torch.empty(0, device=device)
@@ -101,7 +101,7 @@ def test_an_indptr_has_an_entry_at_least(device):
 
 
 @pytest.mark.parametrize("scale", ["1", [1.0], np.ones(1), 1j], ids=["text", "list", "array", "complex"])
-def test_scales_are_numbers_or_tensors(scale):
+def test_scale_that_is_no_number_nor_tensor_is_refused_by_name(scale):
     calls = all_calls()
     for name in ("decode.run", "prefill.run", "ragged.run", "batch.run", "single_prefill", "sparse.run", "pod.run"):
         call = calls[name]
@@ -133,7 +133,7 @@ WRITTEN = {
 }  # fmt: skip
 
 
-def test_what_is_written_to_does_not_overlap():
+def test_output_whose_elements_overlap_is_refused():
     calls = all_calls()
     for name, args in WRITTEN.items():
         call = calls[name]
@@ -148,7 +148,7 @@ def test_what_is_written_to_does_not_overlap():
                 assert "overlap" in complaint(call, {**call.given, arg: pair}), (name, bad.stride())
 
 
-def test_results_may_lie_apart_in_any_order():
+def test_run_into_a_strided_out_equals_run_into_a_contiguous_one():
     """Slices and transposes of larger memory, and single rows with whatever strides."""
     call = all_calls()["decode.run"]
     expected = call.function(**{**call.given, "out": None}).clone()
@@ -164,7 +164,7 @@ def test_results_may_lie_apart_in_any_order():
     torch.testing.assert_close(out, wrapper.run(q, call.given["paged_kv_cache"]))
 
 
-def test_a_sequence_is_appended_to_once():
+def test_append_with_a_repeated_sequence_is_refused():
     pool = quire.PagedKVCache(1, KV_HEADS, 16, PAGE, 4, data_type=F32)
     for _ in range(2):
         pool.begin_forward(2)
@@ -175,7 +175,7 @@ def test_a_sequence_is_appended_to_once():
     pool.append(0, key, key, [1, 0])
 
 
-def test_a_page_is_copied_to_once():
+def test_copy_blocks_with_a_repeated_target_page_is_refused():
     caches = [rows(4, PAGE, "cpu")]
     before = caches[0].clone()
     for to in (torch.tensor([[0, 1], [2, 1]]), torch.tensor([[0, 3], [1, 2], [2, 3]])):
@@ -184,7 +184,7 @@ def test_a_page_is_copied_to_once():
     assert torch.equal(caches[0], before)
 
 
-def test_repeats_of_runs_refuse_the_same(monkeypatch):
+def test_repeated_run_with_a_wrong_argument_is_refused(monkeypatch):
     """What looks at a run before its checks leaves the wrong ones to these."""
     wrapper = decoder("cpu")
     monkeypatch.setattr(Planner, "_keeps_launches", lambda wrapper: True)
@@ -201,7 +201,7 @@ def test_repeats_of_runs_refuse_the_same(monkeypatch):
         wrapper.run(q, (pages[0], None))
 
 
-def test_tables_of_cuda_graphs_are_called_by_their_names():
+def test_graph_wrapper_with_a_wrong_table_is_refused_by_name():
     buffers = [torch.zeros(n, dtype=torch.int32) for n in (3, 8, 2)]
     wrapper = quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch.empty(0), *buffers)
     wrapper.plan(**tables("cpu"), **layer())

@@ -36,7 +36,7 @@ REFUSED = "requires grad, but Quire computes no gradients: call it under torch.n
 
 @devices
 @pytest.mark.parametrize("make", [leaf, computed, parameter])
-def test_gradients_are_not_lost_in_silence(make, device):
+def test_call_with_an_argument_that_requires_grad_is_refused_by_name(make, device):
     """Each argument whose gradient there would be is refused by its name; without grad mode it is like any other."""
     wrong = []
     calls = all_calls(device)
@@ -56,7 +56,7 @@ def test_gradients_are_not_lost_in_silence(make, device):
 
 @devices
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_without_grad_mode_it_makes_no_difference(mode, device):
+def test_calls_without_grad_mode_take_tensors_that_require_grad(mode, device):
     for name, call in all_calls(device).items():
         with MODES[mode]():
             plain = call.function(**copied(call.given))
@@ -79,7 +79,7 @@ def copied(given):
 
 @devices
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
-def test_families_refuse_alike(backend, device):
+def test_each_family_refuses_tensors_that_require_grad(backend, device):
     if backend == "triton" and not ops.on_triton(torch.device(device)):
         pytest.skip("Triton is neither interpreted nor on a GPU")
     q, (k, v) = rows(2, HEADS, device), cache(device)
@@ -101,7 +101,7 @@ def test_families_refuse_alike(backend, device):
 
 @devices
 @modes
-def test_weights_are_detached(mode, device):
+def test_calls_with_parameters_as_weights_return_no_grad(mode, device):
     """Sinks and scales may be parameters, of every call that takes them; slopes of ALiBi a tensor."""
     names = {"sinks", "sink", "k_scale", "v_scale", "scale_k", "cos_sin_cache"}
     found = set()
@@ -133,7 +133,7 @@ def test_weights_are_detached(mode, device):
 
 
 @devices
-def test_scales_of_blocks_of_a_latent_cache_are_detached(device):
+def test_latent_run_with_parameters_as_block_scales_returns_no_grad(device):
     wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(0, device=device), backend="reference")
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     csr = [x.to(device) for x in (ints(0, 1, 2), ints(0, 2, 3), ints(2, 0, 3), ints(7, 2))]
@@ -150,7 +150,7 @@ def test_scales_of_blocks_of_a_latent_cache_are_detached(device):
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled_calls_refuse_alike(fullgraph):
+def test_compiled_calls_refuse_tensors_that_require_grad(fullgraph):
     """Calls compiled for tensors without grad refuse, too. Where graphs must not break, torch raises its own error."""
     torch.compiler.reset()
     wrapper = prefiller("cpu")
@@ -178,7 +178,7 @@ def test_compiled_calls_refuse_alike(fullgraph):
 
 
 @devices
-def test_weights_of_compiled_layers_are_detached(device):
+def test_compiled_layer_with_parameters_as_weights_returns_no_grad(device):
     torch.compiler.reset()
     wrapper, q, (k, v) = decoder(device), rows(2, HEADS, device), cache(device)
     weights = nn.ParameterList([torch.randn(HEADS, device=device), torch.rand(KV_HEADS, device=device) + 0.5])
@@ -205,7 +205,7 @@ def repeated(monkeypatch):
     return done
 
 
-def test_a_repeated_run_refuses_alike(repeated):
+def test_repeated_run_refuses_tensors_that_require_grad(repeated):
     """A call that was remembered for tensors that do not require grad says nothing of those that do."""
     empty = torch.empty(0, device="meta")
     decode, latent = quire.BatchDecodeWithPagedKVCacheWrapper(empty), quire.BatchMLAPagedAttentionWrapper(empty)
@@ -249,7 +249,7 @@ def test_a_repeated_run_refuses_alike(repeated):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_runs_repeated_on_a_gpu_refuse_alike(backend):
+def test_repeated_run_on_a_gpu_refuses_tensors_that_require_grad(backend):
     """Decode and prefill in 16 bits, which Hopper's kernels compute where there are any."""
     bf16, dim = torch.bfloat16, 128
     empty, table = torch.empty(1 << 26, dtype=torch.uint8, device="cuda"), tables("cuda")
@@ -277,7 +277,7 @@ def test_runs_repeated_on_a_gpu_refuse_alike(backend):
 
 @devices
 @pytest.mark.parametrize("inside", [False, True])
-def test_calls_take_inference_tensors(inside, device, rng):
+def test_calls_with_inference_tensors_equal_those_with_others(inside, device, rng):
     """Tensors made in inference mode, outputs among them, may be used outside of it, and the other way round."""
     makes, uses = (nullcontext, torch.inference_mode) if inside else (torch.inference_mode, nullcontext)
     seed = rng.randrange(1 << 31)

@@ -66,7 +66,7 @@ forms = pytest.mark.parametrize("form", FORMS)
 @devices
 @modes
 @forms
-def test_what_is_stored_is_detached(form, mode, device):
+def test_store_of_keys_that_require_grad_leaves_the_cache_without_grad(form, mode, device):
     """The cache holds the numbers, and is as it was to autograd; so are the keys, whose own graph lives on."""
     store, held = storing(form, device)
     source = leaf(rows(3, KV_HEADS, device))
@@ -93,7 +93,7 @@ def test_what_is_stored_is_detached(form, mode, device):
 @modes
 @pytest.mark.parametrize("make", [leaf, computed, parameter])
 @pytest.mark.parametrize("form", [x for x in FORMS if x not in ("pool", "rope")])
-def test_caches_that_require_grad_are_written_to(form, make, mode, device):
+def test_store_to_a_cache_that_requires_grad_writes_to_it(form, make, mode, device):
     store, held = storing(form, device)
     needing, plain = [make(x) for x in held], [x.clone() for x in held]
     before = [x.grad_fn for x in needing]
@@ -109,7 +109,7 @@ def test_caches_that_require_grad_are_written_to(form, make, mode, device):
 @devices
 @modes
 @pytest.mark.parametrize("make", [leaf, computed])
-def test_pages_that_require_grad_are_copied(make, mode, device):
+def test_copy_of_pages_that_require_grad_copies_them(make, mode, device):
     pages, to = rows(4, PAGE, device), torch.tensor([[0, 1], [3, 2]])
     source, target, within = make(pages), make(rows(4, PAGE, device)), make(pages)
     fns = target.grad_fn, within.grad_fn
@@ -125,7 +125,7 @@ def test_pages_that_require_grad_are_copied(make, mode, device):
 
 
 @forms
-def test_compiled_storing_detaches(form):
+def test_compiled_store_leaves_the_cache_without_grad(form):
     torch.compiler.reset()
     if form == "pool":
         pytest.skip("its tables are made on the host")
@@ -154,7 +154,7 @@ def test_compiled_storing_detaches(form):
 
 @devices
 @forms
-def test_inference_tensors_are_written_to_and_read(form, device):
+def test_store_to_inference_tensors_equals_store_to_others(form, device):
     """Made in inference mode, used in and out of it."""
     with torch.inference_mode():
         store, held = storing(form, device)

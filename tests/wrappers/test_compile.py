@@ -75,7 +75,7 @@ def compare(function, *args):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", OVERRIDES)
 @pytest.mark.parametrize("make", [decode, paged, ragged])
-def test_runs(make, given, device):
+def test_compiled_run_equals_eager(make, given, device):
     wrapper, args = make(device, [30, 7, 40])
     options = moved(OVERRIDES[given], device)
     compare(lambda *args: wrapper.run(*args, **options), *args)
@@ -83,7 +83,7 @@ def test_runs(make, given, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [decode, paged, ragged])
-def test_results_go_into_out_and_lse(make, device):
+def test_compiled_run_with_out_and_lse_writes_to_them(make, device):
     wrapper, args = make(device, [30, 7, 40])
     expected = wrapper.run_return_lse(*args)
     out, lse = (torch.full_like(x, torch.nan) for x in expected)
@@ -98,7 +98,7 @@ def test_results_go_into_out_and_lse(make, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_bases_and_layouts_of_lse(device):
+def test_compiled_run_with_lse_base_and_layout_equals_eager(device):
     wrapper, args = paged(device, [30, 7, 40])
     compare(lambda *args: wrapper.run(*args, return_lse=True, lse_base="ln", lse_layout="HN"), *args)
 
@@ -118,7 +118,7 @@ def test_bases_and_layouts_of_lse(device):
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_single_requests(options, device):
+def test_compiled_single_request_equals_eager(options, device):
     q, k = torch.randn(7, 8, 64, device=device), torch.randn(46, 2, 64, device=device)
     options = moved(options, device)
     if options.get("kv_layout") == "HND":
@@ -129,7 +129,7 @@ def test_single_requests(options, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_other_contents_of_tables_need_no_other_compilation(device):
+def test_compiled_run_with_changed_tables_is_not_recompiled(device):
     buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 64, 3)]
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device=device), *buffers)
     counter = CompileCounter()
@@ -146,7 +146,7 @@ def test_other_contents_of_tables_need_no_other_compilation(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [decode, paged, ragged])
-def test_eager_plans_may_change_between_runs(make, device):
+def test_compiled_run_after_another_eager_plan_equals_eager(make, device):
     wrapper, _ = make(device, [30, 7, 40])
     counter = CompileCounter()
     compiled = torch.compile(lambda *args: wrapper.run(*args), fullgraph=True, backend=counter)
@@ -159,7 +159,7 @@ def test_eager_plans_may_change_between_runs(make, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [decode, paged, ragged])
-def test_the_operation_is_well_formed(make, device, monkeypatch):
+def test_attend_passes_opcheck(make, device, monkeypatch):
     wrapper, args = make(device, [30, 7, 40])
     calls = caught(monkeypatch, "quire.attend.default", lambda: wrapper.run_return_lse(*args))
     assert len(calls) == 1
@@ -167,7 +167,7 @@ def test_the_operation_is_well_formed(make, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_operation_of_one_request_is_well_formed(device, monkeypatch):
+def test_attend_one_passes_opcheck(device, monkeypatch):
     q, k = torch.randn(7, 8, 64, device=device), torch.randn(46, 2, 64, device=device)
     mask = torch.rand(7, 46, device=device) < 0.5
     calls = caught(
@@ -182,7 +182,7 @@ def test_the_operation_of_one_request_is_well_formed(device, monkeypatch):
 @pytest.mark.interpret(backend=["aot_eager"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_levels_and_other_wrappers_over_one_workspace(backend, device):
+def test_compiled_wrappers_over_one_workspace_match_the_oracle(backend, device):
     """A graph gets no overlapping tensors that are written to, which Inductor cannot compile; sizes of plans differ."""
     workspace = torch.empty(32 << 20, dtype=torch.uint8, device=device)
     cascade = flashinfer.MultiLevelCascadeAttentionWrapper(3, workspace)

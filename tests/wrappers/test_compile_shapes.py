@@ -133,7 +133,7 @@ def single(lengths, page_size, heads, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [decode, paged, ragged, mixed, latent, cascade, blocks, blocks_of_heads, single])
-def test_shapes_may_change_between_calls(make, device):
+def test_compiled_run_with_changed_shapes_equals_eager(make, device):
     def run(wrapper, args, options):
         return wrapper.run(*args, **options)
 

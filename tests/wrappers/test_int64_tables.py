@@ -100,7 +100,7 @@ def cascade(batch, device):
 
 @on_each
 @pytest.mark.parametrize("face", [decode, of_graph, prefill, pod, mixed, cascade], ids=lambda face: face.__name__)
-def test_plans_over_pages(face, device, rng):
+def test_paged_plan_with_int64_tables_matches_the_oracle(face, device, rng):
     decodes = face in (decode, of_graph)
     batch = random_batch(SPEC, [1] * 3 if decodes else [3, 1, 9], [20, 1, 9], rng.choice((1, 4, 16)), device=device)
     out = face(batch, device).run(batch.q, (batch.k, batch.v))
@@ -108,7 +108,7 @@ def test_plans_over_pages(face, device, rng):
 
 
 @on_each
-def test_a_plan_after_another_one(device, rng):
+def test_plan_with_tables_of_changing_dtypes_matches_the_oracle(device, rng):
     """What differs from the last plan in its tables alone, int64 after int32 and the other way round."""
     wrapper, spec = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device)), SPEC
     for kind in (torch.int32, torch.int64, torch.int64, torch.int32, torch.int64):
@@ -125,7 +125,7 @@ def test_a_plan_after_another_one(device, rng):
 
 @on_each
 @pytest.mark.parametrize("form", ["csr", "dense"])
-def test_latent_plans(form, device, rng):
+def test_latent_plan_with_int64_tables_matches_the_oracle(form, device, rng):
     spec = attention_spec(
         num_qo_heads=16, num_kv_heads=1, head_dim_qk=192, head_dim_vo=128, q_dtype=F32, causal=True, sm_scale=0.1
     )
@@ -151,7 +151,7 @@ def test_latent_plans(form, device, rng):
 
 
 @on_each
-def test_ragged_rows_and_block_sparse_matrices(device):
+def test_ragged_and_block_sparse_plans_with_int64_tables_match_the_oracle(device):
     batch = random_batch(SPEC, [3, 1, 9], [20, 1, 9], 4, device=device)
     k, v, begins = batch.rows()
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
@@ -168,7 +168,7 @@ def test_ragged_rows_and_block_sparse_matrices(device):
     assert relative_error(sparse.run(q, k, v), exact) < 2e-6
 
 
-def test_items():
+def test_items_with_int64_numbers_equal_those_with_int32():
     prefix, numbers = torch.tensor([3, 2]), torch.tensor([0, 1, 2, 0, 1, 0])
     wider, exact = (Items(prefix.to(kind), numbers.to(kind), 3) for kind in (torch.int64, torch.int32))
     assert wider.prefix_lens.dtype == wider.positions.dtype == torch.int32
@@ -177,7 +177,7 @@ def test_items():
 
 @pytest.mark.interpret
 @on_each
-def test_tokens_are_appended(device, rng):
+def test_append_with_int64_tables_writes_to_the_right_slots(device, rng):
     """All ways of appending write to equal slots; append_indptr is int64, as `torch.cat` of int32 and int64 is."""
     lengths, new, size = [rng.randint(1, 40) for _ in range(3)], [1, 0, 1], rng.choice((1, 4, 16))
     table, pool = random_table(lengths, size)
@@ -212,7 +212,7 @@ def test_tokens_are_appended(device, rng):
 
 
 @pytest.mark.interpret
-def test_tokens_far_beyond_their_pages_go_nowhere():
+def test_append_of_tokens_beyond_their_pages_writes_nothing():
     """Their index in the page table need not fit int32. This runs interpreted, because the host refuses such tokens."""
     if not INTERPRETED:
         pytest.skip("only Triton's kernels skip such tokens")
@@ -234,7 +234,7 @@ def test_tokens_far_beyond_their_pages_go_nowhere():
         assert cache.flatten(1).any(1).nonzero().flatten().tolist() == [0]
 
 
-def test_numbers_that_int32_does_not_hold_stay_out_of_range():
+def test_as_int32_of_numbers_beyond_int32_saturates():
     numbers = torch.tensor([0, -1, 7, (1 << 31) - 1, 1 << 31, -(1 << 31) - 1, BEYOND + 7, -BEYOND + 7, 1 << 62])
     largest = (1 << 31) - 1
     assert as_int32(numbers).tolist() == [0, -1, 7, largest, largest, -largest - 1, largest, -largest - 1, largest]
@@ -245,7 +245,7 @@ def test_numbers_that_int32_does_not_hold_stay_out_of_range():
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("face", [decode, of_graph, prefill, pod, cascade], ids=lambda face: face.__name__)
-def test_numbers_beyond_int32_are_refused(face, sign, which):
+def test_plan_with_numbers_beyond_int32_is_refused(face, sign, which):
     """They are another page, begin or length in their lowest 32 bits."""
     batch = random_batch(SPEC, [1] * 3, [20, 1, 9], 4)
     tables = paged(batch, spare=0)
@@ -264,7 +264,7 @@ class _Unchecked(PageTable):
 
 @pytest.mark.parametrize("name", ["batch_indices", "positions", "kv_indices", "kv_indptr"])
 @pytest.mark.parametrize("fused", [False, True], ids=["append", "rope"])
-def test_tokens_beyond_int32_are_refused(name, fused):
+def test_append_with_numbers_beyond_int32_is_refused(name, fused):
     given = {"kv_indices": [0, 1], "kv_indptr": [0, 2], "batch_indices": [0, 0], "positions": [0, 5]}
     given[name][1] += BEYOND
     tables, rows = {key: torch.tensor(x) for key, x in given.items()}, torch.ones(2, 1, 8)
@@ -282,7 +282,7 @@ def test_tokens_beyond_int32_are_refused(name, fused):
     assert not any(x.float().any() for x in cache)
 
 
-def test_buffers_of_graphs_have_to_be_int32():
+def test_graph_wrapper_with_int64_buffers_is_refused():
     """Plans are copied to them, and graphs read them."""
     workspace, sizes = torch.empty(16, dtype=torch.uint8), {"indptr_buffer": 3, "indices_buffer": 9}
     buffers = {name: torch.zeros(n).int() for name, n in (sizes | {"last_page_len_buffer": 2}).items()}
@@ -298,7 +298,7 @@ def test_buffers_of_graphs_have_to_be_int32():
             wrapper.plan(*tables, 16, 128, 64, 4, True, 0.1, F32, F32)
 
 
-def test_layouts():
+def test_layouts_of_int64_tables_hold_int32():
     """What stands behind the tables of all functions, each of them int64 by itself."""
     tables = [torch.tensor(x).int() for x in ([0, 2, 3], [4, 0, 2], [1, 3])]
     for kinds in ((0,), (1,), (2,), (0, 1, 2)):
@@ -325,7 +325,7 @@ def test_layouts():
 
 
 @pytest.mark.gpu
-def test_no_plan_waits_for_the_device(rng):
+def test_plan_with_int64_tables_does_not_wait_for_the_device(rng):
     """Nor is one that is captured with its run bound to the tables that it saw."""
     batch = random_batch(SPEC, [1] * 3, [20, 1, 9], 4, device="cuda")
     wrappers = [flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cuda")) for _ in range(2)]
@@ -363,7 +363,7 @@ def test_no_plan_waits_for_the_device(rng):
 
 
 @pytest.mark.gpu
-def test_pages_beyond_int32_on_a_gpu(rng):
+def test_page_id_beyond_int32_on_a_gpu_is_clamped_and_refused_in_checked_mode(rng):
     """They are found where tables are read, and are no other page where they are not."""
     batch = random_batch(SPEC, [1] * 3, [20, 1, 9], 4, device="cuda")
     tables, exact = paged(batch, "cuda"), batch.exact()[0]

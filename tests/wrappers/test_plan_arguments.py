@@ -356,7 +356,7 @@ WRAPPERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, str]]] 
 }  # fmt: skip
 
 
-def test_every_wrapper_has_rows():
+def test_wrappers_that_plan_all_have_rows():
     """Each class of the face that plans, except those of the deprecated names of another."""
     faces = [
         import_module(f"quire.{name}") for name in ("attention", "cascade", "decode", "mla", "pod", "prefill", "sparse")

@@ -38,7 +38,7 @@ def shared(kv: PageTable, q_len: int = 1, least: int = 1, worth: int = 1) -> lis
     return groups
 
 
-def test_nothing_is_shared():
+def test_shared_prefixes_of_different_tables_are_none():
     assert shared(table([[0, 1, 2], [3, 1, 2], [4, 5]])) == []
     assert shared(table([[0, 1, 2]])) == []
     assert shared(table([])) == []
@@ -49,11 +49,11 @@ def test_nothing_is_shared():
 
 
 @pytest.mark.parametrize("size", [1, 16])
-def test_all_share(size):
+def test_shared_prefixes_of_one_prefix_are_one_group(size):
     assert shared(table([[7, 8, 1], [7, 8, 2], [7, 8, 3, 4]], size)) == [[(0, 3, [7, 8])]]
 
 
-def test_every_request_keeps_a_page():
+def test_shared_prefixes_of_equal_tables_leave_each_request_a_page():
     """A request keeps one page even if all its pages are shared, or if its pages are the first ones of another."""
     assert shared(table([[5, 6, 7]] * 4)) == [[(0, 4, [5, 6])]]
     assert shared(table([[5, 6, 7]] * 4, last=3)) == [[(0, 4, [5, 6])]]
@@ -61,7 +61,7 @@ def test_every_request_keeps_a_page():
     assert shared(table([[5, 6], [5, 6, 7, 8], [5, 6, 7, 9]])) == [[(0, 3, [5])], [(1, 3, [6, 7])]]
 
 
-def test_the_tokens_that_are_decoded_are_not_shared():
+def test_shared_prefixes_of_several_query_tokens_leave_their_pages():
     same = [[5, 6, 7, 8]] * 2
     for last, q_len, pages in ((16, 16, 3), (16, 17, 2), (3, 3, 3), (3, 4, 2), (3, 35, 1), (3, 36, 0), (3, 99, 0)):
         found = shared(table(same, 16, last), q_len)
@@ -69,7 +69,7 @@ def test_the_tokens_that_are_decoded_are_not_shared():
     assert shared(table(same, 1), 3) == [[(0, 2, [5])]]
 
 
-def test_groups_and_requests_that_share_nothing():
+def test_shared_prefixes_of_groups_among_others_find_each_group():
     """64 requests in three groups, with some of their own before, between and after."""
     ids = iter(range(10_000))
     new = lambda n: [next(ids) for _ in range(n)]  # noqa: E731
@@ -83,7 +83,7 @@ def test_groups_and_requests_that_share_nothing():
     assert shared(table([*requests, []])) == [expected]
 
 
-def test_what_follows_is_shared_again():
+def test_shared_prefixes_of_nested_prefixes_have_several_levels():
     kv = table([[0, 1, 2, 3, 10], [0, 1, 2, 3, 11], [0, 1, 2, 12], [0, 1, 4, 13], [0, 1, 4, 14]])
     assert shared(kv) == [[(0, 5, [0, 1])], [(0, 3, [2]), (3, 5, [4])], [(0, 2, [3])]]
     assert shared(kv, least=2) == [[(0, 5, [0, 1])], [(0, 2, [2, 3])]]
@@ -92,7 +92,7 @@ def test_what_follows_is_shared_again():
     assert shared(kv, worth=9) == []
 
 
-def test_groups_that_save_too_little_leave_their_pages_to_their_parts():
+def test_shared_prefixes_of_small_groups_join_their_subgroups():
     kv = table([[0, 1, 2, 3, 10], [0, 1, 2, 3, 11], [0, 12], [0, 5, 6, 7, 13], [0, 5, 6, 7, 14]])
     assert shared(kv, worth=5) == []
     assert shared(kv, least=2) == shared(kv, least=4) == [[(0, 2, [0, 1, 2, 3]), (3, 5, [0, 5, 6, 7])]]
@@ -101,7 +101,7 @@ def test_groups_that_save_too_little_leave_their_pages_to_their_parts():
     assert shared(one, worth=4) == [[(0, 2, [0, 1, 2, 3])]]
 
 
-def test_levels_are_bounded():
+def test_shared_prefixes_of_a_long_chain_have_at_most_all_levels():
     """A conversation, of which each request has one page more than the one before."""
     grown = table([list(range(n + 2)) for n in range(20)])
     found = shared(grown)
@@ -110,7 +110,7 @@ def test_levels_are_bounded():
     assert found[1] == [(1, 20, [1])]
 
 
-def test_tables_may_be_slices():
+def test_shared_prefixes_of_a_sliced_table_are_found():
     kv = table([[9, 9], [1, 2, 3], [1, 2, 4], [1, 5]])
     kv = PageTable(kv.indptr[1:], kv.indices, kv.last_page_len[1:], 16)
     levels, own = shared_prefixes(kv, 1, 1, 1)

@@ -63,7 +63,7 @@ def test_run_equal_to_an_earlier_one_of_its_plan_is_repeated(computed):
     assert runs() == (0, 6), "and belong to a plan"
 
 
-def test_run_with_ever_other_arguments_keeps_few_launches(computed):
+def test_run_with_many_different_arguments_keeps_few_launches(computed):
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta"))
     table = empty_table(8, "meta")
     wrapper.plan(table.indptr, table.indices, table.last_page_len, 1, 1, 64, 16, q_data_type=torch.float32)
@@ -76,7 +76,7 @@ def test_run_with_ever_other_arguments_keeps_few_launches(computed):
 
 
 @pytest.mark.parametrize("kind", [float, np.int64, bool])
-def test_what_equals_an_argument_has_not_been_checked(kind, computed):
+def test_argument_of_another_type_that_equals_the_last_is_checked(kind, computed):
     """Neither as a plan's, nor as a run's."""
     wrapper, table = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device="meta")), empty_table(8, "meta")
     q, cache = torch.empty(2, 1, 64, device="meta"), torch.empty(9, 2, 16, 1, 64, device="meta")
@@ -183,7 +183,7 @@ ALL, PREFILLS = (Decode, Prefill, Ragged, Mixed), pytest.mark.parametrize("kind"
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in ALL for name in kind.layer])
-def test_all_that_a_plan_says_of_its_layer_is_compared(kind, name, computed):
+def test_plan_with_one_changed_layer_argument_makes_another_layer(kind, name, computed):
     case = kind()
     assert {*kind.layer, *kind.rest} == set(signature(case.outer.plan).parameters)
     given = {"pos_encoding_mode": "ALIBI"} if name == "alibi_slopes" else {}
@@ -197,7 +197,7 @@ def test_all_that_a_plan_says_of_its_layer_is_compared(kind, name, computed):
 
 
 @PREFILLS
-def test_what_a_prefill_like_the_last_one_reads(kind, computed):
+def test_plan_of_a_prefill_with_an_equal_layer_reads_its_own_tables(kind, computed):
     """Its own tables, whatever their sizes, by the names under which engines know them."""
     case = kind()
     layer = case.plan()
@@ -214,7 +214,7 @@ def test_what_a_prefill_like_the_last_one_reads(kind, computed):
 
 
 @PREFILLS
-def test_rows_and_keys_of_other_requests_are_refused(kind, computed):
+def test_plan_with_tables_of_different_requests_is_refused(kind, computed):
     """By a plan like the last one as by the first."""
     far = torch.empty(4, dtype=torch.int32, device="meta")
     for wrong in (
@@ -237,7 +237,7 @@ def test_rows_and_keys_of_other_requests_are_refused(kind, computed):
         case.outer.plan(empty, empty, *keys[1:], **case.given)
 
 
-def test_a_prefill_with_another_longest_request(computed, monkeypatch):
+def test_plan_with_another_longest_request_chooses_family_and_workspace_again(computed, monkeypatch):
     """It takes the workspace that it needs, and is of the kernel family that can compute it."""
     asked = []
 
@@ -265,7 +265,7 @@ def test_a_prefill_with_another_longest_request(computed, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_the_longest_request_is_known_where_rows_lie_on_the_host(dtype):
+def test_longest_request_of_rows_on_the_host_is_computed(dtype):
     """Unless graphs are to be replayed with others, or kernels do not ask."""
     offsets, cuda = torch.tensor([0, 3, 3, 10, 11], dtype=dtype), torch.device("cuda")
     rows = RaggedLayout(offsets)
@@ -280,7 +280,7 @@ def test_the_longest_request_is_known_where_rows_lie_on_the_host(dtype):
 
 
 @PREFILLS
-def test_tables_of_the_host_are_planned_like_the_last_ones(kind, computed, monkeypatch):
+def test_plan_with_tables_on_the_host_copies_them_and_chooses_a_family(kind, computed, monkeypatch):
     """Rows, or all tables, checked and copied to the device; the kernel family is chosen for their longest request."""
     asked, family = [], registry.family("cpu")
     monkeypatch.setattr(registry, "choose", lambda spec, device, backend, most: asked.append(most) or family)
@@ -330,7 +330,7 @@ def test_run_of_a_prefill_is_repeated_within_its_plan(kind, computed):
 
 
 @pytest.mark.parametrize("kind", [Prefill, Ragged])
-def test_masks_and_items_are_planned_anew(kind, monkeypatch):
+def test_plan_with_masks_or_items_is_not_a_refresh(kind, monkeypatch):
     """And what follows them is, too."""
     monkeypatch.setattr(registry, "choose", lambda *given: registry.family("cpu"))
     case = kind()

@@ -126,7 +126,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("size", [1, 16])
-def test_trees_of_prefixes(size, q_len, name, device, rng, eager):
+def test_run_over_a_tree_of_prefixes_matches_the_oracle(size, q_len, name, device, rng, eager):
     spec = layer(rng, **LAYERS[name])  # of which every level of a tree compiles a kernel on a GPU
     for _ in range(1 if INTERPRETED else 4):
         layout = rng.choice(("NHD", "HND"))
@@ -143,7 +143,7 @@ def test_trees_of_prefixes(size, q_len, name, device, rng, eager):
     [(BF16, {}), (torch.float16, {}), (BF16, {"kv_dtype": FP8}), (BF16, {"o_dtype": torch.float32})],
     ids=["bf16", "fp16", "fp8 cache", "float32 output"],
 )
-def test_dtypes(dtype, changes, device, rng, eager):
+def test_run_over_a_tree_of_prefixes_in_each_dtype_matches_the_oracle(dtype, changes, device, rng, eager):
     spec = layer(rng, dtype, **changes)
     for _ in range(4):
         batch = tree_batch(rng, spec, 16, 1, device)
@@ -151,7 +151,7 @@ def test_dtypes(dtype, changes, device, rng, eager):
 
 
 @devices
-def test_outputs_in_fp8(device, rng, eager):
+def test_run_over_a_tree_of_prefixes_with_fp8_outputs_matches_the_oracle(device, rng, eager):
     batch = tree_batch(rng, layer(rng, BF16, o_dtype=FP8), 16, 1, device)
     out, lse = run(plan(batch), batch)
     check(batch, out.float(), lse, 0.05)
@@ -172,7 +172,7 @@ def prefixed(device: str, requests: int = 6, pages: int = 9, dtype=torch.float32
 
 
 @devices
-def test_shared_pages_are_read_once(device, rng, eager):
+def test_plan_with_a_shared_prefix_has_its_pages_once(device, rng, eager):
     batch = prefixed(device)
     wrapper = plan(batch)
     found = wrapper.shared_prefix
@@ -188,7 +188,7 @@ def test_shared_pages_are_read_once(device, rng, eager):
     assert torch.equal(wrapper.run(batch.q, (batch.k, batch.v)), out)
 
 
-def test_only_what_saves_enough_is_shared(rng, monkeypatch):
+def test_plan_with_a_prefix_that_saves_too_little_shares_nothing(rng, monkeypatch):
     """128 tokens, and 32 MiB besides the states that a level writes."""
     batch = prefixed("cpu")
     assert plan(batch).shared_prefix is None
@@ -202,7 +202,7 @@ def test_only_what_saves_enough_is_shared(rng, monkeypatch):
 
 
 @devices
-def test_without_sharing_nothing_changes(device, rng, eager):
+def test_plan_without_a_common_prefix_equals_one_without_sharing(device, rng, eager):
     """A wrapper whose last plan had shared prefixes forgets them."""
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
     batch = random_batch(spec, [1] * 4, [90, 5, 0, 33], 16, device=device)
@@ -216,7 +216,7 @@ def test_without_sharing_nothing_changes(device, rng, eager):
 
 
 @devices
-def test_a_run_with_a_window_reads_each_requests_pages(device, rng, eager):
+def test_run_with_a_window_over_a_shared_prefix_matches_the_oracle(device, rng, eager):
     """Layers of a model may differ in this, and share a plan."""
     batch = prefixed(device)
     wrapper = plan(batch)
@@ -228,7 +228,7 @@ def test_a_run_with_a_window_reads_each_requests_pages(device, rng, eager):
 
 
 @devices
-def test_runs_may_differ_in_scale_cap_and_sink(device, rng, eager):
+def test_run_with_another_scale_cap_or_sink_matches_the_oracle(device, rng, eager):
     batch = prefixed(device, sinks=True)
     wrapper = plan(batch)
     layer = replace(batch, spec=batch.spec.replace(sm_scale=0.3, logits_soft_cap=2.0))
@@ -244,7 +244,7 @@ def test_runs_may_differ_in_scale_cap_and_sink(device, rng, eager):
 
 
 @devices
-def test_forward_computes_without(device, rng, eager):
+def test_forward_over_a_shared_prefix_computes_without_sharing(device, rng, eager):
     batch = prefixed(device)
     wrapper = plan(batch)
     near = replace(batch, spec=batch.spec.replace(window_left=20))
@@ -252,7 +252,7 @@ def test_forward_computes_without(device, rng, eager):
     assert wrapper.shared_prefix is None
 
 
-def test_workspaces_are_large_enough_for_all_levels(rng, eager):
+def test_workspace_size_with_a_shared_prefix_suffices_for_all_levels(rng, eager):
     batch = prefixed("cpu")
     wrapper = plan(batch)
     assert wrapper.workspace_size(
@@ -261,7 +261,7 @@ def test_workspaces_are_large_enough_for_all_levels(rng, eager):
     check(batch, *run(wrapper, batch))
 
 
-def test_tables_are_checked(rng, eager):
+def test_plan_with_a_shared_prefix_checks_its_tables(rng, eager):
     batch = prefixed("cpu")
     checking = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0), check=True)
     check(batch, *run(plan(batch, checking), batch))
@@ -280,13 +280,13 @@ def test_tables_are_checked(rng, eager):
         ({"fixed_split_size": 512}, "shared_prefix = True is not supported: .* batch-invariant"),
     ],
 )
-def test_layers_that_depend_on_more_are_refused(options, message, rng):
+def test_plan_with_a_layer_that_depends_on_positions_refuses_a_shared_prefix(options, message, rng):
     batch = prefixed("cpu")
     with pytest.raises(ValueError, match=message):
         plan(batch, **options)
 
 
-def test_wrappers_that_cannot_share_refuse_to(rng):
+def test_plan_of_an_invariant_or_graph_wrapper_refuses_a_shared_prefix(rng):
     batch = prefixed("cpu")
     invariant = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0), batch_invariant=True)
     with pytest.raises(ValueError, match=r"shared_prefix = True is not supported: .* batch-invariant"):
@@ -299,7 +299,7 @@ def test_wrappers_that_cannot_share_refuse_to(rng):
 
 
 @devices
-def test_runs_compile(device, rng, eager):
+def test_compiled_run_over_a_shared_prefix_equals_eager(device, rng, eager):
     batch = prefixed(device)
     wrapper = plan(batch)
     torch.compiler.reset()
@@ -309,7 +309,7 @@ def test_runs_compile(device, rng, eager):
 
 
 @pytest.mark.gpu
-def test_runs_are_captured(rng, eager):
+def test_captured_run_over_a_shared_prefix_matches_the_oracle(rng, eager):
     batch = prefixed("cuda", dtype=BF16)
     wrapper = plan(batch)
     check(batch, *run(wrapper, batch))
@@ -327,7 +327,7 @@ def test_runs_are_captured(rng, eager):
 
 
 @pytest.mark.gpu
-def test_levels_of_many_rows_are_a_prefill_of_the_named_kernels(rng, eager):
+def test_shared_prefix_of_many_rows_is_computed_by_the_named_family(rng, eager):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("it needs a Hopper GPU")
     batch = prefixed("cuda", requests=20, dtype=BF16)
@@ -337,7 +337,7 @@ def test_levels_of_many_rows_are_a_prefill_of_the_named_kernels(rng, eager):
 
 
 @pytest.mark.gpu
-def test_tables_on_the_host_do_not_wait_for_the_device(rng, eager):
+def test_plan_of_a_shared_prefix_on_the_host_does_not_wait_for_the_device(rng, eager):
     batch, there = prefixed("cpu", dtype=BF16), {}
     for name in ("q", "k", "v"):
         there[name] = getattr(batch, name).cuda()

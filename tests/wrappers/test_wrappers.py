@@ -129,7 +129,7 @@ def test_forward_with_the_planned_layer_keeps_the_plan(kind):
 
 
 @KINDS
-def test_no_window_may_be_none(kind):
+def test_window_of_none_is_no_window(kind):
     """None means no window, as models' sliding_window does, even after a layer that had one."""
     case = kind()
     for window in (None, 4, None):
@@ -140,7 +140,7 @@ def test_no_window_may_be_none(kind):
         case.close(case.wrapper.forward(*case.tensors, **case.fixed, window_left=None))
 
 
-def test_no_window_may_be_none_in_other_operations():
+def test_window_of_none_in_other_operations_is_no_window():
     case = Decode()
     case.plan(window_left=None, shared_prefix=True)
     flashinfer.fast_decode_plan(
@@ -164,7 +164,7 @@ def test_no_window_may_be_none_in_other_operations():
 
 @pytest.mark.parametrize("name", ["num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "window_left"])
 @KINDS
-def test_what_equals_an_int_that_was_planned_is_refused_all_the_same(kind, name):
+def test_plan_with_a_number_of_another_type_that_equals_the_last_is_refused(kind, name):
     """Plans of a layer are kept, and found by arguments that are equal."""
     given = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 64, "head_dim_vo": 64, "window_left": 1}
     for other in (float, np.int64, np.float32, bool):
@@ -185,7 +185,7 @@ def test_what_equals_an_int_that_was_planned_is_refused_all_the_same(kind, name)
 
 @pytest.mark.parametrize("value", [[4], {}, "4", None, torch.tensor(4)])
 @KINDS
-def test_what_is_no_number_is_refused_by_name(kind, value):
+def test_plan_with_a_value_that_is_no_number_is_refused_by_name(kind, value):
     case = kind()
     for name in ("num_qo_heads", "window_left", "sm_scale", "rope_theta"):
         if value is None and name != "num_qo_heads":
@@ -194,7 +194,7 @@ def test_what_is_no_number_is_refused_by_name(kind, value):
             case.plan(**{name: value})
 
 
-def test_equal_layers_are_the_same_in_all_that_compilers_see():
+def test_equal_layers_of_other_types_have_equal_text_and_hash():
     """Whichever was made first: numbers of NumPy's, ints for floats, and what is true."""
     plain = attention_spec(**HEADS, causal=True, sm_scale=2.0, logits_soft_cap=1.0, slopes=(1.0, 0.0, 1.0, 2.0))
     numpy = {"causal": np.True_, "sm_scale": np.float32(2), "logits_soft_cap": True}
@@ -206,7 +206,7 @@ def test_equal_layers_are_the_same_in_all_that_compilers_see():
         assert type(getattr(other, name)) is type(getattr(plain, name))
 
 
-def test_single_requests_have_not_been_planned():
+def test_single_prefill_with_another_dtype_of_values_names_no_plan():
     q, k = torch.randn(5, 4, 64), torch.randn(9, 2, 64)
     for given in ((q, k, k.half()), (q, k, k.to(torch.float8_e4m3fn))):
         with pytest.raises(ValueError, match=r"v is torch\.float.*: it must be torch\.float32$"):
@@ -214,7 +214,7 @@ def test_single_requests_have_not_been_planned():
 
 
 @KINDS
-def test_a_workspace_to_replace_another_is_needed(kind):
+def test_reset_workspace_buffer_without_a_buffer_is_refused(kind):
     case = kind()
     for name, given in (("float", (None, torch.empty(16))), ("int", (torch.empty(16), None))):
         with pytest.raises(ValueError, match=f"{name}_workspace_buffer = None is not supported"):
@@ -268,7 +268,7 @@ def test_plan_of_a_prefill_wrapper_reads_the_given_tables_themselves(kind):
         flashinfer.BatchPODWithPagedKVCacheWrapper,
     ],
 )
-def test_wrappers_around_wrappers_forget_captured_runs_too(outer):
+def test_forget_cuda_graph_of_an_outer_wrapper_forgets_those_of_inner_ones(outer):
     outer = outer()
     inner = [x for x in vars(outer).values() if isinstance(x, AttentionWrapper)] or outer._batch_prefill_wrappers
     for wrapper in inner:
