@@ -63,7 +63,7 @@ def room(module: str) -> str:
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"quire", "quire.__main__"}))
-def test_arrows_point_down(module):
+def test_modules_import_lower_rooms_alone(module):
     """Rooms import what ROOMS says, and no private module or name of another room."""
     own = room(module)
     for other, name in imports(MODULES[module]):
@@ -72,7 +72,7 @@ def test_arrows_point_down(module):
         assert not private or room(other) == own, f"{module} imports {private[0]} of {other}"
 
 
-def test_no_files_import_each_other_in_a_circle():
+def test_modules_import_each_other_without_circles():
     left = {module: {other for other, _ in imports(path)} for module, path in MODULES.items()}
     while done := [module for module, others in left.items() if not others & left.keys()]:
         for module in done:
@@ -81,11 +81,11 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("path", [*FILES, *sorted(TESTS.rglob("*.py"))], ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_stay_readable(path):
-    assert len(path.read_text().splitlines()) <= 450, "a file longer than 450 lines wants to be two"
+def test_files_have_at_most_450_lines(path):
+    assert len(path.read_text().splitlines()) <= 450, "a file longer than 450 lines has to be split"
 
 
-def test_no_test_module_imports_another():
+def test_test_modules_import_no_other_test_module():
     for path in TESTS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -93,14 +93,14 @@ def test_no_test_module_imports_another():
             assert not any(name.split(".")[-1].startswith("test_") for name in names), path
 
 
-def test_an_import_loads_nothing_until_a_name_is_used():
+def test_import_of_quire_loads_no_other_module():
     """Neither torch nor a room of ours is imported before a public name is used, which makes an import quick."""
     code = "import sys; before = set(sys.modules); import quire; print(*(set(sys.modules) - before))"
     loaded = {name for name in python(code).stdout.split() if name.split(".")[0] not in sys.stdlib_module_names}
     assert loaded == {"quire"}
 
 
-def test_an_import_and_the_face_need_neither_triton_nor_transformers():
+def test_face_without_triton_and_transformers_computes():
     code = """
 import sys
 for name in ("triton", "transformers", "safetensors", "tokenizers", "tqdm"):
@@ -115,12 +115,12 @@ print(tuple(quire.single_decode_with_kv_cache(q, k, k).shape))
     assert done.stdout.strip() == "(4, 64)", done.stderr
 
 
-def test_the_engine_says_what_is_missing():
+def test_engine_without_transformers_names_the_extra():
     code = "import sys; sys.modules['transformers'] = None\nfrom quire.engine import LLM\nLLM()"
     assert "quire-attention[engine]" in python(code).stderr.splitlines()[-1]
 
 
-def test_every_public_name_is_there_and_documented():
+def test_public_names_exist_with_docstrings():
     assert len(quire.__all__) > 15
     for name in quire.__all__:
         assert getattr(quire, name).__doc__, name
@@ -133,14 +133,14 @@ def test_documents_show_the_measured_tables():
     assert done.returncode == 0, "run tools/benchmark_tables.py"
 
 
-def test_documents_report_the_models_training():
+def test_documents_report_the_training_of_the_bundled_model():
     report = json.loads((SOURCE / "models" / "tiny-python" / "training.json").read_text())
     page = " ".join((ROOT / "docs" / "engine.md").read_text().split())
     ours, xz = report["held_out_bits_per_byte"], report["xz_9_bits_per_byte"]
     assert f"needs {ours:.3f} bits per byte, where `xz -9` needs {xz:.3f}" in page
 
 
-def test_results_say_where_and_when():
+def test_results_have_device_and_date():
     files = list((ROOT / "benchmarks" / "results").glob("*.json"))
     assert files
     for file in files:
@@ -149,7 +149,7 @@ def test_results_say_where_and_when():
         assert {"seed", "ceilings", "cells"} <= set(result) or "runs" in result, file
 
 
-def test_what_documents_name_exists():
+def test_paths_that_documents_name_exist():
     for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         text = file.read_text()
         for word in text.replace("(", " ").replace(")", " ").replace("`", " ").split():

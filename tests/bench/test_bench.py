@@ -16,7 +16,7 @@ from quire.bench.calls import Sample, planned
 from quire.bench.cells import Cell
 
 
-def test_cells_from_their_names():
+def test_cell_parse_of_names_returns_their_fields():
     assert Cell.parse("decode gqa4 p16 8x2k") == Cell("decode", 8, 2048)
     assert Cell.parse("decode mha p1 fp8 64 mixed 256k") == Cell(
         "decode", 64, 256 * 1024, num_kv_heads=32, page_size=1, dtype="fp8", mixed=True
@@ -41,7 +41,7 @@ def test_cells_from_their_names():
     ["", "paint 8x2k", "decode", "decode 8x", "decode 0x5", "decode gqa5 8x2k", "decode 8"]
     + [f"decode mla2 {word} 2x9" for word in ("ragged", "d64", "gqa4")],
 )
-def test_names_that_are_not_understood(name):
+def test_cell_parse_of_an_unknown_name_is_refused(name):
     with pytest.raises(ValueError, match="cell"):
         Cell.parse(name)
 
@@ -71,12 +71,12 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_cells_that_cannot_be_are_refused_by_name(name):
+def test_cell_parse_of_an_impossible_cell_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"^{re.escape(f'cell {name!r}: ')}"):
         Cell.parse(name)
 
 
-def test_any_words_make_a_batch_or_are_refused(rng):
+def test_cell_parse_of_random_words_makes_a_batch_or_is_refused(rng):
     words = ["p0", "p1", "p16", "d8", "d12", "0:1", "2:1", "3:2", "mla2", "mla0", "fp32", "fp8", "ragged"]
     sizes = ["2x3", "0x3", "2x0", "2x3@5", "2x5@3", "5 mixed 9", "5 mixed 3", "5 3", "mixed", "2x1@7+1x5", "2x3 device"]
     made = 0
@@ -97,7 +97,7 @@ def test_any_words_make_a_batch_or_are_refused(rng):
     assert made > 10
 
 
-def test_mixed_lengths_add_up():
+def test_cell_of_mixed_lengths_has_their_sum():
     lengths = Cell.parse("decode 64 mixed 32k").kv_lens
     assert len(lengths) == 64
     assert sum(lengths) == 32 * 1024
@@ -105,7 +105,7 @@ def test_mixed_lengths_add_up():
     assert max(lengths) > 4 * min(lengths)
 
 
-def test_bytes_and_operations_by_hand():
+def test_cell_bytes_and_flops_equal_numbers_by_hand():
     cell = Cell.parse("decode 4:2 d8 p4 3x10")
     assert cell.kv_bytes(cell.make()) == 3 * 10 * 2 * (8 + 8) * 2
     cell = Cell.parse("decode mla3 p4 3x10")
@@ -116,7 +116,7 @@ def test_bytes_and_operations_by_hand():
     assert cell.flops(cell.make()) == (2 * (3 + 4 + 5) + (1 + 2) + 6) * 4 * 4 * 8
 
 
-def test_medians_take_turns():
+def test_medians_of_two_calls_times_them_in_turns():
     order = []
     fast, slow = cpu.medians([lambda: order.append("a"), lambda: (order.append("b"), time.sleep(0.01))], 3)
     assert order == ["a", "b"] * 4
@@ -128,7 +128,7 @@ def test_medians_take_turns():
     "name",
     ["decode 4:2 d64 5x100", "decode 6:2 d64 p4 5 mixed 300", "prefill 4:2 d64 3x20", "prefill 4:2 d64 3x20@50"],
 )
-def test_torchs_way_computes_the_same(name):
+def test_torch_baseline_of_a_cell_equals_quire(name):
     cell = Cell.parse(name)
     batch = cell.make()
     ours, theirs = planned(cell, batch, "auto")(batch.k, batch.v), cpu._torch(cell, batch)()
@@ -138,7 +138,7 @@ def test_torchs_way_computes_the_same(name):
 
 
 @pytest.mark.parametrize("name", ["decode 4:2 d64 fp8 2x20", "prefill 4:2 d64 2x1@20+1x5"])
-def test_cells_that_torch_has_not(name):
+def test_measure_of_a_cell_without_a_torch_baseline_has_no_torch_time(name):
     row = cpu.measure(name, rounds=1)
     assert row["torch_ms"] is None
     assert row["error"] < 3e-3
@@ -148,7 +148,7 @@ def test_cells_that_torch_has_not(name):
     "name",
     ["prefill 4:2 d64 3x20", "prefill p4 12:2 d64 2x600@700", "prefill p4 8:1 d64 1x1@50+2x300", "decode mla3 p4 3x40"],
 )
-def test_a_sample_is_what_the_oracle_computes(name):
+def test_sample_of_a_batch_equals_the_oracle(name):
     batch = Cell.parse(name).make()
     exact, _ = batch.exact()
     sample = Sample.of(batch)
@@ -164,14 +164,14 @@ def test_a_sample_is_what_the_oracle_computes(name):
     assert math.isnan(sample.error(wrong))
 
 
-def test_a_sample_of_long_requests_is_small():
+def test_sampled_rows_of_long_requests_are_few():
     assert calls._sampled_rows(16384, 16384) == [(0, 32), (16352, 16384)]
     assert calls._sampled_rows(1, 1 << 20) == [(0, 1)]
     assert calls._sampled_rows(250, 300) == [(0, 250)]
 
 
 @pytest.mark.parametrize("word", ["", " device"])
-def test_where_tables_are(word, monkeypatch):
+def test_planned_device_cell_gets_no_host_copy_of_qo_indptr(word, monkeypatch):
     """The host has no copy of qo_indptr in a `device` cell; elsewhere plan gets one."""
     given, cell = [], Cell.parse(f"prefill 4:2 d64 3x4@9{word}")
 
@@ -191,14 +191,14 @@ def test_where_tables_are(word, monkeypatch):
     assert all(x is y for x, y in zip(tables, (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len), strict=True))
 
 
-def test_dense_copies_may_be_too_large():
+def test_dense_decode_beyond_its_bytes_is_none():
     batch = Cell.parse("decode 4:2 d64 3x100").make()
     needed = 2 * 3 * 100 * 2 * 64 * 2
     assert dense.decode(batch, needed) is not None
     assert dense.decode(batch, needed - 1) is None
 
 
-def test_every_listed_cell_is_understood():
+def test_listed_cells_are_parsed_and_different():
     pytest.importorskip("triton")
     from quire.bench import gpu
 

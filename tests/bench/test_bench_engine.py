@@ -19,7 +19,7 @@ from quire.bench.workloads import SHAPES, LatencyCell, Work, as_range, random_wo
 from quire.cli.main import main
 
 
-def test_cells():
+def test_latency_cell_parse_of_names_returns_their_fields():
     assert LatencyCell.parse("64x1k+128") == LatencyCell(64, 1024, 128)
     assert LatencyCell.parse("1k into 64x512") == LatencyCell(64, 512, 0, 1024)
     for bad in ("", "64x1k", "0x5+5", "5x5+0", "1k into 64", "1k into 0x5", "x5+5", "5x5+5k+1"):
@@ -27,7 +27,7 @@ def test_cells():
             LatencyCell.parse(bad)
 
 
-def test_ranges():
+def test_as_range_of_an_invalid_range_is_refused():
     assert as_range("100:1024", "--input") == (100, 1024)
     assert as_range("7", "--input") == (7, 7)
     for bad in ("", "0", "5:4", "a:b", "1:2:3", "-1"):
@@ -35,7 +35,7 @@ def test_ranges():
             as_range(bad, "--output")
 
 
-def test_random_work_repeats_and_keeps_to_its_ranges(rng):
+def test_random_work_with_a_seed_repeats_within_its_ranges(rng):
     vocab, seed = rng.choice((97, 4096, 150000)), rng.randrange(1 << 31)
     work = random_work(200, (3, 9), (2, 5), vocab, seed)
     assert work == random_work(200, (3, 9), (2, 5), vocab, seed)
@@ -45,7 +45,7 @@ def test_random_work_repeats_and_keeps_to_its_ranges(rng):
     assert all(0 <= token < vocab for w in work for token in w.prompt)
 
 
-def test_files_of_requests(tmp_path):
+def test_read_work_of_a_file_names_invalid_lines(tmp_path):
     file = tmp_path / "work.jsonl"
     file.write_text('{"prompt": [1, 2], "max_tokens": 3}\n\n{"prompt": "ab"}\n')
     assert read_work(file, lambda text: {"input_ids": [9] * len(text)}) == [Work([1, 2], 3), Work([9, 9], 128)]
@@ -61,7 +61,7 @@ def test_files_of_requests(tmp_path):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_are_configurations_of_their_size(name, tmp_path):
+def test_write_shape_of_each_name_is_a_configuration_of_its_size(name, tmp_path):
     config = AutoConfig.from_pretrained(write_shape(name, tmp_path))
     assert config.dtype == torch.bfloat16
     assert (config.num_attention_heads, config.head_dim) in ((16, 128), (32, 128), (64, 128), (64, 64))
@@ -70,7 +70,7 @@ def test_shapes_are_configurations_of_their_size(name, tmp_path):
         write_shape("large", tmp_path)
 
 
-def test_percentiles_and_steady_steps_by_hand():
+def test_percentiles_and_steady_steps_equal_numbers_by_hand():
     assert percentiles([]) == {}
     assert percentiles([0.003]) == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
     hundred = percentiles([i / 1e3 for i in range(100, 0, -1)])
@@ -79,7 +79,7 @@ def test_percentiles_and_steady_steps_by_hand():
     assert engine_timing.steady_steps([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 9.0]]) == [1.0, 1.0]
 
 
-def test_bytes_of_a_step_by_hand(tmp_path):
+def test_floor_bytes_of_a_step_equal_numbers_by_hand(tmp_path):
     with engines.LLM(save("mistral", tmp_path), num_pages=64) as llm:
         tokens = 2 * 2 * 16 * 4 * 4  # keys and values of a token: 2 heads of 16 floats in 4 layers
         weights = sum(p.numel() for p in llm.model.network.parameters()) - 97 * 32  # the table of embeddings
@@ -87,7 +87,7 @@ def test_bytes_of_a_step_by_hand(tmp_path):
         assert engine_timing.floor_bytes(llm.model, 3, 100) == 4 * weights + 3 * 9 * tokens  # the window
 
 
-def test_bytes_of_a_step_of_a_mixture_of_experts(tmp_path):
+def test_floor_bytes_of_experts_equal_numbers_by_hand(tmp_path):
     """One request reads 2 of 4 experts, and two read 3 in the mean."""
     with engines.LLM(save("mixtral", tmp_path), num_pages=64) as llm:
         network = llm.model.network
@@ -98,7 +98,7 @@ def test_bytes_of_a_step_of_a_mixture_of_experts(tmp_path):
             assert engine_timing.floor_bytes(llm.model, batch, 5) == 4 * (others + experts * read) + batch * 5 * tokens
 
 
-def test_engines_are_timed_and_written_down(tmp_path, capsys, monkeypatch):
+def test_bench_throughput_and_latency_write_their_results(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("quire.bench.cpu.ceilings", lambda: {"read_gb_s": 10.0})
     file, folder = tmp_path / "result.json", str(save("llama", tmp_path / "llama"))
     common = ["--device", "cpu", "--model", folder, "--num-pages", "200", "--json", str(file)]
@@ -143,7 +143,7 @@ SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "
 @pytest.mark.parametrize(
     ("shape", "formats"), [("llama-3.1-8b", "bf16,fp8,fp8-block,int4"), ("gpt-oss-20b", "bf16,mxfp4")]
 )
-def test_formats_of_weights_are_timed_with_the_floors_of_their_bytes(shape, formats, tmp_path, monkeypatch):
+def test_bench_latency_of_weight_formats_has_a_row_for_each(shape, formats, tmp_path, monkeypatch):
     small = SMALL | {"intermediate_size": 256, "vocab_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2}
     monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | small)
     monkeypatch.setattr("quire.bench.cpu.ceilings", lambda: {"read_gb_s": 10.0})
@@ -160,7 +160,7 @@ def test_formats_of_weights_are_timed_with_the_floors_of_their_bytes(shape, form
     assert {"device", "date", "torch"} <= set(result)
 
 
-def test_a_peer_that_fails_is_told_and_quire_is_not_hidden():
+def test_measured_failed_peer_has_its_error_and_failed_quire_raises():
     def fails():
         raise OverflowError("too much")
 
@@ -169,7 +169,7 @@ def test_a_peer_that_fails_is_told_and_quire_is_not_hidden():
         engine_timing._measured({"engine": "Quire"}, fails)
 
 
-def test_wrong_arguments(capsys, tmp_path):
+def test_bench_engine_with_wrong_arguments_names_them(capsys, tmp_path):
     for arguments, message in (
         (["throughput", "--peers", "fa3"], "--peers fa3: it must be of invariant, transformers, vllm"),
         (["throughput", "--shape", "huge"], "--shape huge: it must be one of qwen3-0.6b"),
@@ -183,7 +183,7 @@ def test_wrong_arguments(capsys, tmp_path):
         assert message in capsys.readouterr().err
 
 
-def test_a_background_that_cannot_run_is_an_error(tmp_path):
+def test_quire_engine_with_impossible_requests_raises(tmp_path):
     engine = engines.Quire(save("llama", tmp_path), "cpu", 60, 4, num_pages=64)
     with pytest.raises(ValueError, match="token 97"):
         engine.arrivals([Work([97], 1)], [Work([1], 1)])
@@ -193,7 +193,7 @@ def test_a_background_that_cannot_run_is_an_error(tmp_path):
         engines.Quire(tmp_path, "cpu", 300, 4, num_pages=64)
 
 
-def test_vllm_is_stepped_as_it_reports(monkeypatch):
+def test_vllm_engine_of_a_stand_in_counts_reported_tokens(monkeypatch):
     """vLLM reports all tokens of a request so far, under a name that it may extend."""
 
     class Engine:

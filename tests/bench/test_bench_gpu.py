@@ -66,7 +66,7 @@ def pretended(monkeypatch):
         (["decode mla3 p4 2x40", "decode mla3 3 mixed 100", "decode mla2 p1 fp8 2x9"], ["fa2", "fa3"], []),
     ],
 )
-def test_rows_from_end_to_end(names, kernels, fa3, pretended):
+def test_bench_gpu_with_stand_ins_has_complete_rows(names, kernels, fa3, pretended):
     found = [json.loads(json.dumps(result, allow_nan=False)) for result in gpu.bench(names, "auto", 1)]
     assert [len(result["cells"]) for result in found] == [1, 2, 3]
     result = found[-1]
@@ -85,7 +85,7 @@ def test_rows_from_end_to_end(names, kernels, fa3, pretended):
     assert all("geometric mean of 3 of 3 cells" in line for line in lines[6::2])
 
 
-def test_without_peers(pretended, monkeypatch):
+def test_bench_gpu_without_peers_has_no_ratio(pretended, monkeypatch):
     monkeypatch.setattr(peers, "flashinfer", lambda: None)
     monkeypatch.setattr(flash_attention, "module", lambda: None)
     (result,) = gpu.bench(["prefill 4:2 d64 3x40"], "auto", 1)
@@ -95,7 +95,7 @@ def test_without_peers(pretended, monkeypatch):
     assert "ratio" not in gpu.table(result)
 
 
-def test_peers_that_are_asked_for(pretended, monkeypatch):
+def test_bench_gpu_with_named_peers_times_them_alone(pretended, monkeypatch):
     (result,) = gpu.bench(["prefill ragged 4:2 d64 3x40"], "auto", 1, peers.names("fa3"))
     (row,) = result["cells"]
     assert "flashinfer" not in row.keys() | result.keys()
@@ -110,7 +110,7 @@ def test_peers_that_are_asked_for(pretended, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flex"])
-def test_dense_peers_compute_ragged_whole_prompts(name, pretended, monkeypatch):
+def test_dense_peers_of_ragged_whole_prompts_match_the_oracle(name, pretended, monkeypatch):
     """torch's own kernel for cuDNN's, and FlexAttention without a C++ compiler."""
     compile = torch.compile
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
@@ -126,7 +126,7 @@ def test_dense_peers_compute_ragged_whole_prompts(name, pretended, monkeypatch):
         assert name not in gpu.measure(other, "auto", 1, {name: peer}, baseline=False)
 
 
-def test_a_named_family_may_decline_a_cell(pretended, tmp_path):
+def test_bench_gpu_of_a_declined_cell_has_the_reason(pretended, tmp_path):
     (result,) = gpu.bench(["prefill 4:2 d64 3x40"], "hopper", 1, ["fa3"])
     (row,) = result["cells"]
     assert "us" not in row
@@ -163,7 +163,7 @@ def test_bench_gpu_failed_peer_has_reason_and_no_ratio(factor, reason, pretended
     assert peers.best(row) is None
 
 
-def test_which_kernels_there_are():
+def test_peers_kernels_of_each_operation_and_architecture_are_listed():
     decode, prefill = Cell.parse("decode 8x2k"), Cell.parse("prefill 8x2k")
     tensor_cores = {name: options["use_tensor_cores"] for name, options in peers.kernels(decode, (9, 0)).items()}
     assert tensor_cores == {"cuda": False, "fa2": True}
@@ -208,7 +208,7 @@ def made_up():
     }
 
 
-def test_the_table():
+def test_table_of_decode_has_times_and_rates():
     assert gpu.table(made_up()).splitlines() == [
         "| cell | Quire µs | FlashInfer µs | ratio | gather + SDPA µs | GB/s | of 3,000 GB/s | error |"
         " host: plan µs | run µs |",
@@ -255,7 +255,7 @@ def made_up_prefill():
     }
 
 
-def test_the_table_of_prefill_has_times_and_rates_of_all():
+def test_table_of_prefill_has_times_and_rates_of_all_peers():
     reason = "RuntimeError: query and key must have the same dtype" + "!" * (120 - 52)
     assert gpu.table(made_up_prefill()).splitlines() == [
         "| cell | Quire µs (TFLOP/s) | FA3 µs (TFLOP/s) | FlashInfer µs (TFLOP/s) | cuDNN µs (TFLOP/s) | ratio to FA3 |"
@@ -276,7 +276,7 @@ def test_the_table_of_prefill_has_times_and_rates_of_all():
     ]
 
 
-def test_the_picture(tmp_path, monkeypatch):
+def test_plot_of_decode_has_bars_ratios_and_the_ceiling(tmp_path, monkeypatch):
     """A bar for each cell, FlashInfer's where it computed the cell, with the ratio, and the ceiling as a line."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
@@ -299,7 +299,7 @@ def test_the_picture(tmp_path, monkeypatch):
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_picture_of_prefill_has_bars_of_all_peers(tmp_path, monkeypatch):
+def test_plot_of_prefill_has_bars_of_all_peers(tmp_path, monkeypatch):
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
     plot(made_up_prefill() | {"flashinfer": "0.7.2"}, tmp_path / "rates.png")
@@ -318,7 +318,7 @@ def test_the_picture_of_prefill_has_bars_of_all_peers(tmp_path, monkeypatch):
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_picture_puts_the_default_layer_first_by_tokens(tmp_path, monkeypatch):
+def test_plot_of_several_layers_has_the_default_one_first(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
     names = ["prefill ragged 8x512", "prefill 4x512@16k", "prefill mha d64 p1 fp16 2x100", "prefill 8x2k"]
@@ -333,7 +333,7 @@ def test_the_picture_puts_the_default_layer_first_by_tokens(tmp_path, monkeypatc
     ]
 
 
-def test_the_stand_in_is_never_taken_for_flashinfer(tmp_path, monkeypatch):
+def test_peers_with_compat_installed_find_only_the_real_flashinfer(tmp_path, monkeypatch):
     """Neither where nothing is installed, nor before one that is."""
     (tmp_path / "flashinfer").mkdir()
     (tmp_path / "flashinfer" / "__init__.py").write_text("BatchDecodeWithPagedKVCacheWrapper = 'theirs'\n")

@@ -37,7 +37,7 @@ def pretended(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_quire_and_the_plain_formula_compute_the_same(name, pretended):
+def test_layer_cell_of_each_kind_equals_its_torch_formula(name, pretended):
     work = layers.LayerCell.parse(name).work()
     ours, theirs = ([x.clone() for x in work.inputs] for _ in range(2))
     here, there = work.ours(*ours), work.plain(*theirs)
@@ -50,7 +50,7 @@ def test_quire_and_the_plain_formula_compute_the_same(name, pretended):
         )
 
 
-def test_a_table_and_a_plot(pretended, capsys, tmp_path):
+def test_bench_layers_with_a_plot_writes_table_and_plot(pretended, capsys, tmp_path):
     chosen = [word for name in SMALL[:2] for word in ("--cell", name)]
     assert main(["bench", "layers", *chosen, "--rounds", "1", "--plot", str(tmp_path / "layers.png")]) == 0
     table = capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_a_table_and_a_plot(pretended, capsys, tmp_path):
     assert (tmp_path / "layers.png").stat().st_size > 1000
 
 
-def test_a_peer_that_fails_is_told(pretended):
+def test_layers_table_of_a_failed_peer_has_the_reason(pretended):
     (result,) = layers.bench(["rmsnorm 64 x5"], 1, ["torch.compile"])
     result["cells"][0]["flashinfer"] = {"failed": "RuntimeError: no\ncompiler"}
     text = layers_table.table(result)
@@ -74,21 +74,21 @@ WRONG = ["", "rmsnorm", "rmsnorm 64", "paint 64 x5", "rmsnorm 0 x5", "rmsnorm 64
 
 
 @pytest.mark.parametrize("name", [*WRONG, "qk_norm_rope_append 8 x5"])
-def test_cells_that_cannot_be(name):
+def test_layer_cell_parse_of_an_impossible_cell_is_refused(name):
     with pytest.raises(ValueError, match=f"cell '{name}'"):
         layers.LayerCell.parse(name)
 
 
-def test_every_listed_cell_is_understood():
+def test_listed_layer_cells_are_parsed_and_different():
     assert len(set(map(layers.LayerCell.parse, layers.LAYERS))) == len(layers.LAYERS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys):
+def test_bench_layers_without_a_gpu_is_refused(capsys):
     assert main(["bench", "layers"]) == 2
     assert "quire bench layers times kernels on a GPU" in capsys.readouterr().err
 
 
-def test_unknown_peers_are_named(pretended, capsys):
+def test_bench_layers_with_an_unknown_peer_names_it(pretended, capsys):
     assert main(["bench", "layers", "--peers", "fa3"]) == 2
     assert "'fa3' is unknown; there are torch.compile, flashinfer" in capsys.readouterr().err

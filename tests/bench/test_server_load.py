@@ -33,7 +33,7 @@ def loaded(fake, requests, at, timeout=60.0, before=None):
     return asyncio.run(run())
 
 
-def test_arrivals_are_a_poisson_process(rng):
+def test_arrivals_of_a_rate_are_a_poisson_process(rng):
     rate, seed, count = rng.uniform(0.5, 50), rng.randrange(1 << 31), 20000
     at = server_load.arrivals(count, rate, seed)
     gaps = [b - a for a, b in zip([0.0, *at], at, strict=False)]
@@ -46,7 +46,7 @@ def test_arrivals_are_a_poisson_process(rng):
     assert server_load.arrivals(3, math.inf, seed) == [0.0] * 3
 
 
-def test_times_are_those_of_the_server(server):
+def test_load_records_have_the_times_of_the_server(server):
     server.first, server.gap = 0.2, 0.05
     records, _ = loaded(server, [LoadRequest([1, 2], 5), LoadRequest("text", 3), LoadRequest([7], 1)], [0.0, 0.0, 0.1])
     for record in records:
@@ -62,7 +62,7 @@ def test_times_are_those_of_the_server(server):
     assert all(body["stream"] and body["ignore_eos"] and body["temperature"] == 0 for body in server.bodies)
 
 
-def test_latencies_count_from_the_intended_arrival(server):
+def test_load_latencies_count_from_the_intended_arrival(server):
     """The client's event loop stands still for half a second, in which requests should have been sent."""
     requests = [LoadRequest([i], 2) for i in range(4)]
     records, late = loaded(server, requests, [0.0, 0.2, 0.25, 0.9], before=lambda: time.sleep(0.5))
@@ -77,7 +77,7 @@ def test_latencies_count_from_the_intended_arrival(server):
     assert row["ttft_ms"]["p99"] > 250
 
 
-def test_failures_are_counted_by_kind(server):
+def test_load_failures_are_counted_by_kind(server):
     server.scripts = {1: 429, 2: 503, 3: "hang up", 4: "cut", 5: "error", 6: "broken", 7: "slow"}
     kinds = {
         1: "HTTP 429",
@@ -105,7 +105,7 @@ def test_failures_are_counted_by_kind(server):
     assert record.error == "no connection"
 
 
-def test_parts_are_counted_where_the_server_counts_no_tokens(server):
+def test_load_without_usage_counts_the_parts_of_a_stream(server):
     server.usage = False
     (record,), _ = loaded(server, [LoadRequest([9], 4)], [0.0])
     assert (record.tokens, record.output) == (0, 4)
@@ -121,7 +121,7 @@ def record_of(first, gap, tokens=3, error=None, asked=3):
     )
 
 
-def test_a_summary_by_hand():
+def test_summary_of_records_equals_numbers_by_hand():
     records = [record_of(i / 100, 0.01 if i % 2 else 0.03) for i in range(1, 101)]
     records += [record_of(0, 0, error="timeout")] * 4 + [record_of(0.005, 0.01, tokens=2)]
     at = [0.0] * 100 + [9.5] * 5
@@ -140,7 +140,7 @@ def test_a_summary_by_hand():
     assert not row["behind"]
 
 
-def test_the_command_sweeps_rates(server, tmp_path, capsys):
+def test_bench_serve_with_several_rates_has_a_run_for_each(server, tmp_path, capsys):
     server.first = 0.02
     file, picture = tmp_path / "result.json", tmp_path / "plot.png"
     given = ["--requests", "6", "--input", "3:9", "--output", "2:4", "--seed", "5", "--api-key", "secret"]
@@ -164,7 +164,7 @@ def test_the_command_sweeps_rates(server, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_reads_a_file_and_tells_failures(server, tmp_path, capsys):
+def test_bench_serve_with_a_file_reports_failures(server, tmp_path, capsys):
     work = tmp_path / "work.jsonl"
     work.write_text('{"prompt": "hello", "max_tokens": 2}\n{"prompt": [3, 4], "max_tokens": 3}\n')
     server.scripts[3] = 500
@@ -192,6 +192,6 @@ def test_the_command_reads_a_file_and_tells_failures(server, tmp_path, capsys):
         (["--url", "http://127.0.0.1:9"], "no connection"),
     ],
 )
-def test_mistakes(arguments, message, capsys):
+def test_bench_serve_with_wrong_arguments_names_them(arguments, message, capsys):
     assert main(["bench", "serve", "--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err

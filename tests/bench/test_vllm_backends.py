@@ -127,7 +127,7 @@ def test_measure_after_the_limit_begins_no_cell(tmp_path):
     assert result["errors"] == [{"error": "the time was over after the cell 1x1k"}]
 
 
-def test_compare_tokens_tells_roundings_from_other_differences():
+def test_compare_tokens_of_rounding_differences_counts_them_as_ties():
     logprobs = [{"1": -1.0, "2": -1.1, "3": -3.0}] * 3
     reference = [{"tokens": [1, 1, 1], "logprobs": logprobs}] * 4
     others = [{"tokens": tokens} for tokens in ([1, 1, 1], [1, 2, 9], [3, 1, 1], [1, 1, 4])]
@@ -135,7 +135,7 @@ def test_compare_tokens_tells_roundings_from_other_differences():
     assert found == {"tokens": 9, "requests": 4, "ties": 1, "different": 2, "largest_gap": 99.0}
 
 
-def test_lengths_of_cells(rng):
+def test_lengths_of_a_cell_are_those_of_its_name(rng):
     assert vllm_worker.lengths_of("3x2k", rng) == [2048] * 3
     assert vllm_worker.lengths_of("1x17", rng) == [17]
     mixed = vllm_worker.lengths_of("400xlognormal", rng)

@@ -48,7 +48,7 @@ def talk(monkeypatch, capsys, text, *arguments):
     return main(["chat", *arguments]), *capsys.readouterr()
 
 
-def test_a_model_without_a_template_completes_the_text(monkeypatch, capsys, prompts):
+def test_chat_without_a_template_completes_the_text(monkeypatch, capsys, prompts):
     lines = f"{FIRST}\n\n{SECOND}\n/reset\n{SECOND}\n/quit\n{FIRST}\n"
     code, out, err = talk(monkeypatch, capsys, lines, "--max-tokens", "6")
     assert code == 0
@@ -59,14 +59,14 @@ def test_a_model_without_a_template_completes_the_text(monkeypatch, capsys, prom
     assert err.count("no chat template") == 1
 
 
-def test_commands(monkeypatch, capsys, prompts):
+def test_chat_unknown_command_prints_help(monkeypatch, capsys, prompts):
     code, out, err = talk(monkeypatch, capsys, "/help\n/frobnicate now\n")
     assert (code, out, prompts) == (0, "", [])
     assert "there is no command /frobnicate\n" in err
     assert err.count("/reset  forget") == 2
 
 
-def test_the_checkpoints_template(monkeypatch, capsys, prompts, tmp_path):
+def test_chat_with_the_checkpoints_template_renders_messages(monkeypatch, capsys, prompts, tmp_path):
     for file in shipped_model().iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "chat_template.jinja").write_text(_TEMPLATE)
@@ -81,7 +81,7 @@ def test_the_checkpoints_template(monkeypatch, capsys, prompts, tmp_path):
     assert decode(prompts[1]).rstrip() == f"<user>one\n<assistant>{first}\n<user>two\n<a>"
 
 
-def test_a_failure_is_told_and_forgotten(monkeypatch, capsys, prompts):
+def test_chat_failed_request_is_reported_and_dropped(monkeypatch, capsys, prompts):
     code, out, err = talk(monkeypatch, capsys, f"{'y' * 9000}\n{FIRST}\n", "--max-tokens", "3")
     assert code == 1
     assert "quire: error: prompt" in err
@@ -89,7 +89,7 @@ def test_a_failure_is_told_and_forgotten(monkeypatch, capsys, prompts):
     assert len(out.strip()) > 0
 
 
-def test_ctrl_c_stops_the_answer_alone(monkeypatch, capsys, prompts):
+def test_chat_ctrl_c_stops_the_answer_alone(monkeypatch, capsys, prompts):
     part, parts = engine._delta, []
 
     def interrupted(update):
@@ -111,7 +111,7 @@ def test_ctrl_c_stops_the_answer_alone(monkeypatch, capsys, prompts):
     assert "/reset  forget" in err
 
 
-def test_a_server_is_talked_to(monkeypatch, capsys):
+def test_chat_with_a_url_sends_messages_to_the_server(monkeypatch, capsys):
     pytest.importorskip("httpx")
     with FakeServer() as server:
         server.text = "hé\u2028"
@@ -127,7 +127,7 @@ def test_a_server_is_talked_to(monkeypatch, capsys):
     assert "no connection" in err
 
 
-def test_a_server_without_a_template_completes_the_text(monkeypatch, capsys):
+def test_chat_with_a_server_without_a_template_completes_the_text(monkeypatch, capsys):
     pytest.importorskip("httpx")
     with FakeServer() as server:
         server.template, server.text = False, "xy"
@@ -137,7 +137,7 @@ def test_a_server_without_a_template_completes_the_text(monkeypatch, capsys):
     assert [body.get("prompt") for body in server.bodies] == [None, "one", "onexyxy\ntwo"]
 
 
-def test_what_is_missing_is_told(monkeypatch, capsys):
+def test_chat_without_prompt_toolkit_names_the_extra(monkeypatch, capsys):
     stdin = io.StringIO()
     stdin.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", stdin)
@@ -146,7 +146,7 @@ def test_what_is_missing_is_told(monkeypatch, capsys):
     assert "pip install 'quire-attention[chat]'" in capsys.readouterr().err
 
 
-def test_texts_of_a_conversation():
+def test_completed_text_of_a_conversation_ends_each_turn():
     said = [("user", "a"), ("assistant", "b\n"), ("user", "c"), ("assistant", "d"), ("user", "e")]
     assert chat.completed([{"role": role, "content": text} for role, text in said]) == "ab\ncd\ne"
 
@@ -180,7 +180,7 @@ class Terminal:
         os.write(self.end, text)
 
 
-def test_a_terminal():
+def test_chat_in_a_terminal_handles_ctrl_c_and_ctrl_d():
     """Ctrl-C stops an answer of ten seconds, and drops a line at the prompt; Ctrl-D ends."""
     pytest.importorskip("httpx")
     pytest.importorskip("prompt_toolkit")

@@ -29,7 +29,7 @@ def quire(*arguments, stdin=""):
     return subprocess.run([sys.executable, "-m", "quire", *arguments], input=stdin, capture_output=True, text=True)
 
 
-def test_one_prompt_streams_its_text(capsys):
+def test_generate_of_one_prompt_streams_its_text(capsys):
     prompt = "def add(a, b):\n    return"
     assert main(["generate", prompt, "--max-tokens", "8"]) == 0
     out, err = capsys.readouterr()
@@ -39,7 +39,7 @@ def test_one_prompt_streams_its_text(capsys):
     assert "preemptions" in err
 
 
-def test_the_examples_make_text_from_all_prompts(capsys):
+def test_generate_of_the_example_file_has_text_for_all_prompts(capsys):
     file = EXAMPLES / "prompts.txt"
     prompts = [p.strip("\n") for p in file.read_text().split("---\n")]
     assert main(["generate", "--file", str(file), "--max-tokens", "12", "--ignore-eos"]) == 0
@@ -51,7 +51,7 @@ def test_the_examples_make_text_from_all_prompts(capsys):
     assert "32 of them reused" in err
 
 
-def test_json_has_a_line_per_prompt_and_a_summary(capsys):
+def test_generate_json_has_a_line_per_prompt_and_a_summary(capsys):
     options = ["--json", "--max-tokens", "5", "--logprobs", "2", "--temperature", "0.7", "--seed", "3", "--ignore-eos"]
     assert main(["generate", "import os", "import sys", *options]) == 0
     *lines, summary = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -64,7 +64,7 @@ def test_json_has_a_line_per_prompt_and_a_summary(capsys):
     assert summary["summary"]["pages_used"] >= 2
 
 
-def test_prompts_from_stdin():
+def test_generate_from_stdin_splits_prompts():
     given = ("generate", "--max-tokens", "3", "--json", "--device", "cpu")
     done = quire(*given, stdin="import os\n\nimport sys\n")
     assert done.returncode == 0, done.stderr
@@ -73,7 +73,7 @@ def test_prompts_from_stdin():
     assert [json.loads(line).get("prompt") for line in done.stdout.splitlines()] == ["a\nb", "c", None]
 
 
-def test_sampling_options_reach_the_engine(capsys):
+def test_generate_sampling_options_reach_the_engine(capsys):
     free = ["generate", "x = 1\n", "--json", "--max-tokens", "20", "--temperature", "1.0", "--seed", "5"]
     assert main(free) == 0
     first = capsys.readouterr().out.splitlines()[0]
@@ -87,14 +87,14 @@ def test_sampling_options_reach_the_engine(capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[0])["finish_reason"] == "stop"
 
 
-def test_a_bad_prompt_does_not_harm_the_others(capsys):
+def test_generate_with_one_refused_prompt_completes_the_others(capsys):
     assert main(["generate", "import os", "y" * 9000, "--max-tokens", "4", "--json"]) == 1
     out, err = capsys.readouterr()
     assert [json.loads(line).get("prompt") for line in out.splitlines()] == ["import os", None]
     assert "quire: error: prompt 1 has" in err
 
 
-def test_what_no_option_says_is_the_checkpoints(capsys, tmp_path):
+def test_generate_without_options_uses_the_checkpoints_settings(capsys, tmp_path):
     from quire.engine import shipped_model
 
     for file in shipped_model().iterdir():
@@ -114,7 +114,7 @@ def test_what_no_option_says_is_the_checkpoints(capsys, tmp_path):
     assert len(tokens("--max-tokens", "9")) == 9
 
 
-def test_what_is_not_text_is_refused(tmp_path, capsys):
+def test_generate_of_bytes_that_are_no_text_is_refused(tmp_path, capsys):
     assert main(["generate", "import os", os.fsdecode(b"abc\xff"), "--max-tokens", "3", "--json"]) == 1
     out, err = capsys.readouterr()
     assert err.startswith("quire: error: prompt 1 is not text: '\\udcff' at 3 is half a character or a byte")
@@ -131,7 +131,7 @@ def test_what_is_not_text_is_refused(tmp_path, capsys):
 HEAVY = {"torch", "numpy", "numba", "transformers", "triton"}
 
 
-def test_help_and_mistakes_do_not_wait_for_torch():
+def test_help_and_usage_errors_do_not_import_torch():
     code = f"""if True:
         import sys
         from quire.cli import main
@@ -161,7 +161,7 @@ def interruptible():
 
 
 @pytest.mark.parametrize("moment", ["quire.cli.generate", "torch.nn", "transformers.modeling_utils"])
-def test_ctrl_c_ends_without_a_traceback(moment):
+def test_ctrl_c_during_imports_ends_without_a_traceback(moment):
     """The signal comes while a module is imported: the command, a part of torch, what a model is loaded with."""
     code = f"""if True:
         import os, signal, sys
@@ -202,7 +202,7 @@ def test_ctrl_c_while_text_streams_ends_in_order(capsys, monkeypatch, interrupti
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_ctrl_c_that_is_ignored_stays_so():
+def test_ctrl_c_ignored_by_the_caller_stays_ignored():
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with loading():
@@ -247,7 +247,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_told_in_one_line(case, capsys, monkeypatch):
+def test_command_with_wrong_arguments_prints_one_line(case, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     arguments, message = MISTAKES[case]
     assert main(arguments) == 2
@@ -258,7 +258,7 @@ def test_mistakes_are_told_in_one_line(case, capsys, monkeypatch):
     assert len(err.splitlines()) == 1
 
 
-def test_unknown_words_are_refused_with_a_usage():
+def test_command_with_unknown_words_prints_the_usage():
     for arguments in (["paint"], ["generate", "--hot"], []):
         done = quire(*arguments)
         assert done.returncode == 2
@@ -266,7 +266,7 @@ def test_unknown_words_are_refused_with_a_usage():
         assert "Traceback" not in done.stderr
 
 
-def test_scales_that_are_measured_fit_the_engine(tmp_path, capsys):
+def test_calibrate_writes_scales_that_the_engine_loads(tmp_path, capsys):
     file, texts = tmp_path / "scales", tmp_path / "texts"
     texts.write_text("import os\n\n---\ndef add(a, b):\n    return a + b\n")
     assert main(["calibrate", str(file), "--file", str(texts), "--num-pages", "20", "--page-size", "4"]) == 0
@@ -276,7 +276,7 @@ def test_scales_that_are_measured_fit_the_engine(tmp_path, capsys):
         LLM(num_pages=20, kv_cache_dtype="fp8", kv_cache_scales=file).close()
 
 
-def test_check_is_green_and_repeats(capsys):
+def test_check_with_a_seed_passes_and_repeats(capsys):
     assert main(["check", "--backend", "cpu", "--batches", "1", "--seed", "4", "--json"]) == 0
     first = json.loads(capsys.readouterr().out)
     assert first["seed"] == 4
@@ -288,7 +288,7 @@ def test_check_is_green_and_repeats(capsys):
     assert "60 rows, 0 missed; --seed 4 repeats this run" in table
 
 
-def test_check_sees_a_wrong_kernel(capsys, monkeypatch):
+def test_check_with_a_wrong_kernel_fails(capsys, monkeypatch):
     from quire.kernels.cpu import host as cpu
 
     attend = cpu.FAMILY.attend
@@ -306,7 +306,7 @@ def test_check_sees_a_wrong_kernel(capsys, monkeypatch):
     assert sum(not row["ok"] for row in rows) > len(rows) // 2
 
 
-def test_check_covers_other_layers_and_sees_a_wrong_one(monkeypatch):
+def test_check_layers_with_a_wrong_activation_fails(monkeypatch):
     from quire import activation
     from quire.cli.check_layers import BOUNDS, check_layers
 
@@ -318,7 +318,7 @@ def test_check_covers_other_layers_and_sees_a_wrong_one(monkeypatch):
     assert {row["operation"] for row in rows if not row["ok"]} == {"gelu_and_mul"}
 
 
-def test_env_says_what_is_there(capsys):
+def test_env_lists_versions_and_families(capsys):
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"] == version("torch")
@@ -333,7 +333,7 @@ def test_env_says_what_is_there(capsys):
 @pytest.mark.parametrize(
     ("operation", "cell"), [("decode", "8:2 d64 3x40"), ("prefill", "4:4 d64 2x33"), ("prefill", "4:2 d64 2x9@50")]
 )
-def test_bench_times_beside_torch(operation, cell, capsys, tmp_path):
+def test_bench_on_a_cpu_times_quire_and_torch(operation, cell, capsys, tmp_path):
     file, picture = tmp_path / "out.json", tmp_path / "out.png"
     given = ["--device", "cpu", "--cell", cell, "--rounds", "1", "--json", str(file), "--plot", str(picture)]
     assert main(["bench", operation, *given]) == 0
@@ -350,7 +350,7 @@ def test_bench_times_beside_torch(operation, cell, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("there_is", "timed"), [(False, "cpu"), (True, "gpu")])
-def test_bench_times_a_gpu_if_there_is_one(there_is, timed, monkeypatch, capsys):
+def test_bench_without_a_device_takes_the_gpu_if_there_is_one(there_is, timed, monkeypatch, capsys):
     pytest.importorskip("triton")
     module = importlib.import_module(f"quire.bench.{timed}")
     asked = []
@@ -367,7 +367,7 @@ def test_bench_times_a_gpu_if_there_is_one(there_is, timed, monkeypatch, capsys)
     assert capsys.readouterr().out == "a table\n"
 
 
-def test_bench_times_the_peers_that_are_named(monkeypatch, capsys):
+def test_bench_with_named_peers_passes_them_on(monkeypatch, capsys):
     gpu = pytest.importorskip("triton") and importlib.import_module("quire.bench.gpu")
     given = []
 
@@ -384,13 +384,13 @@ def test_bench_times_the_peers_that_are_named(monkeypatch, capsys):
     assert "'fa5' is unknown" in capsys.readouterr().err
 
 
-def test_bench_needs_the_gpu_that_it_is_told_to_use(monkeypatch, capsys):
+def test_bench_on_cuda_without_a_gpu_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "decode", "--device", "cuda"]) == 2
     assert "--device cuda: there is no GPU" in capsys.readouterr().err
 
 
-def test_bench_keeps_what_it_has_timed(monkeypatch, capsys, tmp_path):
+def test_bench_interrupted_keeps_the_rows_so_far(monkeypatch, capsys, tmp_path):
     from quire.bench import cpu
 
     measure, file = cpu.measure, tmp_path / "out.json"

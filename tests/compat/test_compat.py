@@ -33,7 +33,7 @@ def removed():
     compat.uninstall()
 
 
-def test_its_operations_are_quires(flashinfer):
+def test_compat_operations_are_those_of_quire(flashinfer):
     for name in ("BatchAttention", "MultiLevelCascadeAttentionWrapper", "append_paged_kv_cache", "merge_state"):
         assert getattr(flashinfer, name) is getattr(quire, name)
         assert name in dir(flashinfer)
@@ -49,7 +49,7 @@ def test_its_operations_are_quires(flashinfer):
 
 
 @pytest.mark.parametrize("name", compat._OPERATIONS)
-def test_a_module_is_there_where_quire_has_it(name, flashinfer):
+def test_compat_modules_exist_where_quire_has_them(name, flashinfer):
     if find_spec(f"quire.{name}") is None:
         if f"flashinfer.{name}" in NAMES:
             return
@@ -67,7 +67,7 @@ def test_a_module_is_there_where_quire_has_it(name, flashinfer):
         assert getattr(theirs, public) is getattr(ours, public)
 
 
-def test_what_quire_has_not_is_said(flashinfer):
+def test_compat_missing_name_raises_and_names_quire(flashinfer):
     for name in ("trtllm_fp4_block_scale_moe", "_private", "cache", "engine", "moe_ep"):
         with pytest.raises(AttributeError, match=f"'flashinfer' has no attribute '{name}': Quire"):
             getattr(flashinfer, name)
@@ -85,7 +85,7 @@ def test_what_quire_has_not_is_said(flashinfer):
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_what_has_nothing_to_do_with_quire_is_there_and_refuses(module, flashinfer):
+def test_compat_unsupported_function_exists_and_raises_when_called(module, flashinfer):
     theirs = import_module(module)
     for name in NAMES[module]:
         found = getattr(theirs, name)
@@ -99,7 +99,7 @@ def test_what_has_nothing_to_do_with_quire_is_there_and_refuses(module, flashinf
                 call(1, x=2)
 
 
-def test_a_function_of_pages_past_the_module(flashinfer):
+def test_compat_page_module_computes_batch_indices_and_positions(flashinfer):
     module = flashinfer.page.get_page_module()
     indptr, lengths = torch.tensor([0, 2, 2, 3]).int(), torch.tensor([5, 1, 1]).int()
     requests, positions = torch.full((2, 3), -7, dtype=torch.int32)
@@ -111,13 +111,13 @@ def test_a_function_of_pages_past_the_module(flashinfer):
     module.get_batch_indices_positions(indptr[:1], lengths[:0], requests[:0], positions[:0])
 
 
-def test_ready_made_kernels_are_found(flashinfer):
+def test_compat_packages_of_compiled_kernels_are_found(flashinfer):
     for name in ("flashinfer_cubin", "flashinfer_jit_cache"):
         assert find_spec(name).origin == "quire"
         assert import_module(name).__name__ == name
 
 
-def test_libraries_that_quire_does_not_use(flashinfer):
+def test_compat_flags_of_unused_libraries_are_false(flashinfer):
     from flashinfer.cudnn.prefill import CUDNN_AVAILABLE
     from flashinfer.cutile.cutile_common import is_cuda_tile_available
 
@@ -125,7 +125,7 @@ def test_libraries_that_quire_does_not_use(flashinfer):
     assert not is_cuda_tile_available()
 
 
-def test_a_cache_that_owns_its_tables(flashinfer):
+def test_compat_quickstart_of_flashinfer_runs(flashinfer):
     """The quickstart of FlashInfer's package page: a cache, decode over it, and the wrapper for prompts."""
     from flashinfer import BatchDecodeWithPagedKVCache, BatchPrefillWithRaggedKVCache
     from flashinfer.core import PagedKVCache
@@ -155,7 +155,7 @@ def test_a_cache_that_owns_its_tables(flashinfer):
     torch.testing.assert_close(outputs.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_around_operations_does_nothing(flashinfer, tmp_path):
+def test_compat_logging_and_tracing_do_nothing(flashinfer, tmp_path):
     from flashinfer.api_logging import flashinfer_api
     from flashinfer.autotuner import autotune
     from flashinfer.fi_trace import fi_trace
@@ -177,7 +177,7 @@ def test_what_is_around_operations_does_nothing(flashinfer, tmp_path):
         flashinfer.decode(1)
 
 
-def test_folders_of_a_flashinfer_that_builds(flashinfer):
+def test_compat_jit_env_has_the_folders_of_flashinfer(flashinfer):
     from flashinfer.jit import env
 
     assert flashinfer.jit.env is env
@@ -188,7 +188,7 @@ def test_folders_of_a_flashinfer_that_builds(flashinfer):
     assert not env.FLASHINFER_WORKSPACE_DIR.exists()
 
 
-def test_imports_of_engines(flashinfer):
+def test_compat_imports_of_vllm_and_sglang_are_found(flashinfer):
     """What modules of vLLM and SGLang that have to do with attention import when they are imported."""
     from flashinfer import (
         BatchDecodeMlaWithPagedKVCacheWrapper,
@@ -212,11 +212,11 @@ def test_imports_of_engines(flashinfer):
             call()
 
 
-def test_the_plan_of_engines_is_there(flashinfer):
+def test_compat_fast_decode_plan_is_that_of_quire(flashinfer):
     assert flashinfer.fast_decode_plan is flashinfer.decode.fast_decode_plan is quire.fast_decode_plan
 
 
-def test_installing_and_removing():
+def test_compat_uninstall_restores_modules_and_finders():
     def names():
         return [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]
 
@@ -234,7 +234,7 @@ def test_installing_and_removing():
     assert find_spec("flashinfer") == elsewhere
 
 
-def test_another_flashinfer_is_not_replaced_halfway(monkeypatch):
+def test_compat_install_after_another_flashinfer_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     with pytest.raises(RuntimeError, match="flashinfer is imported already"):
         compat.install()
@@ -243,7 +243,7 @@ def test_another_flashinfer_is_not_replaced_halfway(monkeypatch):
     assert "flashinfer" in sys.modules
 
 
-def test_a_program_that_knows_nothing_of_it(tmp_path):
+def test_compat_installed_by_sitecustomize_serves_a_program(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import quire.compat, sys\nassert 'torch' not in sys.modules\n")
     program = tmp_path / "program.py"
     program.write_text("""
@@ -266,7 +266,7 @@ print(flashinfer.single_decode_with_kv_cache(v[0], v, v).shape)
     assert "Error in sitecustomize" not in done.stderr
 
 
-def test_processes_that_a_program_starts(tmp_path):
+def test_compat_in_child_processes_is_installed(tmp_path):
     program = """
 from flashinfer import single_decode_with_kv_cache
 import sys, flashinfer, flashinfer.decode, torch
@@ -281,7 +281,7 @@ print(flashinfer.__version__, *single_decode_with_kv_cache(x[0], x, x).shape)
     assert done.stdout.split() == ["0.7.2", "2", "8"], done.stderr
 
 
-def test_small_helpers(flashinfer):
+def test_compat_utils_equal_their_definitions(flashinfer):
     utils = import_module("flashinfer.utils")
     assert [utils.PosEncodingMode[name].value for name in ("NONE", "ROPE_LLAMA", "ALIBI")] == [0, 1, 2]
     assert (utils.MaskMode.CUSTOM.value, utils.TensorLayout["HND"].value) == (2, 1)
@@ -310,7 +310,7 @@ def test_small_helpers(flashinfer):
 
 
 @pytest.mark.gpu
-def test_questions_about_the_device(flashinfer):
+def test_compat_device_functions_on_a_gpu_equal_torch(flashinfer):
     utils = import_module("flashinfer.utils")
     major, minor = utils.get_compute_capability(torch.device("cuda"))
     assert (major, minor) == torch.cuda.get_device_capability()
@@ -319,7 +319,7 @@ def test_questions_about_the_device(flashinfer):
     assert utils.get_device_sm_count(torch.device("cuda")) > 0
 
 
-def test_building_kernels_beforehand_does_nothing(flashinfer):
+def test_compat_jit_specs_build_nothing(flashinfer):
     from flashinfer.jit import JitSpec, MissingJITCacheError, build_jit_specs
     from flashinfer.jit.attention import gen_pod_module
     from flashinfer.jit.attention.variants import attention_sink_decl

@@ -16,7 +16,7 @@ BENCHES = ["bench_gpu_time", "bench_gpu_time_with_cuda_event", "bench_gpu_time_w
 QUICK = {"dry_run_iters": 1, "repeat_iters": 4}
 
 
-def test_where_programs_find_it():
+def test_compat_testing_is_imported_as_flashinfer_testing():
     compat.install()
     try:
         import flashinfer
@@ -33,7 +33,7 @@ def test_where_programs_find_it():
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_calls_on_the_host_are_timed(name):
+def test_bench_gpu_time_of_host_tensors_times_on_the_host(name):
     """Calls whose tensors lie on the host are timed there, on machines with a GPU too."""
     seen = []
 
@@ -49,7 +49,7 @@ def test_calls_on_the_host_are_timed(name):
     assert all(torch.equal(y, x * 2) for y in seen)
 
 
-def test_as_many_measurements_as_fill_the_time():
+def test_bench_gpu_time_with_a_time_takes_as_many_measurements_as_fit():
     calls = []
 
     def call(x):
@@ -62,7 +62,7 @@ def test_as_many_measurements_as_fill_the_time():
     assert testing.bench_gpu_time(call, **QUICK, input_args=(torch.ones(1),), aggregate_op=min) != times
 
 
-def test_what_makes_no_difference_is_told():
+def test_bench_gpu_time_with_ignored_options_warns():
     given = {**QUICK, "input_args": (torch.ones(1),)}
     with pytest.warns(UserWarning, match="Falling back to CUDA events"):
         assert len(testing.bench_gpu_time_with_cupti(torch.neg, **given)) == 4
@@ -73,7 +73,7 @@ def test_what_makes_no_difference_is_told():
 @pytest.mark.gpu
 @pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize("name", BENCHES)
-def test_calls_on_a_gpu_are_timed(name, cold):
+def test_bench_gpu_time_on_a_gpu_grows_with_the_work(name, cold):
     """A product twice as large in each dimension takes more than 4 times as long, and copies keep their strides."""
     times, strides = {}, set()
 
@@ -95,7 +95,7 @@ def test_calls_on_a_gpu_are_timed(name, cold):
 
 
 @pytest.mark.gpu
-def test_copies_have_the_strides_of_their_tensors():
+def test_copy_of_a_strided_tensor_has_its_strides():
     whole = torch.randn(6, 2, 8, 4, device="cuda")
     for x in (whole, whole[:, 0], whole[1:, 1, :, :2], whole.transpose(0, 3), whole[:1, :1].expand(6, 2, 8, 4)):
         copy = testing._copy(x)
@@ -106,7 +106,7 @@ def test_copies_have_the_strides_of_their_tensors():
     assert testing.calculate_rotation_count([torch.empty(6 * testing.get_l2_cache_size(), device="cuda").byte()]) == 1
 
 
-def test_counts(rng):
+def test_attention_flops_and_bytes_equal_their_formulas(rng):
     batch, heads, kv_heads = rng.randrange(1, 9), rng.randrange(1, 9), rng.randrange(1, 9)
     kv = rng.randrange(1, 200)
     q = rng.randrange(1, kv + 1)
@@ -134,7 +134,7 @@ def test_counts(rng):
         testing.attention_flops_with_actual_seq_lens(torch.tensor([5]), torch.tensor([4]), 64, 64, 1, True)
 
 
-def test_seeds_are_set_everywhere():
+def test_set_seed_repeats_random_numpy_and_torch():
     def numbers():
         testing.set_seed(7)
         return random.random(), np.random.rand(), float(torch.rand(()))

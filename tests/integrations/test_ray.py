@@ -84,7 +84,7 @@ def ask(engine, body=b'{"prompt": "x"}', headers=None, path="/v1/completions", *
     return asyncio.run(run())
 
 
-def test_an_answer_is_handed_on():
+def test_ingress_passes_on_the_answer_of_a_replica():
     engine = Engine(["a", [EVENTS, part(b"data: 1\n\n")], [part(b"data: 2\n\n"), part(b"", False)]])
     answer = ask(engine)
     assert (answer.status_code, answer.text) == (200, "data: 1\n\ndata: 2\n\n")
@@ -96,7 +96,7 @@ def test_an_answer_is_handed_on():
 
 @pytest.mark.parametrize("before", [[], ["a"], ["a", [EVENTS]]])
 @pytest.mark.parametrize("error", [ActorDiedError(), ActorUnavailableError("away", None)])
-def test_a_request_is_tried_again_before_its_first_part(before, error):
+def test_ingress_lost_replica_before_the_first_part_is_retried(before, error):
     engine = Engine([*before, error], ["b", [EVENTS, part(b"data: 1\n\n", False)]])
     answer = ask(engine)
     assert (answer.status_code, answer.text) == (200, "data: 1\n\n")
@@ -106,7 +106,7 @@ def test_a_request_is_tried_again_before_its_first_part(before, error):
     assert engine.cancelled == 2
 
 
-def test_a_stream_that_has_begun_ends_with_an_error():
+def test_ingress_lost_replica_after_the_first_part_ends_with_an_error():
     engine = Engine(["a", [EVENTS, part(b"data: 1\n\n")], ActorDiedError()], ["b", [EVENTS, part(b"", False)]])
     first, event, done = ask(engine).text.split("\n\n", 2)
     assert (first, done) == ("data: 1", "data: [DONE]\n\n")
@@ -115,21 +115,21 @@ def test_a_stream_that_has_begun_ends_with_an_error():
     assert len(engine.scripts) == 1, "no other replica was asked"
 
 
-def test_tries_are_counted():
+def test_ingress_after_max_tries_answers_503():
     engine = Engine(*[["a", ActorDiedError()]] * 3)
     answer = ask(engine, max_tries=2)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
     assert len(engine.scripts) == 1
 
 
-def test_a_request_that_was_cancelled_is_not_tried_again():
+def test_ingress_cancelled_request_is_not_retried():
     engine = Engine(["a", TaskCancelledError()], ["b", [JSON, part(b"{}", False)]])
     with pytest.raises(TaskCancelledError):
         ask(engine)
     assert len(engine.scripts) == 1
 
 
-def test_a_request_that_no_replica_takes_is_refused():
+def test_ingress_without_a_free_replica_in_time_answers_503():
     answer = ask(Engine([9.0]), queue_timeout=0.05)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert "0.05 s" in answer.json()["error"]["message"]
@@ -138,13 +138,13 @@ def test_a_request_that_no_replica_takes_is_refused():
     assert ask(Engine(slow), queue_timeout=0.05).status_code == 200, "the time until it is taken counts, no more"
 
 
-def test_a_full_queue_is_told():
+def test_ingress_full_queue_answers_429():
     answer = ask(Engine([BackPressureError(num_queued_requests=7, max_queued_requests=7)]), max_queued_requests=7)
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
     assert answer.headers["retry-after"] == "1"
 
 
-def test_the_ingress_keeps_the_key_and_the_limits():
+def test_ingress_with_a_key_and_limits_enforces_them():
     assert ask(Engine(), api_key="secret").status_code == 401
     assert ask(Engine(), path="/metrics", api_key="secret").status_code == 401
     done = ["a", [JSON, part(b"{}", False)]]
@@ -158,7 +158,7 @@ def key(**body):
     return affinity(json.dumps(body).encode(), 64)
 
 
-def test_prompts_that_begin_alike_go_together():
+def test_affinity_of_prompts_with_one_beginning_is_equal():
     text, tokens = "a" * 64, list(range(16))
     assert key(prompt=text) == key(prompt=text + "b") == key(prompt=[text + "c", "d"]) != key(prompt="b" + text)
     assert key(prompt=tokens) == key(prompt=[*tokens, 5]) == key(prompt=[[*tokens, 6], [7]]) != key(prompt=[5])
@@ -166,7 +166,7 @@ def test_prompts_that_begin_alike_go_together():
     assert key(prompt=text, prompt_cache_key="k") == key(prompt="b", prompt_cache_key="k") != key(prompt="k")
 
 
-def test_turns_of_a_conversation_go_together():
+def test_affinity_of_turns_of_one_conversation_is_equal():
     system, first, answer, second = (
         {"role": role, "content": text}
         for role, text in [("system", "Hi"), ("user", "One?"), ("assistant", "1"), ("user", "Two?")]
@@ -179,17 +179,17 @@ def test_turns_of_a_conversation_go_together():
 @pytest.mark.parametrize(
     "body", [b"", b"\xff", b"[1]", b"{}", b"3", b"[" * 99999, b'{"prompt": ""}', b'{"prompt": 5}', b'{"messages": "x"}']
 )
-def test_bodies_without_a_prompt_go_anywhere(body):
+def test_affinity_of_a_body_without_a_prompt_is_none(body):
     assert affinity(body, 64) is None
 
 
-def test_strange_prompts_have_a_key():
+def test_affinity_of_an_invalid_prompt_raises_nothing():
     """The replica refuses them."""
     for body in ({"prompt": [None]}, {"prompt": [[]]}, {"messages": [1]}, {"messages": [{"role": []}]}):
         affinity(json.dumps(body).encode(), 64)
 
 
-def test_arguments_come_as_text():
+def test_settings_given_as_text_are_converted():
     settings = Settings(
         model="folder",
         num_replicas="2",
@@ -221,12 +221,12 @@ def test_arguments_come_as_text():
         ({"max_tries": 0}, "max_tries"),
     ],
 )
-def test_wrong_arguments_are_named(settings, message):
+def test_settings_with_a_wrong_value_name_it(settings, message):
     with pytest.raises(ValidationError, match=message):
         Settings(**settings)
 
 
-def test_the_application_has_what_was_asked_for():
+def test_app_of_settings_has_their_deployment():
     ingress = app(Settings(num_replicas=3, engine={"max_num_seqs": 5}, ray_actor_options={"num_gpus": 1}))
     (engine,) = ingress._bound_deployment.init_args[:1]
     deployment = engine._bound_deployment
@@ -249,7 +249,7 @@ def scope(path="/v1/completions"):
     return {"type": "http", "method": "POST", "path": path, "root_path": "", "query_string": b"", "headers": headers}
 
 
-def test_a_replica_answers_and_tells_when_its_engine_has_ended(replica, monkeypatch):
+def test_replica_whose_engine_has_ended_answers_503(replica, monkeypatch):
     async def ask(body):
         name, *batches = [part async for part in replica.answer(scope(), body)]
         start, *bodies = [message for batch in batches for message in batch]
@@ -265,7 +265,7 @@ def test_a_replica_answers_and_tells_when_its_engine_has_ended(replica, monkeypa
     assert asyncio.run(ask(b'{"prompt": "x"}'))[1] == 503
 
 
-def test_a_call_that_is_cancelled_ends_its_completions(replica):
+def test_replica_cancelled_call_ends_its_completions(replica):
     async def leave():
         parts = replica.answer(scope(), b'{"prompt": "x", "max_tokens": 1500, "ignore_eos": true, "stream": true}')
         assert await anext(parts) == "a"

@@ -69,7 +69,7 @@ def check(answers, texts, lost):
             assert body["stream"]
 
 
-def test_openais_client(server):
+def test_cluster_with_the_official_client_completes_prompts(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["tiny-python"]
         asked = {"model": "tiny-python", "prompt": "import os\n", "max_tokens": 16, "seed": 5, "temperature": 0.7}
@@ -87,7 +87,7 @@ def test_openais_client(server):
     assert get(server, "/nothing").json()["error"]["type"] == "not_found_error"
 
 
-def test_prompts_that_begin_alike_share_a_replica(server):
+def test_cluster_prompts_with_one_beginning_share_a_replica(server):
     """Also its pages: the second request of a group finds the tokens of the first one."""
     of_group = {}
     for name in NAMES.split():
@@ -104,7 +104,7 @@ def test_prompts_that_begin_alike_share_a_replica(server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_cancels_its_completions(server, stream):
+def test_cluster_client_that_disconnects_cancels_its_completions(server, stream):
     long = {"prompt": "import os\n", "max_tokens": 1500, "ignore_eos": True, "stream": stream}
     with httpx.Client(base_url=server.url, timeout=1.0) as client:
         if stream:
@@ -126,7 +126,7 @@ def running(server):
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("quire:num_requests_running{"))
 
 
-def test_a_replica_that_is_killed_loses_its_own_streams_only(server, texts):
+def test_cluster_killed_replica_loses_its_own_streams_only(server, texts):
     lost = load(server.url, [{**bodies()[0], "max_tokens": 1}])[0].replica
     process = server.replicas()[lost]["pid"]
     answers = load(server.url, bodies(), lost, lambda: os.kill(process, signal.SIGKILL))
@@ -137,7 +137,7 @@ def test_a_replica_that_is_killed_loses_its_own_streams_only(server, texts):
     assert [answer.text for answer in load(server.url, bodies())] == texts
 
 
-def test_a_node_that_is_lost_loses_its_own_streams_only(server, texts):
+def test_cluster_lost_node_loses_its_own_streams_only(server, texts):
     node = server.nodes[0]
     lost = next(name for name, replica in server.replicas().items() if replica["node_id"] == node.node_id)
     answers = load(server.url, bodies(), lost, lambda: server.kill_node(node))
@@ -149,7 +149,7 @@ def test_a_node_that_is_lost_loses_its_own_streams_only(server, texts):
     server.until_replicas(2)
 
 
-def test_serve_run_with_a_prefix_of_paths(server):
+def test_cluster_serve_run_with_a_route_prefix_serves_there(server):
     """From the command line, beside the other application."""
     command = [Path(sys.executable).with_name("serve"), "run", "--non-blocking", "--address", server.address]
     command += ["--name", "second", "--route-prefix", "/second", "--runtime-env-json", json.dumps(RUNTIME)]
@@ -164,7 +164,7 @@ def test_serve_run_with_a_prefix_of_paths(server):
     serve.delete("second")
 
 
-def test_replicas_are_added_under_load(server, texts):
+def test_cluster_under_load_adds_replicas(server, texts):
     serve.delete("default")
     server.deploy(autoscaling_config={"max_replicas": 2, "target_ongoing_requests": 4, "upscale_delay_s": 1})
     assert len(server.replicas()) == 1

@@ -101,7 +101,7 @@ def test_attention_other_mask_functions_match_the_oracle(q_len, function):
 
 @pytest.mark.parametrize("q_len", [1, 7])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_attention_a_bool_mask_of_the_caller_alone_says_what_is_seen(rows, q_len):
+def test_attention_with_a_bool_mask_of_the_caller_uses_it_alone(rows, q_len):
     q, k, v = tensors(3, q_len, 11)
     seen = torch.rand(rows, 1, q_len, 11) < 0.5
     out, _ = attention(MODULE, q, k, v, seen, sliding_window=2)
@@ -233,12 +233,12 @@ def test_attention_a_changed_mask_is_planned_again(inference):
         ({"block_indices": torch.zeros(1)}, "block_indices"),
     ],
 )
-def test_attention_what_is_not_computed_raises(change, message):
+def test_attention_with_unsupported_options_raises(change, message):
     with pytest.raises(ValueError, match=message):
         attention(MODULE, *tensors(2, 5, 9), **({"attention_mask": None} | change))
 
 
-def test_attention_gradients_raise_and_say_what_to_do():
+def test_attention_with_gradients_raises_with_advice():
     for i in range(3):
         given = list(tensors(2, 5, 9))
         given[i].requires_grad_()

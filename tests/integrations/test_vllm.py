@@ -158,7 +158,7 @@ def test_forward_without_metadata_fills_the_output(rng):
     assert run.impl.forward(run.layer, q, q, q, run.cache, None, out).count_nonzero() == 0
 
 
-def test_what_is_not_computed_is_refused(rng):
+def test_unsupported_options_are_refused(rng):
     run = steps(rng)
     run.start(1)
     run.write([3])
@@ -178,7 +178,7 @@ def test_what_is_not_computed_is_refused(rng):
         implementation(4, 64, 1.0, 2, kv_cache_dtype="nvfp4")
 
 
-def test_the_backend_says_what_it_computes():
+def test_backend_attributes_list_what_it_supports():
     backend = VllmAttentionBackend
     assert backend.get_name() == "CUSTOM"
     assert [n for n in (40, 64, 96, 128, 256, 320, 512, 60, 328) if backend.supports_head_size(n)] == [

@@ -78,7 +78,7 @@ def test_forward_of_a_shared_prefix_gives_the_oracles_output(rng):
     check(run.step([1] * 10, prefix=480))
 
 
-def test_a_step_waits_for_nothing(rng):
+def test_steps_never_wait_for_the_device(rng):
     run = steps(num_blocks=400, max_blocks=40)
     run.start(3)
     for q_lens in ([200, 1, 40], [1, 1, 1], [1, 90, 1], [1, 1, 1]):

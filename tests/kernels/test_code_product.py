@@ -75,7 +75,7 @@ def make_weight(layout, rows, columns, device):
     return Weight(codes.to(device), scale, zero, kind, block, exact)
 
 
-def test_words_have_the_codes_that_were_packed():
+def test_unpack_words_of_packed_codes_returns_them():
     codes = torch.randint(16, (2, 5, 200), dtype=torch.uint8)
     words = pack_words(codes)
     assert words.shape == (2, 2, 5, 32)
@@ -96,7 +96,7 @@ def check(weight, x, bias, bound):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_product_of_few_rows_is_that_of_the_numbers(layout, dtype, device, rng):
+def test_product_of_few_rows_matches_float64(layout, dtype, device, rng):
     """The memory between the rows of x is NaN."""
     columns = 256 if "128" in layout or "blocks" in layout else rng.choice((128, 192, 352))
     for num_rows in (1, rng.choice((3, 8, 20))):
@@ -111,7 +111,7 @@ def test_product_of_few_rows_is_that_of_the_numbers(layout, dtype, device, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_product_of_many_rows_is_that_of_the_numbers(layout, dtype, rng):
+def test_product_of_many_rows_matches_float64(layout, dtype, rng):
     """fp8 rows of x have an error of at most 2**-4 in each term, the numbers of other weights that of the dtype."""
     rows, columns = rng.choice((208, 512)), rng.choice((512, 1024))
     weight = make_weight(layout, rows, columns, "cuda")
@@ -125,7 +125,7 @@ def test_product_of_many_rows_is_that_of_the_numbers(layout, dtype, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
 @pytest.mark.parametrize("layout", ["fp8 blocks", "int8 groups", "int4 groups of 128", "mxfp4"])
-def test_product_of_experts_is_that_of_each_experts_numbers(layout, dtype, device, rng):
+def test_product_of_experts_matches_float64(layout, dtype, device, rng):
     columns = rng.choice((128, 256)) if layout != "mxfp4" else rng.choice((160, 256))
     for tokens, top_k, num_experts in ((1, 2, 8), (rng.randint(2, 12), 2, 4), (rng.randint(20, 40), 1, 3)):
         rows = rng.choice((64, 72, 200))
@@ -162,7 +162,7 @@ def test_product_of_a_batch_keeps_its_dimensions(layout):
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_numbers_written_for_many_rows_are_those_of_the_codes(layout, device, rng):
+def test_write_rows_of_each_layout_dequantizes_the_codes(layout, device, rng):
     if device == "cpu" and not INTERPRETED:
         pytest.skip("there is no GPU")
     from quire.kernels.triton.code_launch import write_rows
@@ -177,7 +177,7 @@ def test_numbers_written_for_many_rows_are_those_of_the_codes(layout, device, rn
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("group", [0, 128])
-def test_rows_are_rounded_to_fp8_with_a_scale_for_each_group(group, device, rng):
+def test_quantize_rows_rounds_to_fp8_with_a_scale_for_each_group(group, device, rng):
     if device == "cpu" and not INTERPRETED:
         pytest.skip("there is no GPU")
     from quire.kernels.triton.code_launch import quantize_rows

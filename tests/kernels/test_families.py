@@ -80,7 +80,7 @@ def expected(batch: Batch, items: Items | None) -> torch.Tensor:
 @pytest.mark.interpret
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_field_is_computed_or_declined(name, family):
+def test_family_given_each_field_computes_or_declines_it(name, family):
     spec = attention_spec(**{**BASE, **CHANGES[name]})
     device = torch.device("cuda" if family in ("triton", "hopper") and not INTERPRETED else "cpu")
     reason = registry.why_not(family, spec, device, max(Q_LENS))
@@ -119,7 +119,7 @@ def tensors(batch: Batch) -> tuple:
     return batch.q, batch.k, batch.v, batch.qo, batch.kv
 
 
-def test_no_field_is_without_a_change():
+def test_changes_and_layers_set_every_field():
     assert set(CHANGES) == SETTINGS
     drawn = {name for layer in LAYERS.values() for name in layer}
     missing = MASK_FIELDS - drawn - {"items"}  # which random batches do not have: see tests/definition/test_items.py
@@ -131,7 +131,7 @@ def test_no_field_is_without_a_change():
             assert family.name == name
 
 
-def test_a_new_field_is_declined_until_it_is_computed(monkeypatch):
+def test_family_given_an_unknown_field_declines_it(monkeypatch):
     """Every family declines a layer that sets a field which its kernels do not name."""
 
     class Newer(Family):

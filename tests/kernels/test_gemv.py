@@ -19,7 +19,7 @@ PRECISION = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.2e-2 if
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
-def test_a_row_times_a_matrix(device, dtype, rng):
+def test_gemv_of_random_sizes_matches_float64(device, dtype, rng):
     for size in (rng.randint(1, 70), 1024, rng.choice((2056, 3072, 4096, 14336))):
         rows = rng.choice((1, 5, 64, 131))
         whole = torch.full((rows + 2, size), torch.nan, dtype=dtype, device=device)
@@ -36,7 +36,7 @@ def test_a_row_times_a_matrix(device, dtype, rng):
         assert ((out.cpu() - (row @ matrix + added)).abs() <= PRECISION[dtype] * size_of_terms).all()
 
 
-def test_what_does_not_fit():
+def test_fits_of_unsupported_tensors_is_false():
     x, weight = torch.randn(1, 8), torch.randn(4, 8)
     assert fits(x, weight, None)
     assert fits(x, weight, torch.zeros(4))
@@ -48,7 +48,7 @@ def test_what_does_not_fit():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_layers_multiply_a_single_token_by_it(dtype, rng):
+def test_compiled_layers_of_a_single_token_call_gemv(dtype, rng):
     """Replayed from a graph, in which each launch overlaps the one before."""
     torch.manual_seed(rng.randrange(1 << 31))
     size, names = 256, []
@@ -81,6 +81,6 @@ def test_compiled_layers_multiply_a_single_token_by_it(dtype, rng):
     assert [sum("gemv" in name for name in each) for each in names] == [2, 0]
 
 
-def test_products_on_the_cpu_are_those_of_torch():
+def test_product_on_the_cpu_equals_linear():
     x, weight, bias = torch.randn(1, 8), torch.randn(4, 8), torch.randn(4)
     assert torch.equal(product(x, weight, bias), torch.nn.functional.linear(x, weight, bias))

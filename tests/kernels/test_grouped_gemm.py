@@ -25,7 +25,7 @@ def choose(rng, tokens, top_k, num_experts):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_are_sorted_by_expert(device, rng):
+def test_group_by_expert_sorts_rows_by_expert(device, rng):
     for tokens in (1, rng.randint(2, 40), *((rng.randint(3000, 9000),) if device == "cuda" else ())):
         top_k, num_experts = rng.choice(((1, 1), (1, 3), (2, 8), (4, 32), (8, 60)))
         chosen = choose(rng, tokens, top_k, num_experts).to(device)
@@ -40,7 +40,7 @@ def test_rows_are_sorted_by_expert(device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
-def test_products_of_experts(device, dtype, transposed, rng):
+def test_grouped_gemm_of_random_experts_matches_float64(device, dtype, transposed, rng):
     """The weights of experts without rows are NaN, as is the memory between the rows of x."""
     counts = (1, rng.randint(2, 30)) if device == "cpu" else (1, rng.randint(2, 30), rng.randint(100, 2000))
     for tokens in counts:

@@ -43,7 +43,7 @@ def family(request):
 )
 @pytest.mark.parametrize("name", list(LAYERS))
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: f"{str(d[0])[6:]}-{str(d[1])[6:]}")
-def test_mixed_batches(family, dtypes, name, rng):
+def test_family_of_random_batches_matches_the_oracle(family, dtypes, name, rng):
     """Requests that decode, verify a few tokens, prefill, or are empty; any heads, sizes, pages, layouts, scales."""
     spec, page_size = layer(rng, *dtypes, **LAYERS[name]), rng.choice((1, 3, 16, 64))
     per_head = rng.random() < 0.3, rng.random() < 0.3
@@ -68,7 +68,7 @@ def test_mixed_batches(family, dtypes, name, rng):
 @pytest.mark.interpret(pos_encoding=["ROPE_LLAMA"], masks=[{"causal": False}, {"causal": False, "custom_mask": True}])
 @pytest.mark.parametrize("masks", [{}, {"causal": False}, {"causal": False, "custom_mask": True}], ids=str)
 @pytest.mark.parametrize("pos_encoding", ["NONE", "ROPE_LLAMA", "ALIBI"])
-def test_more_queries_than_keys(family, pos_encoding, masks, rng):
+def test_family_with_more_queries_than_keys_matches_the_oracle(family, pos_encoding, masks, rng):
     """Positions of queries are negative before the first key, which queries that are not causal see all the same."""
     most = 8 if INTERPRETED else 40
     for window, invariant in ((-1, False), (rng.choice((0, 3, most)), False), (-1, True))[: 1 if INTERPRETED else 3]:
@@ -82,14 +82,14 @@ def test_more_queries_than_keys(family, pos_encoding, masks, rng):
 
 
 @pytest.mark.parametrize("dim", [*range(8, 257, 24), 256, 512])
-def test_head_dims(family, dim, rng):
+def test_family_of_each_head_dim_matches_the_oracle(family, dim, rng):
     spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.float32)
     batch = random_batch(spec, [1, 60], [77, 90], 16)
     check(batch, *compute(batch, family), family)
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (576, 512), (64, 256)])
-def test_value_heads_of_another_size(family, dims):
+def test_family_with_another_head_dim_of_values_matches_the_oracle(family, dims):
     spec = attention_spec(
         num_qo_heads=4, num_kv_heads=1, head_dim_qk=dims[0], head_dim_vo=dims[1], q_dtype=torch.float32
     )
@@ -97,7 +97,7 @@ def test_value_heads_of_another_size(family, dims):
     check(batch, *compute(batch, family), family)
 
 
-def test_long_requests_are_split_and_merged(family, rng):
+def test_family_of_split_requests_matches_the_oracle(family, rng):
     """One long request over all threads, beside short ones; with a window, most of it is never touched."""
     long = 900 if INTERPRETED else 9000
     for window in (-1, long // 3):
@@ -113,7 +113,7 @@ def test_long_requests_are_split_and_merged(family, rng):
 
 
 @pytest.mark.interpret
-def test_pages_may_be_empty(family, rng):
+def test_family_with_spare_pages_matches_the_oracle(family, rng):
     """Requests that own more pages than their keys fill, of which nothing is read."""
     spec = layer(rng, torch.bfloat16, torch.bfloat16)
     batch = random_batch(spec, [1, 30, 2, 1], [40, 70, 0, 5], 16, padding=1)
@@ -131,7 +131,7 @@ def test_pages_may_be_empty(family, rng):
 
 
 @pytest.mark.interpret
-def test_ragged_keys_are_pages_of_one(family, rng):
+def test_family_over_ragged_rows_matches_the_oracle(family, rng):
     spec = layer(rng, torch.bfloat16, torch.bfloat16)
     batch = random_batch(spec, [1, 70, 5], [30, 70, 0], 16)
     k, v, indptr = batch.rows()
@@ -139,7 +139,7 @@ def test_ragged_keys_are_pages_of_one(family, rng):
 
 
 @pytest.mark.interpret
-def test_tables_by_length(family, rng):
+def test_family_over_a_length_table_matches_the_oracle(family, rng):
     """Lengths in place of those of last pages, with pages to spare, and too long for what pages there are."""
     spec = layer(rng, torch.bfloat16, torch.bfloat16)
     batch = random_batch(spec, [1, 40, 3, 1, 1], [30, 90, 70, 0, 20], rng.choice((3, 16)))
@@ -154,7 +154,7 @@ def test_tables_by_length(family, rng):
 
 
 @pytest.mark.interpret
-def test_queries_and_outputs_may_be_strided(family, rng):
+def test_family_with_strided_tensors_matches_the_oracle(family, rng):
     """q as a slice of a fused projection, out as a slice of a larger buffer, k and v with different strides."""
     spec = layer(rng, torch.bfloat16, torch.bfloat16)
     batch = random_batch(spec, [1, 70, 4], [30, 90, 5], 16)
@@ -175,7 +175,7 @@ def test_queries_and_outputs_may_be_strided(family, rng):
     assert (buffer[:, 0] == 7.0).all()
 
 
-def test_other_output_dtypes(family, rng):
+def test_family_with_each_output_dtype_matches_the_oracle(family, rng):
     small = 1e-6 if family == "cpu" else 3e-3  # weights are float32, or bf16 like the cache
     for dtype, bound in ((torch.float32, small), (torch.float16, max(small, 3.5e-4)), (torch.float8_e4m3fn, 0.05)):
         spec = layer(rng, torch.bfloat16, torch.bfloat16, o_dtype=dtype)
@@ -186,7 +186,7 @@ def test_other_output_dtypes(family, rng):
 
 
 @pytest.mark.interpret
-def test_per_head_scales_of_queries(family, rng):
+def test_family_with_scales_per_query_head_matches_the_oracle(family, rng):
     spec = layer(rng, torch.float32, torch.float32)
     batch = random_batch(spec, [1, 40], [30, 90], 16)
     scale = torch.rand(spec.num_qo_heads) + 0.5
@@ -195,13 +195,13 @@ def test_per_head_scales_of_queries(family, rng):
     assert relative_error(out, oracle_result(scaled)[0]) < BOUNDS[family][torch.float32]
 
 
-def test_more_heads_than_rows_of_a_tile(family):
+def test_family_of_more_heads_than_rows_of_a_tile_matches_the_oracle(family):
     spec = attention_spec(num_qo_heads=300, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
     batch = random_batch(spec, [1, 3], [30, 40], 16)
     check(batch, *compute(batch, family), family)
 
 
-def test_scales_that_reverse_logits(family, rng):
+def test_family_with_a_negative_scale_matches_the_oracle(family, rng):
     spec = layer(rng, torch.float32, torch.float32)
     batch = random_batch(spec, [1, 20], [30, 90], 16)
     k_scale = torch.rand(spec.num_kv_heads) + 0.5
@@ -210,7 +210,7 @@ def test_scales_that_reverse_logits(family, rng):
     assert relative_error(out, oracle_result(turned)[0]) < BOUNDS[family][torch.float32]
 
 
-def test_slopes_of_alibi_may_be_given(family, rng):
+def test_family_with_alibi_slopes_matches_the_oracle(family, rng):
     slopes = tuple(rng.uniform(-0.2, 0.2) for _ in range(6))
     for q_len in (1, 30):
         spec = attention_spec(
@@ -222,7 +222,7 @@ def test_slopes_of_alibi_may_be_given(family, rng):
         assert relative_error(oracle_result(usual)[0], oracle_result(batch)[0]) > 1e-3
 
 
-def test_rope_far_from_the_start(family):
+def test_family_with_rope_of_far_positions_matches_the_oracle(family):
     """Angles of positions beyond 60,000, for which float32 has no digits left behind the point's third."""
     spec = attention_spec(
         num_qo_heads=1, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32, pos_encoding="ROPE_LLAMA", window_left=30
@@ -237,7 +237,7 @@ def test_rope_far_from_the_start(family):
     "dtypes", DTYPES if torch.cuda.is_available() else DTYPES[:1], ids=lambda d: f"{str(d[0])[6:]}-{str(d[1])[6:]}"
 )
 @pytest.mark.parametrize("name", ["plain", "window", "soft cap", "rope", "sinks"])
-def test_bits_do_not_depend_on_the_batch(family, name, dtypes, products_in_order, rng):
+def test_family_batch_invariant_has_equal_bits_in_any_batch(family, name, dtypes, products_in_order, rng):
     """Batch-invariant: decoded one by one, in chunks or whole, alone or among others, at any place."""
     spec = layer(rng, *dtypes, o_dtype=torch.float32, batch_invariant=True, **LAYERS[name])
     if registry.why_not(family, spec, torch.device("cpu" if INTERPRETED or family == "cpu" else "cuda")):
@@ -258,7 +258,7 @@ def test_bits_do_not_depend_on_the_batch(family, name, dtypes, products_in_order
             assert torch.equal(chunk_lse, lse[rows])
 
 
-def test_same_bits_each_time(family, rng):
+def test_family_called_again_has_equal_bits(family, rng):
     spec = layer(rng, torch.float32, torch.float32)
     batch = random_batch(spec, [1, 1, 40, 1], [300 if INTERPRETED else 3000, 20, 90, 1], 16)
     first = compute(batch, family)
@@ -267,7 +267,7 @@ def test_same_bits_each_time(family, rng):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_any_number_of_threads(threads, rng):
+def test_cpu_family_with_any_number_of_threads_matches_the_oracle(threads, rng):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -278,7 +278,7 @@ def test_any_number_of_threads(threads, rng):
 
 
 @pytest.mark.interpret
-def test_tables_that_change_after_their_check_never_lead_outside(family, rng):
+def test_family_with_invalid_tables_reads_inside_the_tensors(family, rng):
     """Tables are read when attention runs. Whatever they say then, they are bounded by the tensors they index."""
     batch = random_batch(layer(rng, torch.float32, torch.float32), [1, 40], [64, 64], 16)
     expected = spoil(batch)
@@ -286,7 +286,7 @@ def test_tables_that_change_after_their_check_never_lead_outside(family, rng):
 
 
 @pytest.mark.interpret
-def test_scratch_ends_where_it_was_said_to():
+def test_triton_run_of_overlapping_tables_writes_inside_its_workspace():
     """Requests whose tables overlap have more keys together, and so more partial states, than a plan can know of."""
     triton = pytest.importorskip("quire.kernels.triton.host").FAMILY
     device = torch.device("cpu" if INTERPRETED else "cuda", None if INTERPRETED else 0)
@@ -306,7 +306,7 @@ def test_scratch_ends_where_it_was_said_to():
 
 
 @pytest.mark.interpret
-def test_growing_in_place_is_seen(family):
+def test_family_with_tables_changed_in_place_reads_them(family):
     """A table whose contents changed since it was made is read anew: what CUDA graphs need, on any device."""
     spec = attention_spec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
     batch = random_batch(spec, [1, 1], [20, 7], 16)
@@ -318,7 +318,7 @@ def test_growing_in_place_is_seen(family):
     check(batch, *compute(batch, family, kv=table), family)
 
 
-def test_the_registry_says_why():
+def test_registry_choose_without_a_family_names_the_reasons():
     spec = attention_spec(num_qo_heads=2, num_kv_heads=1, head_dim_qk=16, q_dtype=torch.float32)
     assert registry.choose(spec, torch.device("cpu")).name == "cpu"
     assert registry.choose(spec, torch.device("cpu"), "fa3").name == "cpu"
@@ -333,7 +333,7 @@ def test_the_registry_says_why():
         registry.choose(spec, torch.device("cpu"), "fa9")
 
 
-def test_what_one_family_refuses_another_computes(rng, monkeypatch):
+def test_call_that_one_family_refuses_is_computed_by_the_next(rng, monkeypatch):
     """With "auto" the next family computes the call; a family that `backend` names raises with its reason."""
     real = registry.family
     picky = SimpleNamespace(
@@ -353,7 +353,7 @@ def test_what_one_family_refuses_another_computes(rng, monkeypatch):
         registry.choose.cache_clear()
 
 
-def test_the_reference_family_is_attention_as_torch_computes_it(rng):
+def test_reference_family_equals_sdpa_of_torch(rng):
     """This family is the oracle, so it is compared with torch's attention over the rows of each request."""
     spec, q_lens, kv_lens = layer(rng, torch.float32, torch.float32, causal=False), [1, 4], [9, 7]
     batch = random_batch(spec, q_lens, kv_lens, 4)

@@ -24,7 +24,7 @@ class Compiled:
         self.launched.append(given[-6:])
 
 
-def test_replay_launches_at_given_addresses_where_they_are_aligned():
+def test_replay_at_aligned_addresses_launches_the_kernel():
     """What the kernel reads besides stays, and stays allocated."""
     compiled, tables = Compiled(), torch.zeros(4)
     replay = launch.LaunchReplay(compiled, 1, (tables, None), (77, 0.5))
@@ -40,7 +40,7 @@ def test_replay_launches_at_given_addresses_where_they_are_aligned():
     assert replay._others[0].data_ptr() == address
 
 
-def test_a_launch_that_takes_descriptors(monkeypatch):
+def test_replay_with_descriptors_encodes_each_address_once(monkeypatch):
     """Keys and values go to the function behind Triton's own, as descriptors that are encoded once for each address."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, wrap_handle_tensordesc
 
@@ -78,7 +78,7 @@ class Kernel:
         return call
 
 
-def test_a_small_launch_is_compiled_once_and_then_made_by_address(monkeypatch):
+def test_small_launcher_called_again_launches_by_address(monkeypatch):
     """Anew for other dtypes, sizes and constants; by Triton's own path wherever an address is not aligned."""
     monkeypatch.setattr(launch, "has_direct_launch", lambda: True)
     monkeypatch.setattr(launch, "INTERPRETED", True)  # tensors on the CPU have no current device

@@ -13,7 +13,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_largest_elements_of_rows(device, dtype, rng):
+def test_topk_of_different_elements_equals_torch(device, dtype, rng):
     """The elements are different, and a NaN and infinities are among them; the memory between rows is NaN."""
     for size, k in ((1, 1), (128, 8), (rng.randint(33, 250), rng.randint(1, 32)), (rng.randint(4, 9), 4)):
         batch = (rng.randint(1, 5), *((rng.randint(1, 3),) if rng.random() < 0.5 else ()))
@@ -28,7 +28,7 @@ def test_the_largest_elements_of_rows(device, dtype, rng):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
-def test_equal_elements_are_chosen_once(device, rng):
+def test_topk_of_equal_elements_has_different_indices(device, rng):
     x = torch.zeros(3, 40, device=device)
     x[:, rng.randrange(40)] = -0.0
     values, indices = topk(x, 32)
@@ -37,7 +37,7 @@ def test_equal_elements_are_chosen_once(device, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_the_kernel_cannot_hold_is_chosen_by_torch(device):
+def test_topk_of_unsupported_sizes_calls_torch(device):
     long, doubles = torch.rand(2, 5000, device=device), torch.rand(2, 50, device=device, dtype=torch.float64)
     for x, k in ((long, 5), (doubles, 5), (doubles.float(), 40), (doubles.float()[:0], 3)):
         values, indices = topk(x, k)
@@ -47,5 +47,5 @@ def test_what_the_kernel_cannot_hold_is_chosen_by_torch(device):
         topk(doubles.float(), 51)
 
 
-def test_traces_have_the_shapes_of_results():
+def test_topk_passes_opcheck():
     torch.library.opcheck(torch.ops.quire.topk.default, (torch.rand(2, 3, 7), 4))

@@ -37,7 +37,7 @@ again.join()
 """
 
 
-def test_a_forked_process_computes_or_says_why_not():
+def test_launch_in_a_forked_process_computes_or_names_the_reason():
     """GNU OpenMP, Numba's first choice on Linux, cannot be used in a child of the process that used it."""
     attention = Attention()
     assert attention.error() < 1e-6
@@ -50,7 +50,7 @@ def test_a_forked_process_computes_or_says_why_not():
     assert attention.error() < 1e-6, "the parent goes on"
 
 
-def test_processes_are_forked_while_a_thread_computes():
+def test_launch_in_processes_forked_beside_a_running_kernel_computes():
     environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -74,7 +74,7 @@ def test_kernels_called_with_many_dtypes_are_compiled_once_per_dtype_of_keys(mas
     assert len(tile.signatures) == 1
 
 
-def test_only_what_is_compiled_is_said_to_be(tmp_path, monkeypatch, capsys):
+def test_launch_prints_a_message_for_compiled_kernels_alone(tmp_path, monkeypatch, capsys):
     """A kernel that is found on disk is not, however long it takes to load."""
     file = tmp_path / "kernels_for_a_test.py"
     file.write_text("import numba\n\n\n@numba.njit(cache=True)\ndef double(x):\n    return 2 * x\n")

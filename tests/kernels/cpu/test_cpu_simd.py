@@ -44,7 +44,7 @@ def run_tanh(x, y):
 
 
 @pytest.mark.parametrize("dtype", list(STORAGE))
-def test_every_number_of_every_storage_type_is_widened(dtype):
+def test_load_of_every_number_of_each_storage_type_widens_it(dtype):
     bits = torch.arange(1 << 8 * dtype.itemsize, dtype=torch.int32).to({1: torch.int8, 2: torch.int16}[dtype.itemsize])
     exact = bits.view(dtype).float().numpy()
     for widen in (run_load, run_load_wide):
@@ -54,7 +54,7 @@ def test_every_number_of_every_storage_type_is_widened(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_storing_rounds_as_torch_does(dtype):
+def test_store_of_random_numbers_rounds_as_torch(dtype):
     x = torch.cat(
         [
             torch.randn(1 << 16) * 10.0 ** torch.randint(-8, 9, (1 << 16,)),
@@ -86,7 +86,7 @@ DTYPES = [torch.float32, *STORAGE]
 
 
 @pytest.mark.parametrize("given", DTYPES, ids=str)
-def test_rows_of_any_storage_type_are_loaded_scaled_and_stored_in_others(given, rng):
+def test_rows_of_each_storage_type_are_loaded_scaled_and_stored_in_others(given, rng):
     n, dim = rng.randint(1, 9), 8 * rng.randint(1, 5)
     x, factors = torch.randn(n + 3, dim + 8).to(given), torch.rand(n) + 0.5
     chosen = torch.tensor([rng.randrange(n + 3) for _ in range(n)])
@@ -109,7 +109,7 @@ def run_transpose(x, x0, x_step, y, y0, y_step):
     transpose_block(x, x0, x_step, y, y0, y_step)
 
 
-def test_blocks_of_eight_by_eight_are_transposed():
+def test_transpose_block_writes_eight_by_eight_numbers():
     x, y = np.random.randn(11, 13).astype(np.float32), np.full((9, 17), np.nan, np.float32)
     run_transpose(x.reshape(-1), 2 * 13 + 3, 13, y.reshape(-1), 17 + 4, 17)
     np.testing.assert_array_equal(y[1:, 4:12], x[2:10, 3:11].T)
@@ -121,21 +121,21 @@ def padded(x):
     return np.concatenate([x, np.zeros(-len(x) % 16, np.float32)])
 
 
-def test_exp2_to_a_part_in_ten_million():
+def test_exp2_of_random_numbers_has_a_relative_error_below_bound():
     x = padded(np.concatenate([-np.random.rand(100_000) * 126, -np.random.rand(100_000) * 1e-3]))
     y = np.empty_like(x)
     run_exp2(x, y)
     assert np.abs(y / np.exp2(x.astype(np.float64)) - 1).max() < 1.2e-7
 
 
-def test_exp2_at_the_edges():
+def test_exp2_of_extreme_numbers_is_exact():
     x = padded([0, -1, -126.5, -1e30, -np.inf, np.nan])
     y = np.empty_like(x)
     run_exp2(x, y)
     np.testing.assert_array_equal(y[:6], np.array([1, 0.5, 0, 0, 0, np.nan], np.float32))
 
 
-def test_tanh_to_a_few_parts_in_ten_million_also_near_zero():
+def test_tanh_of_random_and_extreme_numbers_has_a_relative_error_below_bound():
     x = padded(np.concatenate([np.random.randn(100_000) * 4, np.random.randn(100_000) * 1e-4, [1e-20, 1e30]]))
     y = np.empty_like(x)
     run_tanh(x, y)

@@ -113,7 +113,7 @@ with LLM(num_pages=50) as llm:
 
 
 @pytest.mark.parametrize(("case", "layer"), [*((case, "default") for case in CALLS), ("the first thread", "workqueue")])
-def test_kernels_use_the_threads_of_torch_and_change_no_number(case, layer):
+def test_launch_uses_the_threads_of_torch_and_leaves_their_number(case, layer):
     if case == "the engine's thread":
         pytest.importorskip("transformers")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_NUM_THREADS": "3"}

@@ -7,7 +7,7 @@ from quire.kernels.cpu.schedule import request_starts, segments
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7, 132])
-def test_every_block_belongs_to_one_program(programs, rng):
+def test_segments_of_random_requests_have_each_block_once(programs, rng):
     blocks = np.array([rng.choice((0, 1, 2, 30, 400)) for _ in range(rng.randrange(1, 40))], np.int64)
     starts = request_starts(blocks)
     seen: dict[int, list[tuple[int, int]]] = {}
@@ -26,7 +26,7 @@ def test_every_block_belongs_to_one_program(programs, rng):
         assert blocks[b] > 0 or found == [(0, 0)], "one program writes the output of a request without keys"
 
 
-def test_shares_are_equal(rng):
+def test_segments_of_programs_have_equal_shares(rng):
     blocks = np.array([rng.randrange(1, 500) for _ in range(50)], np.int64)
     starts = request_starts(blocks)
     work = [sum(last - first for _, first, last in segments(p, 132, starts, blocks)) for p in range(132)]

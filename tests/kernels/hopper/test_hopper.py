@@ -43,7 +43,7 @@ def layer(rng, dtype, **changes):
 @gpu
 @pytest.mark.parametrize("name", list(LAYERS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_batches(dtype, name, rng):
+def test_decode_of_random_batches_matches_the_oracle(dtype, name, rng):
     """Requests of one or a few query tokens, or none; without keys, or with many; any heads, pages, layouts, scales."""
     layers = [(layer(rng, dtype, **LAYERS[name]), rng.choice((1, 3, 16, 64))) for _ in range(2)]
     per_head = rng.random() < 0.3, rng.random() < 0.3
@@ -63,7 +63,7 @@ def test_batches(dtype, name, rng):
 @gpu
 @pytest.mark.parametrize("heads", [(16, 4), (8, 1)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 16384), (3, 5000), (40, 300), (700, 40), (1100, 3)], ids=str)
-def test_partial_states_are_combined(shape, heads, rng):
+def test_decode_of_split_requests_matches_the_oracle_with_equal_bits(shape, heads, rng):
     """Long requests that many programs share, and many short ones: the same bits each time, and right."""
     count, length = shape
     spec = attention_spec(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim_qk=128, q_dtype=torch.bfloat16)
@@ -75,7 +75,7 @@ def test_partial_states_are_combined(shape, heads, rng):
         assert all(torch.equal(a, b) for a, b in zip(first, compute(batch, "hopper", max_q_len=1), strict=True))
 
 
-def test_every_part_is_collected_once(monkeypatch, rng):
+def test_combine_of_random_spans_reads_each_partial_state_once(monkeypatch, rng):
     """Whoever leaves a part has a place of its own, which one program of its tile looks at, and only one."""
     from quire.kernels.hopper.decode import combine
 
@@ -176,7 +176,7 @@ def test_find_span_of_programs_that_start_first_is_last(monkeypatch, rng):
 
 
 @gpu
-def test_partial_states_are_combined_in_two_levels(rng):
+def test_decode_of_many_partial_states_per_tile_matches_the_oracle(rng):
     """Tiles that many programs have, which begin and end anywhere in their spans."""
     zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
     for i in range(40):
@@ -189,7 +189,7 @@ def test_partial_states_are_combined_in_two_levels(rng):
 
 
 @gpu
-def test_launches_on_several_streams_do_not_wait_for_each_other(rng):
+def test_decode_on_several_streams_at_once_has_equal_bits(rng):
     """Programs wait for others of their launch, while half of the machine is taken by another launch's."""
     spec = attention_spec(num_qo_heads=16, num_kv_heads=4, head_dim_qk=128, q_dtype=torch.bfloat16)
     wrappers, streams = [], [torch.cuda.Stream() for _ in range(3)]
@@ -211,7 +211,7 @@ def test_launches_on_several_streams_do_not_wait_for_each_other(rng):
 
 
 @gpu
-def test_partial_states_of_requests_with_different_rows_are_cleared(rng):
+def test_decode_of_changing_row_counts_leaves_zeros_in_its_workspace(rng):
     """Rounds over one wrapper's memory, which every run must find and leave as zeros: few rows, many, and few again."""
     for dim, kv_heads, group in ((128, 2, 4), (128, 1, 16), (256, 2, 8), (64, 4, 1)):
         spec = attention_spec(
@@ -229,7 +229,7 @@ def test_partial_states_of_requests_with_different_rows_are_cleared(rng):
 
 @gpu
 @pytest.mark.parametrize(("dim", "kv_dtype"), [(64, torch.bfloat16), (128, torch.float8_e4m3fn)], ids=str)
-def test_heads_that_are_read_together_share_no_numbers(dim, kv_dtype, rng):
+def test_decode_with_nan_in_one_kv_head_leaves_other_heads(dim, kv_dtype, rng):
     """NaN in one KV head's keys or values is seen by its queries alone."""
     spec = attention_spec(
         num_qo_heads=8, num_kv_heads=4, head_dim_qk=dim, q_dtype=torch.bfloat16, kv_dtype=kv_dtype, causal=True
@@ -248,7 +248,7 @@ def test_heads_that_are_read_together_share_no_numbers(dim, kv_dtype, rng):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rows_that_are_not_in_pages(dtype, rng):
+def test_decode_over_ragged_rows_matches_the_oracle(dtype, rng):
     for name in ("plain", "window", "mask"):
         spec = layer(rng, dtype, **LAYERS[name])
         kv_lens = [rng.choice((0, 1, 5, 64, 200, 3000)) for _ in range(rng.randint(1, 7))]
@@ -259,7 +259,7 @@ def test_rows_that_are_not_in_pages(dtype, rng):
 
 
 @gpu
-def test_queries_of_any_size_meet_fp8(rng):
+def test_decode_of_queries_of_any_size_over_fp8_matches_the_oracle(rng):
     """Halves hold neither the largest nor the smallest of bf16's numbers."""
     for size in (1e-30, 1e-6, 1e6, 1e30):
         spec = attention_spec(
@@ -272,7 +272,7 @@ def test_queries_of_any_size_meet_fp8(rng):
 
 
 @gpu
-def test_tables_that_change_after_their_check_never_lead_outside(rng):
+def test_decode_with_invalid_tables_reads_inside_the_tensors(rng):
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     batch = random_batch(spec, [1, 1], [640, 64], 16)
     expected = spoil(batch)
@@ -280,7 +280,7 @@ def test_tables_that_change_after_their_check_never_lead_outside(rng):
 
 
 @gpu
-def test_auto_chooses_it_for_decode(rng):
+def test_auto_for_decode_on_hopper_chooses_hopper(rng):
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
     assert registry.choose(spec, device, max_q_len=16).name == "hopper"
@@ -304,7 +304,7 @@ def test_auto_chooses_it_for_decode(rng):
 
 
 @gpu
-def test_tree_masks_of_known_lengths_are_decoded(rng):
+def test_tree_masks_of_known_lengths_are_computed_by_decode(rng):
     """A mask over a few query tokens per request, as in speculative decoding."""
     spec = attention_spec(
         num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16, custom_mask=True, causal=False
@@ -325,7 +325,7 @@ def test_tree_masks_of_known_lengths_are_decoded(rng):
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rng):
+def test_decode_launch_passes_the_arguments_of_the_kernel(kv_dtype, monkeypatch, rng):
     """Launches over pages and over ragged rows pass strides in 16-bit elements."""
     monkeypatch.setattr(hopper.decode_host, "Launcher", Recorded)
     hopper.decode_host._launcher.cache_clear()
@@ -353,7 +353,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(kv_dtype, monkeypatch, rn
     hopper.decode_host._launcher.cache_clear()
 
 
-def test_one_program_for_each_multiprocessor_where_little_is_read(rng):
+def test_few_entries_of_small_batches_take_one_program_per_multiprocessor(rng):
     """Only where no table of so many entries can say that there is more."""
     calls, few = hopper.decode_host, 0
     for _ in range(300):
@@ -371,7 +371,7 @@ def test_one_program_for_each_multiprocessor_where_little_is_read(rng):
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_kernels_compile(dim):
+def test_decode_kernels_compile_within_their_memory(dim):
     from helpers.triton_compile import compile_decode
 
     spec = attention_spec(num_qo_heads=32, num_kv_heads=8, head_dim_qk=dim, q_dtype=torch.bfloat16)
@@ -386,7 +386,7 @@ def test_kernels_compile(dim):
         assert usage.spills <= 128, usage.spills
 
 
-def test_pipelines_fit_shared_memory():
+def test_decode_tuning_of_each_layer_has_two_stages():
     """Pipelines have two stages or more for every layer and number of query rows."""
     for dim, dtype, rows in itertools.product((64, 128, 256), (torch.bfloat16, torch.float8_e4m3fn), range(1, 65)):
         spec = attention_spec(
@@ -397,7 +397,7 @@ def test_pipelines_fit_shared_memory():
         assert tuning.rows >= rows
 
 
-def test_what_it_declines():
+def test_decode_declines_unsupported_layers_with_a_reason():
     declines = hopper.decode_host.declines
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     assert declines(spec, 1) is None

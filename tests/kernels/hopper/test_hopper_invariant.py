@@ -124,7 +124,7 @@ class Expected:
 @gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", list(LAYERS))
-def test_bits_do_not_depend_on_the_batch(name, shape, rng):
+def test_invariant_request_in_any_batch_has_equal_bits(name, shape, rng):
     """Computed whole and in chunks, alone and among short and long others, with the most query tokens known or not."""
     spec = layer(shape, **LAYERS[name])
     kv_lens = [rng.randint(8300, 9500), rng.randint(4100, 4400), rng.randint(200, 700), 1, 4096]
@@ -151,7 +151,7 @@ def test_bits_do_not_depend_on_the_batch(name, shape, rng):
 
 @gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_long_requests_with_partial_states(shape, rng):
+def test_invariant_decode_of_long_requests_in_any_batch_has_equal_bits(shape, rng):
     """Decoded by all programs, with few and with many others, and in whole tiles."""
     spec = layer(shape)
     few = few_tokens(spec)
@@ -173,7 +173,7 @@ def test_long_requests_with_partial_states(shape, rng):
 
 
 @gpu
-def test_rows_that_are_not_in_pages(rng):
+def test_invariant_run_over_ragged_rows_has_the_bits_of_pages(rng):
     batch = random_batch(layer((128, BF16, 2, 4)), [1, 100, 1, 1], [9000, 300, 1, 5000], 16)
     k, v, indptr = batch.rows()
     out, lse = compute(batch, "hopper")
@@ -185,7 +185,7 @@ def test_rows_that_are_not_in_pages(rng):
 
 @gpu
 @pytest.mark.parametrize("q_lens", [[100, 0, 1, 4, 30, 0], [0, 3, 1], [90, 200], [0, 0]], ids=str)
-def test_rows_without_keys_or_requests(q_lens, rng):
+def test_invariant_rows_without_keys_or_requests_are_zero(q_lens, rng):
     """One of the two launches writes them, whatever the others are; the int workspace is zeros afterwards."""
     batch = random_batch(layer((128, BF16, 2, 4)), q_lens, [200, 50, 0, 3, 0, 0][: len(q_lens)], 16, padding=5)
     zeros = torch.zeros(2 << 20, dtype=torch.int32, device="cuda")
@@ -199,7 +199,7 @@ def test_rows_without_keys_or_requests(q_lens, rng):
 
 
 @gpu
-def test_zeros_end_where_it_was_said_to(rng):
+def test_invariant_decode_of_overlapping_tables_writes_inside_its_workspace(rng):
     """Requests whose tables overlap have more keys together, and so more partial states, than a plan can know of."""
     spec, device = layer((128, BF16, 2, 4)), torch.device("cuda", 0)
     batch = random_batch(spec, [1] * 6, [9000, 1, 1, 1, 1, 1], 16)
@@ -214,7 +214,7 @@ def test_zeros_end_where_it_was_said_to(rng):
 
 
 @gpu
-def test_wrappers_choose_it(rng):
+def test_invariant_wrappers_on_hopper_choose_hopper(rng):
     """Decode and prefill of one layer are computed by one family, whatever their rows, and whatever `plan` knows."""
     device = torch.device("cuda", 0)
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=BF16, batch_invariant=True)
@@ -250,7 +250,7 @@ def test_wrappers_choose_it(rng):
      ((128, BF16, 8, 4), 0, 0), ((128, BF16, 8, 32), 0, 250)],
     ids=str,
 )  # fmt: skip
-def test_kernels_compile(shape, max_q_len, spills):
+def test_invariant_decode_kernels_compile_within_their_memory(shape, max_q_len, spills):
     """Many columns spill the states of runs and tiles, which blocks of keys do not touch."""
     from helpers.triton_compile import compile_decode
 
@@ -260,7 +260,7 @@ def test_kernels_compile(shape, max_q_len, spills):
     assert usage.spills <= spills
 
 
-def test_blocks_are_alike_whatever_the_rows():
+def test_invariant_tuning_of_any_rows_has_equal_blocks():
     for shape in SHAPES:
         for max_q_len in (0, 1, 2, 4, 1000):
             tuning = hopper.decode_host.tune(layer(shape), max_q_len)
@@ -268,7 +268,7 @@ def test_blocks_are_alike_whatever_the_rows():
             assert tuning.stages >= 2
 
 
-def test_partial_states_take_128_mib_at_most():
+def test_invariant_workspace_size_is_at_most_128_mib():
     """Whole tiles have none."""
     for group, dim in ((4, 128), (64, 128), (16, 256)):
         spec = layer((dim, BF16, 8, group))
@@ -282,7 +282,7 @@ def split_of(c) -> tuple[int, int, bool, int]:
     return c.tile.unit_size, c.split_group, c.schedule.whole_tiles, c.mask.right
 
 
-def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
+def test_invariant_launch_passes_the_arguments_of_the_kernel(monkeypatch, rng):
     """Decode has memory for partial states; whole tiles need none."""
     monkeypatch.setattr(hopper.decode_host, "Launcher", Recorded)
     hopper.decode_host._launcher.cache_clear()
@@ -315,7 +315,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
     [(4, 1, ["decode"]), (4, 16, ["decode"]), (4, 17, ["prefill", "decode"]), (4, 0, ["prefill", "decode"]),
      (64, 1, ["decode"]), (65, 1, ["prefill"]), (65, 0, ["prefill"])],
 )  # fmt: skip
-def test_kernels_that_are_launched(group, max_q_len, names, monkeypatch, rng):
+def test_invariant_launch_starts_the_kernels_of_the_query_lengths(group, max_q_len, names, monkeypatch, rng):
     """The kernel of each request's length, and no other; between them they compute each request once."""
     launched = []
 

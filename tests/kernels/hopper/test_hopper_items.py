@@ -35,7 +35,7 @@ def items_of(rng, kv_lens, dtype):
 @gpu
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("change", [{}, {"window_left": 200}, {"causal": False}, {"sinks": True}], ids=str)
-def test_items(change, kv_dtype, rng):
+def test_prefill_of_items_matches_the_oracle(change, kv_dtype, rng):
     heads = rng.choice((1, 2))
     spec = attention_spec(
         num_qo_heads=heads * rng.choice((1, 4, 7)), num_kv_heads=heads, head_dim_qk=rng.choice((64, 128)), items=True,
@@ -50,7 +50,7 @@ def test_items(change, kv_dtype, rng):
         assert relative_error(out, oracle_result(batch, items)[0]) < 3e-3
 
 
-def test_blocks_that_no_row_sees_are_left_out(monkeypatch, rng):
+def test_block_iterator_of_items_skips_blocks_that_no_row_sees(monkeypatch, rng):
     """A tile has all blocks of which a row sees a key and, if no row is in the prefix, no others."""
     left_out = 0
     on_host(monkeypatch, mask)

@@ -37,7 +37,7 @@ def run(batch: Batch, max_q_len=0, **changes):
 @gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batches(dtype, causal, rng):
+def test_latent_decode_of_random_batches_matches_the_oracle(dtype, causal, rng):
     """Requests of one or a few query tokens, or none; without keys, or with some; any heads, pages and scales."""
     shapes = [(rng.choice((1, 3, 16, 33, 64, 128)), rng.choice((512, 512, 256, 128))) for _ in range(2)]
     for heads, dim in shapes * 2:  # each compiles kernels of its own
@@ -56,7 +56,7 @@ def test_batches(dtype, causal, rng):
 
 @gpu
 @pytest.mark.parametrize("shape", [(1, 20000, 4, 1), (3, 5000, 16, 1), (40, 300, 3, 3), (300, 20, 5, 1)], ids=str)
-def test_partial_states_are_combined(shape, rng):
+def test_latent_decode_of_split_requests_matches_the_oracle_with_equal_bits(shape, rng):
     """Long requests that many programs share, and many short ones: the same bits each time, and right."""
     count, length, heads, q_len = shape
     kv_lens = [rng.randint(length // 2, length) for _ in range(count)]
@@ -68,7 +68,7 @@ def test_partial_states_are_combined(shape, rng):
 
 
 @gpu
-def test_several_tiles_of_a_request(rng):
+def test_latent_decode_of_several_tiles_per_request_matches_the_oracle(rng):
     """More rows than neighbouring programs share, known before and not."""
     batch = latent_batch(100, torch.bfloat16, [1, 20, 3], [300, 130, 3], 16, causal=True)
     for longest in (0, 20):
@@ -77,7 +77,7 @@ def test_several_tiles_of_a_request(rng):
 
 @gpu
 @pytest.mark.parametrize("dim", [512, 256, 128])
-def test_one_request_of_several_tiles(dim, rng):
+def test_latent_decode_of_one_long_query_among_short_ones_matches_the_oracle(dim, rng):
     """max_q_len is unknown, and one request has several query tokens, where nearly all have one."""
     zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
     for heads, causal in ((16, True), (3, True), (128, False), (40, True)):
@@ -91,7 +91,7 @@ def test_one_request_of_several_tiles(dim, rng):
 
 @gpu
 @pytest.mark.parametrize("causal", [True, False])
-def test_many_rows(causal, rng):
+def test_latent_run_of_many_query_rows_matches_the_oracle(causal, rng):
     """Requests of so many query rows that programs take tiles one by one, and few long ones, whose keys are split."""
     zeros = torch.zeros(8 << 18, dtype=torch.int32, device="cuda")
     for heads in (rng.choice((3, 16, 40)), 128):
@@ -113,7 +113,7 @@ def test_many_rows(causal, rng):
 
 @gpu
 @pytest.mark.parametrize("q_len", [1, 40])  # which `decode_latent` and `prefill_latent` compute
-def test_keys_without_probability_change_no_bit(q_len, rng):
+def test_latent_run_with_keys_of_no_probability_has_equal_bits(q_len, rng):
     """As long as no maximum grows, states are multiplied by exactly 1, not by what a product and a sum round to."""
     batch = latent_batch(128, torch.bfloat16, [q_len], [64 * 20], 64, causal=False)
     page = batch.kv.indices[rng.randrange(20)]
@@ -127,7 +127,7 @@ def test_keys_without_probability_change_no_bit(q_len, rng):
 
 
 @gpu
-def test_tables_that_change_after_their_check_never_lead_outside():
+def test_latent_run_with_invalid_tables_reads_inside_the_tensors():
     batch = latent_batch(16, torch.bfloat16, [1, 1], [640, 64], 16)
     batch.kv.indices[1], batch.kv.indices[2] = 1 << 30, -(1 << 30)
     batch.kv.indptr[2] = 1 << 30
@@ -138,7 +138,7 @@ def test_tables_that_change_after_their_check_never_lead_outside():
 
 
 @gpu
-def test_auto_chooses_it_for_decode():
+def test_auto_for_latent_decode_on_hopper_chooses_hopper():
     batch = latent_batch(128, torch.bfloat16, [1, 3], [640, 64], 16, causal=True)
     spec, kv = batch.spec.replace(latent=True), batch.kv
     assert registry.choose(spec, torch.device("cuda", 0)).name == "hopper"
@@ -156,7 +156,7 @@ def test_auto_chooses_it_for_decode():
 
 
 @pytest.mark.parametrize("dim", [512, 256, 128])
-def test_kernels_compile(dim):
+def test_latent_kernels_compile_within_their_memory(dim):
     from helpers.triton_compile import compile_latent
 
     spec = attention_spec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=dim + 64, head_dim_vo=dim, latent=True)
@@ -168,7 +168,7 @@ def test_kernels_compile(dim):
         assert usage.spills <= 32, usage.spills
 
 
-def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
+def test_latent_launch_passes_the_arguments_of_the_kernel(monkeypatch):
     calls = hopper.mla_host
     monkeypatch.setattr(calls, "Launcher", Recorded)
     calls._launcher.cache_clear()
@@ -197,7 +197,7 @@ def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch):
     calls._launcher.cache_clear()
 
 
-def test_what_it_declines():
+def test_latent_host_declines_unsupported_layers_with_a_reason():
     spec = attention_spec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
     declines = hopper.mla_host.declines
     assert declines(spec, 1) is None
@@ -207,7 +207,7 @@ def test_what_it_declines():
     assert "batch invariance" in declines(spec.replace(batch_invariant=True), 1)
 
 
-def test_how_tiles_are_spread():
+def test_programs_per_span_of_few_and_many_rows_differ():
     """Few query rows by neighbouring programs, many one tile at a time."""
     spec = attention_spec(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, latent=True)
     programs = [hopper.mla_host.programs_per_span(spec, n) for n in (0, 1, 2, 3, 6, 7)]

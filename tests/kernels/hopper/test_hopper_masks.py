@@ -35,7 +35,7 @@ def mask_of_blocks(rng, q_len, kv_len):
 @gpu
 @pytest.mark.parametrize("change", [{}, {"window_left": 600}, {"causal": True}, {"logits_soft_cap": 5.0}], ids=str)
 @pytest.mark.parametrize("dim", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_masks_of_whole_blocks(dim, change, rng):
+def test_prefill_with_masks_of_whole_blocks_matches_the_oracle(dim, change, rng):
     for page_size in (1, 16):
         heads = rng.choice((1, 2))
         kv_dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float8_e4m3fn))
@@ -53,7 +53,7 @@ def test_masks_of_whole_blocks(dim, change, rng):
 
 
 @gpu
-def test_a_mask_of_causal_order_has_its_bits(rng):
+def test_prefill_with_a_mask_of_causal_order_has_equal_bits(rng):
     """A custom mask that says what causal order says leaves the same blocks, so that batch-invariant bits are equal."""
     spec = attention_spec(
         num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16, batch_invariant=True
@@ -69,7 +69,7 @@ def test_a_mask_of_causal_order_has_its_bits(rng):
 
 
 @gpu
-def test_a_mask_at_any_address(rng):
+def test_prefill_with_a_mask_at_any_address_has_equal_bits(rng):
     """Bits that do not begin at a word of 32, with ones around them."""
     n, m = rng.randint(100, 300), rng.randint(300, 900)
     q, k = torch.randn(n, 4, 128, device="cuda").half(), torch.randn(m, 2, 128, device="cuda").half()
@@ -83,7 +83,7 @@ def test_a_mask_at_any_address(rng):
         assert torch.equal(out, exact)
 
 
-def test_blocks_are_found_by_the_bits_of_a_mask(monkeypatch, rng):
+def test_block_iterator_of_a_mask_skips_blocks_that_no_row_sees(monkeypatch, rng):
     """Blocks that no row of a tile sees are left out, and those of which all rows see all keys need no mask."""
     on_host(monkeypatch, mask)
     shift = mask._shift_word

@@ -58,7 +58,7 @@ def lengths(rng):
 @gpu
 @pytest.mark.parametrize("name", list(LAYERS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_batches(dtype, name, rng):
+def test_prefill_of_random_batches_matches_the_oracle(dtype, name, rng):
     """Any heads, pages, layouts and scales. Unused slots of pages are NaN."""
     for spec, page_size in [(layer(rng, dtype, **LAYERS[name]), rng.choice((1, 3, 8, 16, 64, 256))) for _ in range(2)]:
         per_head = rng.random() < 0.3, rng.random() < 0.3
@@ -75,7 +75,7 @@ def test_batches(dtype, name, rng):
 @gpu
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_fp8_queries(dtype, name, rng):
+def test_prefill_of_fp8_queries_matches_the_oracle(dtype, name, rng):
     """Products of fp8 by fp8 are added up in fewer bits than float32 has."""
     spec, page_size = layer(rng, dtype, False, o_dtype=torch.bfloat16, **LAYERS[name]), rng.choice((1, 16, 256))
     for _ in range(4):
@@ -88,7 +88,7 @@ def test_fp8_queries(dtype, name, rng):
 
 @gpu
 @pytest.mark.parametrize("name", ["plain", "window", "mask", "all"])
-def test_rows_that_are_not_in_pages(name, rng):
+def test_prefill_over_ragged_rows_matches_the_oracle(name, rng):
     """Rows of other requests, and those behind the last one, count for nothing, even if they are NaN."""
     for _ in range(3):
         spec = layer(rng, torch.bfloat16, **LAYERS[name])
@@ -108,7 +108,7 @@ def test_rows_that_are_not_in_pages(name, rng):
 
 @gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_keys_without_probability_change_no_bit(dim, rng):
+def test_prefill_with_keys_of_no_probability_has_equal_bits(dim, rng):
     """As long as no maximum grows, states are multiplied by exactly 1, not by what a product and a sum round to."""
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=dim, q_dtype=torch.bfloat16, causal=False)
     batch = random_batch(spec, [rng.randint(200, 400)], [128 * 20], 16)
@@ -126,7 +126,7 @@ def test_keys_without_probability_change_no_bit(dim, rng):
 
 @gpu
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_pages_before_a_window_are_not_read(page_size, rng):
+def test_prefill_with_a_window_reads_no_pages_before_it(page_size, rng):
     spec = layer(rng, torch.bfloat16, window_left=rng.choice((5, 100, 128, 333)))
     q_len = rng.randint(1, 300)
     batch = random_batch(spec, [q_len], [2000], page_size)
@@ -140,7 +140,7 @@ def test_pages_before_a_window_are_not_read(page_size, rng):
 
 @gpu
 @pytest.mark.parametrize("shape", [(1, 1, 70000), (1, 64, 33000), (3, 40, 9000), (2, 130, 20000)], ids=str)
-def test_partial_states_are_combined(shape, rng):
+def test_prefill_of_split_requests_matches_the_oracle_with_equal_bits(shape, rng):
     """Few tiles with many keys: the same bits each time, and right, whatever the workspace has from before."""
     count, q_len, kv_len = shape
     spec = layer(rng, torch.bfloat16)
@@ -160,7 +160,7 @@ def test_partial_states_are_combined(shape, rng):
 @gpu
 @pytest.mark.parametrize("window", [-1, 5])
 @pytest.mark.parametrize("count", [33, 700, 2100])
-def test_many_requests(count, window, rng):
+def test_prefill_of_many_requests_matches_the_oracle(count, window, rng):
     """More requests than a warp looks at together, of lengths that differ by powers of two; with a window, tiles of one
     block that has unused slots on both sides, of which one consumer may be several ahead.
     """
@@ -175,7 +175,7 @@ def test_many_requests(count, window, rng):
 
 
 @gpu
-def test_tables_that_change_after_their_check_never_lead_outside(rng):
+def test_prefill_with_invalid_tables_reads_inside_the_tensors(rng):
     for page_size in (1, 16):
         spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
         batch = random_batch(spec, [70, 100], [640, 64], page_size)
@@ -184,7 +184,7 @@ def test_tables_that_change_after_their_check_never_lead_outside(rng):
 
 
 @gpu
-def test_graphs_read_tables_that_changed(rng):
+def test_captured_prefill_replayed_reads_changed_tables(rng):
     """A captured plan and run compute what the tables say when they are replayed, over caches in any layout."""
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     batches = [
@@ -214,7 +214,7 @@ def test_graphs_read_tables_that_changed(rng):
 
 
 @gpu
-def test_auto_chooses_it_for_prefill(rng):
+def test_auto_for_prefill_on_hopper_chooses_hopper(rng):
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
     assert registry.choose(spec, device) is registry.choose(spec, device, max_q_len=999) is registry.family("hopper")
@@ -231,7 +231,7 @@ def test_auto_chooses_it_for_prefill(rng):
     assert relative_error(out, oracle_result(batch)[0]) < 3e-3
 
 
-def test_what_a_launch_passes_is_what_the_kernel_takes(monkeypatch, rng):
+def test_prefill_launch_passes_the_arguments_of_the_kernel(monkeypatch, rng):
     """Caches that TMA reads as matrices of tokens, in any layout, and those whose keys are copied one by one."""
     monkeypatch.setattr(host, "Launcher", Recorded)
     host._launcher.cache_clear()
@@ -339,7 +339,7 @@ def test_work_tiles_cover_all_tiles(split, monkeypatch, rng):
 
 
 @pytest.mark.parametrize("name", ["p16", "ragged", "p1", "fp8", "fp8 q", "d64", "d192", "d256", "all", "invariant"])
-def test_kernels_compile(name):
+def test_prefill_kernels_compile_without_spills_in_their_loops(name):
     """Registers last in the loop over keys, and the wait for PV stays behind the exponentials: see `_hold`. If
     batch-invariant, exponents alone are fused, a product and a sum for each, with and without a mask.
     """
@@ -366,7 +366,7 @@ def test_kernels_compile(name):
         assert name != "invariant" or all(x.count("FFMA") == block_n // 2 for x in loops)
 
 
-def test_what_it_declines():
+def test_prefill_declines_unsupported_layers_with_a_reason():
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, q_dtype=torch.bfloat16)
     assert host.declines(spec, 0) is host.declines(spec.replace(pos_encoding="ALIBI", sinks=True), 5000) is None
     assert host.declines(spec.replace(head_dim_qk=192), 0) is None

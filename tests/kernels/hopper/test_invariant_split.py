@@ -19,7 +19,7 @@ from quire.kernels.hopper.config import TileConfig
 from quire.kernels.hopper.decode import invariant, tile
 
 
-def test_launches_share_the_requests_of_a_batch(monkeypatch, rng):
+def test_invariant_launches_take_each_request_once(monkeypatch, rng):
     """By the number of query tokens alone: each launch takes the other's requests for empty."""
     on_host(monkeypatch, mask, schedule)
     for group in (1, 4, 7, 64):
@@ -132,7 +132,7 @@ class Simulated:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_partial_states_are_stored_and_merged_alike(whole, monkeypatch, rng):
+def test_invariant_partial_states_of_any_split_merge_in_one_order(whole, monkeypatch, rng):
     """The kernel's own code runs with states that record what was merged into them: equal however work units are cut.
     Programs run in the order of their start, so that none waits for one that starts later.
     """

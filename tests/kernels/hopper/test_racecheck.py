@@ -64,7 +64,7 @@ def sanitized(*options: str, cells: list[str], **env: str) -> str:
 
 @gpu
 @needs_tool
-def test_no_warp_group_reads_what_another_has_not_written():
+def test_racecheck_of_kernels_finds_the_known_hazards_alone():
     """Hazards are reported only where Triton starts and ends warp groups, as in kernels that do nothing else, and where
     all consumers of prefill clear unused values: each writes what the others do.
     """
@@ -80,7 +80,7 @@ def test_no_warp_group_reads_what_another_has_not_written():
 
 @gpu
 @needs_tool
-def test_nothing_outside_of_tensors_is_used():
+def test_memcheck_of_kernels_finds_no_errors():
     """Each tensor is an allocation of its own, so that an access past its end is seen."""
     cells = [CELLS[0], CELLS[2], *CELLS[6:]]
     options = ("--tool", "memcheck", "--report-api-errors", "no")

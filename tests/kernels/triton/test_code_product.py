@@ -42,7 +42,7 @@ def tensors(kind, zero, target, pairs):
 
 
 @every_case
-def test_products_of_few_rows_compile(kind, block, zero, target):
+def test_product_of_few_rows_compiles_for_every_architecture(kind, block, zero, target):
     for rows, dtype in ((1, torch.bfloat16), (64, torch.float16 if kind == "int4" else torch.bfloat16)):
         c = product_config(kind, block, rows, 4096, 4096, dtype, CPU, 4096)
         pairs = target != "gfx942" and kind != "int8" and (dtype == torch.bfloat16 or kind == "int4")
@@ -62,7 +62,7 @@ def test_products_of_few_rows_compile(kind, block, zero, target):
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
-def test_products_of_experts_compile(target):
+def test_product_of_experts_compiles_for_every_architecture(target):
     for rows in (4, 1024):
         c = group_config("mxfp4", (1, 32), rows, 32, 2880, 2880, torch.bfloat16, CPU, 4096)
         stages = 2 if target == "gfx942" else c.num_stages
@@ -75,7 +75,7 @@ def test_products_of_experts_compile(target):
 
 
 @every_case
-def test_numbers_of_weights_compile(kind, block, zero, target):
+def test_dequantization_compiles_for_every_architecture(kind, block, zero, target):
     c = NumberConfig(kind, 0 if block[1] == 4096 else block[1], block[0], 64, 4, False, True)
     given = {**tensors(kind, zero, target, False), "weight": "*bf16", "c": c}
     usage = compile_kernel(write_numbers, target, given, num_warps=c.num_warps)
@@ -83,7 +83,7 @@ def test_numbers_of_weights_compile(kind, block, zero, target):
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
-def test_rounding_of_rows_to_fp8_compiles(target):
+def test_rounding_of_rows_to_fp8_compiles_for_every_architecture(target):
     for columns, group in ((4096, 0), (14336, 128)):
         c = RoundConfig(columns, group, target in OVERLAPPING)
         given = {"x": "*bf16", "out": "*fp8e4nv" if target in NATIVE_FP8 else "*u8", "scales": "*fp32", "c": c}

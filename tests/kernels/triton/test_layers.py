@@ -30,7 +30,7 @@ def check(kernel, target, given, num_warps):
 
 
 @main_architectures
-def test_norms(target):
+def test_norms_compile_for_every_architecture(target):
     from quire.kernels.triton.norm import norm_config, norm_rows
 
     plain = {"x": "*bf16", "residual": None, "weight": "*bf16", "beta": None, "scale": None, "eps": "fp32"}
@@ -54,7 +54,7 @@ def test_norms(target):
 
 
 @main_architectures
-def test_products_of_one_row(target):
+def test_gemv_compiles_for_every_architecture(target):
     from quire.kernels.triton.gemv import gemv_config, multiply_rows
 
     for size in (1000, 1024, 4096, 14336):
@@ -69,7 +69,7 @@ def test_products_of_one_row(target):
 
 
 @main_architectures
-def test_choice_of_experts(target):
+def test_topk_compiles_for_every_architecture(target):
     from quire.kernels.triton.topk import choose_largest, topk_config
 
     for size, k, dtype in ((128, 8, "*fp32"), (1000, 32, "*bf16")):
@@ -78,7 +78,7 @@ def test_choice_of_experts(target):
 
 
 @main_architectures
-def test_page_table_copies_compile(target):
+def test_page_table_copies_compile_for_every_architecture(target):
     from quire.kernels.triton.page_table import copy_pages, page_table_config
 
     c = page_table_config(300, 131072, torch.device("cpu"))
@@ -90,7 +90,7 @@ def test_page_table_copies_compile(target):
 
 
 @main_architectures
-def test_products_of_experts(target):
+def test_grouped_gemm_compiles_for_every_architecture(target):
     from quire.kernels.triton.grouped_gemm import gemm_config, group_config, group_rows, multiply_groups
 
     overlaps = target in ("sm_90", "sm_100", "sm_120")
@@ -118,7 +118,7 @@ def test_products_of_experts(target):
 
 
 @main_architectures
-def test_most_likely_tokens(target):
+def test_most_likely_compiles_for_every_architecture(target):
     from quire.kernels.triton.greedy import first_largest_part, greedy_config, largest_of_parts
 
     for vocab in (1000, 151_936):
@@ -134,7 +134,7 @@ def test_most_likely_tokens(target):
 
 
 @main_architectures
-def test_activations(target):
+def test_activations_compile_for_every_architecture(target):
     from quire.kernels.triton.activation import activate_rows, activation_config
 
     for kind in ("silu", "gelu", "gelu_tanh"):
@@ -145,7 +145,7 @@ def test_activations(target):
 
 
 @main_architectures
-def test_heads_normalised_rotated_and_appended(target):
+def test_norm_rope_append_compiles_for_every_architecture(target):
     from quire.kernels.triton.qk_norm_rope import norm_rotate_append, qk_config
 
     tables = ("requests", "positions", "indptr", "indices")
