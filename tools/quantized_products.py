@@ -112,7 +112,8 @@ def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
         codes = (x / scale.float()[:, None, :, None]).round() + zero[:, None, :, None]
         return codes.clamp(0, 15).to(torch.uint8), scale, zero.to(torch.uint8)
     scale = largest / (448 if kind == "fp8" else 127)
-    codes = x / scale[:, None, :, None]
+    # The largest quotient may be rounded to more than 448, which torch before 2.13 converts to NaN.
+    codes = (x / scale[:, None, :, None]).clamp(-448, 448)
     return codes.to(torch.float8_e4m3fn) if kind == "fp8" else codes.round().to(torch.int8), scale, None
 
 

@@ -59,7 +59,8 @@ def make_weight(layout, rows, columns, device):
     blocks = tuple(-(-size // part) for size, part in zip((rows, columns), block, strict=True))
     zero = None
     if kind == "fp8":
-        codes = torch.randn(rows, columns).mul(100).to(torch.float8_e4m3fn)
+        # torch before 2.13 converts numbers above 448 to NaN.
+        codes = torch.randn(rows, columns).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
     elif kind == "int8":
         codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
         zero = torch.randint(-128, 128, blocks, dtype=torch.int8) if has_zero else None

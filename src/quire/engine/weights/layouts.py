@@ -56,7 +56,8 @@ class Matrix:
         blocks = *shape[:-2], *(-(-size // part) for size, part in zip(shape[-2:], block, strict=True))
         size = _SIZES[kind]
         if kind == "fp8":
-            codes = torch.randn(*shape, device=device).mul_(size).to(torch.float8_e4m3fn)
+            # torch before 2.13 converts numbers above 448 to NaN.
+            codes = torch.randn(*shape, device=device).mul_(size).clamp_(-448, 448).to(torch.float8_e4m3fn)
         elif kind == "int8":
             codes = torch.randint(-127, 128, tuple(shape), dtype=torch.int8, device=device)
         else:
