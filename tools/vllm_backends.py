@@ -11,7 +11,9 @@ that they see the same machine; figures are medians of the rounds. Models have r
     drafts:16       with --draft-tokens: prompts that repeat themselves, with drafts by n-grams
 
 FLASHINFER is vLLM's backend over `quire.compat`. "tokens" compares greedy tokens with those of the first backend: until
-they differ, and then by how much the first one's logits prefer its own token, which a rounding decides if it is little.
+they differ, and then by how much the first one's logits prefer its own token, which a rounding decides if it is little;
+and log-probabilities of equal tokens. With --kv-cache-dtype fp8, whose rounding changes tokens, all backends are
+compared with the first one over a cache of the model's dtype, so that the errors of both show.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ import sys
 import tempfile
 import time
 from datetime import date
+from math import inf
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from quire import __version__
@@ -58,11 +61,12 @@ TIE = 0.15
 class Worker:
     """A process with one engine."""
 
-    def __init__(self, backend: str, options: list[str], log: Path) -> None:
-        self.backend, self.log = backend, log
+    def __init__(self, backend: str, kv_cache_dtype: str, options: list[str], log: Path) -> None:
+        self.backend, self.kv_cache_dtype = backend, kv_cache_dtype
+        self.log = log
         self.error = ""
         self.process = subprocess.Popen(
-            [sys.executable, WORKER, "--backend", backend, *options],
+            [sys.executable, WORKER, "--backend", backend, "--kv-cache-dtype", kv_cache_dtype, *options],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, bufsize=1,
         )  # fmt: skip
 
@@ -93,19 +97,27 @@ class Worker:
 
 
 def compare_tokens(reference: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far greedy tokens are equal: tokens compared, requests that a rounding parts, and those that it does not."""
-    compared, gaps = 0, []
+    """How far greedy tokens are equal: tokens compared, requests that a rounding parts, and those that it does not. The
+    largest gap is None if the reference's most likely tokens do not contain the other one; the mean error is that of
+    the log-probabilities of the reference's tokens.
+    """
+    compared = 0
+    gaps: list[float] = []
+    errors: list[float] = []
     for ours, theirs in zip(other, reference, strict=True):
-        for token, expected, logprobs in zip(ours["tokens"], theirs["tokens"], theirs["logprobs"], strict=True):
+        for i, (token, expected) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
+            here, there = ours["logprobs"][i], theirs["logprobs"][i]
             compared += 1
+            if str(expected) in here:
+                errors.append(abs(here[str(expected)] - there[str(expected)]))
             if token != expected:
-                chosen = logprobs[str(expected)]
-                gaps.append(chosen - logprobs.get(str(token), chosen - 99.0))
+                gaps.append(there[str(expected)] - there.get(str(token), -inf))
                 break
-    ties = [gap for gap in gaps if gap <= TIE]
+    ties, largest = [gap for gap in gaps if gap <= TIE], max(gaps, default=0.0)
     return {
         "tokens": compared, "requests": len(other), "ties": len(ties), "different": len(gaps) - len(ties),
-        "largest_gap": round(max(gaps, default=0.0), 4),
+        "largest_gap": round(largest, 4) if largest < inf else None,
+        "mean_logprob_error": round(fmean(errors), 4) if errors else None,
     }  # fmt: skip
 
 
@@ -128,14 +140,21 @@ def row(cell: str, backend: str, found: list[dict[str, float]]) -> dict[str, Any
     return figures
 
 
+def check(workers: list[Worker], result: dict[str, Any]) -> None:
+    """Compare the tokens of each engine with those of the first."""
+    answers = [w.ask(do="check", seed=7) for w in workers]
+    first = answers[0]
+    for w, answer in zip(workers, answers, strict=True):
+        tokens = answer if "error" in answer or "error" in first else compare_tokens(first["result"], answer["result"])
+        result["tokens"].append({"backend": w.backend, "kv_cache_dtype": w.kv_cache_dtype, **tokens})
+        print("tokens", json.dumps(result["tokens"][-1]), flush=True)
+
+
 def measure(workers: list[Worker], args: argparse.Namespace, result: dict[str, Any], ends: float) -> None:
     """Measure all cells in turns, and put them into the result, which is written after each."""
-    answers = {w.backend: w.ask(do="check", seed=7) for w in workers}
-    first = answers[workers[0].backend]
-    for backend, answer in answers.items():
-        tokens = answer if "error" in answer or "error" in first else compare_tokens(first["result"], answer["result"])
-        result["tokens"].append({"backend": backend, **tokens})
-        print("tokens", json.dumps(result["tokens"][-1]), flush=True)
+    check(workers, result)
+    # The engine over a cache of the model's dtype is only the reference of tokens.
+    workers = [w for w in workers if w.kv_cache_dtype == args.kv_cache_dtype]
     for cell in args.cell:
         found: dict[str, list[dict[str, float]]] = {w.backend: [] for w in workers}
         for turn in range(args.rounds):
@@ -193,14 +212,17 @@ def start(args: argparse.Namespace, folder: Path) -> list[Worker]:
     config, model = folder / "config", folder / args.model
     write_config(args.model, config, longest)
     subprocess.run([sys.executable, WORKER, "--make-from", str(config), "--model", str(model)], check=True)
-    share = args.gpu_gib / len(args.backend)
+    engines = [(name, args.kv_cache_dtype) for name in args.backend]
+    if args.kv_cache_dtype != "auto":
+        engines.insert(0, (args.backend[0], "auto"))
+    share = args.gpu_gib / len(engines)
     options = [
-        "--model", str(model), "--kv-cache-dtype", args.kv_cache_dtype, "--max-model-len", str(longest),
+        "--model", str(model), "--max-model-len", str(longest),
         "--kv-gib", f"{max(share - 9, 2):.1f}", "--draft-tokens", str(args.draft_tokens),
         *(["--enforce-eager"] if args.enforce_eager else []),
     ]  # fmt: skip
     logs = Path(os.environ.get("OUT", folder))
-    return [Worker(name, options, logs / f"{args.model}-{name}.log") for name in args.backend]
+    return [Worker(name, dtype, options, logs / f"{args.model}-{name}-{dtype}.log") for name, dtype in engines]
 
 
 def _tokens(cell: str) -> int:

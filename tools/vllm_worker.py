@@ -142,7 +142,7 @@ class Engine:
     def check(self, seed: int) -> list[dict[str, Any]]:
         """Greedy tokens of prompts of many lengths that run together, and the most likely tokens of each step."""
         lengths = [1, 17, 64, 100, 333, 1000, 2047, 4200]
-        params = self.vllm.SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False, logprobs=5)
+        params = self.vllm.SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False, logprobs=20)
         inputs = [{"prompt_token_ids": prompt} for prompt in self.prompts(lengths, seed)]
         answers = []
         for output in self.llm.generate(inputs, params, use_tqdm=False):

@@ -84,15 +84,16 @@ def environment(tmp_path):
 def test_measure_takes_turns_and_compares_tokens(environment, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(vllm_backends.subprocess, "Popen", lambda *a, **k: subprocess_popen(*a, **k, env=environment))
     workers = [
-        vllm_backends.Worker(name, ["--model", str(tmp_path)], tmp_path / f"{name}.log")
+        vllm_backends.Worker(name, "auto", ["--model", str(tmp_path)], tmp_path / f"{name}.log")
         for name in ("FLASH_ATTN", "CUSTOM", "BROKEN")
     ]
     ready = [w.read() for w in workers]
     assert [x.get("vllm") for x in ready] == ["0.26.0", "0.26.0", None]
     assert ready[2]["error"] == "RuntimeError: no such backend"
     args = vllm_backends.argparse.Namespace(
-        cell=["2x16", "3xlognormal", "random:4", "drafts:2", "nonsense"], rounds=3, profile=[], json=tmp_path / "x.json"
-    )
+        cell=["2x16", "3xlognormal", "random:4", "drafts:2", "nonsense"], rounds=3, profile=[],
+        json=tmp_path / "x.json", kv_cache_dtype="auto",
+    )  # fmt: skip
     result = {"tokens": [], "cells": [], "profiles": [], "errors": []}
     try:
         vllm_backends.measure(workers[:2], args, result, float("inf"))
@@ -100,7 +101,8 @@ def test_measure_takes_turns_and_compares_tokens(environment, tmp_path, monkeypa
         for w in workers:
             w.close()
     assert result["tokens"][1] == {
-        "backend": "CUSTOM", "tokens": 7 * 32 + 3, "requests": 8, "ties": 1, "different": 0, "largest_gap": 0.05,
+        "backend": "CUSTOM", "kv_cache_dtype": "auto", "tokens": 7 * 32 + 3, "requests": 8, "ties": 1, "different": 0,
+        "largest_gap": 0.05, "mean_logprob_error": 0.0,
     }  # fmt: skip
     cells = [(one["cell"], one["backend"], one["rounds"]) for one in result["cells"]]
     assert cells == [(cell, name, 3) for cell in args.cell[:4] for name in ("FLASH_ATTN", "CUSTOM")]
@@ -114,15 +116,21 @@ subprocess_popen = subprocess.Popen
 
 
 def test_measure_after_the_limit_begins_no_cell(tmp_path):
+    """Nor does it time the engine over another cache, which is the reference of tokens."""
+
     class Quick:
-        backend = "CUSTOM"
+        def __init__(self, kv_cache_dtype):
+            self.backend, self.kv_cache_dtype = "CUSTOM", kv_cache_dtype
 
         def ask(self, do, **request):
             return {"result": [] if do == "check" else {"ms": 2.0, "tokens_s": 500.0, "prefill_ms": 3.0}}
 
-    args = vllm_backends.argparse.Namespace(cell=["1x1k", "1x8k"], rounds=4, profile=[], json=None)
+    args = vllm_backends.argparse.Namespace(
+        cell=["1x1k", "1x8k"], rounds=4, profile=[], json=None, kv_cache_dtype="fp8"
+    )
     result = {"tokens": [], "cells": [], "profiles": [], "errors": []}
-    vllm_backends.measure([Quick()], args, result, 0.0)
+    vllm_backends.measure([Quick("auto"), Quick("fp8")], args, result, 0.0)
+    assert [one["kv_cache_dtype"] for one in result["tokens"]] == ["auto", "fp8"]
     assert [(one["cell"], one["rounds"], one["ms"]) for one in result["cells"]] == [("1x1k", 1, 2.0)]
     assert result["errors"] == [{"error": "the time was over after the cell 1x1k"}]
 
@@ -130,9 +138,12 @@ def test_measure_after_the_limit_begins_no_cell(tmp_path):
 def test_compare_tokens_of_rounding_differences_counts_them_as_ties():
     logprobs = [{"1": -1.0, "2": -1.1, "3": -3.0}] * 3
     reference = [{"tokens": [1, 1, 1], "logprobs": logprobs}] * 4
-    others = [{"tokens": tokens} for tokens in ([1, 1, 1], [1, 2, 9], [3, 1, 1], [1, 1, 4])]
+    errors = [{"1": -1.25, "2": -1.0}] * 3
+    others = [{"tokens": tokens, "logprobs": errors} for tokens in ([1, 1, 1], [1, 2, 9], [3, 1, 1], [1, 1, 4])]
     found = vllm_backends.compare_tokens(reference, others)
-    assert found == {"tokens": 9, "requests": 4, "ties": 1, "different": 2, "largest_gap": 99.0}
+    counts = {"tokens": 9, "requests": 4, "ties": 1, "different": 2}
+    assert found == counts | {"largest_gap": None, "mean_logprob_error": 0.25}
+    assert vllm_backends.compare_tokens(reference[:3], others[:3])["largest_gap"] == 2.0
 
 
 def test_lengths_of_a_cell_are_those_of_its_name(rng):
