@@ -84,8 +84,8 @@ def test_wheel_metadata_is_that_of_the_project(metadata):
 
 
 def test_wheel_requirements_outside_extras_are_the_dependencies(metadata):
-    plain = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
-    assert {line.split(">=")[0] for line in plain} == {line.split(">=")[0] for line in PROJECT["dependencies"]}
+    required = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
+    assert {line.split(">=")[0] for line in required} == {line.split(">=")[0] for line in PROJECT["dependencies"]}
 
 
 def test_wheel_import_in_a_fresh_interpreter_computes(installed):

@@ -190,7 +190,7 @@ def work(names: list[str]) -> None:
         torch.manual_seed(sum(name.encode()))
         with tempfile.TemporaryDirectory() as folder:
             what, why = attempt(name, Path(folder) / "windows")
-            if what in ("refused", "untried") and attempt(name, Path(folder) / "plain", windows=False)[0] == "runs":
+            if what in ("refused", "untried") and attempt(name, Path(folder) / "full", windows=False)[0] == "runs":
                 what, why = "runs", f"not with sliding windows: {why}"
         why = re.sub(r"\bit( can't be run:|:| has) ", "", " ".join(why.replace(f"{folder}/windows", "it").split()))
         print(json.dumps({"type": name, "what": what, "why": why[:300]}), flush=True)

@@ -198,24 +198,24 @@ def main() -> None:
     train_texts, held_out = read_corpus(args.corpus)
     tokenizer = train_tokenizer(train_texts)
     ids, valid = encode(tokenizer, train_texts), encode(tokenizer, held_out)
-    plain = "".join(held_out).encode()
+    text = "".join(held_out).encode()
     print(
         f"{len(train_texts)} files, {len(ids):,} tokens to train on; "
-        f"{len(held_out)} files, {len(plain):,} bytes held out"
+        f"{len(held_out)} files, {len(text):,} bytes held out"
     )
 
     model = new_model().to(args.device)
     add_dropout(model, args.dropout)
-    train(model, ids, valid, len(plain), args)
+    train(model, ids, valid, len(text), args)
 
     model = model.to(torch.bfloat16)  # measure what ships
     report = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "training_tokens": args.steps * args.batch * CONTEXT,
         "corpus_tokens": len(ids),
-        "held_out_bytes": len(plain),
-        "held_out_bits_per_byte": round(bits_per_byte(model, valid, len(plain), args.device), 4),
-        "xz_9_bits_per_byte": round(8 * len(lzma.compress(plain, preset=9)) / len(plain), 4),
+        "held_out_bytes": len(text),
+        "held_out_bits_per_byte": round(bits_per_byte(model, valid, len(text), args.device), 4),
+        "xz_9_bits_per_byte": round(8 * len(lzma.compress(text, preset=9)) / len(text), 4),
         "steps": args.steps,
         "batch": args.batch,
         "rate": args.rate,

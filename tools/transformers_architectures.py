@@ -78,7 +78,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             what, why = attempt(name, Path(folder) / "windows", True)
             if what == "untried":
-                what, why = attempt(name, Path(folder) / "plain", False)
+                what, why = attempt(name, Path(folder) / "full", False)
         counts[what] += 1
         print(f"{name}: {what} {' '.join(why.split())[:200]}", flush=True)
     print(dict(counts))

@@ -133,8 +133,9 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
                 cache's scale_mode, which it has anyway.
             max_q_len, query_layout, kv_cache_layout, enable_pdl: accepted: it makes no difference.
 
-        The tables may lie on the host or on the device, which nobody waits for. On a GPU every run reads them as it
-        finds them, kv_len_arr too, or the buffers that they were copied to for a graph.
+        The tables may lie on the host or on the device; `plan` does not wait for the device. On a GPU every run reads
+        the contents that they then have, those of kv_len_arr too, or of the buffers that they were copied to for a
+        graph.
 
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.

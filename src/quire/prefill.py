@@ -164,8 +164,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             slopes=as_slopes(alibi_slopes), batch_invariant=self._keeps_bits(fixed_split_size, disable_split_kv),
         )  # fmt: skip
         given = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
-        if plain and self._refresh_tables(layer, max_token_per_sequence, *given, non_blocking=non_blocking):
+        unmasked = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
+        if unmasked and self._refresh_tables(layer, max_token_per_sequence, *given, non_blocking=non_blocking):
             return
         last_page_len = table(paged_kv_last_page_len, "paged_kv_last_page_len")
         qo = self._query_rows(table(qo_indptr, "qo_indptr", last_page_len.shape[0] + 1))
@@ -216,8 +216,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
         options = None
-        plain = q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is None
-        if not (plain and lse_base == "log2" and lse_layout == "NH"):
+        no_overrides = q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is None
+        if not (no_overrides and lse_base == "log2" and lse_layout == "NH"):
             options = q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout
         plan = self.require_plan()
         key, done = plan.repeat(q, paged_kv_cache, (out, lse, sinks), return_lse, options)

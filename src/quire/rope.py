@@ -42,8 +42,9 @@ __all__ = [
     "rope_quantize_fp8_append_paged_kv_cache",
 ]
 
-# low_freq_factor, high_freq_factor and old_context_len of plain RoPE, where rope_scale divides all frequencies.
-_PLAIN = (1.0, 4.0, 0.0)
+# low_freq_factor, high_freq_factor and old_context_len without the scaling of Llama 3.1: rope_scale divides all
+# frequencies.
+_UNSCALED = (1.0, 4.0, 0.0)
 
 
 def _check_heads(q: Tensor, k: Tensor, rotary_dim: int, names: tuple[str, str] = ("q", "k")) -> None:
@@ -63,7 +64,7 @@ def _apply(
     interleave: bool,
     rope_scale: float,
     rope_theta: float,
-    scaling: tuple[float, float, float] = _PLAIN,
+    scaling: tuple[float, float, float] = _UNSCALED,
     *,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -215,7 +216,7 @@ def _apply_cache(
     check_tensor(cache, "cos_sin_cache", (None, None), torch.float32, q.device)
     _check_heads(q, k, cache.shape[1], ("query", "key"))
     check_ints(positions, "positions", len(q), q.device)
-    angles = (positions, None, cache, cache.shape[1], not is_neox, 1.0, 1.0, *_PLAIN)
+    angles = (positions, None, cache, cache.shape[1], not is_neox, 1.0, 1.0, *_UNSCALED)
     if inplace:
         check_no_overlap(query, "query")
         check_no_overlap(key, "key")

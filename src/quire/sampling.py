@@ -5,9 +5,9 @@ Quire's own. Nothing here waits for a device, but `check_nan=True`, and everythi
 parameters that are tensors where they are to change. docs/sampling.md says how tokens are chosen and what a seed
 promises.
 
-Tokens that are equally likely are kept or dropped together: top-k keeps the tokens that fewer than k are likelier than,
-top-p those that likelier ones with together less than p precede, min-p those at least min_p times as likely as the
-most likely. The most likely are always kept, and tokens without probability are never drawn.
+Tokens of equal probability are kept or dropped together: top-k keeps a token if fewer than k have a higher probability,
+top-p if the probabilities above its own add up to less than p, min-p if its probability is at least min_p times the
+highest. The most likely tokens are always kept, and tokens without probability are never drawn.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sampled(NamedTuple):
     Attributes:
         tokens: int32 [rows]; 0 in rows that are not valid.
         valid: bool [rows]: False if a row has NaN or +inf, or only -inf.
-        logprobs, top_tokens, top_logprobs: as in `Logprobs`; None if they were not asked for.
+        logprobs, top_tokens, top_logprobs: as in `Logprobs`; None if they were not requested.
     """
 
     tokens: Tensor
@@ -223,7 +223,7 @@ def top_p_sampling_from_probs(
     generator: torch.Generator | None = None, check_nan: bool = False, seed: int | Tensor | None = None,
     offset: int | Tensor | None = None, return_valid: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`sampling_from_probs` of the tokens that likelier ones with together less than top_p precede.
+    """`sampling_from_probs` of tokens for which the probabilities above their own add up to less than top_p.
 
     top_p: a number, or a tensor [rows]; from 1 on, all tokens are kept.
     """
@@ -236,7 +236,7 @@ def top_k_sampling_from_probs(
     generator: torch.Generator | None = None, check_nan: bool = False, seed: int | Tensor | None = None,
     offset: int | Tensor | None = None, return_valid: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`sampling_from_probs` of the tokens that fewer than top_k are likelier than.
+    """`sampling_from_probs` of tokens for which fewer than top_k have a higher probability.
 
     top_k: an integer from 1 on, or an int32 or int64 tensor [rows], where less than 1 means all tokens.
     """

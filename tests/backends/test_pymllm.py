@@ -72,7 +72,7 @@ class Face:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("model", ["plain", "windows", "windows of one wrapper", "cross"])
+@pytest.mark.parametrize("model", ["default", "windows", "windows of one wrapper", "cross"])
 def test_random_schedule_matches_the_oracle(model, device, dtype, rng):
     layers, options = models(device)[model]
     engine = with_graphs(Engine(rng, Face(), layers, device=device, dtype=dtype, **options), rng.random() < 0.7)

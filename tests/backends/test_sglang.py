@@ -91,7 +91,7 @@ class Face:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("model", ["plain", "windows", "cross"])
+@pytest.mark.parametrize("model", ["default", "windows", "cross"])
 def test_random_schedule_matches_the_oracle(model, device, dtype, rng):
     layers, options = models(device)[model]
     engine = with_graphs(Engine(rng, Face(), layers, device=device, dtype=dtype, **options), rng.random() < 0.7)

@@ -1,4 +1,4 @@
-"""vLLM's backend, driven by plain objects: random schedules against the oracle."""
+"""vLLM's backend, driven by stand-ins of its objects: random schedules against the oracle."""
 
 from __future__ import annotations
 
@@ -214,25 +214,25 @@ def test_forward_with_an_output_writes_to_it(device, rng):
     metadata = engine.build(step)
     engine.plan(metadata)
     new = engine.new_tokens(5)
-    (plain,) = engine.forward(new, metadata)
+    (expected,) = engine.forward(new, metadata)
     spec = engine.specs[0]
     given = torch.full((5, spec.num_qo_heads, spec.head_dim_qk), torch.nan, device=device, dtype=torch.bfloat16)
     (out,) = engine.forward(new, metadata, output=given)
     assert out.data_ptr() == given.data_ptr()
-    assert out.shape == plain.shape
-    assert torch.equal(out, plain)
+    assert out.shape == expected.shape
+    assert torch.equal(out, expected)
     scale = torch.tensor(0.02, device=device)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        small = torch.empty(plain.shape, dtype=dtype, device=device)
+        small = torch.empty(expected.shape, dtype=dtype, device=device)
         engine.forward(new, metadata, output=small, output_scale=scale)
-        assert torch.equal(small.float(), quantize(plain, dtype, scale).float())
-        assert relative_error(small.float() * scale, plain.double()) < 0.1
+        assert torch.equal(small.float(), quantize(expected, dtype, scale).float())
+        assert relative_error(small.float() * scale, expected.double()) < 0.1
     with pytest.raises(ValueError, match="output_scale is given without output"):
         engine.forward(new, metadata, output_scale=scale)
     with pytest.raises(ValueError, match=r"output has torch\.float32"):
-        engine.forward(new, metadata, output=plain.float())
+        engine.forward(new, metadata, output=expected.float())
     with pytest.raises(ValueError, match=r"output has torch\.bfloat16"):
-        engine.forward(new, metadata, output=plain, output_scale=scale)
+        engine.forward(new, metadata, output=expected, output_scale=scale)
 
 
 def test_cache_shape_of_each_layout_is_that_of_vllm(layout, rng):

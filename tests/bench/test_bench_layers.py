@@ -40,7 +40,7 @@ def pretended(monkeypatch):
 def test_layer_cell_of_each_kind_equals_its_torch_formula(name, pretended):
     work = layers.LayerCell.parse(name).work()
     ours, theirs = ([x.clone() for x in work.inputs] for _ in range(2))
-    here, there = work.ours(*ours), work.plain(*theirs)
+    here, there = work.ours(*ours), work.formula(*theirs)
     results = [*zip(ours, theirs, strict=True), *([(here, there)] if isinstance(there, torch.Tensor) else [])]
     if name.startswith("rmsnorm"):
         results = [(here, there)]

@@ -114,10 +114,10 @@ def test_load_without_usage_counts_the_parts_of_a_stream(server):
     assert len(record.times) == 1, "the end of an answer without text counts"
 
 
-def record_of(first, gap, tokens=3, error=None, asked=3):
+def record_of(first, gap, tokens=3, error=None, max_tokens=3):
     times = [] if error else [first + i * gap for i in range(tokens)]
     return RequestRecord(
-        LoadRequest([1], asked), 0.001, times, times[-1] if times else 0.5, 0 if error else tokens, error, "no"
+        LoadRequest([1], max_tokens), 0.001, times, times[-1] if times else 0.5, 0 if error else tokens, error, "no"
     )
 
 

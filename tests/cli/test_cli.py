@@ -353,17 +353,17 @@ def test_bench_on_a_cpu_times_quire_and_torch(operation, cell, capsys, tmp_path)
 def test_bench_without_a_device_takes_the_gpu_if_there_is_one(there_is, timed, monkeypatch, capsys):
     pytest.importorskip("triton")
     module = importlib.import_module(f"quire.bench.{timed}")
-    asked = []
+    timed_cells = []
 
     def bench(names, backend, rounds):
-        asked.extend(names)
+        timed_cells.extend(names)
         yield {"cells": [{"cell": name} for name in names]}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there_is)
     monkeypatch.setattr(module, "bench", bench)
     monkeypatch.setattr(module, "table", lambda result: "a table")
     assert main(["bench", "decode"]) == 0
-    assert asked == list(module.DECODE)
+    assert timed_cells == list(module.DECODE)
     assert capsys.readouterr().out == "a table\n"
 
 
@@ -371,8 +371,8 @@ def test_bench_with_named_peers_passes_them_on(monkeypatch, capsys):
     gpu = pytest.importorskip("triton") and importlib.import_module("quire.bench.gpu")
     given = []
 
-    def bench(names, backend, rounds, asked):
-        given.append((backend, asked))
+    def bench(names, backend, rounds, chosen_peers):
+        given.append((backend, chosen_peers))
         yield {"cells": [{"cell": names[0]}]}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -125,11 +125,11 @@ def test_llm_with_drafts_of_repeated_text_takes_fewer_steps(rng):
         params = SamplingParams(**{"temperature": 0, "seed": 1, **more})
         with LLM(page_size=4, num_pages=100) as llm:
             expected = llm.generate([text], params)
-            plain = llm.stats.steps
+            without = llm.stats.steps
         with LLM(page_size=4, num_pages=100, speculative_tokens=4, max_num_seqs=1) as llm:
             done = llm.generate([text], params)
-            assert llm.stats.steps < 0.8 * plain
-            assert llm.stats.accepted_tokens >= plain - llm.stats.steps
+            assert llm.stats.steps < 0.8 * without
+            assert llm.stats.accepted_tokens >= without - llm.stats.steps
             again = llm.generate([text], params)
             until_idle(llm)
             assert pages_add_up(llm)
@@ -142,19 +142,19 @@ def test_llm_with_drafts_of_repeated_text_takes_fewer_steps(rng):
 def test_prefix_tree_after_rejected_drafts_has_known_tokens_alone(folder, rng, prompt_len):
     """Prompts that continue an output find only pages with the keys and values of its own tokens."""
     greedy = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
-    with LLM(folder, page_size=4) as plain, LLM(folder, page_size=4, speculative_tokens=5) as llm:
+    with LLM(folder, page_size=4) as undrafted, LLM(folder, page_size=4, speculative_tokens=5) as llm:
         for _ in range(8):
             prompt = repeating(rng, prompt_len, kinds=2)
-            done, expected = llm.generate([prompt], greedy), plain.generate([prompt], greedy)
-            until_idle(plain)
-            same(done, expected, plain, [prompt], [greedy])
+            done, expected = llm.generate([prompt], greedy), undrafted.generate([prompt], greedy)
+            until_idle(undrafted)
+            same(done, expected, undrafted, [prompt], [greedy])
             longer = [*prompt, *done[0].token_ids, 7]
-            plain._engine.scheduler.tree.clear()
+            undrafted._engine.scheduler.tree.clear()
             again = llm.generate([longer], greedy)
             assert again[0].num_cached_tokens >= (len(longer) - 2) // 4 * 4
-            expected = plain.generate([longer], greedy)
-            until_idle(plain)
-            same(again, expected, plain, [longer], [greedy])
+            expected = undrafted.generate([longer], greedy)
+            until_idle(undrafted)
+            same(again, expected, undrafted, [longer], [greedy])
         assert llm.stats.drafted_tokens > llm.stats.accepted_tokens
 
 

@@ -51,12 +51,12 @@ def test_default_params_give_the_tokens_of_generate(folder, network, write, rng,
     prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(4)]
     with LLM(folder, page_size=4) as llm:
         done = llm.generate(prompts)
-        plain = llm.generate(prompts, SamplingParams(repetition_penalty=1.0))
+        unpenalized = llm.generate(prompts, SamplingParams(repetition_penalty=1.0))
     for prompt, completion in zip(prompts, done, strict=True):
         ids = torch.tensor([prompt])
         theirs = network.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0)[0, len(prompt) :].tolist()
         assert completion.token_ids == theirs
-    assert [c.token_ids for c in plain] != [c.token_ids for c in done]
+    assert [c.token_ids for c in unpenalized] != [c.token_ids for c in done]
 
 
 def test_default_params_with_do_sample_give_the_distribution_of_generate(folder, network, write):

@@ -49,12 +49,12 @@ def test_bundled_model_on_held_out_text_needs_fewer_bits_than_xz(trainer, corpus
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     texts = sorted(corpus[1], key=len)[len(corpus[1]) // 2 :][:8]
-    plain = "".join(texts).encode()
+    data = "".join(texts).encode()
     tokenizer = AutoTokenizer.from_pretrained(shipped_model())
     ids = trainer.encode(tokenizer.backend_tokenizer, texts)
     network = AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32)
-    bits = trainer.bits_per_byte(network, ids, len(plain), "cpu")
-    xz = 8 * len(lzma.compress(plain, preset=9)) / len(plain)
+    bits = trainer.bits_per_byte(network, ids, len(data), "cpu")
+    xz = 8 * len(lzma.compress(data, preset=9)) / len(data)
     assert 0.3 < bits < 0.75 * xz
 
 

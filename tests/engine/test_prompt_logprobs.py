@@ -59,8 +59,8 @@ def check(model, prompt, params, done):
     with torch.inference_mode():
         exact = model(torch.tensor([prompt], device=model.device)).logits[0].log_softmax(-1)
     for token, values, given, rank in zip(prompt[1:], exact, report[1:], done.prompt_ranks[1:], strict=False):
-        likelier, as_likely = (int((values > values[token] + error).sum()) for error in (1e-4, -1e-4))
-        assert likelier + 1 <= rank <= as_likely
+        more_likely, as_likely = (int((values > values[token] + error).sum()) for error in (1e-4, -1e-4))
+        assert more_likely + 1 <= rank <= as_likely
         least = values.topk(max(count, 1)).values[-1] - 1e-4
         assert token in given
         assert count <= len(given) <= count + 1

@@ -79,7 +79,7 @@ def run(engine, params, cancelled=()):
 
 
 PARAMS = {
-    "plain": {},
+    "default": {},
     "log-probabilities": {"logprobs": 2},
     "penalties": {"repetition_penalty": 1.3, "temperature": 1.0, "seed": 5},
     "stop strings": {"stop": ["return", "self"]},
@@ -96,7 +96,7 @@ def test_sink_that_is_called_finds_the_state_after_the_step(model, kind, depth):
     given = {"temperature": 0, "max_tokens": 24, "ignore_eos": kind not in ("stop strings", "a grammar")}
     requests, _ = run(engine, SamplingParams(**{**given, **PARAMS[kind]}), cancelled=(1, 5))
     assert {r.finish_reason for r in requests} >= {"length" if given["ignore_eos"] else "stop", "cancelled"}
-    assert engine.scheduler.stats.preemptions > 0 or kind != "plain"
+    assert engine.scheduler.stats.preemptions > 0 or kind != "default"
 
 
 def test_sink_that_is_called_after_drafts_finds_all_accepted_ones(model):
@@ -168,7 +168,7 @@ def unscheduled(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("kind", ["plain", "log-probabilities"])
+@pytest.mark.parametrize("kind", ["default", "log-probabilities"])
 @pytest.mark.parametrize("spoil", [not_finite, unsampled, uncomputed, undecoded, unscheduled])
 def test_sink_that_is_called_with_an_error_finds_the_state_after_the_step(model, spoil, kind, depth, monkeypatch):
     engine = engine_of(model, depth)

@@ -203,10 +203,10 @@ class Levels:
         """The error is that of one call over all keys; rounded at each level, it would be 1.4 times as large."""
         calls = [(self.q[rows], *keys) for rows, keys in zip(self.rows, self.keys, strict=True)]
         options = {"causal": causal, "sm_scale": self.spec.sm_scale}
-        plain = torch.cat([flashinfer.single_prefill_with_kv_cache(*call, **options) for call in calls])
+        one_call = torch.cat([flashinfer.single_prefill_with_kv_cache(*call, **options) for call in calls])
         assert out.dtype == self.q.dtype
         exact = self.exact(causal)
-        assert relative_error(out, exact) <= 1.2 * relative_error(plain, exact)
+        assert relative_error(out, exact) <= 1.2 * relative_error(one_call, exact)
 
     def tables(self):
         return [list(column) for column in zip(*[[x.to(self.device) for x in p] for p in self.plans], strict=True)]

@@ -237,9 +237,9 @@ def test_run_with_arguments_by_position_takes_the_order_of_flashinfer(batch):
 def test_run_with_lse_base_and_layout_converts_the_lse(prompts):
     wrapper = prefiller(prompts)
     cache = (prompts.k, prompts.v)
-    _, plain = wrapper.run(prompts.q, cache, return_lse=True)
+    _, base_2 = wrapper.run(prompts.q, cache, return_lse=True)
     _, natural = wrapper.run(prompts.q, cache, return_lse=True, lse_base="ln", lse_layout="HN")
-    torch.testing.assert_close(natural.T / torch.tensor(2.0).log(), plain)
+    torch.testing.assert_close(natural.T / torch.tensor(2.0).log(), base_2)
     given = torch.empty(8, len(prompts.q))
     wrapper.run(prompts.q, cache, lse=given, lse_base="ln", lse_layout="HN")
     torch.testing.assert_close(given, natural)

@@ -366,10 +366,10 @@ def test_latent_run_with_wrong_arguments_is_refused(rng):
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             wrapper.run(**{**given, **changes})
-    plain = latent_batch(rng, [1], [20], BF16, heads=16, dims=(512, 64))
-    wrapper.plan(*tables(plain), *layer(plain))
+    unquantized = latent_batch(rng, [1], [20], BF16, heads=16, dims=(512, 64))
+    wrapper.plan(*tables(unquantized), *layer(unquantized))
     with pytest.raises(ValueError, match=r"ckv_scale = 1.0 .* is not fp8"):
-        wrapper.run(*inputs(plain, "cpu"), ckv_scale=1.0)
+        wrapper.run(*inputs(unquantized, "cpu"), ckv_scale=1.0)
     with pytest.raises(ValueError, match="backend = 'fa9' is unknown"):
         quire.BatchMLAPagedAttentionWrapper(None, backend="fa9")
 

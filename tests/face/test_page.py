@@ -120,11 +120,11 @@ def test_compiled_append_equals_eager(layout, device):
         flashinfer.append_paged_kv_cache(key, value, *where[:2], cache, *where[2:], layout)
         return cache + 1
 
-    plain = append(caches[0])
+    eager = append(caches[0])
     compiled = torch.compile(append, backend="aot_eager", fullgraph=True)(caches[1])
     assert caches[0].count_nonzero() == 2 * key.numel()
     assert torch.equal(caches[0], caches[1])
-    assert torch.equal(plain, compiled)
+    assert torch.equal(eager, compiled)
     views = [x if layout == "NHD" else x.transpose(1, 2) for x in torch.zeros_like(caches[0]).unbind(1)]
     tables = (where[3], where[2], where[4])
     torch.library.opcheck(torch.ops.quire.append.default, (*views, key, value, *where[:2], *tables))

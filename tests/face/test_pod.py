@@ -39,7 +39,7 @@ def planned(decodes, device, **layer):
 
 
 @devices
-@pytest.mark.parametrize("layer", ["plain", "causal", "mask", "HND"])
+@pytest.mark.parametrize("layer", ["default", "causal", "mask", "HND"])
 def test_pod_of_a_prefill_and_decodes_matches_the_oracle(layer, device, decodes, rng):
     q_p, k_p, v_p = (torch.randn(n, heads, 32) for n, heads in ((7, 4), (19, 2), (19, 2)))
     mask = torch.rand(7, 19) < 0.7 if layer == "mask" else None
@@ -128,12 +128,12 @@ def test_batch_pod_of_prefills_and_decodes_matches_the_oracle(device, rng):
         4, 2, 32, page_size, data_type=torch.float32,
     )  # fmt: skip
     mask = prefills.bool_mask.to(device)
-    plain = replace(prefills, spec=spec.replace(custom_mask=False), bool_mask=None)
+    unmasked = replace(prefills, spec=spec.replace(custom_mask=False), bool_mask=None)
     for options, exact in (
-        ({}, replace(plain, spec=plain.spec.replace(causal=False)).exact()),
-        ({"causal_p": True}, plain.exact()),
+        ({}, replace(unmasked, spec=unmasked.spec.replace(causal=False)).exact()),
+        ({"causal_p": True}, unmasked.exact()),
         ({"causal_p": True, "custom_mask_p": mask}, replace(prefills, spec=spec.replace(causal=False)).exact()),
-        ({"causal_p": True}, plain.exact()),
+        ({"causal_p": True}, unmasked.exact()),
     ):
         (out_p, out_d), (lse_p, lse_d) = wrapper.run(q_p, cache_p, q_d, cache_d, return_lse=True, **options)
         for result, wanted in (
@@ -143,7 +143,7 @@ def test_batch_pod_of_prefills_and_decodes_matches_the_oracle(device, rng):
         ):
             torch.testing.assert_close(result.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
     out_p, out_d = wrapper.run(q_p, cache_p, q_d, cache_d, causal_p=True, q_scale=1.0, v_scale=3.0)
-    assert relative_error(out_p.cpu(), plain.exact()[0]) < 2e-6
+    assert relative_error(out_p.cpu(), unmasked.exact()[0]) < 2e-6
     assert relative_error(out_d.cpu(), 3 * decodes.exact()[0]) < 2e-6
 
 
@@ -257,6 +257,6 @@ def test_batch_pod_with_one_mask_for_all_layers_plans_it_once(packed, inference,
         assert check(a, batches[2]) == 1
         plan()
         assert check(a, batches[2]) == 1
-        plain = replace(batch, spec=spec.replace(custom_mask=False, causal=True), bool_mask=None)
-        assert check(None, plain, causal_p=True) == 0
+        unmasked = replace(batch, spec=spec.replace(custom_mask=False, causal=True), bool_mask=None)
+        assert check(None, unmasked, causal_p=True) == 0
         assert check(a, batches[2], causal_p=True) == 1

@@ -32,7 +32,7 @@ DTYPES = [
     (torch.float16, torch.float8_e5m2),
 ]
 LAYERS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "default": {},
     "not causal": {"causal": False},
     "window": {"window_left": 17},
     "window not causal": {"causal": False, "window_left": 40},

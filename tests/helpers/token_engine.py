@@ -336,7 +336,7 @@ def models(device):
     """Layers, and the options of a backend for them."""
     sinks = torch.randn(HEADS, device=device)
     return {
-        "plain": ([Layer(0), Layer(1, logit_cap=4.0, sinks=sinks)], {}),
+        "default": ([Layer(0), Layer(1, logit_cap=4.0, sinks=sinks)], {}),
         "windows": (
             [Layer(0, sliding_window_size=5, sinks=sinks), Layer(1), Layer(2, sliding_window_size=11)],
             {"sliding_window_size": 5},

@@ -1,4 +1,4 @@
-"""Plain objects in place of vLLM's engine: sequences with all their keys and values, of which steps are made, and the
+"""Stand-ins of the objects of vLLM's engine: sequences with all their keys and values, of which steps are made, and the
 oracle's opinion of every output.
 """
 

@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def layers_of(model):
     return {
-        "plain": lambda: [layer(0), layer(1, logit_cap=4.0, sinks=True)],
+        "default": lambda: [layer(0), layer(1, logit_cap=4.0, sinks=True)],
         "windows": lambda: [layer(0, sliding_window_size=5, sinks=True), layer(1), layer(2, sliding_window_size=33)],
     }[model]()
 
@@ -26,7 +26,7 @@ def layers_of(model):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("model", ["plain", "windows"])
+@pytest.mark.parametrize("model", ["default", "windows"])
 def test_backend_random_schedule_equals_oracle(model, page_size, device, dtype, rng):
     engine = Engine(rng, layers_of(model), device=device, dtype=dtype, page_size=page_size)
     schedule(with_graphs(engine, rng.random() < 0.7), rng, 30)

@@ -17,7 +17,7 @@ from quire.integrations import vllm
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
 LAYERS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "default": {},
     "window": {"window_left": 24},
     "soft cap": {"logits_soft_cap": 8.0},
     "window and soft cap": {"window_left": 19, "logits_soft_cap": 20.0},

@@ -98,8 +98,8 @@ def test_family_given_each_field_computes_or_declines_it(name, family):
     out, _ = compute(batch, family, **given)
     exact = expected(batch, items)
     assert relative_error(out, exact) < 6e-3
-    plain = {name: x for name, x in CHANGES[name].items() if name.startswith(("num_", "head_dim", "pos_", "latent"))}
-    neutral = attention_spec(**{**BASE, **plain})
+    shape = {name: x for name, x in CHANGES[name].items() if name.startswith(("num_", "head_dim", "pos_", "latent"))}
+    neutral = attention_spec(**{**BASE, **shape})
     if name in (
         "causal",
         "window_left",

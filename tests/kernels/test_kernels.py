@@ -39,7 +39,7 @@ def family(request):
 
 @pytest.mark.interpret(
     dtypes=DTYPES[:1],
-    name=[x for x in LAYERS if any(y in x for y in ("plain", "window", "alibi", "mask", "sinks"))],
+    name=[x for x in LAYERS if any(y in x for y in ("default", "window", "alibi", "mask", "sinks"))],
 )
 @pytest.mark.parametrize("name", list(LAYERS))
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: f"{str(d[0])[6:]}-{str(d[1])[6:]}")
@@ -232,11 +232,11 @@ def test_family_with_rope_of_far_positions_matches_the_oracle(family):
     check(batch, *compute(batch, family), family)
 
 
-@pytest.mark.interpret(dtypes=DTYPES[:1], name=["plain", "window", "sinks"])
+@pytest.mark.interpret(dtypes=DTYPES[:1], name=["default", "window", "sinks"])
 @pytest.mark.parametrize(
     "dtypes", DTYPES if torch.cuda.is_available() else DTYPES[:1], ids=lambda d: f"{str(d[0])[6:]}-{str(d[1])[6:]}"
 )
-@pytest.mark.parametrize("name", ["plain", "window", "soft cap", "rope", "sinks"])
+@pytest.mark.parametrize("name", ["default", "window", "soft cap", "rope", "sinks"])
 def test_family_batch_invariant_has_equal_bits_in_any_batch(family, name, dtypes, products_in_order, rng):
     """Batch-invariant: decoded one by one, in chunks or whole, alone or among others, at any place."""
     spec = layer(rng, *dtypes, o_dtype=torch.float32, batch_invariant=True, **LAYERS[name])

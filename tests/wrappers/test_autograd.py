@@ -59,12 +59,12 @@ def test_call_with_an_argument_that_requires_grad_is_refused_by_name(make, devic
 def test_calls_without_grad_mode_take_tensors_that_require_grad(mode, device):
     for name, call in all_calls(device).items():
         with MODES[mode]():
-            plain = call.function(**copied(call.given))
+            detached = call.function(**copied(call.given))
             needing = {
                 x: each(given, parameter) if x in call.differentiable else given for x, given in call.given.items()
             }
             result = call.function(**copied(needing))
-        for a, b in zip(flat(plain), flat(result), strict=True):
+        for a, b in zip(flat(detached), flat(result), strict=True):
             if isinstance(a, Tensor):
                 torch.testing.assert_close(a.float(), b.float(), msg=name, equal_nan=True)
                 assert not b.requires_grad or b.is_leaf, name
@@ -93,10 +93,10 @@ def test_each_family_refuses_tensors_that_require_grad(backend, device):
             torch.testing.assert_close(wrapper.run(*given), expected)
     weights = nn.Parameter(torch.randn(HEADS, device=device)), nn.Parameter(torch.rand(KV_HEADS, device=device) + 0.5)
     options = {"sinks": weights[0], "k_scale": weights[1], "v_scale": weights[1]}
-    plain = {name: x.detach() for name, x in options.items()}
+    detached = {name: x.detach() for name, x in options.items()}
     result = wrapper.run(q, (k, v), **options)
     assert not result.requires_grad
-    torch.testing.assert_close(result, wrapper.run(q, (k, v), **plain))
+    torch.testing.assert_close(result, wrapper.run(q, (k, v), **detached))
 
 
 @devices
@@ -110,12 +110,12 @@ def test_calls_with_parameters_as_weights_return_no_grad(mode, device):
         found |= weights
         if not weights:
             continue
-        plain = call.function(**copied(call.given))
+        detached = call.function(**copied(call.given))
         with MODES[mode]():
             result = call.function(
                 **copied({x: each(y, parameter) if x in weights else y for x, y in call.given.items()})
             )
-        for a, b in zip(flat(plain), flat(result), strict=True):
+        for a, b in zip(flat(detached), flat(result), strict=True):
             if isinstance(a, Tensor):
                 assert not b.requires_grad, name
                 torch.testing.assert_close(a.float(), b.float(), msg=name)
@@ -141,10 +141,10 @@ def test_latent_run_with_parameters_as_block_scales_returns_no_grad(device):
     q = [rows(2, HEADS, device, dim).to(bf16) for dim in (128, 64)]
     held = [rows(4, PAGE, device, dim).to(fp8) for dim in (128, 64)]
     scales = torch.rand(4, PAGE, 1, device=device) + 0.5
-    plain = wrapper.run(*q, *held, ckv_scale_arr=scales, kpe_scale=0.5)
+    detached = wrapper.run(*q, *held, ckv_scale_arr=scales, kpe_scale=0.5)
     result = wrapper.run(*q, *held, ckv_scale_arr=nn.Parameter(scales), kpe_scale=0.5)
     assert not result.requires_grad
-    torch.testing.assert_close(result, plain, rtol=0, atol=0)
+    torch.testing.assert_close(result, detached, rtol=0, atol=0)
     with pytest.raises(ValueError, match=f"ckv_cache {REFUSED}"):
         wrapper.run(*q, held[0].requires_grad_(), held[1], ckv_scale_arr=scales, kpe_scale=0.5)
 
@@ -282,7 +282,7 @@ def test_calls_with_inference_tensors_equal_those_with_others(inside, device, rn
     makes, uses = (nullcontext, torch.inference_mode) if inside else (torch.inference_mode, nullcontext)
     seed = rng.randrange(1 << 31)
     torch.manual_seed(seed)
-    plain = {name: call.function(**call.given) for name, call in all_calls(device).items()}
+    detached = {name: call.function(**call.given) for name, call in all_calls(device).items()}
     torch.manual_seed(seed)
     with makes():
         calls = all_calls(device)
@@ -290,6 +290,6 @@ def test_calls_with_inference_tensors_equal_those_with_others(inside, device, rn
     for name, call in calls.items():
         with uses():
             result = call.function(**call.given)
-        for a, b in zip(flat(plain[name]), flat(result), strict=True):
+        for a, b in zip(flat(detached[name]), flat(result), strict=True):
             if isinstance(a, Tensor):
                 torch.testing.assert_close(a.float(), b.float(), msg=name)

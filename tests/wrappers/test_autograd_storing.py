@@ -70,17 +70,17 @@ def test_store_of_keys_that_require_grad_leaves_the_cache_without_grad(form, mod
     """The cache holds the numbers, and is as it was to autograd; so are the keys, whose own graph lives on."""
     store, held = storing(form, device)
     source = leaf(rows(3, KV_HEADS, device))
-    plain = [x.clone() for x in held] if form != "pool" else None
-    if plain is not None:
-        store(source.detach(), source.detach() * 2, plain)
+    expected = [x.clone() for x in held] if form != "pool" else None
+    if expected is not None:
+        store(source.detach(), source.detach() * 2, expected)
     with MODES[mode]():
         key = source * 1
         store(key, nn.Parameter(source.detach() * 2), held)
         store(source, key * 2, held)
     for x in held:
         assert (x.requires_grad, x.grad_fn, x.is_leaf) == (False, None, True)
-    if plain is not None:
-        assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(held, plain, strict=True))
+    if expected is not None:
+        assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(held, expected, strict=True))
     else:
         assert torch.equal(held[0][0, 0, 0, :3], source)
         assert torch.equal(held[0][0, 0, 1, :3], source * 2)
@@ -95,15 +95,15 @@ def test_store_of_keys_that_require_grad_leaves_the_cache_without_grad(form, mod
 @pytest.mark.parametrize("form", [x for x in FORMS if x not in ("pool", "rope")])
 def test_store_to_a_cache_that_requires_grad_writes_to_it(form, make, mode, device):
     store, held = storing(form, device)
-    needing, plain = [make(x) for x in held], [x.clone() for x in held]
+    needing, expected = [make(x) for x in held], [x.clone() for x in held]
     before = [x.grad_fn for x in needing]
     key, value = rows(3, KV_HEADS, device), rows(3, KV_HEADS, device)
-    store(key, value, plain)
+    store(key, value, expected)
     with MODES[mode]():
         store(key, value, needing)
         store(leaf(key), value, needing)
     assert [x.grad_fn for x in needing] == before
-    assert all(torch.equal(x, y) for x, y in zip(needing, plain, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(needing, expected, strict=True))
 
 
 @devices
@@ -113,14 +113,14 @@ def test_copy_of_pages_that_require_grad_copies_them(make, mode, device):
     pages, to = rows(4, PAGE, device), torch.tensor([[0, 1], [3, 2]])
     source, target, within = make(pages), make(rows(4, PAGE, device)), make(pages)
     fns = target.grad_fn, within.grad_fn
-    plain = rows(4, PAGE, device)
+    expected = rows(4, PAGE, device)
     with MODES[mode]():
         quire.cache.swap_blocks(source, target, to)
-        quire.cache.swap_blocks(source, plain, to)
+        quire.cache.swap_blocks(source, expected, to)
         quire.cache.copy_blocks([within], to)
     assert (target.grad_fn, within.grad_fn) == fns
-    assert not plain.requires_grad
-    for x in (target, plain, within):
+    assert not expected.requires_grad
+    for x in (target, expected, within):
         assert torch.equal(x[[1, 2]], pages[[0, 3]])
 
 
@@ -131,8 +131,8 @@ def test_compiled_store_leaves_the_cache_without_grad(form):
         pytest.skip("its tables are made on the host")
     store, held = storing(form, "cpu")
     source = leaf(rows(3, KV_HEADS, "cpu"))
-    plain, needing = [x.clone() for x in held], [leaf(x) if x.element_size() > 1 else x.clone() for x in held]
-    store(source.detach(), source.detach() * 2, plain)
+    expected, needing = [x.clone() for x in held], [leaf(x) if x.element_size() > 1 else x.clone() for x in held]
+    store(source.detach(), source.detach() * 2, expected)
 
     def step(x, held):
         key = x * 1
@@ -142,12 +142,12 @@ def test_compiled_store_leaves_the_cache_without_grad(form):
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     compiled(source, held).backward()
     assert torch.equal(source.grad, torch.ones_like(source))
-    for x, y in zip(held, plain, strict=True):
+    for x, y in zip(held, expected, strict=True):
         assert (x.requires_grad, x.grad_fn) == (False, None)
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
     with torch.no_grad():
         compiled(source, needing)
-    for x, y in zip(needing, plain, strict=True):
+    for x, y in zip(needing, expected, strict=True):
         assert torch.equal(x.detach().view(torch.uint8), y.view(torch.uint8))
     torch.compiler.reset()
 

@@ -15,7 +15,7 @@ from quire.definition.oracle import attend
 HEADS = (8, 2, 64)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OVERRIDES = {
-    "plain": {},
+    "default": {},
     "lse": {"return_lse": True},
     "window": {"window_left": 5},
     "scale": {"sm_scale": 0.3, "return_lse": True},
@@ -116,7 +116,7 @@ def test_compiled_run_with_lse_base_and_layout_equals_eager(device):
         {"custom_mask": torch.arange(7 * 46).view(7, 46) % 3 > 0},
         {"kv_layout": "HND", "o_dtype": torch.bfloat16},
     ],
-    ids=lambda options: "-".join(options) or "plain",
+    ids=lambda options: "-".join(options) or "default",
 )
 def test_compiled_single_request_equals_eager(options, device):
     q, k = torch.randn(7, 8, 64, device=device), torch.randn(46, 2, 64, device=device)
@@ -186,15 +186,15 @@ def test_compiled_wrappers_over_one_workspace_match_the_oracle(backend, device):
     """A graph gets no overlapping tensors that are written to, which Inductor cannot compile; sizes of plans differ."""
     workspace = torch.empty(32 << 20, dtype=torch.uint8, device=device)
     cascade = flashinfer.MultiLevelCascadeAttentionWrapper(3, workspace)
-    plain = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    decode_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
     if INTERPRETED:  # Triton's kernels use the workspace, the CPU's do not
-        for wrapper in (*cascade._batch_prefill_wrappers, plain):
+        for wrapper in (*cascade._batch_prefill_wrappers, decode_wrapper):
             wrapper._family = "triton"
     written = {x.name for x in torch.ops.quire.attend.default._schema.arguments if x.alias_info is not None}
     assert written == {"out", "lse"}
 
     def step(q, cache):
-        return cascade.run(q, cache), plain.run(q, cache)
+        return cascade.run(q, cache), decode_wrapper.run(q, cache)
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
@@ -206,7 +206,7 @@ def test_compiled_wrappers_over_one_workspace_match_the_oracle(backend, device):
         together = [x.int() for x in (alone[[0, -1]], indptr[:2])]
         qo, kv, lasts = [together[0]] * 2 + [alone], [together[1]] * 2 + [indptr], [last[:1]] * 2 + [last]
         cascade.plan(qo, kv, [indices] * 3, lasts, *HEADS, 16, q_data_type=torch.float32)
-        plain.plan(indptr, indices, last, *HEADS, 16, q_data_type=torch.float32)
+        decode_wrapper.plan(indptr, indices, last, *HEADS, 16, q_data_type=torch.float32)
         cache = torch.stack([batch.k, batch.v], 1)
         k, v, ends = batch.rows()
         shared, exact = slice(0, int(ends[1])), []

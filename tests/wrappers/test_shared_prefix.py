@@ -114,14 +114,14 @@ def layer(rng, dtype=torch.float32, **changes) -> AttentionSpec:
 
 
 LAYERS = {
-    "plain": {},
+    "default": {},
     "soft cap": {"logits_soft_cap": 5.0},
     "sinks": {"sinks": True},
     "not causal": {"causal": False},
 }
 
 
-@pytest.mark.interpret(size=[16], q_len=[1, 3], name=["plain", "sinks"])
+@pytest.mark.interpret(size=[16], q_len=[1, 3], name=["default", "sinks"])
 @devices
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("q_len", [1, 3])
@@ -206,13 +206,13 @@ def test_plan_without_a_common_prefix_equals_one_without_sharing(device, rng, ea
     """A wrapper whose last plan had shared prefixes forgets them."""
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
     batch = random_batch(spec, [1] * 4, [90, 5, 0, 33], 16, device=device)
-    plain = run(plan(batch, shared_prefix=False), batch)
+    expected = run(plan(batch, shared_prefix=False), batch)
     wrapper = plan(prefixed(device))
     assert wrapper.shared_prefix is not None
     for asked in (True, False):
         plan(batch, wrapper, shared_prefix=asked)
         assert wrapper.shared_prefix is None
-        assert all(torch.equal(a, b) for a, b in zip(run(wrapper, batch), plain, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(run(wrapper, batch), expected, strict=True))
 
 
 @devices

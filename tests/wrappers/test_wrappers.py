@@ -196,14 +196,14 @@ def test_plan_with_a_value_that_is_no_number_is_refused_by_name(kind, value):
 
 def test_equal_layers_of_other_types_have_equal_text_and_hash():
     """Whichever was made first: numbers of NumPy's, ints for floats, and what is true."""
-    plain = attention_spec(**HEADS, causal=True, sm_scale=2.0, logits_soft_cap=1.0, slopes=(1.0, 0.0, 1.0, 2.0))
+    python = attention_spec(**HEADS, causal=True, sm_scale=2.0, logits_soft_cap=1.0, slopes=(1.0, 0.0, 1.0, 2.0))
     numpy = {"causal": np.True_, "sm_scale": np.float32(2), "logits_soft_cap": True}
     other = attention_spec(**HEADS, **numpy, slopes=(1, False, np.float64(1), 2), window_left=None)
-    assert (other, other.text, hash(other)) == (plain, plain.text, hash(plain))
-    assert AttentionSpec.parse(other.text) == plain
+    assert (other, other.text, hash(other)) == (python, python.text, hash(python))
+    assert AttentionSpec.parse(other.text) == python
     assert type(other.mask.causal) is bool
     for name in ("sm_scale", "logits_soft_cap", "slopes"):
-        assert type(getattr(other, name)) is type(getattr(plain, name))
+        assert type(getattr(other, name)) is type(getattr(python, name))
 
 
 def test_single_prefill_with_another_dtype_of_values_names_no_plan():

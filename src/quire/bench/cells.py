@@ -13,7 +13,7 @@ Defaults: gqa4, head_dim 128, pages of 16, bf16. Each property may be named at m
 
 Prefill is planned as engines plan it, with `qo_indptr` on the host, from which `plan` learns the most query tokens of a
 request, and page tables on the device. The word `device` puts `qo_indptr` on the device, too: `plan`, which never waits
-for the device, then knows nothing about lengths. Tables of decode and of MLA are on the device in any case.
+for the device, then has no lengths. Tables of decode and of MLA are on the device in any case.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Cell:
             if found is None:
                 raise ValueError(f"cell {text!r}: {word!r} is not understood")
             if values.keys() & found.keys():
-                raise ValueError(f"cell {text!r}: {word!r} says again, or otherwise, what was said before it")
+                raise ValueError(f"cell {text!r}: {word!r} repeats or contradicts a word before it")
             values |= found
         chunk = values.pop("q_len", None)
         if not values.get("batch") or not values.get("kv_len") or values.get("mixed", False) != (chunk is None):
@@ -185,7 +185,7 @@ class Cell:
 def _fields(word: str, has_batch: bool) -> dict[str, Any] | None:
     """The fields of a cell that a word of its name sets; None if the word is unknown.
 
-    The first plain number counts requests, the second one tokens.
+    The first number without letters counts requests, the second one tokens.
     """
     if word in _HEADS:
         return {"num_qo_heads": _HEADS[word][0], "num_kv_heads": _HEADS[word][1]}

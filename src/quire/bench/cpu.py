@@ -64,10 +64,10 @@ def medians(runs: Sequence[Run], rounds: int) -> list[float]:
 
 def ceilings() -> dict[str, float]:
     """The machine's memory read rate in GB/s, and rate of float32 matrix products in GFLOP/s."""
-    plain = torch.ones(1 << 27)
+    numbers = torch.ones(1 << 27)
     a = torch.randn(2048, 2048)
-    read, product = medians([lambda: plain.sum(), lambda: a @ a], 7)
-    return {"read_gb_s": plain.numel() * 4 / read / 1e9, "matmul_gflop_s": 2 * 2048**3 / product / 1e9}
+    read, product = medians([lambda: numbers.sum(), lambda: a @ a], 7)
+    return {"read_gb_s": numbers.numel() * 4 / read / 1e9, "matmul_gflop_s": 2 * 2048**3 / product / 1e9}
 
 
 def machine() -> dict[str, Any]:

@@ -278,16 +278,16 @@ def measure(
 
 
 def bench(
-    names: Sequence[str], backend: str = "auto", rounds: int = 11, asked: Sequence[str] | None = None
+    names: Sequence[str], backend: str = "auto", rounds: int = 11, chosen_peers: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the result after each cell: the machine, its ceilings, and the rows so far.
 
     Args:
-        asked: the names of the peers to time, see `peers.installed`.
+        chosen_peers: the names of the peers to time, see `peers.installed`.
     """
     seed, device = torch.seed() % (1 << 31), torch.cuda.get_device_properties(0)
-    beside = peers.installed(asked, (device.major, device.minor))
-    baseline = asked is None or peers.BASELINE in asked
+    beside = peers.installed(chosen_peers, (device.major, device.minor))
+    baseline = chosen_peers is None or peers.BASELINE in chosen_peers
     torch.manual_seed(seed)
     found = machine() | {name: peer.version for name, peer in beside.items()}
     result: dict[str, Any] = {**found, "backend": backend, "seed": seed, "ceilings": ceilings(), "cells": []}

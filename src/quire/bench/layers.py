@@ -1,5 +1,5 @@
 """Timing the operations that a model needs beside attention on a GPU: CUDA graph replays over inputs that leave its L2
-cache, beside torch.compile of the plain formula, FlashInfer, and a copy of the same number of bytes.
+cache, beside torch.compile of the formula in PyTorch, FlashInfer, and a copy of the same number of bytes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class OperationCase(NamedTuple):
     Attributes:
         inputs: tensors, of which there are as many copies as leave the L2 cache; all functions take them.
         ours: Quire's operation.
-        plain: the formula that torch.compile gets; None if there is none.
+        formula: the operation in PyTorch, which torch.compile gets; None if there is none.
         theirs: FlashInfer's operation, as a function of its module of that name; None if it has none.
         moved: bytes that must be read and written.
     """
 
     inputs: tuple[Tensor, ...]
     ours: Callable[..., Any]
-    plain: Callable[..., Any] | None
+    formula: Callable[..., Any] | None
     theirs: tuple[str, Callable[[Any], Callable[..., Any]]] | None
     moved: int
 
@@ -99,9 +99,9 @@ def _norm(kind: str, dim: int, rows: int) -> OperationCase:
             7,
         ),
     }
-    inputs, call, plain, element = works[kind]
+    inputs, call, formula, element = works[kind]
     theirs = ("norm", lambda module: partial(call, getattr(module, kind)))
-    return OperationCase(inputs, partial(call, getattr(norm, kind)), plain, theirs, numel * element)
+    return OperationCase(inputs, partial(call, getattr(norm, kind)), formula, theirs, numel * element)
 
 
 def _activation(kind: str, dim: int, rows: int) -> OperationCase:
@@ -114,16 +114,16 @@ def _activation(kind: str, dim: int, rows: int) -> OperationCase:
     name = kind.split("_and_mul")[0]
     act = functional.silu if name == "silu" else partial(functional.gelu, approximate=name.partition("_")[2] or "none")
 
-    def plain(x: Tensor, out: Tensor) -> None:
+    def formula(x: Tensor, out: Tensor) -> None:
         y = act(x[..., :dim].float()) * x[..., dim:]
         out.copy_((y / scale).clamp(-448, 448) if quant else y)
 
     moved = x.numel() * 2 + out.numel() * out.element_size()
     if quant:
         ours = getattr(activation, kind)
-        return OperationCase((x, out), lambda x, out: ours(out, x, scale), plain, None, moved)
+        return OperationCase((x, out), lambda x, out: ours(out, x, scale), formula, None, moved)
     theirs = ("activation", lambda module: getattr(module, kind))
-    return OperationCase((x, out), getattr(activation, kind), plain, theirs, moved)
+    return OperationCase((x, out), getattr(activation, kind), formula, theirs, moved)
 
 
 def _heads(q_heads: int, kv_heads: int, tokens: int) -> OperationCase:
@@ -147,13 +147,13 @@ def _heads(q_heads: int, kv_heads: int, tokens: int) -> OperationCase:
         (a, b), (cos, sin) = _rms(x, weight).float().chunk(2, -1), cos_sin[positions, None].chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
-    def plain(qkv: Tensor, q_out: Tensor, cache: Tensor) -> None:
+    def formula(qkv: Tensor, q_out: Tensor, cache: Tensor) -> None:
         q, k, v = qkv.split(sizes, 1)
         q_out.copy_(rotated(q))
         page, slot = slots // _PAGE_SIZE, slots % _PAGE_SIZE
         cache[page, 0, slot], cache[page, 1, slot] = rotated(k), v
 
-    return OperationCase((qkv, q_out, cache), ours, plain, None, 2 * qkv.numel() * qkv.element_size())
+    return OperationCase((qkv, q_out, cache), ours, formula, None, 2 * qkv.numel() * qkv.element_size())
 
 
 def _sampling(kind: str, vocabulary: int, rows: int) -> OperationCase:
@@ -170,13 +170,13 @@ def _sampling(kind: str, vocabulary: int, rows: int) -> OperationCase:
         "top_k_top_p": lambda module: lambda x: module.top_k_top_p_sampling_from_logits(x, 50, 0.9),
     }
     x = logits.softmax(-1) if kind in ("top_p", "top_k", "top_p_renorm") else logits
-    plain: dict[str, Callable[..., Any] | None] = {
+    formula: dict[str, Callable[..., Any] | None] = {
         "softmax": lambda x: x.softmax(-1),
         "sampling": lambda x: torch.multinomial(x.softmax(-1), 1),
     }
     moved = x.numel() * 4 * (2 if kind in ("softmax", "top_p_renorm") else 1)
     return OperationCase(
-        (x,), calls[kind](import_module("quire.sampling")), plain.get(kind), ("sampling", calls[kind]), moved
+        (x,), calls[kind](import_module("quire.sampling")), formula.get(kind), ("sampling", calls[kind]), moved
     )
 
 
@@ -245,26 +245,28 @@ def measure(name: str, rounds: int, beside: Sequence[str]) -> dict[str, Any]:
     us = _us(work.ours, copies, rounds)
     row: dict[str, Any] = {"cell": name, "us": us, "gb_s": work.moved / us / 1e3, "moved": work.moved}
     row["copy_us"] = _copy_us(work.moved, count, rounds)
-    if "torch.compile" in beside and work.plain is not None:
+    if "torch.compile" in beside and work.formula is not None:
         torch.compiler.reset()
-        row["torch.compile"] = _peer(lambda: torch.compile(work.plain, dynamic=False), copies, rounds)
+        row["torch.compile"] = _peer(lambda: torch.compile(work.formula, dynamic=False), copies, rounds)
     if "flashinfer" in beside and work.theirs is not None:
         module, theirs = work.theirs
         row["flashinfer"] = _peer(lambda: theirs(import_module(f"flashinfer.{module}")), copies, rounds)
     return row
 
 
-def bench(names: Sequence[str], rounds: int = 11, asked: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+def bench(
+    names: Sequence[str], rounds: int = 11, chosen_peers: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the result after each cell: the machine, the rate of a large copy, and the rows so far.
 
     Args:
-        asked: the names of the peers to time, torch.compile and flashinfer; None: torch.compile, and FlashInfer if it
-            is installed.
+        chosen_peers: the names of the peers to time, torch.compile and flashinfer; None: torch.compile, and FlashInfer
+            if it is installed.
     """
     seed = torch.seed() % (1 << 31)
     torch.manual_seed(seed)
     installed = peers.flashinfer()
-    beside = asked if asked is not None else PEERS if installed else PEERS[:1]
+    beside = chosen_peers if chosen_peers is not None else PEERS if installed else PEERS[:1]
     if "flashinfer" in beside and installed is None:
         raise ValueError(f"--peers {','.join(beside)}: flashinfer is not installed")
     found = gpu.machine() | ({"flashinfer": installed.__version__} if installed else {})

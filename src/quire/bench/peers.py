@@ -55,13 +55,13 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
-def installed(asked: Sequence[str] | None, capability: tuple[int, int]) -> dict[str, Peer]:
+def installed(chosen_peers: Sequence[str] | None, capability: tuple[int, int]) -> dict[str, Peer]:
     """The peers of these names but the baseline; None: those of `DEFAULT` that are installed.
 
     FlexAttention is not among them, since it is compiled for each cell.
 
     Raises:
-        ValueError: a peer that was asked for is not installed.
+        ValueError: a peer that was named is not installed.
     """
     find: dict[str, Callable[[], Peer | None]] = {
         "fa3": _fa3,
@@ -69,10 +69,10 @@ def installed(asked: Sequence[str] | None, capability: tuple[int, int]) -> dict[
         "cudnn": _cudnn,
         "flex": _flex,
     }
-    found = {name: find[name]() for name in (DEFAULT if asked is None else asked) if name != BASELINE}
+    found = {name: find[name]() for name in (DEFAULT if chosen_peers is None else chosen_peers) if name != BASELINE}
     missing = [name for name, peer in found.items() if peer is None]
-    if asked is not None and missing:
-        raise ValueError(f"--peers {','.join(asked)}: {missing[0]} is not installed")
+    if chosen_peers is not None and missing:
+        raise ValueError(f"--peers {','.join(chosen_peers)}: {missing[0]} is not installed")
     return {name: peer for name, peer in found.items() if peer is not None}
 
 

@@ -27,8 +27,8 @@ def plot(result: dict[str, Any], file: Path) -> None:
     rates.plot([row["requests_s"] for row in rows], "o-", color=_COLORS["p50"], label="completed")
     if any(limits.values()):
         rates.plot([row["good_requests_s"] for row in rows], "o--", color=_COLORS["p99"], label="good")
-    asked = [(at, row["rate"]) for at, row in enumerate(rows) if row["rate"] != "inf"]
-    rates.plot(*zip(*asked, strict=True), "_", markersize=14, color=_TEXT, label="asked for") if asked else None
+    requested = [(at, row["rate"]) for at, row in enumerate(rows) if row["rate"] != "inf"]
+    rates.plot(*zip(*requested, strict=True), "_", markersize=14, color=_TEXT, label="requested") if requested else None
     for axes in (first, further, rates):
         axes.set_xticks(range(len(rows)), [f"{row['rate']}" for row in rows], fontsize=9)
         axes.set_xlabel("requests arriving per second", fontsize=9)

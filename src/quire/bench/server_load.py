@@ -40,7 +40,7 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of a request; times are seconds after its intended arrival.
+    """The result of a request; times are seconds after its intended arrival.
 
     Attributes:
         lag: when the client began to send it.
@@ -236,7 +236,7 @@ def table(result: Row) -> str:
             for kind, count in row["errors"].items()
         ]
         if row["ended_early"]:
-            notes.append(f"rate {row['rate']}: {row['ended_early']} answers have fewer tokens than asked for")
+            notes.append(f"rate {row['rate']}: {row['ended_early']} answers have fewer tokens than requested")
         if row["behind"]:
             read = row["read_lag_ms"].get("p99", 0.0)
             notes.append(

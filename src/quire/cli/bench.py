@@ -48,18 +48,18 @@ def _attention(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], It
     listed = bench.DECODE if args.operation == "decode" else bench.PREFILL
     from quire.bench.cells import Cell
 
-    asked: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if args.peers is not None:
         if bench.__name__ != "quire.bench.gpu":
             raise ValueError(f"--peers {args.peers}: on a CPU only torch is timed beside Quire")
         from quire.bench import peers
 
-        asked["asked"] = peers.names(args.peers)
+        options["chosen_peers"] = peers.names(args.peers)
     names = [f"{args.operation} {cell}" for cell in args.cell] if args.cell else listed
     for name in names:
         # Unknown cells are refused before any cell is timed.
         Cell.parse(name)
-    return names, lambda: bench.bench(names, args.backend, args.rounds, **asked), bench.table
+    return names, lambda: bench.bench(names, args.backend, args.rounds, **options), bench.table
 
 
 def _layers(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], Iterator[dict[str, Any]]], Any]:
@@ -69,14 +69,14 @@ def _layers(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], Itera
     from quire.bench import layers
     from quire.bench.layers_table import table
 
-    asked = None if args.peers is None else tuple(filter(None, args.peers.split(",")))
-    for peer in asked or ():
+    chosen_peers = None if args.peers is None else tuple(filter(None, args.peers.split(",")))
+    for peer in chosen_peers or ():
         if peer not in layers.PEERS:
             raise ValueError(f"--peers {args.peers}: {peer!r} is unknown; there are {', '.join(layers.PEERS)}")
     names = args.cell or layers.LAYERS
     for name in names:
         layers.LayerCell.parse(name)
-    return names, lambda: layers.bench(names, args.rounds, asked), table
+    return names, lambda: layers.bench(names, args.rounds, chosen_peers), table
 
 
 def run(args: argparse.Namespace) -> int:

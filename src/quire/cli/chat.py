@@ -22,7 +22,7 @@ _HELP = """/reset  forget what has been said
 /help   show this
 /quit   end, as Ctrl-D does
 Ctrl-C stops an answer. The text so far is kept."""
-_PLAIN = "the model has no chat template: it completes the text so far, as it is"
+_NO_TEMPLATE = "the model has no chat template: it completes the text so far, as it is"
 Messages = list[dict[str, str]]
 
 
@@ -33,8 +33,10 @@ class _Local:
         self._llm, self._tokenizer = llm, llm.model.tokenizer
         if self._tokenizer is None:
             raise ValueError(f"{llm.name} has no tokenizer: quire chat needs one")
-        self.plain = not self._tokenizer.chat_template
-        self._params = replace(params, max_tokens=None) if params.max_tokens == "auto" and not self.plain else params
+        self.completes = not self._tokenizer.chat_template
+        self._params = (
+            replace(params, max_tokens=None) if params.max_tokens == "auto" and not self.completes else params
+        )
         self.name = llm.name
 
     async def answer(self, messages: Messages) -> AsyncGenerator[str, None]:
@@ -45,7 +47,7 @@ class _Local:
             RuntimeError: the request failed.
         """
         prompt: Any = completed(messages)
-        if not self.plain:
+        if not self.completes:
             text = render_chat(self._tokenizer, messages, add_generation_prompt=True)
             prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         stream: Any = self._llm.stream(prompt, self._params)
@@ -67,7 +69,7 @@ class _Remote:
         self._client = client
         self._to = (url, api_key)
         self._given = given
-        self.plain = False
+        self.completes = False
         self.name = model or asyncio.run(self._first_model())
 
     async def _first_model(self) -> str:
@@ -76,10 +78,10 @@ class _Remote:
 
     async def answer(self, messages: Messages) -> AsyncGenerator[str, None]:
         """Yield parts of the answer's text; RuntimeError if the request fails. If the server says that the model has no
-        chat template, completions are asked for from then on.
+        chat template, it is asked for completions from then on.
         """
         body = {"model": self.name, "stream": True, **self._given}
-        if not self.plain:
+        if not self.completes:
             try:
                 async for event in self._events("/v1/chat/completions", {**body, "messages": messages}):
                     for choice in event.get("choices") or ():
@@ -88,8 +90,8 @@ class _Remote:
             except self._client.Refused as error:
                 if error.kind != "HTTP 400" or "chat template" not in str(error):
                     raise
-                self.plain = True
-                _note(_PLAIN)
+                self.completes = True
+                _note(_NO_TEMPLATE)
         async for event in self._events("/v1/completions", {"max_tokens": 128, **body, "prompt": completed(messages)}):
             for choice in event.get("choices") or ():
                 yield choice.get("text") or ""
@@ -132,8 +134,8 @@ def run(args: argparse.Namespace) -> int:
             talker = _Local(stack.enter_context(llm), params)
         if sys.stdin.isatty():
             _note(f"{talker.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
-        if talker.plain:
-            _note(_PLAIN)
+        if talker.completes:
+            _note(_NO_TEMPLATE)
         return _talk(talker, read())
 
 

@@ -19,12 +19,12 @@ from quire.definition.spec import AttentionSpec, attention_spec
 from quire.kernels import registry
 from quire.kernels.call import Call
 
-_PLAIN = attention_spec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=64, q_dtype=torch.float16)
+_BASE = attention_spec(num_qo_heads=1, num_kv_heads=1, head_dim_qk=64, q_dtype=torch.float16)
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
 # This bound is absolute, since the logits are of order 1 to 100.
 LSE_BOUND = 2e-5
 _LAYERS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "default": {},
     "not causal": {"causal": False},
     "window": {"window_left": 37},
     "soft cap": {"logits_soft_cap": 8.0},
@@ -71,7 +71,7 @@ def _longest(family: str, device: torch.device) -> list[int]:
     """The largest max_q_len that a family supports, in a list: [0] for any, [8] or [1] for decode, [] for none.
     With 8 query tokens and the random groups of heads, a KV head has at most 64 query rows.
     """
-    return [n for n in (0, 8, 1) if registry.why_not(family, _PLAIN, device, n) is None][:1]
+    return [n for n in (0, 8, 1) if registry.why_not(family, _BASE, device, n) is None][:1]
 
 
 def _check_family(

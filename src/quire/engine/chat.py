@@ -58,7 +58,7 @@ def _shows(tokenizer: Any, content: Any) -> bool:
     try:
         return _PROBE in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     except Exception:
-        # The template is a program of the checkpoint, and raises what it likes.
+        # The template is a program of the checkpoint, and may raise anything.
         return False
 
 

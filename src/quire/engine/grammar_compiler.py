@@ -92,7 +92,7 @@ def _lark(text: str) -> str:
     try:
         return gbnf_to_lark(_ESCAPE.sub(_character, text))
     except Exception as error:
-        # The converter has errors of its own, plain ones, and those of Python for texts that end within an escape.
+        # The converter raises `Exception` itself, and Python an IndexError for texts that end within an escape.
         why = "it ends within an escape" if isinstance(error, IndexError) else str(error)
         raise ValueError(f"it is not a grammar in GBNF: {why[:300]}") from None
 

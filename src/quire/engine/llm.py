@@ -42,7 +42,7 @@ class Completion:
         error: the type and message of the exception, if finish_reason is "error".
         prompt_logprobs: for each token of the prompt, its log-probability and those of the most likely tokens, if
             requested; None for the first token. Each element of a stream has the whole list.
-        prompt_ranks: with prompt_logprobs, one more than the number of tokens that are likelier than each token of the
+        prompt_ranks: with prompt_logprobs, one more than the number of tokens more likely than each token of the
             prompt; None for the first token.
     """
 

@@ -29,8 +29,8 @@ def word_tokens(tokenizer: Any, words: Iterable[str]) -> list[tuple[int, ...]]:
     """
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
-        plain = word.lstrip(" ")
-        texts = [plain, f" {plain}"]
+        stripped = word.lstrip(" ")
+        texts = [stripped, f" {stripped}"]
         alone, spaced = (tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
         if not alone:
             raise ValueError(f"bad_words has {word!r}, which has no tokens")

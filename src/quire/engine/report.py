@@ -13,7 +13,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.speculative import accepted_rows
 from quire.engine.stats import Stats
 
-# A request, the tokens that a step has sampled for it, and their log-probabilities, if any request wants them.
+# A request, the tokens that a step has sampled for it, and their log-probabilities, if any request has logprobs.
 Output = tuple[Request, Sequence[int], Sequence[dict[int, float] | None] | None]
 
 

@@ -1,4 +1,4 @@
-"""What the last steps were and how long they took, for whoever watches the engine."""
+"""What the last steps were and how long they took, for those who watch the engine."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who computes attention. Each folder (or module) here is a family; `registry` says what a family answers."""
+"""The kernels. Each folder with a `host.py` is a family, which computes attention; `registry` chooses one of them."""

@@ -241,7 +241,7 @@ def attend_one(
         layer: the remaining arguments of `torch.ops.quire.attend_one`.
 
     Raises:
-        ValueError: a tensor that does not fit or that requires grad, or a layer that nobody can compute.
+        ValueError: a tensor that does not fit or that requires grad, or a layer that no family computes.
     """
     refuse_grad(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):

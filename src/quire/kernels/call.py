@@ -93,7 +93,7 @@ class Call:
             return self.k, self.v, self.kv
         return self.k.unsqueeze(1), self.v.unsqueeze(1), PageTable.from_ragged(self.kv, len(self.k))
 
-    def plain(self) -> Call:
+    def expanded(self) -> Call:
         """An equal call for kernels that know neither items, which become a custom mask, nor latent caches, of which
         both parts are copied into one tensor.
         """

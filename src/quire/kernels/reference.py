@@ -19,7 +19,7 @@ def declines(spec: AttentionSpec, device: torch.device, max_q_len: int = 0) -> s
 
 
 def attend(call: Call, out: Tensor, lse: Tensor | None) -> None:
-    call = call.plain()
+    call = call.expanded()
     k, v, table = call.paged()
     exact, exact_lse = oracle.attend_batch(
         call.q,

@@ -204,8 +204,8 @@ class Plan(NamedTuple):
             check_tensor(args.sinks, "sinks", (spec.num_qo_heads,), None, device)
         wanted = args.return_lse or args.lse is not None
         # Kernels write this form of the LSE.
-        plain = args.lse_base == "log2" and args.lse_layout == "NH"
-        if wanted and not plain:
+        is_kernel_form = args.lse_base == "log2" and args.lse_layout == "NH"
+        if wanted and not is_kernel_form:
             lse: Tensor | None = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
             check_lse(args.lse, q.shape[:2], args.lse_base, args.lse_layout, device)
             out, _ = outputs(q.shape[0], spec, device, args.out, None, False)
@@ -230,14 +230,14 @@ class Plan(NamedTuple):
             logits_soft_cap=args.logits_soft_cap,
             sm_scale=args.sm_scale,
         )
-        if wanted and not plain:
+        if wanted and not is_kernel_form:
             assert lse is not None
             lse = lse * math.log(2) if args.lse_base == "ln" else lse
             lse = lse.T.contiguous() if args.lse_layout == "HN" else lse
             lse = lse if args.lse is None else args.lse.copy_(lse)
         if not traced(q):
             self.capture.note()
-            if key is not None and replay is not None and plain:
+            if key is not None and replay is not None and is_kernel_form:
                 self._keep(key, replay, q, k, v, out)
         return (out, lse) if args.return_lse else out  # type: ignore[return-value]
 

@@ -227,7 +227,7 @@ class Planner:
             max_q_len: the most query tokens that a request has, 0 if it is not known.
 
         Raises:
-            ValueError: a layer that nobody can compute, or a buffer that is too small.
+            ValueError: a layer that no family computes, or a buffer that is too small.
         """
         if mask is not None or items is not None:
             layer = layer._replace(causal=items is not None)
@@ -259,7 +259,7 @@ class Planner:
         return self.device.type == "cuda" and not self.checking
 
     def _choose(self, spec: AttentionSpec, max_q_len: int) -> Family:
-        """The kernel family of a plan; ValueError if nobody can compute the layer."""
+        """The kernel family of a plan; ValueError if none computes the layer."""
         return registry.choose(spec, self.device, self._family, max_q_len)
 
     def _replan(self, **changes: Any) -> None:

@@ -114,8 +114,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             sm_scale=sm_scale, pos_encoding=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
             slopes=as_slopes(alibi_slopes), batch_invariant=self._keeps_bits(fixed_split_size, disable_split_kv),
         )  # fmt: skip
-        plain = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
-        if plain and self._refresh_tables(
+        unmasked = custom_mask is packed_custom_mask is prefix_len_ptr is token_pos_in_items_ptr is None
+        if unmasked and self._refresh_tables(
             layer, max_token_per_sequence, qo_indptr, kv_indptr, non_blocking=non_blocking
         ):
             return
@@ -166,8 +166,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
                 args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
             )
         options = None
-        plain = q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is o_scale is None
-        if not (plain and lse_base == "log2" and lse_layout == "NH"):
+        no_overrides = q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is o_scale is None
+        if not (no_overrides and lse_base == "log2" and lse_layout == "NH"):
             options = q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, lse_base, lse_layout, o_scale
         plan = self.require_plan()
         key, done = plan.repeat(q, (k, v), (out, lse, sinks), return_lse, options)

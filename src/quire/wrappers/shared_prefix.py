@@ -70,7 +70,7 @@ def check_shared_prefix(spec: AttentionSpec, use_cuda_graph: bool, device: torch
     name, mask = "shared_prefix", spec.mask
     graph = "with use_cuda_graph, a captured graph would not see how a later plan is cut"
     check(not use_cuda_graph, name, True, graph)
-    invariant = "bits depend on who shares, and are asked to be batch-invariant"
+    invariant = "bits depend on which requests share pages, and have to be batch-invariant"
     check(not spec.batch_invariant, name, True, invariant)
     check(spec.pos_encoding == "NONE", "pos_encoding_mode", spec.pos_encoding, "NONE with shared_prefix")
     check(mask.window_left < 0, "window_left", mask.window_left, "-1, no window, with shared_prefix")

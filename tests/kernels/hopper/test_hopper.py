@@ -20,7 +20,7 @@ from quire.kernels.call import Call
 
 hopper = pytest.importorskip("quire.kernels.hopper.host")
 LAYERS = {
-    "plain": {},
+    "default": {},
     "not causal": {"causal": False},
     "window": {"window_left": 70},
     "window to the right": {"window_right": 5, "causal": False},
@@ -249,7 +249,7 @@ def test_decode_with_nan_in_one_kv_head_leaves_other_heads(dim, kv_dtype, rng):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_decode_over_ragged_rows_matches_the_oracle(dtype, rng):
-    for name in ("plain", "window", "mask"):
+    for name in ("default", "window", "mask"):
         spec = layer(rng, dtype, **LAYERS[name])
         kv_lens = [rng.choice((0, 1, 5, 64, 200, 3000)) for _ in range(rng.randint(1, 7))]
         batch = random_batch(spec, [1] * len(kv_lens), kv_lens, 16)

@@ -20,7 +20,7 @@ hopper = pytest.importorskip("quire.kernels.hopper.host")
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LAYERS = {
-    "plain": {},
+    "default": {},
     "window": {"window_left": 5000},
     "narrow window": {"window_left": 70},
     "sinks and cap": {"sinks": True, "logits_soft_cap": 5.0},

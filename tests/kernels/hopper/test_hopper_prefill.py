@@ -25,7 +25,7 @@ from quire.kernels.hopper.schedule import ScheduleConfig  # noqa: E402
 from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig  # noqa: E402
 
 LAYERS = {
-    "plain": {},
+    "default": {},
     "not causal": {"causal": False},
     "window": {"window_left": 70},
     "window to the right": {"window_right": 5, "causal": False},
@@ -73,7 +73,7 @@ def test_prefill_of_random_batches_matches_the_oracle(dtype, name, rng):
 
 
 @gpu
-@pytest.mark.parametrize("name", ["plain", "window", "all"])
+@pytest.mark.parametrize("name", ["default", "window", "all"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_prefill_of_fp8_queries_matches_the_oracle(dtype, name, rng):
     """Products of fp8 by fp8 are added up in fewer bits than float32 has."""
@@ -87,7 +87,7 @@ def test_prefill_of_fp8_queries_matches_the_oracle(dtype, name, rng):
 
 
 @gpu
-@pytest.mark.parametrize("name", ["plain", "window", "mask", "all"])
+@pytest.mark.parametrize("name", ["default", "window", "mask", "all"])
 def test_prefill_over_ragged_rows_matches_the_oracle(name, rng):
     """Rows of other requests, and those behind the last one, count for nothing, even if they are NaN."""
     for _ in range(3):

@@ -33,8 +33,8 @@ def check(kernel, target, given, num_warps):
 def test_norms_compile_for_every_architecture(target):
     from quire.kernels.triton.norm import norm_config, norm_rows
 
-    plain = {"x": "*bf16", "residual": None, "weight": "*bf16", "beta": None, "scale": None, "eps": "fp32"}
-    plain |= {"factor": "fp32", "heads": 1}
+    common = {"x": "*bf16", "residual": None, "weight": "*bf16", "beta": None, "scale": None, "eps": "fp32"}
+    common |= {"factor": "fp32", "heads": 1}
     for dim, out, change in (
         (128, "*bf16", {"heads": "i32"}),
         (4096, "*bf16", {"residual": "*bf16"}),
@@ -46,7 +46,7 @@ def test_norms_compile_for_every_architecture(target):
     ):
         c = norm_config(dim, 1.0, "beta" in change, MANTISSA.get(out, 0))
         num_warps = min(c.num_warps, 16) if target == "gfx942" else c.num_warps  # whose warps have 64 threads
-        usage = check(norm_rows, target, {**plain, **change, "out": stored_as(out, target), "c": c}, num_warps)
+        usage = check(norm_rows, target, {**common, **change, "out": stored_as(out, target), "c": c}, num_warps)
         if target == "sm_90" and dim == 4096:
             loads = [line for line in usage.asm["ptx"].splitlines() if "ld.global" in line]
             assert len(loads) == 6, "two of each of input, residual and weight"

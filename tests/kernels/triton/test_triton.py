@@ -88,14 +88,14 @@ def test_rotary_kernels_compile_for_every_architecture(target):
     def part(dtype):
         return ("*bf16", f"*{dtype}", *["i32"] * 5)
 
-    plain = {"positions": "*i32", "indptr": "*i32", "inv_freq": "*i64", "cache": None, "table": None, "v": None}
-    plain |= {"q": part("bf16"), "k": part("bf16"), "q_rest": None, "k_rest": None, "q_scale": 1.0, "k_scale": 1.0}
+    computed = {"positions": "*i32", "indptr": "*i32", "inv_freq": "*i64", "cache": None, "table": None, "v": None}
+    computed |= {"q": part("bf16"), "k": part("bf16"), "q_rest": None, "k_rest": None, "q_scale": 1.0, "k_scale": 1.0}
     rests = {"q_rest": part("bf16"), "k_rest": part("bf16")}
-    cached = {**plain, **rests, "positions": "*i64", "indptr": None, "inv_freq": None, "cache": "*fp32"}
+    cached = {**computed, **rests, "positions": "*i64", "indptr": None, "inv_freq": None, "cache": "*fp32"}
     quantized = {**cached, **dict.fromkeys(("q", "q_rest", "k", "k_rest", "v"), part("u8"))}
     quantized |= {"table": ("*i32",) * 4 + ("i32",) * 4, "q_scale": "fp32", "k_scale": "fp32"}
     for given, c in (
-        (plain, rope_config(64, 0, 32, False)),
+        (computed, rope_config(64, 0, 32, False)),
         (cached, rope_config(48, 64, 32, True)),
         (quantized, rope_config(32, 512, 128, True, 512, 3)),
         (quantized, rope_config(32, 32, 16, False, 96, 2)),

@@ -160,7 +160,7 @@ class ReadWeight(ConversionOps):
         return result
 
     def _read_one(self, tensors: Mapping[str, Tensor], prefix: str, dtype: torch.dtype) -> Matrix | Tensor:
-        """A weight, which is quantized or not. The format has checks for all that is not a plain weight."""
+        """A weight, which is quantized or not. The format checks all but unquantized weights."""
         (name, tensor), *others = tensors.items()
         format, device = self.hf_quantizer.format, self.hf_quantizer.device
         if not others and name in format.names and tensor.dtype.is_floating_point and tensor.element_size() > 1:

@@ -138,10 +138,10 @@ def _has_interface(config_module: str) -> bool:
 
 
 def _window(
-    mask_function: Callable[..., Any], local_size: int | None, plain: bool, use_vmap: bool, config: Any
+    mask_function: Callable[..., Any], local_size: int | None, is_known_kind: bool, use_vmap: bool, config: Any
 ) -> int | None:
     """The sliding window of a causal mask, 0 if it has none; None if the mask is another one."""
-    if not plain or use_vmap:
+    if not is_known_kind or use_vmap:
         return None
     if mask_function is causal_mask_function:
         return 0

@@ -65,7 +65,7 @@ def _is_same(kept: Any, given: Any) -> bool:
 
 def _version(x: Tensor) -> Any:
     """What changes when a tensor is written to. Inference tensors have no version, so each counts as changed, but for
-    masks of `quire.integrations.transformers.masks`, which nobody writes to.
+    masks of `quire.integrations.transformers.masks`, which are never written to.
     """
     if not x.is_inference():
         return x._version

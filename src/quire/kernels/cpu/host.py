@@ -146,7 +146,7 @@ class _Cpu(Family):
         """Compute a call into out, [tokens, num_qo_heads, head_dim_vo], and, unless it is None, lse, float32 [tokens,
         num_qo_heads]. Rows of out that belong to no request become 0, and those of lse -inf.
         """
-        call = call.plain()
+        call = call.expanded()
         spec = call.spec
         # Kernels write neither fp8 nor rows with a stride between elements: such outputs are copied from a new tensor.
         writable = out.dtype in FLOATS and out.stride(-1) == 1

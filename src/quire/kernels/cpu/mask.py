@@ -1,7 +1,7 @@
 """Which keys a query sees: the only file of the CPU family that knows causal masks, windows and custom masks.
 
 A new edge of the visible keys is added to `row_range`, and a new kind of mask inside these edges to `apply_mask` and
-`visible_to_all`. The functions are plain Python, which kernels compile and the host calls as they are.
+`visible_to_all`. The functions are not decorated: kernels compile them, and the host calls them uncompiled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numba.extending import register_jitable
 
 from quire.kernels.call import Call
 
-# The fields of AttentionSpec that this file computes; items become a custom mask before (`Call.plain`).
+# The fields of AttentionSpec that this file computes; items become a custom mask before (`Call.expanded`).
 MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "items"})
 
 

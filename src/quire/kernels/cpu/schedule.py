@@ -5,7 +5,7 @@ All units have one linear index, request by request, and program p computes unit
 sum over requests gives each program its start, so that no list has to be written. A program has at most two
 partial states, whatever the batch: of a request that an earlier program started, and of one that a later one continues.
 
-The functions for split-KV are plain Python, which kernels compile as they are.
+The functions for split-KV are not decorated: kernels compile them, and tests call them uncompiled.
 """
 
 from __future__ import annotations

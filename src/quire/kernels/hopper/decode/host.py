@@ -41,7 +41,7 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
         found = f", not {rows}" if rows else ""
         return f"it decodes: at most {DECODE_ROWS} query rows per request and KV head{found}"
     if has_items(spec) or spec.pos_encoding != "NONE":
-        return "it knows no items, nor position encodings"
+        return "it supports no items, nor position encodings"
     if spec.head_dim_qk not in (64, 128, 256) or spec.head_dim_vo != spec.head_dim_qk:
         return f"head_dim is 64, 128 or 256, not {spec.head_dim_qk} and {spec.head_dim_vo}"
     if spec.q_dtype not in (torch.float16, torch.bfloat16):

@@ -37,9 +37,11 @@ _SLOTS = 2
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     """Why the MLA kernel does not compute a latent layer; None if it does."""
     if spec.mask.depends_on_positions or spec.pos_encoding != "NONE" or spec.batch_invariant:
-        return "over latent caches it knows no windows, nor masks but causal, position encodings, nor batch invariance"
+        return (
+            "over latent caches it supports no windows, nor masks but causal, position encodings, nor batch invariance"
+        )
     if spec.logits_soft_cap > 0:
-        return "over latent caches it knows no soft cap"
+        return "over latent caches it supports no soft cap"
     if spec.q_dtype not in (torch.float16, torch.bfloat16) or spec.kv_dtype != spec.q_dtype:
         return f"queries and caches are both float16 or both bfloat16, not {spec.q_dtype} and {spec.kv_dtype}"
     return None

@@ -30,7 +30,7 @@ _HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
     """Why the prefill kernel does not compute a layer (with MHA, GQA or MQA heads); None if it does."""
     if spec.pos_encoding == "ROPE_LLAMA":
-        return "it knows no rotary encodings"
+        return "it supports no rotary encodings"
     dims = spec.head_dim_qk, spec.head_dim_vo
     if dims not in _HEAD_DIMS:
         return f"head_dim is 64, 128, 256, or 192 with 128 for values, not {dims[0]} and {dims[1]}"
