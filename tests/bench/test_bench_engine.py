@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -191,6 +192,16 @@ def test_quire_engine_with_impossible_requests_raises(tmp_path):
     engine.close()
     with pytest.raises(ValueError, match="requests have 300 tokens: the context of the model is 256"):
         engines.Quire(tmp_path, "cpu", 300, 4, num_pages=64)
+
+
+def test_quire_engine_after_close_is_collected(tmp_path):
+    """Also objects that were frozen with the engine and refer to each other, as its captured graphs do."""
+    engine = engines.Quire(save("llama", tmp_path), "cpu", 60, 4, num_pages=64)
+    network = engine.llm.model.network
+    network.itself, weights = [network], weakref.ref(next(network.parameters()))
+    del network
+    engine.close()
+    assert weights() is None
 
 
 def test_vllm_engine_of_a_stand_in_counts_reported_tokens(monkeypatch):

@@ -95,6 +95,8 @@ class Quire:
     def close(self) -> None:
         self.llm.close()
         del self.llm
+        # Frozen objects that refer to each other, as captured graphs and what they compute, would never be collected.
+        gc.unfreeze()
         _free()
 
 
