@@ -13,14 +13,14 @@ from torch._dynamo.utils import counters
 from transformers.models.llama import modeling_llama
 
 from helpers.checkpoints import save
-from quire.engine import LLM, SamplingParams, model
+from quire.engine import LLM, SamplingParams, load
 from quire.engine.compiled_layers import CompiledLayers
 
 
 @pytest.fixture
 def traced(monkeypatch):
     """Compile without Inductor, which takes long."""
-    monkeypatch.setattr(model, "CompiledLayers", partial(CompiledLayers, backend="aot_eager"))
+    monkeypatch.setattr(load, "CompiledLayers", partial(CompiledLayers, backend="aot_eager"))
 
 
 def complete(folder, rng_prompts, **options):
