@@ -42,8 +42,8 @@ class DummyRunner:
             self.logits[:, [t for t, text in enumerate(texts) if not text.isalnum()]] = -1.0
 
     @staticmethod
-    def _compute(inputs: CapturedInputs, shape: StepShape) -> torch.Tensor:
-        return torch.empty(0)
+    def _compute(inputs: CapturedInputs, shape: StepShape) -> tuple[torch.Tensor, None]:
+        return torch.empty(0), None
 
     @staticmethod
     def _sample_greedy(logits: torch.Tensor) -> None:

@@ -119,7 +119,8 @@ class _Replay:
     def replay(self) -> None:
         graphs = self.graphs
         graphs.replays += 1
-        graphs._logits[self.shape][:] = graphs._compute(self.inputs, self.shape)
+        for kept, computed in zip(graphs._outputs[self.shape], graphs._compute(self.inputs, self.shape), strict=True):
+            kept[:] = computed
 
 
 class HostGraphs(StepGraphs):
@@ -142,14 +143,16 @@ def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
     buffers = GraphInputs(StepShape(most, max(most, max_tokens)), width, runner.page_size, torch.device("cpu"))
     wrappers = runner.new_wrappers()
 
-    def compute(inputs: CapturedInputs, shape: StepShape) -> torch.Tensor:
+    def compute(inputs: CapturedInputs, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor | None]:
         ids = with_last_tokens(inputs.ids, inputs.source, sampler.last)
         lengths = inputs.last_page_len + (width - 1) * runner.page_size
         pages = PageTable.from_lengths(inputs.kv_indptr, inputs.kv_indices, lengths, runner.page_size)
         runner.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.max_row_tokens)
-        return runner.model.logits(ids, inputs.positions, inputs.logit_indices, runner)
+        logits = runner.model.logits(ids, inputs.positions, inputs.logit_indices, runner)
+        return logits, runner.model.hidden_states.last
 
     graphs = HostGraphs(compute, sampler.sample_greedy, buffers, most, max_tokens)
-    memory = torch.full((most, runner.model.vocab_size), torch.nan)
-    graphs._logits = {shape: memory[: shape.rows] for shape in graphs.shapes}
+    logits = torch.full((most, runner.model.vocab_size), torch.nan)
+    hidden = torch.full((max(most, max_tokens), runner.model.hidden_states.size), torch.nan)
+    graphs._outputs = {shape: (logits[: shape.rows], hidden[: shape.tokens]) for shape in graphs.shapes}
     runner.step_graphs = graphs

@@ -13,9 +13,10 @@ from quire.engine.config import EngineConfig
 from quire.engine.params import SamplingParams
 
 if TYPE_CHECKING:
+    from quire.engine.embedding import Embedding, EmbeddingParams
     from quire.engine.llm import LLM, Completion, shipped_model
 
-__all__ = ["LLM", "Completion", "EngineConfig", "SamplingParams", "shipped_model"]
+__all__ = ["LLM", "Completion", "Embedding", "EmbeddingParams", "EngineConfig", "SamplingParams", "shipped_model"]
 
 
 def __getattr__(name: str) -> Any:

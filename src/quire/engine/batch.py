@@ -142,8 +142,12 @@ class ForwardOutput(NamedTuple):
         batch: the chunks in the order of their rows.
         logits: [batch.num_rows, vocab_size], of the last tokens of the chunks; the next step may overwrite them.
         greedy_done: whether the forward pass ends with `Sampler.sample_greedy`, of these logits and perhaps more rows.
+        hidden: the hidden states of all tokens after the last norm, in the order of the chunks, [tokens, hidden_size],
+            which may be followed by those of padding; the next step may overwrite them. None if the model or the runner
+            does not return them.
     """
 
     batch: StepBatch
     logits: Tensor
     greedy_done: bool = False
+    hidden: Tensor | None = None

@@ -217,13 +217,18 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file, {} if there is no such file; ValueError if it is broken."""
     if not file.is_file():
         return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} could not be loaded: {error}") from error
+    content = parse_json(file)
     if not isinstance(content, dict):
         raise ValueError(f"{file} could not be loaded: it is not a JSON object")
     return content
+
+
+def parse_json(file: Path) -> Any:
+    """What a JSON file has; ValueError if it is broken."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} could not be loaded: {error}") from error
 
 
 @contextmanager

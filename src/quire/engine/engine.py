@@ -17,10 +17,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
+import numpy as np
+
 from quire.engine.batch import ForwardOutput, StepBatch
+from quire.engine.embedding import NO_OUTPUT, EmbeddingParams, EmbeddingRequest
 from quire.engine.grammar import Grammar, Grammars
 from quire.engine.logits_processors import word_tokens
 from quire.engine.params import SamplingParams
+from quire.engine.pooling import PooledStates, launch_pooling
 from quire.engine.prompt_logprobs import add_prompt_logprobs
 from quire.engine.prompts import PromptReader
 from quire.engine.recovery import describe, run_each, sample_each
@@ -77,6 +81,8 @@ class Engine:
         self._has_grammar = False
         # Steps whose results have not been read: their chunks that sample, and the tokens of these.
         self._launched: deque[tuple[StepBatch, SampledTokens]] = deque()
+        # What launched steps add to embeddings, and has not been read.
+        self._pooled: deque[PooledStates] = deque()
         self.launch_at = 0.0
         # Seconds from the end of the last `step` to launch_at, and those of the last step of single tokens in which the
         # host had nothing to do.
@@ -119,9 +125,31 @@ class Engine:
         request.max_total_tokens = min(request.max_total_tokens, self.max_len)
         return request
 
+    def embedding_request(
+        self,
+        prompt: str | Sequence[int],
+        params: EmbeddingParams,
+        sink: Callable[[Update], None],
+        name: str = "prompt",
+    ) -> EmbeddingRequest:
+        """Make a request for the embedding of a prompt, and check it.
+
+        Raises:
+            FileNotFoundError, ValueError: the embeddings of the model cannot be computed, or not with these parameters
+                (`EmbeddingParams.resolved`), or the prompt is refused (`PromptReader.read`); the message has `name`.
+        """
+        if not isinstance(params, EmbeddingParams):
+            raise ValueError(f"params = {params!r}: they must be EmbeddingParams")
+        size = self.model.hidden_states.size
+        if size is None or not self.runner.supports_all_logits:
+            what = f"{self.model.folder} does not return" if size is None else f"{type(self.runner).__name__} drops"
+            raise ValueError(f"embeddings can't be computed: {what} the hidden states of its tokens")
+        params = params.resolved(self.model.folder, size)
+        return EmbeddingRequest(self.prompts.read(prompt, NO_OUTPUT, name), params, sink)
+
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
-        if request.prompt_only and request.prompt_len == 1:
+        if request.prompt_len == request.num_unneeded_tokens:
             # There is nothing to compute.
             self.reporter.end(request, "length")
             self._send()
@@ -142,10 +170,13 @@ class Engine:
             if batch:
                 self.step_log.launch(batch)
                 self._sample(self._forward(batch))
-            self._read(self.depth if batch else 0)
+            unread = self.depth if batch else 0
+            self._read(unread)
+            self._read_pooled(unread)
             self._send()
         except Exception as error:
             self._launched.clear()
+            self._pooled.clear()
             self.reporter.end_all(describe(error))
             self._send()
         finally:
@@ -168,8 +199,11 @@ class Engine:
         if output.batch.decode_only:
             return output
         logits = add_prompt_logprobs(output.batch, output.logits)
-        for request in [r for r in output.batch.requests if r.prompt_only]:
-            if request.num_computed_tokens == request.prompt_len - 1:
+        pooled = launch_pooling(self.stats.steps, output.batch, output.hidden)
+        if pooled is not None:
+            self._pooled.append(pooled)
+        for request in [r for r in output.batch.requests if r.num_unneeded_tokens]:
+            if request.num_computed_tokens == request.prompt_len - request.num_unneeded_tokens:
                 self.reporter.end(request, "length")
         # Tokens that the forward pass has sampled are those of its own rows.
         greedy_done = output.greedy_done and logits is output.logits
@@ -177,7 +211,7 @@ class Engine:
 
     def _sample(self, output: ForwardOutput) -> None:
         """Start to sample the tokens of a step."""
-        batch, logits, greedy_done = output
+        batch, logits = output.batch, output.logits
         if not batch:
             return
         requests, draft_index = batch.sampled_rows()
@@ -188,7 +222,7 @@ class Engine:
             # Masks depend on the last tokens. The device computes this step meanwhile.
             self._read()
         try:
-            sampled = self.sampler.launch(logits, requests, draft_index, greedy_done)
+            sampled = self.sampler.launch(logits, requests, draft_index, output.greedy_done)
         except Exception as error:
             self._requests = []
             self._read()
@@ -213,6 +247,15 @@ class Engine:
             if batch.decode_only:
                 self._spare = self._pause + time.perf_counter() - start
             self.reporter.report(batch, sampled)
+
+    def _read_pooled(self, leave: int) -> None:
+        """Wait for the embeddings of all launched steps but the last `leave` ones, and end their requests."""
+        while self._pooled and self._pooled[0].step <= self.stats.steps - leave:
+            for request in self._pooled.popleft().read():
+                if np.isfinite(request.values).all():
+                    self.reporter.end(request, "stop")
+                else:
+                    self.reporter.end(request, "error", "the model's hidden states are not finite")
 
     def _send(self) -> None:
         """Send the updates of the requests to their sinks. This is the last thing that a step does, and all counts, the

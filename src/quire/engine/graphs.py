@@ -30,7 +30,8 @@ class StepGraphs:
     """Captured steps.
 
     Args:
-        compute: computes the logits of a step, [shape.rows, vocab_size], from its inputs.
+        compute: computes the logits of a step, [shape.rows, vocab_size], from its inputs, and the hidden states of its
+            tokens, [shape.tokens, hidden_size], or None.
         sample_greedy: samples a token for each row of the logits of decodes (`Sampler.sample_greedy`). Both are
             captured.
         inputs: the inputs of all shapes.
@@ -39,7 +40,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        compute: Callable[[CapturedInputs, StepShape], Tensor],
+        compute: Callable[[CapturedInputs, StepShape], tuple[Tensor, Tensor | None]],
         sample_greedy: Callable[[Tensor], None],
         inputs: GraphInputs,
         max_num_seqs: int,
@@ -51,7 +52,8 @@ class StepGraphs:
         self._mixed = [n for n in mixed_sizes(max_tokens) if n > max_num_seqs]
         self._max_rows = self._decodes[-1]
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
-        self._logits: dict[StepShape, Tensor] = {}
+        # The logits and the hidden states of each.
+        self._outputs: dict[StepShape, tuple[Tensor, Tensor | None]] = {}
 
     @property
     def shapes(self) -> list[StepShape]:
@@ -82,14 +84,16 @@ class StepGraphs:
         except BaseException:
             self._inputs.invalidate()
             raise
-        return ForwardOutput(batch, self._logits[shape][: batch.num_rows], greedy_done=shape.max_row_tokens == 1)
+        logits, hidden = self._outputs[shape]
+        return ForwardOutput(batch, logits[: batch.num_rows], shape.max_row_tokens == 1, hidden)
 
-    def _compute(self, inputs: CapturedInputs, shape: StepShape) -> Tensor:
+    def _compute(self, inputs: CapturedInputs, shape: StepShape) -> tuple[Tensor, Tensor | None]:
         inputs.write_pages()
-        logits = self._forward(inputs, shape).contiguous()
+        logits, hidden = self._forward(inputs, shape)
+        logits = logits.contiguous()
         if shape.max_row_tokens == 1:
             self._sample_greedy(logits)
-        return logits
+        return logits, None if hidden is None else hidden.contiguous()
 
     def capture(self, progress: Callable[[list[StepShape]], Iterable[StepShape]] = iter) -> bool:
         """Capture all graphs, the largest first, so that the others find its memory in the pool.
@@ -104,10 +108,10 @@ class StepGraphs:
         try:
             with torch.cuda.device(self._inputs.device):
                 for shape in progress(self.shapes):
-                    self._graphs[shape], self._logits[shape] = self._capture(shape, pool)
+                    self._graphs[shape], self._outputs[shape] = self._capture(shape, pool)
         except Exception as error:
             self._graphs.clear()
-            self._logits.clear()
+            self._outputs.clear()
             torch.cuda.synchronize(self._inputs.device)
             self._end_capture()
             message = (
@@ -118,9 +122,9 @@ class StepGraphs:
         return True
 
     @torch.inference_mode()
-    def _capture(self, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor | None]]:
         """Capture the step of a shape, after a run of padding that compiles its kernels; return the graph, and its
-        logits, whose memory the graphs that are captured later use, too.
+        logits and hidden states, whose memory the graphs that are captured later use, too.
         """
         self._inputs.fill_padding(shape)
         inputs = self._inputs.views(shape)
@@ -131,8 +135,8 @@ class StepGraphs:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            logits = self._compute(inputs, shape)
-        return graph, torch.as_tensor(_Memory(logits), device=logits.device).view(logits.dtype).view(logits.shape)
+            logits, hidden = self._compute(inputs, shape)
+        return graph, (_unowned(logits), None if hidden is None else _unowned(hidden))
 
     def _end_capture(self) -> None:
         """Capture a launch. A capture that fails leaves torch's random numbers in the state of a capture, in which no
@@ -140,6 +144,11 @@ class StepGraphs:
         """
         with torch.cuda.device(self._inputs.device), torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=self._inputs.device)
+
+
+def _unowned(x: Tensor) -> Tensor:
+    """A contiguous tensor on a GPU as a view of its memory, which does not keep that from being used for others."""
+    return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype).view(x.shape)
 
 
 class _Memory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 from quire.engine.arguments import Prompt, as_list, one_each
 from quire.engine.config import EngineConfig
+from quire.engine.embedding import Embedding, EmbeddingParams, EmbeddingRequest
 from quire.engine.grammar import Grammar
 from quire.engine.hub import model_name
 from quire.engine.load import load_engine
@@ -216,6 +218,32 @@ class LLM:
             raise
         return [_completion(request) for request in requests]
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], params: EmbeddingParams | None = None) -> list[Embedding]:
+        """Compute the embeddings of prompts, all at once.
+
+        Args:
+            prompts: strings or lists of token ids; or a single one of either.
+            params: for all prompts; None: as the checkpoint says.
+
+        Returns:
+            an embedding per prompt, in the order of the prompts.
+
+        Raises:
+            FileNotFoundError: a file with the checkpoint's pooling is missing.
+            RuntimeError: as for `generate`.
+            ValueError: a prompt or its params are invalid, or embeddings cannot be computed; the message has the index
+                of the prompt, or the attribute of the params, and no request has been started.
+        """
+        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        requests = self._embedding_requests(prompts, params, lambda i: updates.put)
+        self._worker.submit(requests)
+        try:
+            deque(self._worker.until_done(updates, len(requests)), maxlen=0)
+        except BaseException:
+            self._worker.cancel(requests)
+            raise
+        return [request.result() for request in requests]
+
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Completion]:
         """Complete one prompt and yield, for each step, the text and tokens that it added; the last element has a
         finish_reason. Leaving the loop (or cancelling the task) cancels the request. Errors are those of `generate`.
@@ -264,6 +292,29 @@ class LLM:
         self._worker.submit(requests)
         return lambda: self._worker.cancel(requests)
 
+    def start_embedding(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: EmbeddingParams | None,
+        sink: Callable[[int, Embedding], None],
+    ) -> Callable[[], None]:
+        """Begin to compute embeddings, all at once, and return without waiting.
+
+        Args:
+            prompts, params: as for `embed`.
+            sink: called once for each prompt, in the engine's thread, with its index and its embedding. The engine
+                waits for it, and it must not raise.
+
+        Returns:
+            a function that cancels the requests that have not ended; each gets the finish_reason "cancelled".
+
+        Raises:
+            FileNotFoundError, RuntimeError, ValueError: as for `embed`.
+        """
+        requests = self._embedding_requests(prompts, params, lambda i: lambda update: sink(i, requests[i].result()))
+        self._worker.submit(requests)
+        return lambda: self._worker.cancel(requests)
+
     def close(self) -> None:
         """Cancel all requests and end the engine's thread."""
         self._worker.close()
@@ -285,3 +336,13 @@ class LLM:
         listed = as_list(prompts)
         each = enumerate(zip(listed, one_each(params, len(listed)), strict=True))
         return [self._engine.request(prompt, p, sink(i), f"prompt {i}", grammar) for i, (prompt, p) in each]
+
+    def _embedding_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: EmbeddingParams | None,
+        sink: Callable[[int], Callable[[Update], None]],
+    ) -> list[EmbeddingRequest]:
+        """Check prompts and make the requests for their embeddings, as `_requests` does."""
+        make, params = self._engine.embedding_request, params or EmbeddingParams()
+        return [make(prompt, params, sink(i), f"prompt {i}") for i, prompt in enumerate(as_list(prompts))]

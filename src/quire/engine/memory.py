@@ -49,6 +49,7 @@ def profiled_pages(
     before = torch.cuda.memory_allocated(device)
     profile(trial, largest.tokens, largest.rows)
     step = torch.cuda.max_memory_allocated(device) - before
+    trial.model.hidden_states.last = None
     del trial
     gc.collect()
     torch.cuda.empty_cache()

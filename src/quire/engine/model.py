@@ -36,6 +36,28 @@ class Replacement(Protocol):
         """Compute the part by the replacement, or as Transformers has it."""
 
 
+class HiddenStates:
+    """What a network returns without its language-model head: the states of tokens after the last norm.
+
+    Args:
+        network: Transformers' model.
+
+    Attributes:
+        last: the states of the last forward pass of one row of tokens, [n, size]; None if it has not returned them.
+        size: the number of elements of a state; None if no pass has returned one.
+    """
+
+    def __init__(self, network: Any) -> None:
+        self.last: Tensor | None = None
+        self.size: int | None = None
+        network.base_model.register_forward_hook(self._keep)
+
+    def _keep(self, module: Any, args: Any, output: Any) -> None:
+        states = getattr(output, "last_hidden_state", None)
+        if isinstance(states, Tensor) and states.ndim == 3 and len(states) == 1:
+            self.last, self.size = states[0], states.shape[2]
+
+
 class Model:
     """A causal language model.
 
@@ -55,6 +77,7 @@ class Model:
         end_ids: the tokens that end an output, from generation_config.json or else config.json.
         replacements: what computes parts of the network in place of Transformers.
         compiled_layers: the compiled decoder layers, of which there may be none; one of the replacements.
+        hidden_states: of the tokens of the last `logits`.
         width: the number of tokens that `logits` computes in every step; None: those that the step has.
 
     Raises:
@@ -79,6 +102,7 @@ class Model:
         self.replacements: list[Replacement] = []
         self.compiled_layers = CompiledLayers([])
         self.width: int | None = None
+        self.hidden_states = HiddenStates(network)
 
     def _find_context(self, max_model_len: int | None) -> int:
         # Whisper's decoder has the second name.
@@ -102,6 +126,8 @@ class Model:
     @torch.inference_mode()
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: StepAttention) -> Tensor:
         """The logits of the tokens at `rows`: tokens, positions int64 [n]; rows int64 [m]; returns [m, vocab_size]."""
+        # Those of the last step would take memory during this one.
+        self.hidden_states.last = None
         if self.width is None:
             return self._computed(tokens, positions, rows, step)
         num_rows, step = len(rows), PaddedAttention(step, len(tokens))

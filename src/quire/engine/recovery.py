@@ -40,8 +40,7 @@ def run_each(
     # The prefix tree has the pages of the step already, whose contents are undefined now.
     scheduler.tree.clear()
     size = runner.page_size
-    logits: list[Tensor] = []
-    computed: list[Chunk] = []
+    outputs: list[ForwardOutput] = []
     waiting: list[Request] = []
     undefined_pages: set[int] = set()
     for chunk in chunks:
@@ -53,16 +52,22 @@ def run_each(
             undefined_pages.update(written)
             continue
         try:
-            logits.append(runner.run([chunk]))
-            computed.append(chunk)
+            outputs.append(runner.forward_eagerly(StepBatch.of([chunk])))
         except Exception as raised:
             undefined_pages.update(written)
             reporter.end(request, "error", describe(raised))
     for request in reversed(waiting):
         scheduler.compute_again(request)
-    if len(computed) == len(chunks):
+    if len(outputs) == len(chunks):
         _warn(len(chunks), error)
-    return ForwardOutput(StepBatch.of(computed), torch.cat(logits) if logits else torch.empty(0))
+    if not outputs:
+        return ForwardOutput(StepBatch.of([]), torch.empty(0))
+    states = [output.hidden for output in outputs if output.hidden is not None]
+    return ForwardOutput(
+        StepBatch.of([chunk for output in outputs for chunk in output.batch]),
+        torch.cat([output.logits for output in outputs]),
+        hidden=torch.cat(states) if states else None,
+    )
 
 
 def sample_each(requests: Sequence[Request], logits: Tensor, error: Exception, reporter: Reporter) -> None:

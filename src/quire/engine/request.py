@@ -49,7 +49,9 @@ class Request:
         num_total_tokens: the number of tokens of prompt and output, those in flight included.
         row: the row of the last launched step's tokens that has the token in flight.
         max_total_tokens: the largest number of tokens, prompt and output.
-        prompt_only: whether no token is sampled, so the last one of the prompt is not computed.
+        samples: whether tokens are sampled; otherwise the request ends when its prompt has been computed.
+        num_unneeded_tokens: the number of tokens at the end of the prompt that are not computed: 1 where no token is
+            sampled, since nothing depends on the last one.
         prompt_logprobs: log-probabilities of the prompt's tokens as far as they are known, None for the first token, as
             in `Completion`; None if they are not wanted.
         prompt_ranks: as many places of these tokens among all tokens, as in `Completion`.
@@ -64,8 +66,9 @@ class Request:
         plain: whether the most likely token is taken as it is, without a grammar, rules, penalties or reports.
         final_only: whether the sink needs no update but the last one: others are left out, but for those with
             log-probabilities.
-        lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request whose logits depend on its last
-            tokens by more than the model: one with penalties, bad words of several tokens or a grammar.
+        lookup: guesses the next tokens, see `quire.engine.drafts`; None for a request that samples none, and for one
+            whose logits depend on its last tokens by more than the model: with penalties, bad words of several tokens
+            or a grammar.
         num_cached_tokens: tokens of the prompt that were in the cache when the request was first admitted.
         group: identifies the requests of one call, see `quire.engine.waiting`.
     """
@@ -87,7 +90,8 @@ class Request:
         self.num_total_tokens, self.row = self.prompt_len, 0
         max_tokens = params.max_tokens if isinstance(params.max_tokens, int) else sys.maxsize
         self.max_total_tokens = self.prompt_len + max_tokens
-        self.prompt_only = params.max_tokens == 0
+        self.samples = params.max_tokens != 0
+        self.num_unneeded_tokens = int(not self.samples)
         self.num_computed_tokens = 0
         self.pages = array("i")
         self.node: Node | None = None
@@ -110,7 +114,8 @@ class Request:
         self.needs_last_tokens = params.penalised or words
         free = self.matcher is None and not params.penalised and self.rules is None
         self.plain = free and params.greedy and params.logprobs is None
-        self.lookup = None if self.matcher is not None or self.needs_last_tokens else PromptLookup()
+        is_guessed = self.samples and self.matcher is None and not self.needs_last_tokens
+        self.lookup = PromptLookup() if is_guessed else None
         self._stream = None if tokenizer is None else text_stream(tokenizer, prompt, params)
 
     @property
@@ -124,6 +129,12 @@ class Request:
     def num_known_prompt_logprobs(self) -> int:
         """The number of the prompt's tokens whose next token's log-probability is known."""
         return 0 if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1
+
+    def num_reusable_tokens(self, length: int) -> int:
+        """How many of the `length` tokens to compute may be taken from the cache: all but those of which more than keys
+        and values is needed. The last token is computed in any case.
+        """
+        return length - 1 if self.prompt_logprobs is None else self.num_known_prompt_logprobs
 
     def num_wanted_prompt_logprobs(self, start: int, end: int) -> int:
         """How many of the tokens start to end have a next token whose log-probability is wanted and not known."""

@@ -42,7 +42,7 @@ class Runner:
             these tokens, waits for the device or has graphs of its own.
         supports_all_logits: of the class; whether `run` returns the logits of all tokens that `Chunk.rows` counts.
             False for a subclass whose `run` returns those of the last token alone: requests then have neither drafts
-            nor log-probabilities of their prompts.
+            nor log-probabilities of their prompts, nor embeddings.
         caches: each layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim].
         scales: of each layer's keys and values.
         step_graphs: CUDA graphs of steps, if there are any; see `StepGraphs`.
@@ -106,8 +106,14 @@ class Runner:
             output = self.step_graphs.run(batch)
             if output is not None:
                 return output
+        return self.forward_eagerly(batch, last_tokens)
+
+    def forward_eagerly(self, batch: StepBatch, last_tokens: Tensor | None = None) -> ForwardOutput:
+        """`forward` without graphs; last_tokens is None if no token is in flight."""
+        # A subclass may compute logits without the network.
+        self.model.hidden_states.last = None
         logits = self.run(batch, last_tokens) if self.supports_overlap else self.run(batch)
-        return ForwardOutput(batch, logits)
+        return ForwardOutput(batch, logits, hidden=self.model.hidden_states.last)
 
     def capture(self, sampler: Sampler, max_rows: int, max_batched_tokens: int, progress: Any = iter) -> None:
         """Capture CUDA graphs of steps, if the runner can. It is called once, after all checks of the runner.
@@ -127,7 +133,7 @@ class Runner:
         # No step without a graph replaces the plans of these wrappers.
         wrappers = self.new_wrappers()
 
-        def compute(inputs: CapturedInputs, shape: StepShape) -> Tensor:
+        def compute(inputs: CapturedInputs, shape: StepShape) -> tuple[Tensor, Tensor | None]:
             ids = with_last_tokens(inputs.ids, inputs.source, sampler.last)
             pages = PageTable(inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len, page_size)
             self.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.max_row_tokens)
@@ -136,7 +142,7 @@ class Runner:
                 # The graph will be replayed, which is safe: it reads the tables of `inputs` themselves, and the
                 # workspace of `wrappers`, and `StepGraphs` keeps both.
                 wrapper.forget_cuda_graph()
-            return logits
+            return logits, self.model.hidden_states.last
 
         graphs = StepGraphs(compute, sampler.sample_greedy, inputs, rows, tokens)
         if graphs.capture(progress):

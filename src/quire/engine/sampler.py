@@ -21,6 +21,7 @@ from torch import Tensor
 from quire import sampling
 from quire.definition.tensors import check_tensor
 from quire.engine.grammar import masked
+from quire.engine.host_copy import HostCopies
 from quire.engine.logits_processors import LogitsProcessors
 from quire.engine.request import UNDEFINED, Request
 from quire.engine.token_lists import TokenLists
@@ -41,38 +42,25 @@ class SampledTokens:
 
     def __init__(self, requests: Sequence[Request], tokens: Tensor, reports: sampling.Logprobs | None) -> None:
         self.requests = requests
-        tensors = [tokens, *(reports or ())]
-        self._event = None
-        if tokens.is_cuda:
-            self._host = [
-                torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True) for x in tensors
-            ]
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tokens.device))
-        else:
-            self._host = [x.clone() for x in tensors]
+        self._copies = HostCopies([tokens, *(reports or ())])
 
     def wait(self) -> None:
         """Wait until the device has sampled the tokens."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
+        self._copies.wait()
 
     def tokens(self) -> list[int]:
         """The token of each request, or UNDEFINED, once they are sampled."""
-        self.wait()
-        return self._host[0].tolist()
+        return self._copies.wait()[0].tolist()
 
     def logprobs(self) -> list[dict[int, float] | None] | None:
         """For each request, the log-probabilities of its token and of the most likely ones, or None; None if no request
         wants them.
         """
-        if len(self._host) == 1:
+        if len(self._copies) == 1:
             return None
-        self.wait()
         return [
             None if r.params.logprobs is None else top_logprobs(r.params.logprobs, *columns)
-            for r, *columns in zip(self.requests, *(x.tolist() for x in self._host), strict=True)
+            for r, *columns in zip(self.requests, *(x.tolist() for x in self._copies.wait()), strict=True)
         ]
 
 

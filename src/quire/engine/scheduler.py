@@ -66,6 +66,8 @@ class Scheduler:
         self._steps_left = 0
         # How many more log-probabilities of prompts the step can compute.
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
+        # Running requests that have nothing left to compute, and end when the host has read their embeddings.
+        self._num_computed_requests = 0
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -73,7 +75,7 @@ class Scheduler:
 
     def schedule(self) -> StepBatch:
         """The next step; empty if there are no requests, or if all wait for tokens in flight."""
-        self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
+        self._prompt_logprobs_left, self._num_computed_requests = MAX_PROMPT_LOGPROBS, 0
         batch, can_admit = self._decode_again(), True
         can_repeat = batch is not None
         if batch is None:
@@ -157,7 +159,8 @@ class Scheduler:
     def _continue_running(self) -> tuple[StepBatch, bool]:
         """Chunks of running requests, and whether none of them was preempted, so that others may be admitted."""
         running, size = self.running, self.page_size
-        lefts = [r.num_total_tokens - r.prompt_only - r.num_computed_tokens for r in running]
+        lefts = [r.num_total_tokens - r.num_unneeded_tokens - r.num_computed_tokens for r in running]
+        self._num_computed_requests = lefts.count(0)
         budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - lefts.count(1)
         spare_rows = self.max_rows - min(self.max_num_seqs, len(running) + len(self.waiting))
         chunks: list[Chunk] = []
@@ -175,7 +178,7 @@ class Scheduler:
             # A page may have become full of known tokens.
             if count > 1 or (end - request.num_inflight_tokens) % size == 0:
                 self._share(request, end)
-            samples = count == left and not request.prompt_only
+            samples = count == left and request.samples
             chunk = Chunk(request, start, count, samples, num_prompt_logprobs=num_prompt_logprobs)
             chunks.append(chunk)
             budget -= count
@@ -228,15 +231,14 @@ class Scheduler:
     def _admit(self, budget: int) -> list[Chunk]:
         """Chunks of waiting requests, within the token budget, max_num_seqs and the free pages."""
         chunks: list[Chunk] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        max_running = self.max_num_seqs + self._num_computed_requests
+        while self.waiting and budget > 0 and len(self.running) < max_running:
             request = self.waiting.first
             # A request that was preempted waits until its tokens are known.
             if request.num_inflight_tokens:
                 break
-            length = len(request.tokens) - request.prompt_only
-            # The last token is computed in any case.
-            known = length - 1 if request.prompt_logprobs is None else request.num_known_prompt_logprobs
-            pages, request.node = self.tree.find(request.tokens[:known])
+            length = len(request.tokens) - request.num_unneeded_tokens
+            pages, request.node = self.tree.find(request.tokens[: request.num_reusable_tokens(length)])
             request.pages, request.num_computed_tokens = array("i", pages), len(pages) * self.page_size
             count = min(length - request.num_computed_tokens, budget)
             count, num_prompt_logprobs = self._bound_prompt_logprobs(request, count)
@@ -251,7 +253,7 @@ class Scheduler:
                 self.stats.cached_tokens += request.num_cached_tokens
                 self.stats.admitted_tokens += request.prompt_len
             self._share(request, request.num_computed_tokens + count)
-            samples = request.num_computed_tokens + count == length and not request.prompt_only
+            samples = request.num_computed_tokens + count == length and request.samples
             start = request.num_computed_tokens
             chunks.append(Chunk(request, start, count, samples, num_prompt_logprobs=num_prompt_logprobs))
             budget -= count
