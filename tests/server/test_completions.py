@@ -52,7 +52,7 @@ def text(llm, prompt, **params):
     return llm.generate(prompt, SamplingParams(**params))[0].text
 
 
-def test_a_completion_is_the_engines(llm, client):
+def test_completion_has_the_text_of_the_engine(llm, client):
     done = client.completions.create(model="tiny-python", prompt=PROMPT, max_tokens=12)
     assert done.choices[0].text == text(llm, PROMPT, max_tokens=12)
     assert done.choices[0].finish_reason == "length"
@@ -64,7 +64,7 @@ def test_a_completion_is_the_engines(llm, client):
     )
 
 
-def test_every_parameter_reaches_the_engine(llm, client):
+def test_completion_with_every_parameter_has_the_text_of_the_engine(llm, client):
     own = {"temperature": 1.3, "top_p": 0.9, "seed": 7, "presence_penalty": 0.4, "frequency_penalty": 0.2}
     extra = {"top_k": 30, "min_p": 0.01, "repetition_penalty": 1.2, "ignore_eos": True, "stop_token_ids": [5]}
     done = client.completions.create(
@@ -76,7 +76,7 @@ def test_every_parameter_reaches_the_engine(llm, client):
 
 
 @pytest.mark.parametrize("form", ["strings", "tokens", "token lists"])
-def test_prompts_of_all_forms(llm, client, form):
+def test_completion_of_each_form_of_prompt_has_the_text_of_the_engine(llm, client, form):
     listed = [llm.encode(p) for p in PROMPTS]
     prompt = {"strings": PROMPTS, "tokens": listed[1], "token lists": listed}[form]
     done = client.completions.create(model="tiny-python", prompt=prompt, max_tokens=8)
@@ -85,7 +85,7 @@ def test_prompts_of_all_forms(llm, client, form):
     assert [c.text for c in done.choices] == [c.text for c in expected]
 
 
-def test_n_seeded_samples_stand_beside_each_prompt(llm, client):
+def test_completion_with_n_and_a_seed_has_n_samples_for_each_prompt(llm, client):
     done = client.completions.create(model="tiny-python", prompt=PROMPTS[:2], n=3, seed=5, temperature=1, max_tokens=10)
     own = [SamplingParams(seed=5 + i, temperature=1, max_tokens=10) for i in range(3)]
     expected = llm.generate([p for p in PROMPTS[:2] for _ in own], own * 2)
@@ -95,7 +95,7 @@ def test_n_seeded_samples_stand_beside_each_prompt(llm, client):
     assert done.usage.completion_tokens == sum(len(c.token_ids) for c in expected)
 
 
-def test_stop_strings_end_the_text(llm, client):
+def test_completion_with_a_stop_string_ends_before_it(llm, client):
     whole = text(llm, PROMPT, max_tokens=24)
     stop = whole[6:9]
     done = client.completions.create(model="tiny-python", prompt=PROMPT, max_tokens=24, stop=stop)
@@ -103,7 +103,7 @@ def test_stop_strings_end_the_text(llm, client):
     assert done.choices[0].finish_reason == "stop"
 
 
-def test_echo_begins_with_the_prompt(llm, client):
+def test_completion_with_echo_begins_with_the_prompt(llm, client):
     whole = PROMPT + text(llm, PROMPT, max_tokens=5)
     for prompt in (PROMPT, llm.encode(PROMPT)):
         done = client.completions.create(model="tiny-python", prompt=prompt, max_tokens=5, echo=True)
@@ -112,7 +112,7 @@ def test_echo_begins_with_the_prompt(llm, client):
         assert "".join(part.choices[0].text for part in stream) == whole
 
 
-def test_echo_with_log_probabilities_reports_the_prompts_tokens_too(llm, client):
+def test_completion_with_echo_and_logprobs_reports_prompt_tokens(llm, client):
     params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=2)
     names = llm.model.tokenizer.decode
     for prompt in (PROMPT, llm.encode(PROMPT)[:1]):
@@ -133,7 +133,7 @@ def test_echo_with_log_probabilities_reports_the_prompts_tokens_too(llm, client)
         assert whole.text_offset == [len("".join(whole.tokens[:i])) for i in range(len(tokens))]
 
 
-def test_log_probabilities_are_the_engines(llm, client):
+def test_completion_with_logprobs_has_those_of_the_engine(llm, client):
     expected = llm.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=3))[0]
     names = llm.model.tokenizer.decode
     options = {"model": "tiny-python", "prompt": PROMPT, "max_tokens": 6, "logprobs": 3}
@@ -150,7 +150,7 @@ def test_log_probabilities_are_the_engines(llm, client):
         assert top == pytest.approx({names([token]): value for token, value in report.items()}, abs=1e-4)
 
 
-def test_a_stream_ends_with_usage(llm, client):
+def test_completion_stream_with_include_usage_ends_with_usage(llm, client):
     stream = client.completions.create(
         model="tiny-python", prompt=PROMPT, max_tokens=9, stream=True, stream_options={"include_usage": True}
     )
@@ -163,7 +163,7 @@ def test_a_stream_ends_with_usage(llm, client):
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(llm.encode(PROMPT)), 9)
 
 
-def test_events_are_as_the_standard_has_them(url):
+def test_completion_stream_events_follow_the_standard(url):
     body = {"prompt": PROMPT, "max_tokens": 2, "stream": True, "unknown_field": {"is": "ignored"}}
     done = httpx.post(f"{url}/v1/completions", json=body)
     assert done.headers["content-type"].startswith("text/event-stream")
@@ -172,7 +172,7 @@ def test_events_are_as_the_standard_has_them(url):
     assert all(event.startswith('data: {"id":"cmpl-') for event in events[:-2])
 
 
-def test_many_streams_at_once_keep_their_own_text(llm, url, rng: random.Random):
+def test_completion_streams_at_once_have_their_own_text(llm, url, rng: random.Random):
     """More streams than the engine runs at once, of different lengths and with seeds, each against the engine."""
     prompts = [f"{rng.choice(PROMPTS)}# {rng.randrange(10**6)}\n" for _ in range(80)]
     given = [{"max_tokens": rng.randrange(1, 24), "temperature": rng.choice([0.0, 1.0]), "seed": i} for i in range(80)]
@@ -189,7 +189,7 @@ def test_many_streams_at_once_keep_their_own_text(llm, url, rng: random.Random):
     assert asyncio.run(every()) == expected
 
 
-def test_parts_of_a_late_reader_come_together(llm):
+def test_generation_read_late_has_one_part_per_completion(llm):
     """A reader that comes after the end gets each completion in one part, with all of its tokens and reports."""
     service = create_app(llm).state.service
     params = [SamplingParams(max_tokens=9, logprobs=1, temperature=1, seed=i) for i in range(2)]
@@ -216,13 +216,13 @@ def guide(url):
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
-def test_curl_runs_as_in_the_guide(llm, url):
+def test_guide_curl_command_runs(llm, url):
     (command,) = re.findall("^    (curl .*)$", guide(url), re.MULTILINE)
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, timeout=30)
     assert json.loads(done.stdout)["choices"][0]["text"] == text(llm, "import os\n", max_tokens=16)
 
 
-def test_the_official_client_runs_as_in_the_guide(llm, url):
+def test_guide_client_program_runs(llm, url):
     code = re.search(r"^    from openai import OpenAI\n(?:(?:    .*)?\n)*", guide(url), re.MULTILINE)[0]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -108,7 +108,7 @@ def test_serve_missing_key_file_is_named_before_the_model_is_loaded(capsys, tmp_
     assert f"api_key_file = '{tmp_path / 'none'}': it can't be read: No such file" in capsys.readouterr().err
 
 
-def test_small_endpoints_have_version_state_and_load(llm):
+def test_version_ping_and_load_endpoints_answer(llm):
     with served(llm) as url:
         assert httpx.get(f"{url}/version").json() == {"version": __version__}
         for method in ("GET", "POST"):

@@ -95,7 +95,7 @@ def left_by_server(client):
     return [row[3] for row in rows if row[1].endswith(server) and row[2].endswith(own)] != ["01"]  # 01: established
 
 
-def test_heads_that_drip_keep_nobody_waiting_and_are_ended(url):
+def test_slow_heads_are_ended_while_others_are_served(url):
     with ExitStack() as stack:
         slow = [stack.enter_context(connected(url)) for _ in range(30)]
         for client in slow:
@@ -113,14 +113,14 @@ def test_heads_that_drip_keep_nobody_waiting_and_are_ended(url):
         assert 0.9 < time.monotonic() - begun < 3
 
 
-def test_the_end_of_a_slow_head_is_told_and_of_an_idle_connection_not(url):
+def test_slow_head_is_answered_408_and_idle_connection_is_closed(url):
     with connected(url) as silent, connected(url) as slow:
         slow.sendall(HEALTH[:-4])
         assert all_of(slow).startswith(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\n")
         assert all_of(silent) == b""
 
 
-def test_later_heads_have_the_same_time_and_idle_connections_more(url):
+def test_second_head_of_a_connection_has_the_same_time_limit(url):
     """The second head of a connection begins when its first byte comes, and nothing else ends it before that."""
     with connected(url) as client, connected(url) as idle:
         for each in (client, idle):
@@ -137,7 +137,7 @@ def test_later_heads_have_the_same_time_and_idle_connections_more(url):
         assert time.monotonic() - begun > 2.4
 
 
-def test_heads_are_bounded(url):
+def test_head_beyond_its_bound_is_refused(url):
     for end in (b"", b"\r\n\r\n"):
         with connected(url) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
@@ -153,7 +153,7 @@ def test_heads_are_bounded(url):
     assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_what_comes_after_a_request_in_progress_is_not_read(url, llm):
+def test_data_behind_a_request_in_progress_is_not_read(url, llm):
     """Else it would fill the server's memory."""
     with connected(url) as client:
         client.settimeout(2)
@@ -167,7 +167,7 @@ def test_what_comes_after_a_request_in_progress_is_not_read(url, llm):
     until_idle(llm)
 
 
-def test_an_offer_of_another_protocol_is_ignored(url):
+def test_upgrade_header_is_ignored(url):
     """As Java's client makes it with each first request."""
     offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
     request = post({"prompt": "import os\n", "max_tokens": 1}, head=offer)
@@ -179,7 +179,7 @@ def test_an_offer_of_another_protocol_is_ignored(url):
             assert client.recv(4096).startswith(b"HTTP/1.1 200")
 
 
-def test_a_stream_in_http_1_0_ends_with_its_connection(url):
+def test_stream_in_http_1_0_ends_with_its_connection(url):
     with connected(url) as client:
         client.sendall(post({"prompt": "import os\n", "max_tokens": 2, "stream": True}, version="1.0"))
         head, _, body = all_of(client).partition(b"\r\n\r\n")
@@ -188,7 +188,7 @@ def test_a_stream_in_http_1_0_ends_with_its_connection(url):
     assert body.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_new_connection_takes_the_place_of_the_longest_idle_one(url, llm):
+def test_new_connection_beyond_the_limit_closes_the_longest_idle_one(url, llm):
     with ExitStack() as stack:
         worker = stack.enter_context(connected(url))
         worker.sendall(post(LONG))
@@ -205,7 +205,7 @@ def test_a_new_connection_takes_the_place_of_the_longest_idle_one(url, llm):
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux lists the state of connections there")
-def test_a_client_that_stops_reading_is_left(url, llm):
+def test_client_that_stops_reading_is_disconnected(url, llm):
     """Streams and whole answers beyond what is buffered: the connection ends in the middle of the answer."""
     body = {"prompt": "import os\n", "max_tokens": 150, "ignore_eos": True, "logprobs": 20}
     for stream in (True, False):
@@ -222,7 +222,7 @@ def test_a_client_that_stops_reading_is_left(url, llm):
     assert pages_add_up(llm)
 
 
-def test_the_limit_of_open_files_is_raised_for_connections(llm):
+def test_serve_raises_the_limit_of_open_files_for_connections(llm):
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, most))
     try:
@@ -232,7 +232,7 @@ def test_the_limit_of_open_files_is_raised_for_connections(llm):
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
 
 
-def test_there_are_no_more_connections_than_open_files(llm, monkeypatch):
+def test_serve_with_few_open_files_has_fewer_connections(llm, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 266))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
     with served(llm) as url, ExitStack() as stack:

@@ -76,7 +76,7 @@ def text_of(answer, body):
     return streamed(answer) if body["stream"] else (answer.json()["choices"][0]["text"], None)
 
 
-def test_a_request_that_raises_in_a_step_ends_alone(llm, url, rng, monkeypatch):
+def test_request_that_raises_in_a_step_ends_alone(llm, url, rng, monkeypatch):
     good = random_requests(rng, 20, 20)
     expected = expected_texts(llm, good)
     bad = [{"prompt": [5, BAD, i], "max_tokens": 9, "stream": i % 2 == 0} for i in range(4)]
@@ -104,7 +104,7 @@ def test_a_request_that_raises_in_a_step_ends_alone(llm, url, rng, monkeypatch):
     assert pages_add_up(llm)
 
 
-def test_a_full_pool_delays_requests_and_refuses_none(llm, url, rng):
+def test_requests_beyond_the_pool_wait_and_none_is_refused(llm, url, rng):
     """18 requests for up to 14 of the 40 pages each."""
     bodies = random_requests(rng, 18, 100)
     expected, before = expected_texts(llm, bodies), llm.stats.preemptions
@@ -117,7 +117,7 @@ def test_a_full_pool_delays_requests_and_refuses_none(llm, url, rng):
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_nothing_stays_of_requests_that_end_or_are_left(llm, url, rng):
+def test_requests_that_end_or_are_left_leave_no_objects(llm, url, rng):
     async def left(bodies):
         async with httpx.AsyncClient(timeout=60) as client:
             for body in bodies:
@@ -164,7 +164,7 @@ def test_sigkill_closes_connections_and_a_new_server_serves(rng):
 
 
 @pytest.mark.slow
-def test_random_clients_and_generated_requests_for_a_while(tmp_path, rng):
+def test_soak_with_random_clients_finds_no_failure(tmp_path, rng):
     """The tool whose figures the documents have, for a shorter time and with fewer clients."""
     pytest.importorskip("schemathesis")
     out = tmp_path / "result.json"

@@ -49,7 +49,7 @@ def until(condition, seconds=15.0):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_disconnect_gives_pages_back(llm, url, stream):
+def test_client_disconnect_releases_pages(llm, url, stream):
     with httpx.Client() as client:
         if stream:
             with client.stream("POST", f"{url}/v1/completions", json={**LONG, "n": 2, "stream": True}) as response:
@@ -65,7 +65,7 @@ def test_a_disconnect_gives_pages_back(llm, url, stream):
     assert metric(url, "kv_cache_usage_perc") == 0
 
 
-def test_a_client_that_does_not_read_harms_nobody(llm, url):
+def test_client_that_does_not_read_leaves_others_served(llm, url):
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port)) as client:
         body = b'{"prompt": "x", "max_tokens": 1000, "ignore_eos": true, "stream": true, "logprobs": 20}'
@@ -80,7 +80,7 @@ def test_a_client_that_does_not_read_harms_nobody(llm, url):
     assert pages_add_up(llm)
 
 
-def test_metrics_count_what_was_done(llm, url):
+def test_metrics_after_completions_count_tokens_and_hits(llm, url):
     names = ("generation_tokens_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count")
     before = [metric(url, name) for name in names]
     hits, queries = metric(url, "prefix_cache_hits_total"), metric(url, "prefix_cache_queries_total")
@@ -93,7 +93,7 @@ def test_metrics_count_what_was_done(llm, url):
     assert done.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
 
 
-def test_tokens_and_text_are_those_of_the_tokenizer(llm, url):
+def test_tokenize_and_detokenize_equal_the_tokenizer(llm, url):
     tokens = httpx.post(f"{url}/tokenize", json={"prompt": "def f(x):"}).json()
     assert tokens == {"tokens": llm.encode("def f(x):"), "count": len(tokens["tokens"]), "max_model_len": llm.max_len}
     assert httpx.post(f"{url}/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "def f(x):"}
@@ -101,7 +101,7 @@ def test_tokens_and_text_are_those_of_the_tokenizer(llm, url):
     assert httpx.post(f"{url}/tokenize", json={}).json()["error"]["param"] == "prompt"
 
 
-def test_the_server_tells_its_state(llm, url):
+def test_server_info_has_model_stats_and_paths(llm, url):
     info = httpx.get(f"{url}/server_info").json()
     assert (info["model"], info["max_model_len"], info["chat"]) == ("tiny-python", llm.max_len, False)
     assert info["stats"]["pages"] == 400
@@ -110,11 +110,11 @@ def test_the_server_tells_its_state(llm, url):
 
 
 @pytest.mark.parametrize("path", ["/docs", "/redoc"])
-def test_pages_whose_scripts_are_elsewhere_are_not_found(url, path):
+def test_docs_pages_with_external_scripts_are_not_found(url, path):
     assert httpx.get(f"{url}{path}").status_code == 404
 
 
-def test_a_failed_completion_is_answered_and_the_next_one_succeeds(llm, url, monkeypatch):
+def test_failed_completion_is_answered_500_and_the_next_succeeds(llm, url, monkeypatch):
     push = Request.push
 
     def broken(request, *given):
@@ -135,7 +135,7 @@ def test_a_failed_completion_is_answered_and_the_next_one_succeeds(llm, url, mon
     assert pages_add_up(llm)
 
 
-def test_a_closed_engine_is_unavailable():
+def test_closed_engine_is_answered_503():
     with LLM(num_pages=50) as llm, served(llm) as url:
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
         llm.close()
@@ -170,7 +170,7 @@ def test_sigterm_answers_every_request():
     assert [a.status_code for a in answers[11::2]] == [503] * 10
 
 
-def test_the_command_guards_by_a_key_of_the_environment():
+def test_serve_with_a_key_in_the_environment_demands_it():
     with serving_process("--num-pages", "20", QUIRE_API_KEY="secret") as (process, url):
         assert url.startswith("http://127.0.0.1:")
         assert httpx.get(f"{url}/v1/models").status_code == 401

@@ -55,7 +55,7 @@ def metrics_of(expression):
     return names, labels
 
 
-def test_the_dashboards_expressions_find_what_the_server_has(scraped):
+def test_dashboard_expressions_name_existing_metrics_and_labels(scraped):
     known = {}
     for sample in scraped:
         known.setdefault(sample.name.removeprefix("quire:"), set()).update(sample.labels)
@@ -73,7 +73,7 @@ def test_the_dashboards_expressions_find_what_the_server_has(scraped):
     assert metrics_of(models["definition"])[0] == ["num_requests_running"]
 
 
-def test_the_dashboard_shows_what_matters():
+def test_dashboard_has_latencies_load_and_failures():
     names = {name for p in PANELS for t in p["targets"] for name in metrics_of(t["expr"])[0]}
     latencies = {f"{name}_seconds_bucket" for name in ("time_to_first_token", "inter_token_latency")}
     assert latencies | {"e2e_request_latency_seconds_bucket", "num_requests_waiting", "kv_cache_usage_perc"} <= names
@@ -81,7 +81,7 @@ def test_the_dashboard_shows_what_matters():
     assert {f"{name}_total" for name in counters} <= names
 
 
-def test_the_dashboard_can_be_imported():
+def test_dashboard_has_the_fields_for_an_import():
     assert DASHBOARD["uid"]
     assert DASHBOARD["title"]
     assert DASHBOARD["schemaVersion"] >= 36
@@ -103,7 +103,7 @@ def test_the_dashboard_can_be_imported():
         assert used <= {*variables, "__rate_interval"}
 
 
-def test_the_dashboards_panels_do_not_overlap():
+def test_dashboard_panels_do_not_overlap():
     taken = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
@@ -113,7 +113,7 @@ def test_the_dashboards_panels_do_not_overlap():
         taken |= cells
 
 
-def test_the_documents_name_all_metrics_and_no_others(scraped):
+def test_documents_name_exactly_the_metrics_of_the_server(scraped):
     section = (ROOT / "docs" / "server.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
@@ -123,7 +123,7 @@ def test_the_documents_name_all_metrics_and_no_others(scraped):
     assert documented == {name.removeprefix("quire:") for name in names if not name.endswith("_created")}
 
 
-def test_metrics_mean_what_their_names_say(scraped):
+def test_metrics_of_known_requests_have_their_values(scraped):
     assert value(scraped, "request_success_total", finished_reason="length") == 2
     assert value(scraped, "request_success_total", finished_reason="abort") == 1
     tokens = value(scraped, "request_prompt_tokens_sum")

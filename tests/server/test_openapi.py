@@ -20,7 +20,7 @@ from quire.engine import LLM
 
 
 @pytest.mark.parametrize("examples", [4, pytest.param(300, marks=pytest.mark.slow)])
-def test_generated_requests_are_answered_as_the_document_says(examples, tmp_path, rng):
+def test_openapi_generated_requests_are_answered_as_documented(examples, tmp_path, rng):
     folder = with_chat_template(tmp_path / "model", "{% for m in messages %}# {{ m.content }}\n{% endfor %}")
     report = tmp_path / "report.json"
     with LLM(folder, num_pages=300, max_model_len=128) as llm, served(llm) as url:

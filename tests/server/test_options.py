@@ -84,7 +84,7 @@ def params(given, **more):
         "truncate_prompt_tokens",
     ],
 )  # fmt: skip
-def test_each_option_reaches_the_engine(llm, client, name):
+def test_completion_with_each_option_has_the_text_of_the_engine(llm, client, name):
     given = options(llm)[name]
     (expected,) = llm.generate(PROMPT, params(given))
     done = complete(client, temperature=0, **given)
@@ -98,7 +98,7 @@ def test_each_option_reaches_the_engine(llm, client, name):
     assert chat(client, temperature=0, **given).choices[0].message.content == expected.text
 
 
-def test_options_hold_for_each_of_n(llm, client):
+def test_completion_with_options_and_n_applies_them_to_each(llm, client):
     given = options(llm)["bad_words"] | options(llm)["allowed_token_ids"] | {"min_tokens": 4}
     own = [params(given, temperature=1.0, seed=7 + i) for i in range(3)]
     expected = [completion.text for completion in llm.generate([PROMPT] * 3, own)]
@@ -107,7 +107,7 @@ def test_options_hold_for_each_of_n(llm, client):
     assert len(set(expected)) == 3
 
 
-def test_truncation_keeps_the_last_tokens(llm, client):
+def test_truncate_prompt_tokens_keeps_the_last_tokens(llm, client):
     tokens = llm.encode(PROMPT)
     done = complete(client, truncate_prompt_tokens=4, echo=True, return_token_ids=True, max_tokens=2)
     assert done.choices[0].prompt_token_ids == tokens[-4:]
@@ -121,7 +121,7 @@ def test_truncation_keeps_the_last_tokens(llm, client):
     assert expected.prompt_token_ids == done.choices[0].prompt_token_ids
 
 
-def test_token_ids_are_returned(llm, client):
+def test_return_token_ids_of_completions_returns_them(llm, client):
     expected = llm.generate([PROMPT] * 2, [params({}, temperature=1.0, seed=i) for i in range(2)])
     given = {"temperature": 1.0, "seed": 0, "n": 2, "return_token_ids": True}
     done = complete(client, **given)
@@ -137,7 +137,7 @@ def test_token_ids_are_returned(llm, client):
     assert not hasattr(complete(client).choices[0], "token_ids")
 
 
-def test_token_ids_of_chats_are_returned(llm, client):
+def test_return_token_ids_of_chats_returns_them(llm, client):
     (expected,) = llm.generate(CHAT, params({}))
     done = chat(client, temperature=0, return_token_ids=True)
     assert (done.prompt_token_ids, done.choices[0].token_ids) == (expected.prompt_token_ids, expected.token_ids)
@@ -148,7 +148,7 @@ def test_token_ids_of_chats_are_returned(llm, client):
 
 
 @pytest.mark.parametrize("included", [True, False])
-def test_each_part_of_a_stream_may_have_the_usage_of_its_completion(llm, client, included):
+def test_continuous_usage_stats_give_each_part_its_usage(llm, client, included):
     prompts, options = [PROMPT, "import"], {"include_usage": included, "continuous_usage_stats": True}
     parts = list(complete(client, prompt=prompts, n=2, stream=True, stream_options=options, return_token_ids=True))
     if included:
@@ -187,7 +187,7 @@ def expected_report(llm, completion, count):
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_log_probabilities_of_prompts_have_the_form_of_vllm(llm, client, count):
+def test_prompt_logprobs_have_the_form_of_vllm(llm, client, count):
     (expected,) = llm.generate(PROMPT, params({}, prompt_logprobs=count))
     for choice in complete(client, prompt_logprobs=count, n=2).choices:
         assert choice.prompt_logprobs == expected_report(llm, expected, count)
@@ -196,7 +196,7 @@ def test_log_probabilities_of_prompts_have_the_form_of_vllm(llm, client, count):
     assert chat(client, prompt_logprobs=count).prompt_logprobs == expected_report(llm, expected, count)
 
 
-def test_log_probabilities_of_prompts_beside_those_of_an_echo(llm, client):
+def test_prompt_logprobs_beside_echo_have_their_own_number(llm, client):
     """Each report has its own number of most likely tokens."""
     (expected,) = llm.generate(PROMPT, params({}, prompt_logprobs=5))
     choice = complete(client, prompt_logprobs=1, logprobs=5, echo=True, max_tokens=1).choices[0]
@@ -208,7 +208,7 @@ def test_log_probabilities_of_prompts_beside_those_of_an_echo(llm, client):
     assert all(len(top) <= 2 for top in choice.logprobs.top_logprobs[1:])
 
 
-def test_a_prompt_is_scored_without_a_completion(llm, client, url):
+def test_echo_with_max_tokens_0_scores_the_prompt(llm, client, url):
     """As evaluation harnesses do: no token is generated, and the echo has the log-probabilities of the prompt."""
     for prompt in (PROMPT, llm.encode(PROMPT), [[5], llm.encode("import os")]):
         scored = complete(client, prompt=prompt, max_tokens=0, echo=True, logprobs=2)
@@ -233,7 +233,7 @@ def test_a_prompt_is_scored_without_a_completion(llm, client, url):
     assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_a_default_of_max_tokens_leaves_room_for_the_prompt(llm, client):
+def test_default_max_tokens_fits_beside_the_prompt(llm, client):
     size = llm.max_len - 5
     done = client.completions.create(model="model", prompt=[[1] * size, [1]], extra_body={"ignore_eos": True})
     assert done.usage.completion_tokens == 5 + 16
@@ -254,7 +254,7 @@ def test_a_default_of_max_tokens_leaves_room_for_the_prompt(llm, client):
             assert error["param"] == "messages"
 
 
-def test_tokens_that_are_parts_of_characters_have_their_own_bytes(llm, client, rng):
+def test_chat_logprobs_of_partial_characters_have_their_bytes(llm, client, rng):
     own = TokenBytes(llm.model.tokenizer)
     given = {"temperature": 9.0, "seed": rng.randrange(1000), "n": 8, "max_tokens": 60, "return_token_ids": True}
     done = chat(client, logprobs=True, top_logprobs=5, **given)
@@ -272,7 +272,7 @@ def test_tokens_that_are_parts_of_characters_have_their_own_bytes(llm, client, r
     assert halves > 0
 
 
-def test_offsets_and_top_logprobs_of_texts_with_broken_characters(llm, client, rng):
+def test_logprobs_of_broken_characters_have_rising_offsets(llm, client, rng):
     """Streamed or not, with an echo or not, and with a stop string."""
     prompt = "s = 'naïve 日本語 🙂🙃'\n"
     own, special = TokenBytes(llm.model.tokenizer), llm.model.tokenizer.all_special_ids
@@ -308,7 +308,7 @@ def test_offsets_and_top_logprobs_of_texts_with_broken_characters(llm, client, r
     assert broken > 100
 
 
-def test_tokens_may_be_named_by_their_ids(llm, client):
+def test_return_tokens_as_token_ids_names_tokens_by_id(llm, client):
     given = {"max_tokens": 4, "return_token_ids": True, "return_tokens_as_token_ids": True, "temperature": 0}
     (expected,) = llm.generate(PROMPT, params({}, max_tokens=4, logprobs=3))
     choice = complete(client, logprobs=3, **given).choices[0]

@@ -57,7 +57,7 @@ def ended(tab):
     return tab.text("#finish")
 
 
-def test_a_prompt_is_streamed_and_its_text_is_the_interfaces(url, tab):
+def test_page_streams_the_text_of_the_interface(url, tab):
     body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0.9, "top_p": 0.95, "seed": 12345}
     expected = httpx.post(f"{url}/v1/completions", json=body).json()
     fill(tab, PROMPT, Max_tokens=60, Temperature=0.9, Top_p=0.95, Seed=12345)
@@ -74,7 +74,7 @@ def test_a_prompt_is_streamed_and_its_text_is_the_interfaces(url, tab):
     assert tab.text("#said") == f"Done: {usage['completion_tokens']} tokens."
 
 
-def test_stop_and_escape_cancel_and_pages_come_back(llm, tab):
+def test_page_stop_and_escape_cancel_and_release_pages(llm, tab):
     for stop in (
         lambda: tab.page.get_by_role("button", name="Stop").click(),
         lambda: tab.page.keyboard.press("Escape"),
@@ -112,7 +112,7 @@ def held(llm):
     until_idle(llm)
 
 
-def test_the_panel_shows_the_engines_numbers(llm, tab, held):
+def test_page_panel_shows_the_numbers_of_the_engine(llm, tab, held):
     stats = held
     assert (stats.running, stats.waiting) == (2, 3)
     cached = stats.pages - stats.free_pages - stats.held_pages
@@ -132,7 +132,7 @@ def test_the_panel_shows_the_engines_numbers(llm, tab, held):
     assert widths == pytest.approx([stats.held_pages / 4, cached / 4], rel=1e-4)
 
 
-def test_rates_are_the_mean_of_the_last_seconds(tab):
+def test_page_rates_are_the_mean_of_the_last_seconds(tab):
     """From its next state on the engine generates 100 tokens per second, and computes 50 of prompts."""
     asked = []
 
@@ -153,7 +153,7 @@ def test_rates_are_the_mean_of_the_last_seconds(tab):
     tab.page.unroute_all(behavior="wait")
 
 
-def test_the_timeline_shows_the_engines_steps(llm, tab):
+def test_page_chart_shows_the_steps_of_the_engine(llm, tab):
     llm.generate([[7] * 50, [9] * 60], SamplingParams(max_tokens=12, ignore_eos=True))
     until_idle(llm)
     tab.wait("#step-count", f"{llm.stats.steps:,} since the start")
@@ -178,7 +178,7 @@ def test_the_timeline_shows_the_engines_steps(llm, tab):
     assert chart.evaluate(colors) > 4
 
 
-def test_chat(browser, tmp_path):
+def test_page_chat_with_a_template_answers_in_turns(browser, tmp_path):
     for file in shipped_model().iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
@@ -203,7 +203,7 @@ def test_chat(browser, tmp_path):
         tab.close()
 
 
-def test_a_key_is_asked_for_and_kept_in_memory_only(browser, llm):
+def test_page_requests_a_key_and_keeps_it_in_memory_alone(browser, llm):
     with served(llm, api_key="secret") as url:
         for path in ("engine_state", "server_info", "metrics"):
             assert httpx.get(f"{url}/{path}").status_code == 401
@@ -229,7 +229,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(browser, llm):
         tab.close()
 
 
-def test_a_server_that_goes_away_is_shown_and_found_again(browser, llm):
+def test_page_without_a_server_is_stale_until_it_returns(browser, llm):
     llm.generate([[4] * 9], SamplingParams(max_tokens=3))
     with served(llm) as url:
         tab = Tab(browser, url)
@@ -253,7 +253,7 @@ def test_a_server_that_goes_away_is_shown_and_found_again(browser, llm):
         tab.close()
 
 
-def test_a_hidden_page_does_not_ask(tab):
+def test_page_hidden_sends_no_requests(tab):
     hide = (
         "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true }); "
         "document.dispatchEvent(new Event('visibilitychange')) }"
@@ -267,7 +267,7 @@ def test_a_hidden_page_does_not_ask(tab):
         tab.page.evaluate(hide, False)
 
 
-def test_errors_of_the_interface_are_shown(tab):
+def test_page_shows_errors_of_the_interface(tab):
     fill(tab, "word " * 3000, Max_tokens=5)
     tab.page.get_by_role("button", name="Generate").click()
     assert ended(tab) == "error"
@@ -276,7 +276,7 @@ def test_errors_of_the_interface_are_shown(tab):
     tab.errors.clear()
 
 
-def test_scripts_that_are_not_the_servers_do_not_run(tab):
+def test_page_inline_scripts_are_blocked(tab):
     inline = "const s = document.createElement('script'); s.textContent = 'window.ran = 1'; document.body.append(s)"
     tab.page.evaluate(inline)
     assert tab.page.evaluate("window.ran") is None
@@ -286,7 +286,7 @@ def test_scripts_that_are_not_the_servers_do_not_run(tab):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_it_fits_the_screen_and_follows_its_colors(browser, url, scheme, width):
+def test_page_of_each_width_and_scheme_fits(browser, url, scheme, width):
     tab = Tab(browser, url, viewport={"width": width, "height": 800}, color_scheme=scheme)
     tab.wait("#connection", "live")
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -295,7 +295,7 @@ def test_it_fits_the_screen_and_follows_its_colors(browser, url, scheme, width):
     tab.close()
 
 
-def test_the_page_needs_no_key_and_has_a_policy(llm):
+def test_page_without_a_key_is_served_with_a_content_policy(llm):
     with served(llm, api_key="secret") as url:
         page = httpx.get(url)
         assert page.headers["content-type"].startswith("text/html")
@@ -309,7 +309,7 @@ def test_the_page_needs_no_key_and_has_a_policy(llm):
         assert "/static/page.css" not in httpx.get(f"{url}/openapi.json").json()["paths"]
 
 
-def test_the_state_has_the_steps_after_a_number(llm, url):
+def test_engine_state_after_a_number_has_the_later_steps(llm, url):
     llm.generate([[5] * 9], SamplingParams(max_tokens=6, ignore_eos=True))
     until_idle(llm)
     everything = httpx.get(f"{url}/engine_state").json()

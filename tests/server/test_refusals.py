@@ -82,7 +82,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), BAD, ids=lambda x: str(x)[:40])
-def test_bad_fields_are_named(url, fields, param, message):
+def test_completion_with_a_wrong_field_names_it(url, fields, param, message):
     body = json.dumps({"prompt": "x", "max_tokens": 5, **fields})
     done = httpx.post(f"{url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
     error = done.json()["error"]
@@ -94,7 +94,7 @@ def test_bad_fields_are_named(url, fields, param, message):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"5", b"\xff\xfe", b'{"prompt": "x"', b"[" * 20_000, b'{"prompt": "x", "seed": %s}']
 )
-def test_what_is_not_a_json_object_is_refused(url, body):
+def test_body_that_is_no_json_object_is_refused(url, body):
     body = body % (b"1" * 5000) if b"%s" in body else body
     done = httpx.post(f"{url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert done.status_code == 400
@@ -105,13 +105,13 @@ def test_what_is_not_a_json_object_is_refused(url, body):
     ("method", "path", "status"),
     [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("GET", "/v1/models/other", 404)],
 )
-def test_other_errors_have_the_same_form(url, method, path, status):
+def test_errors_of_paths_and_methods_have_the_form_of_others(url, method, path, status):
     done = httpx.request(method, url + path)
     assert done.status_code == status
     assert set(done.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_another_model_is_not_found(url):
+def test_unknown_model_is_not_found(url):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
             client.completions.create(model="gpt", prompt="x")
@@ -119,14 +119,14 @@ def test_another_model_is_not_found(url):
             client.chat.completions.create(model="tiny-python", messages=[{"role": "user", "content": "x"}])
 
 
-def test_a_large_body_is_refused_with_and_without_its_length(url):
+def test_body_beyond_max_body_is_refused_with_and_without_length(url):
     done = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 60_000})
     assert (done.status_code, done.json()["error"]["code"]) == (413, "body_too_large")
     done = httpx.post(f"{url}/v1/completions", content=iter([b"x" * 30_000] * 2))
     assert done.status_code == 413
 
 
-def test_a_length_with_many_digits_is_a_length(llm):
+def test_content_length_with_leading_zeros_is_accepted(llm):
     """By the application alone, as not all servers that can run it refuse such a length."""
 
     async def post():
@@ -138,7 +138,7 @@ def test_a_length_with_many_digits_is_a_length(llm):
     assert asyncio.run(post()).json()["count"] == 1
 
 
-def test_half_a_body_is_answered_in_time(url):
+def test_incomplete_body_is_answered_408(url):
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port)) as client:
         head = (
@@ -149,7 +149,7 @@ def test_half_a_body_is_answered_in_time(url):
         assert client.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_a_full_queue_is_answered_429(url):
+def test_full_queue_is_answered_429(url):
     """Five completions fill two places of the engine and three of the queue."""
     body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
     with httpx.Client() as client:
@@ -170,7 +170,7 @@ def test_a_full_queue_is_answered_429(url):
         assert done.status_code == 200
 
 
-def test_a_key_guards_all_but_health_and_documents(guarded):
+def test_api_key_is_demanded_but_for_health_and_documents(guarded):
     for path in ("/v1/models", "/metrics", "/server_info", "/nowhere"):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             done = httpx.get(guarded + path, headers=headers)
@@ -188,7 +188,7 @@ def test_a_key_guards_all_but_health_and_documents(guarded):
         assert client.completions.create(model="tiny-python", prompt="x", max_tokens=1).usage.completion_tokens == 1
 
 
-def test_other_origins_are_off_unless_allowed(url, guarded):
+def test_other_origins_are_refused_unless_allowed(url, guarded):
     ask = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in httpx.options(f"{url}/v1/completions", headers=ask).headers
     allowed = httpx.options(f"{guarded}/v1/completions", headers=ask)
@@ -197,13 +197,13 @@ def test_other_origins_are_off_unless_allowed(url, guarded):
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_a_missing_package_is_named():
+def test_server_without_fastapi_names_the_extra():
     code = "import sys; sys.modules['fastapi'] = None\nfrom quire.server import create_app"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'quire-attention[server]'" in done.stderr.splitlines()[-1]
 
 
-def test_bad_options_are_named(llm):
+def test_create_app_with_a_wrong_option_names_it(llm):
     with pytest.raises(ValueError, match="the API key"):
         create_app(llm, api_key="")
     with pytest.raises(ValueError, match="metrics_prefix = 'a b'"):

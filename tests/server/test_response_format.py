@@ -65,7 +65,7 @@ def client(url):
         yield client
 
 
-def test_a_chat_answers_in_the_form_of_a_schema(llm, client):
+def test_chat_with_a_schema_answers_in_its_form(llm, client):
     done = client.chat.completions.create(
         model="chatty", messages=MESSAGES, response_format=named(SCHEMA, strict=True), temperature=1, seed=4, n=3
     )
@@ -82,7 +82,7 @@ def test_a_chat_answers_in_the_form_of_a_schema(llm, client):
         assert set(value["tags"]) <= {"old", "new", None}
 
 
-def test_a_stream_has_the_same_text(client):
+def test_chat_stream_with_a_schema_has_the_text_of_the_answer(client):
     options = {"model": "chatty", "messages": MESSAGES, "response_format": named(SCHEMA), "seed": 7, "temperature": 1}
     whole = client.chat.completions.create(**options).choices[0].message.content
     parts = [part.choices[0] for part in client.chat.completions.create(**options, stream=True)]
@@ -90,7 +90,7 @@ def test_a_stream_has_the_same_text(client):
     assert parts[-1].finish_reason == "stop"
 
 
-def test_any_object_and_what_is_cut(client):
+def test_json_object_format_gives_an_object_unless_cut(client):
     form = {"type": "json_object"}
     cut = client.chat.completions.create(model="chatty", messages=MESSAGES, response_format=form, max_tokens=3)
     assert cut.choices[0].finish_reason == "length"
@@ -103,14 +103,14 @@ def test_any_object_and_what_is_cut(client):
     assert all(isinstance(json.loads(text), dict) for text in complete)
 
 
-def test_text_is_free(llm, client):
+def test_text_format_has_the_text_of_the_engine(llm, client):
     free = client.chat.completions.create(
         model="chatty", messages=MESSAGES, response_format={"type": "text"}, max_tokens=9
     )
     assert free.choices[0].message.content == llm.generate(TEXT, SamplingParams(max_tokens=9))[0].text
 
 
-def test_many_forms_at_once(url, rng):
+def test_chats_with_different_schemas_at_once_each_keep_theirs(url, rng):
     """Each stream has a schema of its own or none, and cannot see the others'."""
     schemas = [random_schema(rng) if i % 4 else None for i in range(24)]
 
@@ -145,7 +145,7 @@ def test_many_forms_at_once(url, rng):
         ({"json": '{"enum": [1, 2]}'}, "1|2"),
     ],
 )
-def test_fields_of_vllm(url, given, pattern):
+def test_structured_outputs_of_vllm_are_obeyed(url, given, pattern):
     body = {"prompt": TEXT, "max_tokens": 30, "temperature": 1, "n": 4, "structured_outputs": given}
     done = httpx.post(f"{url}/v1/completions", json=body).json()
     for choice in done["choices"]:
@@ -176,7 +176,7 @@ def test_fields_of_vllm(url, given, pattern):
     ],
     ids=lambda x: str(x)[:50],
 )  # fmt: skip
-def test_what_is_wrong_is_named(url, fields, param, message):
+def test_wrong_response_format_is_named(url, fields, param, message):
     for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
         done = httpx.post(f"{url}/v1/{path}", json={**body, **fields})
         assert done.status_code == 400, done.text
@@ -185,7 +185,7 @@ def test_what_is_wrong_is_named(url, fields, param, message):
         assert message in error["message"]
 
 
-def test_the_event_loop_goes_on_while_a_schema_is_compiled(llm, url, monkeypatch):
+def test_requests_during_a_compilation_are_answered(llm, url, monkeypatch):
     """A compilation that waits until another request has been answered."""
     answered = asyncio.Event()
 

@@ -41,7 +41,7 @@ def ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_the_bytes_of_tokens_make_the_text(tokenizer, kind, rng):
+def test_token_bytes_of_a_text_join_to_it(tokenizer, kind, rng):
     own = TokenBytes(tokenizer)
     for _ in range(100):
         text = random_text(rng, kind)
@@ -50,7 +50,7 @@ def test_the_bytes_of_tokens_make_the_text(tokenizer, kind, rng):
         assert joined == (" " if spaced else "") + text
 
 
-def test_parts_of_characters_have_bytes_of_their_own(kind, tokenizer):
+def test_token_bytes_of_partial_characters_are_their_own(kind, tokenizer):
     own = TokenBytes(tokenizer)
     if kind == "metaspace":
         return
@@ -60,7 +60,7 @@ def test_parts_of_characters_have_bytes_of_their_own(kind, tokenizer):
     assert text_name(parts[-1]) == "bytes:\\xa2"
 
 
-def test_special_and_unknown_tokens_have_bytes(tokenizer):
+def test_token_bytes_of_special_and_unknown_tokens_exist(tokenizer):
     own = TokenBytes(tokenizer)
     for token in tokenizer.all_special_ids:
         assert own(token) == tokenizer.decode([token]).encode()
@@ -75,7 +75,7 @@ def expected_offsets(own, tokens, text):
     return [max(0, len(part.decode(errors="ignore")) - lead) for part in whole[:-1]]
 
 
-def test_offsets_are_those_of_the_text(tokenizer, kind, rng):
+def test_offsets_of_a_text_are_positions_in_it(tokenizer, kind, rng):
     """Of texts of all characters, after a prompt or not, with special tokens between characters."""
     own = TokenBytes(tokenizer)
     for _ in range(100):
@@ -90,7 +90,7 @@ def test_offsets_are_those_of_the_text(tokenizer, kind, rng):
 
 
 @pytest.mark.parametrize("kind", ["byte-level"])
-def test_offsets_of_any_tokens_are_those_of_the_text(tokenizer, rng):
+def test_offsets_of_random_tokens_are_positions_in_their_text(tokenizer, rng):
     """Of random tokens, whose bytes are often no characters: a token of characters is in the text at its offset."""
     own = TokenBytes(tokenizer)
     halves = [token for token in range(len(tokenizer)) if text_name(own(token)).startswith("bytes:")]
@@ -113,7 +113,7 @@ def test_offsets_of_any_tokens_are_those_of_the_text(tokenizer, rng):
     assert broken > 100
 
 
-def test_an_echo_has_offsets_of_its_own_text(tokenizer, kind, rng):
+def test_echo_offsets_are_positions_in_its_text(tokenizer, kind, rng):
     """Of text, which may differ from that of its tokens by a normalizer, and of tokens with special ones among them."""
     own = TokenBytes(tokenizer)
     for _ in range(60):
@@ -129,7 +129,7 @@ def test_an_echo_has_offsets_of_its_own_text(tokenizer, kind, rng):
         assert len(given.offsets) == len(tokens)
 
 
-def test_an_echo_of_text_that_a_normalizer_changes():
+def test_echo_of_normalized_text_has_offsets_in_the_original():
     tokenizer = metaspace()
     text = "ab e\u0301 ab"
     tokens = tokenizer(text)["input_ids"]
@@ -140,7 +140,7 @@ def test_an_echo_of_text_that_a_normalizer_changes():
     assert pieces == ["ab", " ", "e\u0301", " ab"]
 
 
-def test_tokens_of_one_name_are_kept_apart():
+def test_by_name_of_tokens_with_one_name_keeps_each():
     names = {1: "a", 2: "b", 3: "a", 4: "a", 5: "c"}
     report = {3: -0.1, 2: -0.2, 1: -0.3, 4: -4.0}
     assert by_name(report, 1, names.__getitem__) == {"token_id:3": -0.1, "b": -0.2, "a": -0.3, "token_id:4": -4.0}

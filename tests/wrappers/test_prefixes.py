@@ -13,11 +13,13 @@ from quire.wrappers import prefixes
 from quire.wrappers.prefixes import shared_prefixes
 
 
-def shared(kv: PageTable, q_len: int = 1, least: int = 1, worth: int = 1) -> list[list[tuple[int, int, list[int]]]]:
+def shared(
+    kv: PageTable, q_len: int = 1, min_pages: int = 1, min_saved: int = 1
+) -> list[list[tuple[int, int, list[int]]]]:
     """The groups of each level as (first request, end, pages). Checks that the parts are the table again, and counts
     what is read.
     """
-    levels, own = shared_prefixes(kv, q_len, least, worth)
+    levels, own = shared_prefixes(kv, q_len, min_pages, min_saved)
     spelled: list[list[int]] = [[] for _ in rows(kv)]
     groups = []
     for level in levels:
@@ -86,19 +88,19 @@ def test_shared_prefixes_of_groups_among_others_find_each_group():
 def test_shared_prefixes_of_nested_prefixes_have_several_levels():
     kv = table([[0, 1, 2, 3, 10], [0, 1, 2, 3, 11], [0, 1, 2, 12], [0, 1, 4, 13], [0, 1, 4, 14]])
     assert shared(kv) == [[(0, 5, [0, 1])], [(0, 3, [2]), (3, 5, [4])], [(0, 2, [3])]]
-    assert shared(kv, least=2) == [[(0, 5, [0, 1])], [(0, 2, [2, 3])]]
-    assert shared(kv, worth=8) == [[(0, 5, [0, 1])]]
-    assert shared(kv, least=3) == [[(0, 3, [0, 1, 2]), (3, 5, [0, 1, 4])]]
-    assert shared(kv, worth=9) == []
+    assert shared(kv, min_pages=2) == [[(0, 5, [0, 1])], [(0, 2, [2, 3])]]
+    assert shared(kv, min_saved=8) == [[(0, 5, [0, 1])]]
+    assert shared(kv, min_pages=3) == [[(0, 3, [0, 1, 2]), (3, 5, [0, 1, 4])]]
+    assert shared(kv, min_saved=9) == []
 
 
 def test_shared_prefixes_of_small_groups_join_their_subgroups():
     kv = table([[0, 1, 2, 3, 10], [0, 1, 2, 3, 11], [0, 12], [0, 5, 6, 7, 13], [0, 5, 6, 7, 14]])
-    assert shared(kv, worth=5) == []
-    assert shared(kv, least=2) == shared(kv, least=4) == [[(0, 2, [0, 1, 2, 3]), (3, 5, [0, 5, 6, 7])]]
-    assert shared(kv, least=5) == []
+    assert shared(kv, min_saved=5) == []
+    assert shared(kv, min_pages=2) == shared(kv, min_pages=4) == [[(0, 2, [0, 1, 2, 3]), (3, 5, [0, 5, 6, 7])]]
+    assert shared(kv, min_pages=5) == []
     one = table([[0, 1, 2, 3, 10], [0, 1, 2, 3, 11], [0, 12]])
-    assert shared(one, worth=4) == [[(0, 2, [0, 1, 2, 3])]]
+    assert shared(one, min_saved=4) == [[(0, 2, [0, 1, 2, 3])]]
 
 
 def test_shared_prefixes_of_a_long_chain_have_at_most_all_levels():

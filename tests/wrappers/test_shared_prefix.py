@@ -194,9 +194,9 @@ def test_plan_with_a_prefix_that_saves_too_little_shares_nothing(rng, monkeypatc
     assert plan(batch).shared_prefix is None
     token, states = 2 * 64 * 2 * 4, 6 * 8 * 64 * 8
     for spare, groups in ((0, 1), (1, 0)):
-        monkeypatch.setattr(shared_prefix, "LEAST_BYTES", 5 * 9 * 16 * token - states + spare)
+        monkeypatch.setattr(shared_prefix, "MIN_BYTES", 5 * 9 * 16 * token - states + spare)
         assert bool(plan(batch).shared_prefix) == groups
-    monkeypatch.setattr(shared_prefix, "LEAST_BYTES", 0)
+    monkeypatch.setattr(shared_prefix, "MIN_BYTES", 0)
     assert plan(prefixed("cpu", pages=8)).shared_prefix is not None
     assert plan(prefixed("cpu", pages=7)).shared_prefix is None
 

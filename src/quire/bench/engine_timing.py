@@ -37,7 +37,7 @@ class Setup:
         folder: the model: a checkpoint, or a config.json for random weights.
         name: of the model, in results.
         engines: of `quire.bench.engines.ENGINES`.
-        most: the largest number of requests that run at once, for all engines.
+        max_num_seqs: the largest number of requests that run at once, for all engines.
         options: further arguments of Quire's LLM, of which others take trust_remote_code, too.
         weights: the format of the weights, which follows the names of engines; None: it is not of interest.
     """
@@ -47,7 +47,7 @@ class Setup:
     device: str
     engines: Sequence[str] = ("quire",)
     seed: int = 0
-    most: int = 256
+    max_num_seqs: int = 256
     options: dict[str, Any] = field(default_factory=dict)
     weights: str | None = None
 
@@ -100,8 +100,8 @@ def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> It
     longest = max(max(cell.input + cell.output, cell.arriving + 1) for cell in cells.values())
     # The background decodes until all requests have arrived.
     if any(cell.arriving for cell in cells.values()):
-        room = getattr(config, "max_position_embeddings", None) or longest
-        longest = max(longest, min(longest + _BACKGROUND, room))
+        max_len = getattr(config, "max_position_embeddings", None) or longest
+        longest = max(longest, min(longest + _BACKGROUND, max_len))
     for engine, row in _loaded(setup, longest):
         for i, (name, cell) in enumerate(cells.items()):
             found = _measured(row, partial(_latency, engine, cell, rounds, vocab, setup.seed + 1000 * i))
@@ -166,7 +166,7 @@ def floor_bytes(model: Any, batch: int, length: int) -> int:
 
 
 def _result(setup: Setup, context: Row, operation: str) -> Row:
-    names = {"operation": operation, "model": setup.name, "seed": setup.seed, "max_num_seqs": setup.most}
+    names = {"operation": operation, "model": setup.name, "seed": setup.seed, "max_num_seqs": setup.max_num_seqs}
     return {**context, **names, "options": {k: str(v) for k, v in setup.options.items()}, "cells": []}
 
 
@@ -176,7 +176,7 @@ def _loaded(setup: Setup, longest: int) -> Iterator[tuple[Any, Row]]:
         kind = ENGINES[name]
         start = time.perf_counter()
         try:
-            engine = kind(setup.folder, setup.device, longest, setup.most, **setup.options)
+            engine = kind(setup.folder, setup.device, longest, setup.max_num_seqs, **setup.options)
         except Exception as error:
             if name == "quire":
                 raise

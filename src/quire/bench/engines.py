@@ -28,14 +28,14 @@ class Quire:
 
     Args:
         folder: a checkpoint, or only a config.json, whose model gets random weights.
-        longest: the largest number of tokens of a request, and most: of requests that run at once.
+        longest, max_num_seqs: the largest numbers of tokens of a request, and of requests that run at once.
         options: further arguments of LLM.
     """
 
     title, package = "Quire", "quire"
 
-    def __init__(self, folder: Path, device: str, longest: int, most: int, **options: Any) -> None:
-        self.llm = LLM(folder, device=device, load_format=_load_format(folder), max_num_seqs=most, **options)
+    def __init__(self, folder: Path, device: str, longest: int, max_num_seqs: int, **options: Any) -> None:
+        self.llm = LLM(folder, device=device, load_format=_load_format(folder), max_num_seqs=max_num_seqs, **options)
         # A full collection of garbage takes a fraction of a second with a model in memory. Servers do the same.
         gc.freeze()
         self.longest = longest
@@ -105,8 +105,8 @@ class Invariant(Quire):
 
     title = "Quire, batch-invariant"
 
-    def __init__(self, folder: Path, device: str, longest: int, most: int, **options: Any) -> None:
-        super().__init__(folder, device, longest, most, **options, batch_invariant=True)
+    def __init__(self, folder: Path, device: str, longest: int, max_num_seqs: int, **options: Any) -> None:
+        super().__init__(folder, device, longest, max_num_seqs, **options, batch_invariant=True)
 
 
 class Transformers:
@@ -114,7 +114,7 @@ class Transformers:
 
     title, package = "Transformers", "transformers"
 
-    def __init__(self, folder: Path, device: str, longest: int, most: int, **options: Any) -> None:
+    def __init__(self, folder: Path, device: str, longest: int, max_num_seqs: int, **options: Any) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         dtype = torch.float32 if device == "cpu" else "auto"
@@ -182,7 +182,7 @@ class VLLM:
 
     title, package = "vLLM", "vllm"
 
-    def __init__(self, folder: Path, device: str, longest: int, most: int, **options: Any) -> None:
+    def __init__(self, folder: Path, device: str, longest: int, max_num_seqs: int, **options: Any) -> None:
         # The engine must end when it is closed.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -194,7 +194,7 @@ class VLLM:
             trust_remote_code=options.get("trust_remote_code", False),
             skip_tokenizer_init=True,
             max_model_len=longest,
-            max_num_seqs=most,
+            max_num_seqs=max_num_seqs,
             # Quire caches prefixes by default, too.
             enable_prefix_caching=True,
             disable_log_stats=True,

@@ -183,13 +183,13 @@ def read_prompts(file: Path) -> Iterator[tuple[str, str | list[int], int]]:
             continue
         try:
             given = json.loads(line)
-            prompt, most = given["prompt"], given.get("max_tokens", 128)
+            prompt, max_tokens = given["prompt"], given.get("max_tokens", 128)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f'{file}:{number}: it must be a JSON object with "prompt"') from None
         ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-        if not prompt or not (ids or isinstance(prompt, str)) or type(most) is not int or most < 1:
+        if not prompt or not (ids or isinstance(prompt, str)) or type(max_tokens) is not int or max_tokens < 1:
             raise ValueError(f"{file}:{number}: prompt must be a string or token ids, and max_tokens positive")
-        yield f"{file}:{number}", prompt, most
+        yield f"{file}:{number}", prompt, max_tokens
         found = True
     if not found:
         raise ValueError(f"{file} has no requests")
@@ -202,14 +202,14 @@ def read_work(file: Path, tokenizer: Any) -> list[Work]:
         ValueError: as `read_prompts`, or a prompt is a string and there is no tokenizer.
     """
     work = []
-    for place, prompt, most in read_prompts(file):
+    for place, prompt, max_tokens in read_prompts(file):
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ValueError(f"{place}: the prompt is a string, but the model has no tokenizer")
             prompt = tokenizer(prompt)["input_ids"]
         if not prompt:
             raise ValueError(f"{place}: the prompt has no tokens")
-        work.append(Work(prompt, most))
+        work.append(Work(prompt, max_tokens))
     return work
 
 

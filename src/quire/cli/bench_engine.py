@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
 def _setup(
     args: argparse.Namespace, module: Any, folder: Path, model: str, engines: Sequence[str], weights: str | None
 ) -> Any:
-    """What is timed of a model, whose weights have a format, or None is asked for."""
+    """What is timed of a model, whose weights have a format, if one is named."""
     from quire.bench.engine_timing import Setup
     from quire.bench.workloads import LatencyCell
 
@@ -67,12 +67,12 @@ def _setup(
     options = {"backend": args.backend, **{key: value for key, value in options.items() if value is not None}}
     options |= {"trust_remote_code": True} if args.trust_remote_code else {}
     options |= {"dequantize": False} if weights is not None else {}
-    most = args.max_num_seqs
+    max_num_seqs = args.max_num_seqs
     # The requests of a batch run together, and one more arrives.
     if args.operation == "latency":
-        most = max(most, *(LatencyCell.parse(name).batch + 1 for name in args.cell or _LATENCY))
+        max_num_seqs = max(max_num_seqs, *(LatencyCell.parse(name).batch + 1 for name in args.cell or _LATENCY))
     device = "cpu" if module.__name__ == "quire.bench.cpu" else "cuda"
-    return Setup(folder, model, device, engines, args.seed, most, options, weights)
+    return Setup(folder, model, device, engines, args.seed, max_num_seqs, options, weights)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def _requests(args: argparse.Namespace, index: int) -> list[Any]:
     from quire.bench.workloads import as_range, random_work, read_prompts
 
     if args.file is not None:
-        return [LoadRequest(prompt, most) for _, prompt, most in read_prompts(args.file)]
+        return [LoadRequest(prompt, max_tokens) for _, prompt, max_tokens in read_prompts(args.file)]
     if args.requests < 1:
         raise ValueError(f"--requests {args.requests}: it must be at least 1")
     inputs, outputs = as_range(args.input, "--input"), as_range(args.output, "--output")

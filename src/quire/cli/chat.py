@@ -123,20 +123,20 @@ def run(args: argparse.Namespace) -> int:
     # The package may be missing, so it is imported before the model is loaded.
     read = _reader()
     with ExitStack() as stack:
-        talker: _Local | _Remote
+        responder: _Local | _Remote
         if args.url is not None:
-            talker = _Remote(args.url, args.api_key, args.model, given)
+            responder = _Remote(args.url, args.api_key, args.model, given)
         else:
             with loading():
                 from quire.engine import LLM
 
                 llm = LLM(args.model, engine_config(args))
-            talker = _Local(stack.enter_context(llm), params)
+            responder = _Local(stack.enter_context(llm), params)
         if sys.stdin.isatty():
-            _note(f"{talker.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
-        if talker.completes:
+            _note(f"{responder.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
+        if responder.completes:
             _note(_NO_TEMPLATE)
-        return _talk(talker, read())
+        return _talk(responder, read())
 
 
 def _reader() -> Callable[[], Iterator[str]]:
@@ -163,7 +163,7 @@ def _reader() -> Callable[[], Iterator[str]]:
     return lines
 
 
-def _talk(talker: _Local | _Remote, lines: Iterator[str]) -> int:
+def _talk(responder: _Local | _Remote, lines: Iterator[str]) -> int:
     """Answer lines until there are no more; 1 if an answer failed."""
     messages: Messages = []
     failed = False
@@ -179,7 +179,7 @@ def _talk(talker: _Local | _Remote, lines: Iterator[str]) -> int:
             messages.append({"role": "user", "content": line})
             parts: list[str] = []
             try:
-                _answered(talker, messages, parts)
+                _answered(responder, messages, parts)
             except (ValueError, RuntimeError) as error:
                 failed = True
                 _note(f"quire: error: {error}")
@@ -191,11 +191,11 @@ def _talk(talker: _Local | _Remote, lines: Iterator[str]) -> int:
     return 1 if failed else 0
 
 
-def _answered(talker: _Local | _Remote, messages: Messages, parts: list[str]) -> None:
+def _answered(responder: _Local | _Remote, messages: Messages, parts: list[str]) -> None:
     """Print an answer as it comes, and add its parts to `parts`; Ctrl-C cancels the request and returns."""
 
     async def answer() -> None:
-        async with aclosing(talker.answer(messages)) as stream:
+        async with aclosing(responder.answer(messages)) as stream:
             async for part in stream:
                 parts.append(part)
                 print(part, end="", flush=True)

@@ -124,8 +124,8 @@ def _totals(row_sizes: Tensor, col_sizes: Tensor, selected: Tensor) -> tuple[int
     """Queries and keys of a KV head, and visible keys of all requests, on the host. Refuses sizes that are invalid."""
     both = [f for sizes in (row_sizes, col_sizes) for f in (sizes.min(), *sizes.sum(1).aminmax())]
     *facts, total = torch.stack([*both, selected]).tolist()
-    for name, (least, low, high) in (("block_row_sz", facts[:3]), ("block_col_sz", facts[3:])):
-        check(least >= 0, f"{name}.min()", least, "0 or more")
+    for name, (smallest, low, high) in (("block_row_sz", facts[:3]), ("block_col_sz", facts[3:])):
+        check(smallest >= 0, f"{name}.min()", smallest, "0 or more")
         check(low == high, f"{name}.sum(1)", [low, high], "the same for each head")
         check(len(row_sizes) * high < 1 << 31, f"{name}.sum()", len(row_sizes) * high, "less than 2**31")
     check(total < 1 << 31, "block_mask_map", f"{total} keys in all rows of blocks", "less than 2**31")

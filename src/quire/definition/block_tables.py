@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.definition.pages import LengthTable, PageTable, table
 
-_LEAST_ROWS = 1024
+_MIN_ROWS = 1024
 # Offsets of rows by device and row stride. They are never freed, because captured CUDA graphs may read them.
 _ROW_STARTS: dict[tuple[torch.device, int], list[Tensor]] = {}
 
@@ -50,7 +50,7 @@ def row_starts(device: torch.device, count: int, stride: int) -> Tensor:
         return _multiples(device, count, stride) if found is None else found[: count + 1]
     kept = _ROW_STARTS.setdefault((device, stride), [])
     if not kept or len(kept[-1]) <= count:
-        kept.append(_multiples(device, max(_LEAST_ROWS, 1 << count.bit_length()), stride))
+        kept.append(_multiples(device, max(_MIN_ROWS, 1 << count.bit_length()), stride))
     return kept[-1][: count + 1]
 
 

@@ -107,10 +107,10 @@ def quantize(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
 
 def check_slots(slots: Tensor, cache: Tensor) -> None:
     """Refuse slots beyond a cache [pages, page_size, ...], on the host, and on a GPU if QUIRE_CHECK is set."""
-    room = cache.shape[0] * cache.shape[1]
-    if (slots.is_cpu or env_flag("QUIRE_CHECK")) and len(slots) and int(slots.max()) >= room:
+    num_slots = cache.shape[0] * cache.shape[1]
+    if (slots.is_cpu or env_flag("QUIRE_CHECK")) and len(slots) and int(slots.max()) >= num_slots:
         i = int(slots.argmax())
-        raise ValueError(f"slots[{i}] = {int(slots[i])} is out of range: the cache has {room} slots")
+        raise ValueError(f"slots[{i}] = {int(slots[i])} is out of range: the cache has {num_slots} slots")
 
 
 def _where(valid: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -125,10 +125,10 @@ def _check(requests: Tensor, positions: Tensor, table: PageTable, num_pages: int
         return
     if int(requests.max()) >= table.batch_size:
         raise ValueError(f"batch_indices names request {int(requests.max())}: there are {table.batch_size}")
-    room = table.indptr.diff()[requests.clamp(min=0).long()] * table.page_size
-    bad = valid & ((positions < 0) | (positions >= room))
+    capacity = table.indptr.diff()[requests.clamp(min=0).long()] * table.page_size
+    bad = valid & ((positions < 0) | (positions >= capacity))
     if bool(bad.any()):
         i = int(bad.nonzero()[0])
-        where = f"request {int(requests[i])}, which has pages for {int(room[i])} tokens"
+        where = f"request {int(requests[i])}, which has pages for {int(capacity[i])} tokens"
         raise ValueError(f"positions[{i}] = {int(positions[i])} is out of range for {where}")
     table.check_pool(num_pages)

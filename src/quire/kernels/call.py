@@ -69,9 +69,9 @@ class Call:
             return torch.empty(size, dtype=torch.float32, device=self.q.device)
         return self.float_workspace
 
-    def int_workspace_for(self, size: int, least: int = 0) -> Tensor:
-        """An int32 workspace of zeros: the caller's if it has at least `least` elements, or a new one of `size`."""
-        if self.int_workspace is None or self.int_workspace.numel() < least:
+    def int_workspace_for(self, size: int, min_elements: int = 0) -> Tensor:
+        """An int32 workspace of zeros: the caller's if it has at least `min_elements`, or a new one of `size`."""
+        if self.int_workspace is None or self.int_workspace.numel() < min_elements:
             return torch.zeros(size, dtype=torch.int32, device=self.q.device)
         return self.int_workspace
 

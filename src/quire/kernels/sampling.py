@@ -75,9 +75,9 @@ def _kept(
     joint: bool,
 ) -> Tensor:
     """Which tokens are kept: bool [rows, vocab]. Parameters: [rows, 1]."""
-    vocab, least = x.shape[1], -torch.inf if logits else 0.0
+    vocab, lowest = x.shape[1], -torch.inf if logits else 0.0
     by_k, cut = (top_k > 0) & (top_k < vocab), top_p < 1
-    k, low = torch.where(by_k, top_k, 0), torch.full((len(x), 1), least)
+    k, low = torch.where(by_k, top_k, 0), torch.full((len(x), 1), lowest)
     if bool(by_k.any() | cut.any()):
         values = _largest(x, vocab if bool((cut & ~by_k).any()) else int(k.amax()))
         low = torch.where(by_k, values.gather(1, (k - 1).clamp(min=0)), low)
@@ -305,10 +305,10 @@ def report_logprobs(logprobs: Tensor, top_tokens: Tensor, top_logprobs: Tensor, 
     there = values > -torch.inf
     top_logprobs.copy_(torch.where(there | lse.isnan(), values - lse, -torch.inf))
     # Equal logits have no order in topk, which may leave out any of those that equal the last one.
-    least = torch.where(there, values, torch.inf).amin(-1, True)
+    last = torch.where(there, values, torch.inf).amin(-1, True)
     among = ((values[:, 1:] == values[:, :-1]) & there[:, 1:]).any(-1)
-    for row in (among | ((x >= least).sum(-1) > count)).nonzero()[:, 0].tolist():
-        near = (x[row] >= least[row]).nonzero()[:, 0]
+    for row in (among | ((x >= last).sum(-1) > count)).nonzero()[:, 0].tolist():
+        near = (x[row] >= last[row]).nonzero()[:, 0]
         order = x[row, near].sort(descending=True, stable=True).indices[:count]
         ids[row, : len(order)] = near[order]
     top_tokens.copy_(torch.where(there, ids, -1))

@@ -11,9 +11,9 @@ from quire.definition.spec import FLOATS
 from quire.kernels.ops import on_triton
 
 # One program holds a row of so many elements in registers.
-_MOST_ELEMENTS = 1024
+_MAX_ELEMENTS = 1024
 # It finds the largest elements one after another, at most so many.
-_MOST_CHOSEN = 32
+_MAX_K = 32
 
 
 @torch.library.custom_op("quire::topk", mutates_args=())
@@ -31,7 +31,7 @@ def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Raises:
         RuntimeError: k is larger than size.
     """
-    short = x.ndim > 0 and 0 < k <= min(_MOST_CHOSEN, x.shape[-1]) and x.numel() > 0 and x.shape[-1] <= _MOST_ELEMENTS
+    short = x.ndim > 0 and 0 < k <= min(_MAX_K, x.shape[-1]) and x.numel() > 0 and x.shape[-1] <= _MAX_ELEMENTS
     if not (on_triton(x.device) and short and x.dtype in FLOATS):
         values, indices = x.topk(k)
         return values, indices

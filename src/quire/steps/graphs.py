@@ -62,6 +62,6 @@ class GraphBuffers:
         )
 
     def _check(self, batch_size: int) -> None:
-        room = len(self.last_page_len)
-        if not 0 < batch_size <= room:
-            raise ValueError(f"a graph of {batch_size} requests does not fit buffers made for {room}")
+        capacity = len(self.last_page_len)
+        if not 0 < batch_size <= capacity:
+            raise ValueError(f"a graph of {batch_size} requests does not fit buffers made for {capacity}")

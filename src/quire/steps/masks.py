@@ -21,8 +21,8 @@ def pack_mask(mask: Tensor, q_lens: Tensor, kv_lens: Tensor) -> Tensor:
         raise ValueError(f"custom_mask is {mask.dtype}: it must be bool")
     areas = q_lens.long() * kv_lens
     # The mask of each request starts at a byte.
-    room = mask.numel() // 8 + len(areas)
-    return pack_segments(mask.flatten(), pad(areas.cumsum(0), (1, 0)), byte_indptr(areas), room)
+    num_bytes = mask.numel() // 8 + len(areas)
+    return pack_segments(mask.flatten(), pad(areas.cumsum(0), (1, 0)), byte_indptr(areas), num_bytes)
 
 
 def prefix_window_mask(q_lens: Tensor, tails: Tensor, window_left: int, num_queries: int, area: int) -> Tensor:

@@ -114,8 +114,8 @@ def _check_host(
         raise ValueError(f"request {b} has {lengths[b]} tokens, of which {query_lens[b]} cannot be new")
     if len(indices) != counts.sum():
         b = next(b for b, (own, n) in enumerate(zip(pages, counts, strict=True)) if len(own) != n)
-        room = len(pages[b]) * page_size
-        raise ValueError(f"request {b} has {lengths[b]} tokens, and pages for {room}")
+        capacity = len(pages[b]) * page_size
+        raise ValueError(f"request {b} has {lengths[b]} tokens, and pages for {capacity}")
     bound = np.iinfo(np.int32).max if num_pages is None else num_pages
     # As uint32, negative ids are above the bound.
     if len(indices) and indices.view(np.uint32).max() >= bound:

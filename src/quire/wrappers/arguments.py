@@ -134,8 +134,8 @@ def by_position(
     sinks: Tensor | None,
 ) -> tuple[Scale | None, Scale | None, Scale | None, float | None, Tensor | None]:
     """The arguments of a run of which `args` came by position, as `quire.wrappers.base.AttentionWrapper` defines."""
-    most = 2 if sink_by_position else 4
-    check(len(args) <= most, "arguments by position", len(args), f"at most {most} after the tensors")
+    max_given = 2 if sink_by_position else 4
+    check(len(args) <= max_given, "arguments by position", len(args), f"at most {max_given} after the tensors")
     if sink_by_position:
         sinks = args[0] if args else sinks
         sm_scale = args[1] if len(args) > 1 else sm_scale

@@ -117,9 +117,9 @@ class AttentionWrapper(Planner):
         self._use_int_workspace()
 
     def _int_size(self) -> int:
-        """The least bytes of the int workspace."""
+        """The bytes that the int workspace needs."""
         plan = self._current
-        return self._workspace.least if plan is None else max(self._workspace.least, plan.int_size)
+        return self._workspace.min_int_bytes if plan is None else max(self._workspace.min_int_bytes, plan.int_size)
 
     def _use_int_workspace(self) -> None:
         """Let the current plan use the int workspace of now."""

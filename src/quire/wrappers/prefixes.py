@@ -36,15 +36,17 @@ class Level:
     pages_saved: int
 
 
-def shared_prefixes(table: PageTable, q_len: int, least: int, worth: int) -> tuple[list[Level], PageTable]:
+def shared_prefixes(
+    table: PageTable, q_len: int, min_pages: int, min_saved_pages: int
+) -> tuple[list[Level], PageTable]:
     """Cut a batch's keys into levels of what neighbours share and what is each request's own.
 
     Args:
         table: on the host.
         q_len: query tokens of each request. Their keys are never shared, so that all queries see all of a prefix, and
             each request that has pages keeps one.
-        least: pages, 1 or more; groups share at least so many.
-        worth: pages; a group is one only if it saves reading so many.
+        min_pages: groups share at least so many pages, 1 or more.
+        min_saved_pages: groups save reading at least so many pages.
 
     Returns:
         levels, at most LEVELS and often none, and the table of what they leave, with a request for each in `table`.
@@ -54,13 +56,13 @@ def shared_prefixes(table: PageTable, q_len: int, least: int, worth: int) -> tup
         return [], table
     indptr, indices = table.indptr.numpy().astype(np.int64), table.indices.numpy()
     before = np.maximum(table.lengths().numpy().astype(np.int64) - q_len, 0) // size
-    common = _common(indptr, indices, before, least)
+    common = _common(indptr, indices, before, min_pages)
     taken = np.zeros(batch, np.int64)
     levels: list[Level] = []
     linked = np.ones(len(common), bool)
     while len(levels) < LEVELS:
-        linked &= common >= np.maximum(taken[:-1], taken[1:]) + least
-        starts, pages = _runs(common, linked, taken, worth)
+        linked &= common >= np.maximum(taken[:-1], taken[1:]) + min_pages
+        starts, pages = _runs(common, linked, taken, min_saved_pages)
         if not pages.any():
             break
         widths = np.diff(starts, append=batch)
@@ -75,27 +77,29 @@ def shared_prefixes(table: PageTable, q_len: int, least: int, worth: int) -> tup
     return levels, _part(indices, indptr[:-1] + taken, np.diff(indptr) - taken, table.last_page_len, size)
 
 
-def _common(indptr: np.ndarray, indices: np.ndarray, before: np.ndarray, least: int) -> np.ndarray:
+def _common(indptr: np.ndarray, indices: np.ndarray, before: np.ndarray, min_pages: int) -> np.ndarray:
     """With how many same pages each request and the next one begin, of those `before` their queries; 0 for fewer than
-    `least`. int64 [batch_size - 1]
+    `min_pages`. int64 [batch_size - 1]
     """
     common = np.minimum(before[:-1], before[1:])
-    pairs = np.flatnonzero(common >= least)
-    last = least - 1
+    pairs = np.flatnonzero(common >= min_pages)
+    last = min_pages - 1
     # Most pairs differ in the last page that both have, which is compared first.
     pairs = pairs[indices[indptr[pairs] + last] == indices[indptr[pairs + 1] + last]]
-    most, starts = common.tolist(), indptr.tolist()
+    counts, starts = common.tolist(), indptr.tolist()
     common[:] = 0
     for b in pairs.tolist():
         i, j = starts[b], starts[b + 1]
-        n = most[b]
+        n = counts[b]
         differ = indices[i : i + n] != indices[j : j + n]
         first = int(differ.argmax())
         common[b] = first if differ[first] else n
     return common
 
 
-def _runs(common: np.ndarray, linked: np.ndarray, taken: np.ndarray, worth: int) -> tuple[np.ndarray, np.ndarray]:
+def _runs(
+    common: np.ndarray, linked: np.ndarray, taken: np.ndarray, min_saved_pages: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The runs of linked neighbours: where they begin, and how many pages beyond `taken` each shares, 0 if it is a
     single request. Runs that do not save enough are cut in `linked` where they share least, for parts may share more.
     """
@@ -105,10 +109,10 @@ def _runs(common: np.ndarray, linked: np.ndarray, taken: np.ndarray, worth: int)
         links = np.append(np.where(linked, common, _NO_LINK), _NO_LINK)
         shared = np.minimum.reduceat(links, starts)
         pages = np.where(widths > 1, shared - taken[starts], 0)
-        poor = (widths > 1) & ((widths - 1) * pages < worth)
-        if not poor.any():
+        too_small = (widths > 1) & ((widths - 1) * pages < min_saved_pages)
+        if not too_small.any():
             return starts, pages
-        linked &= links[:-1] > np.repeat(np.where(poor, shared, -1), widths)[:-1]
+        linked &= links[:-1] > np.repeat(np.where(too_small, shared, -1), widths)[:-1]
 
 
 def _part(indices: np.ndarray, first: np.ndarray, counts: np.ndarray, last: torch.Tensor, size: int) -> PageTable:

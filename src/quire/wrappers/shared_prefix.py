@@ -21,9 +21,9 @@ from quire.wrappers.prefixes import shared_prefixes
 from quire.wrappers.workspace import Workspace
 
 # Shorter prefixes save less than it costs to write and read the partial states of their rows.
-LEAST_TOKENS = 128
+MIN_TOKENS = 128
 # A group must save so many bytes: about as many as memory delivers while one more level is launched.
-LEAST_BYTES = 32 << 20
+MIN_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +98,8 @@ def find_shared_prefix(plan: Plan, tables: Sequence[Tensor], workspace: Workspac
     page = page_size * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo) * spec.kv_dtype.itemsize
     # Partial states are written, and read again.
     states = table.batch_size * q_len * spec.num_qo_heads * spec.head_dim_vo * 8
-    worth = -(-(LEAST_BYTES + states) // page)
-    levels, own = shared_prefixes(table, q_len, -(-LEAST_TOKENS // page_size), worth)
+    min_saved_pages = -(-(MIN_BYTES + states) // page)
+    levels, own = shared_prefixes(table, q_len, -(-MIN_TOKENS // page_size), min_saved_pages)
     if not levels:
         return None
     spec = spec.replace(o_dtype=torch.float32)

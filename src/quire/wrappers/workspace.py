@@ -24,8 +24,8 @@ class Workspace:
     def __init__(self, float_buffer: Tensor | None, device: torch.device) -> None:
         self.device, self.float_buffer = device, float_buffer
         # The least number of bytes of the int workspace.
-        self.least = INT_BYTES if device.type == "cuda" else 16
-        self.int_buffer = torch.zeros(self.least, dtype=torch.uint8, device=device)
+        self.min_int_bytes = INT_BYTES if device.type == "cuda" else 16
+        self.int_buffer = torch.zeros(self.min_int_bytes, dtype=torch.uint8, device=device)
         self.zeros = self.int_buffer.view(torch.int32)
         # Workspaces that larger ones have replaced.
         self.outgrown: list[Tensor] = []
@@ -99,7 +99,7 @@ class WorkspaceSizes(Workspace):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(None, device)
-        self.sizes = 16, self.least
+        self.sizes = 16, self.min_int_bytes
 
     def take(self, floats: int, ints: int) -> tuple[None, None]:
         """Count so many bytes."""

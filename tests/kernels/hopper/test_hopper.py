@@ -131,7 +131,7 @@ def test_spans_cover_all_work_units(off, monkeypatch, rng):
         "gl": gl,
         "_approximate_quotient": about,
         "quotient": schedule.quotient.fn,
-        "_least_span": lambda longest, c: least,
+        "_min_span": lambda longest, c: least,
     }
     for name, stub in stubs.items():
         monkeypatch.setattr(schedule, name, stub)

@@ -337,7 +337,7 @@ def test_invariant_launch_starts_the_kernels_of_the_query_lengths(group, max_q_l
     assert hopper.FAMILY.launch(call, batch.q, None) is None
     assert [name for name, _ in launched] == names
     schedules = [given["c"].schedule for _, given in launched]
-    limits = [(x.least_q_len, x.most_q_len) for x in schedules]
+    limits = [(x.min_q_len, x.max_q_len) for x in schedules]
     few = 64 // group
     assert limits == {1: [(few + 1, 0)] if names == ["prefill"] else [(0, 0)], 2: [(few + 1, 0), (0, few)]}[len(names)]
     for name, given in launched:

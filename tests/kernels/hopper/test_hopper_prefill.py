@@ -299,7 +299,7 @@ def test_work_tiles_cover_all_tiles(split, monkeypatch, rng):
         config, right = TileConfig(heads, group, tile_rows, size, unit_size=size), rng.choice((0, 0, -1))
         configs = (
             MaskConfig(config, right, window >= 0, custom=False, items=False),
-            ScheduleConfig(config, 0, False, False, least_q_len=0 if split else 64 // group + 1),
+            ScheduleConfig(config, 0, False, False, min_q_len=0 if split else 64 // group + 1),
             TileSchedulerConfig.of(1, split, 256),
         )
         count = rng.choice((1, 2, 5, 40, 70))

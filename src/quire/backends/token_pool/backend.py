@@ -137,9 +137,9 @@ class PlanningBackend(AttentionBackend):
             max_bs, max_num_tokens: the largest number of requests and of tokens of a graph.
             kv_indices_buf: int32, room for the slots of all requests, for the first of the wrappers.
         """
-        room = len(self.kv_last_page_len)
-        if not 0 < max_bs <= room:
-            raise ValueError(f"max_bs = {max_bs}: it must be 1 to max_req_pool_size = {room}")
+        capacity = len(self.kv_last_page_len)
+        if not 0 < max_bs <= capacity:
+            raise ValueError(f"max_bs = {max_bs}: it must be 1 to max_req_pool_size = {capacity}")
         if max_num_tokens < max_bs:
             raise ValueError(f"max_num_tokens = {max_num_tokens}: {max_bs} requests have at least as many")
         width = self.req_to_token.shape[1]
@@ -183,8 +183,8 @@ class PlanningBackend(AttentionBackend):
         if not self._graph_buffers:
             raise RuntimeError("init_cuda_graph_state() must be called before graphs are captured")
         if bs < 1 or num_tokens % bs or num_tokens > self._max_num_tokens:
-            most = self._max_num_tokens
-            raise ValueError(f"num_tokens = {num_tokens}: it must be a multiple of bs = {bs}, and at most {most}")
+            limit = self._max_num_tokens
+            raise ValueError(f"num_tokens = {num_tokens}: it must be a multiple of bs = {bs}, and at most {limit}")
         if forward_mode.is_decode_or_idle():
             if num_tokens != bs:
                 raise ValueError(f"num_tokens = {num_tokens}: decode has one token for each of bs = {bs} requests")

@@ -114,12 +114,12 @@ def pages(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return cache[0].unsqueeze(1), cache[1].unsqueeze(1)
 
 
-def slots(batch: Any, layer: RadixAttention, tokens: int, room: int) -> Tensor:
+def slots(batch: Any, layer: RadixAttention, tokens: int, num_slots: int) -> Tensor:
     """The slots of the new keys and values, one for each of `tokens`.
 
     Raises:
-        ValueError: the batch has more or fewer slots than tokens, or a slot outside the pool's `room` slots (checked
-            where slots lie on the host).
+        ValueError: the batch has more or fewer slots than tokens, or a slot outside the pool (checked where
+            slots lie on the host).
     """
     name = "encoder_out_cache_loc" if layer.is_cross_attention else "out_cache_loc"
     loc = getattr(batch, name)
@@ -127,7 +127,7 @@ def slots(batch: Any, layer: RadixAttention, tokens: int, room: int) -> Tensor:
         actual = loc if loc is None else f"{loc.dtype} {list(loc.shape)}"
         raise ValueError(f"{name} is {actual}: {tokens} new tokens need as many slots, as integers")
     if loc.is_cpu:
-        refuse_first((loc < 0) | (loc >= room), name, loc, f"the pool's slots are 0 to {room - 1}")
+        refuse_first((loc < 0) | (loc >= num_slots), name, loc, f"the pool's slots are 0 to {num_slots - 1}")
     return loc
 
 

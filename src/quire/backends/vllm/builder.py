@@ -165,8 +165,10 @@ class FlashInferMetadataBuilder:
         if decodes and decodes[0] != 1:
             raise ValueError(f"cuda_graph_pad_size = {pad_size}: graphs decode one token, and not {decodes[0]}")
         if count + padding > len(self.runner.graph_block_tables):
-            room = len(self.runner.graph_block_tables)
-            raise ValueError(f"{count + padding} sequences, with padding, are more than graphs were made for: {room}")
+            capacity = len(self.runner.graph_block_tables)
+            raise ValueError(
+                f"{count + padding} sequences, with padding, are more than graphs were made for: {capacity}"
+            )
 
     def _set_profile_tables(self, metadata: FlashInferMetadata) -> None:
         """Set the tables of a profile run, whose keys and values are not stored."""

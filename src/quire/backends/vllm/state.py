@@ -60,9 +60,9 @@ class FlashInferState:
         """A context in which graphs of up to `max_batch_size` requests are captured; they share its buffers."""
         if self._is_graph_capturing:
             raise RuntimeError("graphs are being captured already")
-        room = len(self.runner.graph_block_tables)
-        if not 0 < max_batch_size <= room:
-            raise ValueError(f"max_batch_size = {max_batch_size}: runner.graph_block_tables has {room} rows")
+        capacity = len(self.runner.graph_block_tables)
+        if not 0 < max_batch_size <= capacity:
+            raise ValueError(f"max_batch_size = {max_batch_size}: runner.graph_block_tables has {capacity} rows")
         num_pages = self.runner.cache_config.num_gpu_blocks
         if num_pages is None:
             raise ValueError("cache_config.num_gpu_blocks is missing: graphs need a cache")

@@ -96,8 +96,8 @@ class Settings(BaseModel):
         if isinstance(engine, dict) and "max_num_seqs" in engine:
             given.setdefault("max_ongoing_requests", engine["max_num_seqs"])
         if isinstance(scaling, dict) and "target_ongoing_requests" not in scaling:
-            most = int(given.get("max_ongoing_requests", cls.model_fields["max_ongoing_requests"].default))
-            given["autoscaling_config"] = {**scaling, "target_ongoing_requests": max(most / 2, 1)}
+            max_ongoing = int(given.get("max_ongoing_requests", cls.model_fields["max_ongoing_requests"].default))
+            given["autoscaling_config"] = {**scaling, "target_ongoing_requests": max(max_ongoing / 2, 1)}
         return given
 
     @model_validator(mode="after")

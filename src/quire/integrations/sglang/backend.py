@@ -260,9 +260,9 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _keep_mask(self, mask: Tensor) -> None:
         """Copy packed masks to the buffer that graphs read."""
-        room = 0 if self._graph_mask is None else len(self._graph_mask)
-        if self._graph_mask is None or len(mask) > room:
-            raise ValueError(f"custom_mask has {len(mask)} packed bytes: graphs have room for {room}")
+        capacity = 0 if self._graph_mask is None else len(self._graph_mask)
+        if self._graph_mask is None or len(mask) > capacity:
+            raise ValueError(f"custom_mask has {len(mask)} packed bytes: graphs have room for {capacity}")
         self._graph_mask[: len(mask)] = mask
 
 

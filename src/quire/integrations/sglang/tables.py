@@ -64,11 +64,11 @@ def extend_rows(batch: Any) -> QueryRows:
 def max_pages(batch: Any, req_to_token: Tensor, page_size: int, extra: int) -> int:
     """The most pages that the requests of a step can have: from their lengths on the host, if SGLang has them there."""
     count, width = batch.batch_size, req_to_token.shape[1]
-    most = count * -(-width // page_size)
+    max_pages = count * -(-width // page_size)
     if batch.seq_lens_cpu is None:
-        return most
+        return max_pages
     tokens = int(batch.seq_lens_cpu[:count].sum()) + count * extra
-    return min(most, tokens // page_size + count)
+    return min(max_pages, tokens // page_size + count)
 
 
 def fill(

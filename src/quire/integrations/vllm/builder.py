@@ -15,7 +15,7 @@ from quire.integrations.vllm.launches import AttentionLaunch, Wrappers
 
 # A prefix that so many requests share, in tokens, is read once for all of them: shorter ones stay in the cache of the
 # GPU, and merging two results takes longer than reading them again.
-_LEAST_PREFIX, _LEAST_REQUESTS = 256, 8
+_MIN_PREFIX, _MIN_REQUESTS = 256, 8
 
 
 @dataclass
@@ -116,7 +116,7 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         """
         if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
             return False
-        return common_prefix_len >= _LEAST_PREFIX and len(query_lens) >= _LEAST_REQUESTS
+        return common_prefix_len >= _MIN_PREFIX and len(query_lens) >= _MIN_REQUESTS
 
     def _metadata(self, m: Any) -> QuireMetadata:
         check(isinstance(m.causal, bool), "causal", type(m.causal).__name__, "a bool, the same for all requests")

@@ -115,10 +115,10 @@ class AttentionLaunch:
         """The most query tokens of a request if kernels for decode may compute the launch. Larger numbers make no
         difference, and None lets plans of steps differ in their tables alone.
         """
-        most = DECODE_ROWS // (kind.num_heads // kind.num_kv_heads)
-        if self._max_q_len is None or self._max_q_len > most:
+        max_decoded = DECODE_ROWS // (kind.num_heads // kind.num_kv_heads)
+        if self._max_q_len is None or self._max_q_len > max_decoded:
             return None
         if self._role == "decode":
             return self._max_q_len
         # Prompts have any length, and kernels are compiled for the bound.
-        return min(1 << (self._max_q_len - 1).bit_length(), most)
+        return min(1 << (self._max_q_len - 1).bit_length(), max_decoded)

@@ -7,7 +7,7 @@ one of equal lengths. Each program finds its span itself from the tables in devi
 work.
 
 A batch-invariant batch may be computed by two launches, decode's and prefill's: each has the requests with as many
-query tokens as least_q_len and most_q_len say, and takes the others for empty.
+query tokens as min_q_len and max_q_len say, and takes the others for empty.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ScheduleConfig:
         page_size: tokens in a page; 0: keys are ragged rows, and kv_indptr counts rows.
         by_length: last_page_len has the key counts of whole requests.
         int64_offsets: the cache has 2**31 elements or more.
-        least_q_len, most_q_len: query tokens of the requests that the launch computes; 0: any number.
+        min_q_len, max_q_len: query tokens of the requests that the launch computes; 0: any number.
         whole_tiles: a program computes the tiles that start in its span.
     """
 
@@ -63,8 +63,8 @@ class ScheduleConfig:
     page_size: int
     by_length: bool
     int64_offsets: bool
-    least_q_len: int = 0
-    most_q_len: int = 0
+    min_q_len: int = 0
+    max_q_len: int = 0
     whole_tiles: bool = False
 
 
@@ -221,10 +221,10 @@ class Tables:
         kv_start = gl.minimum(gl.maximum(gl.load(self.kv_indptr + b, valid, 0), 0), self.entries)
         kv_end = gl.minimum(gl.maximum(gl.load(self.kv_indptr + b + 1, valid, 0), kv_start), self.entries)
         q_len, kv_len = q_end - q_start, kv_end - kv_start
-        if c.least_q_len > 0:
-            q_len = gl.where(q_len >= c.least_q_len, q_len, 0)
-        if c.most_q_len > 0:
-            q_len = gl.where(q_len <= c.most_q_len, q_len, 0)
+        if c.min_q_len > 0:
+            q_len = gl.where(q_len >= c.min_q_len, q_len, 0)
+        if c.max_q_len > 0:
+            q_len = gl.where(q_len <= c.max_q_len, q_len, 0)
         if c.page_size > 0:
             last = gl.load(self.last_page_len + b, valid, 0)
             if not c.by_length:
@@ -326,7 +326,7 @@ class Tables:
 
 
 @gluon.jit
-def _least_span(longest, partial_cost: gl.constexpr):
+def _min_span(longest, partial_cost: gl.constexpr):
     """The least work units per span, a power of two, for a longest tile of so many units. A program computes its span
     unit by unit, and the owner of the longest tile then merges its partial states one by one. The sum of both times is
     least where the square of the span is the tile's units times partial_cost. Tiles with many partial states are
@@ -341,7 +341,7 @@ def _least_span(longest, partial_cost: gl.constexpr):
 def _span_size(total, longest, programs, partial_cost: gl.constexpr):
     """Work units per span, so that the programs' spans together have at least `total` units."""
     size = quotient(total + programs - 1, programs)
-    size = gl.maximum(size + (size >> 20), _least_span(longest, partial_cost))
+    size = gl.maximum(size + (size >> 20), _min_span(longest, partial_cost))
     # Up to a 16th longer, spans of whole tiles are faster, since no partial states have to be combined.
     whole = _approximate_quotient(size, gl.maximum(longest, 1)) * longest
     whole += gl.where(whole < size, longest, 0)

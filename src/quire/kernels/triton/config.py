@@ -121,12 +121,12 @@ def choose_block_m(spec: AttentionSpec, rows: int, machine: Machine) -> int:
     if spec.latent:
         rows = spec.group_size if spec.batch_invariant else rows
         return min(_latent_block_m(spec, machine), max(16, triton.next_power_of_2(rows)))
-    most = 64 if spec.batch_invariant else 128
+    max_block_m = 64 if spec.batch_invariant else 128
     if spec.q_dtype == torch.float32 or max(spec.head_dim_qk, spec.head_dim_vo) > 256:
-        most = 16
+        max_block_m = 16
     elif spec.pos_encoding == "ROPE_LLAMA":
-        most = 32
-    return most if spec.batch_invariant else min(most, max(16, triton.next_power_of_2(rows)))
+        max_block_m = 32
+    return max_block_m if spec.batch_invariant else min(max_block_m, max(16, triton.next_power_of_2(rows)))
 
 
 def _latent_block_m(spec: AttentionSpec, machine: Machine) -> int:
@@ -147,7 +147,7 @@ def tune(spec: AttentionSpec, block_m: int, paged: bool, shared_memory: int) -> 
     width = max(sum(head_dim_blocks(spec.head_dim_qk)), triton.next_power_of_2(spec.head_dim_vo))
     wide_types = 4 if spec.pos_encoding == "ROPE_LLAMA" or spec.q_dtype == torch.float32 else 2
     key_bytes = 2 * width * max(wide_types, spec.kv_dtype.itemsize)
-    room = shared_memory // (2 if block_m <= 64 else 1) - 2 * block_m * width * wide_types
+    capacity = shared_memory // (2 if block_m <= 64 else 1) - 2 * block_m * width * wide_types
     # The speed of small tiles depends on the bytes in flight, which fp8 halves.
     if block_m <= 64:
         block_n, stages = (128, 3) if spec.kv_dtype.itemsize == 1 and shared_memory > 200 << 10 else (64, 4)
@@ -158,7 +158,7 @@ def tune(spec: AttentionSpec, block_m: int, paged: bool, shared_memory: int) -> 
     if wide_types == 4 or width > 256:
         block_n = 32
     # Triton's pipeline has one buffer fewer than stages.
-    while block_n * max(stages - 1, 1) * key_bytes > room and (block_n, stages) != (16, 1):
+    while block_n * max(stages - 1, 1) * key_bytes > capacity and (block_n, stages) != (16, 1):
         if stages > 2 or block_n == 16:
             stages -= 1
         else:
@@ -171,9 +171,9 @@ def _tune_latent(spec: AttentionSpec, block_m: int, shared_memory: int) -> Tunin
     buffers as stages with 64 rows, and one fewer with less.
     """
     key_bytes = sum(head_dim_blocks(spec.head_dim_qk)) * (4 if spec.q_dtype == torch.float32 else 2)
-    room = shared_memory - block_m * key_bytes - (4 << 10)
+    capacity = shared_memory - block_m * key_bytes - (4 << 10)
     for block_n, stages in ((32, 3), (32, 2), (16, 2)):
-        if block_n * (stages - (block_m < 64)) * key_bytes <= room:
+        if block_n * (stages - (block_m < 64)) * key_bytes <= capacity:
             return Tuning(block_m, block_n, 8, stages)
     return Tuning(block_m, 16, 8, 1)
 

@@ -40,9 +40,9 @@ MAP_BLOCK = 4096
 
 
 @triton.jit
-def keep(x, maxima, ids, sums, vocab, low, least, top, scale, c: tl.constexpr):
-    """List the chunks with elements above the key `low`, and write the sum of each one's weights, of at least `least`,
-    to sums; return their number and the sum of all.
+def keep(x, maxima, ids, sums, vocab, low, min_weight, top, scale, c: tl.constexpr):
+    """List the chunks with elements above the key `low`, and write the sum of each one's weights from min_weight on to
+    sums; return their number and the sum of all.
     """
     listed = list_chunks(maxima, low, ids, vocab, c)
     total = tl.full([c.tile], 0, tl.float64)
@@ -50,7 +50,7 @@ def keep(x, maxima, ids, sums, vocab, low, least, top, scale, c: tl.constexpr):
     for start in tl.range(0, listed, c.tile, disable_licm=True):
         values, chunk = load_chunks(x, chunk, vocab), load_ids(ids, start + c.tile, listed, c.tile, c)
         weights = weigh(values, top, scale, c.logits)
-        each = tl.sum(tl.where((values > from_key(low)) & (weights >= least), weights, 0.0), 1)
+        each = tl.sum(tl.where((values > from_key(low)) & (weights >= min_weight), weights, 0.0), 1)
         i = start + tl.arange(0, c.tile)
         tl.store(sums + i, each, i < listed)
         total += each.to(tl.float64)
@@ -91,7 +91,7 @@ def step_to(weights, goal, size: tl.constexpr):
 
 
 @triton.jit
-def draw_token(x, ids, sums, listed, vocab, low, least, u, top, scale, c: tl.constexpr):
+def draw_token(x, ids, sums, listed, vocab, low, min_weight, u, top, scale, c: tl.constexpr):
     """The token at which the running sum of the weights kept exceeds the fraction u of their sum."""
     i = tl.arange(0, c.chunks)
     weights = tl.load(sums + i, i < listed, 0.0).to(tl.float64)
@@ -100,7 +100,7 @@ def draw_token(x, ids, sums, listed, vocab, low, least, u, top, scale, c: tl.con
     token = tl.load(ids + index) * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(x + token, token < vocab, -float("inf")).to(tl.float32)
     weights = weigh(values, top, scale, c.logits)
-    weights = tl.where((values > from_key(low)) & (weights >= least), weights, 0.0).to(tl.float64)
+    weights = tl.where((values > from_key(low)) & (weights >= min_weight), weights, 0.0).to(tl.float64)
     index, before = step_to(weights, goal - before, CHUNK)
     return tl.max(tl.where(tl.arange(0, CHUNK) == index, token, 0))
 
@@ -147,14 +147,14 @@ def select_rows(  # noqa: C901
             k = tl.where((k < 1) | (k >= vocab), ALL, k).to(tl.int32)
             p = pick(top_p, top_p_value, row, tl.float32)
             fraction = tl.where(p < 1, tl.maximum(p, 0.0), float("inf"))
-            least = pick(min_p, min_p_value, row, tl.float32) * (1.0 if c.logits else top)
+            min_weight = pick(min_p, min_p_value, row, tl.float32) * (1.0 if c.logits else top)
             # top-p is a fraction of this mass.
             whole = 1.0 if c.joint and not c.logits else mass.to(tl.float32)
             both = (k < ALL) & (fraction < float("inf"))
             # Top-p of what top-k keeps needs a second search; a joint search needs one.
             turns = both.to(tl.int32) + 1 if not c.joint else 1
             listed = tl.cdiv(vocab, CHUNK)
-            if (k == ALL) & (fraction == float("inf")) & (least <= 0):
+            if (k == ALL) & (fraction == float("inf")) & (min_weight <= 0):
                 turns = 0
                 if tokens is not None:
                     keep_all(highest, weights, ids, kept, vocab, top, scale, c)
@@ -171,13 +171,15 @@ def select_rows(  # noqa: C901
                     low = tl.maximum(
                         low, search(here, highest, weights, ids, found, vocab, k, goal, start, top, scale, c)
                     )
-                listed, mass = keep(here, highest, ids, kept, vocab, low, tl.where(final, least, 0.0), top, scale, c)
+                listed, mass = keep(
+                    here, highest, ids, kept, vocab, low, tl.where(final, min_weight, 0.0), top, scale, c
+                )
                 whole, k = mass.to(tl.float32), tl.full((), ALL, tl.int32)
             if tokens is not None:
                 key = pick(seed, seed_value, output * seed_step, tl.int64)
                 counter = pick(offset, offset_value, output * offset_step, tl.int64)
                 u = uniform(key, counter, output * shared_seed, 0)
-                token = draw_token(here, ids, kept, listed, vocab, low, least, u, top, scale, c)
+                token = draw_token(here, ids, kept, listed, vocab, low, min_weight, u, top, scale, c)
         if tokens is not None:
             tl.store(tokens + output, token.to(tokens.dtype.element_ty))
             tl.store(valid + output, good.to(tl.int8))

@@ -114,12 +114,12 @@ def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flag
         unit_size=_UNIT_SIZE if spec.batch_invariant else tuning.block_n,
         packed_heads=tuning.packed_heads,
     )
-    most_q_len = decode_tokens(spec) if whole_tiles else 0
+    max_decoded = decode_tokens(spec) if whole_tiles else 0
     partial_cost = 0 if spec.batch_invariant else partial_rows * spec.head_dim_vo // 128
     return DecodeConfig(
         mask=MaskConfig.of(spec, tile, max_q_len),
         schedule=ScheduleConfig(
-            tile, page_size, by_length, int64_offsets, most_q_len=most_q_len, whole_tiles=whole_tiles
+            tile, page_size, by_length, int64_offsets, max_q_len=max_decoded, whole_tiles=whole_tiles
         ),
         span=SpanConfig(scan_size(batch), tuning.programs, partial_cost),
         pipeline=PipelineConfig(tuning.stages, consumers=1, load_warps=4),
@@ -150,8 +150,8 @@ def _slots(spec: AttentionSpec, max_q_len: int, processors: int, batch: int, key
     each = _partial_rows(tuning) * (spec.head_dim_vo + 2) * 4
     groups = spec.num_kv_heads // tuning.packed_heads * (keys // _UNIT_SIZE + batch) // _SPLIT_GROUP
     programs = processors * tuning.programs
-    room = (_MAX_PARTIAL_BYTES - groups * each) // (_SPLIT_GROUP * each)
-    programs = max(min(programs, room), processors // 2)
+    max_programs = (_MAX_PARTIAL_BYTES - groups * each) // (_SPLIT_GROUP * each)
+    programs = max(min(programs, max_programs), processors // 2)
     return programs, _SPLIT_GROUP * programs + groups
 
 

@@ -112,5 +112,5 @@ def load(tables, k, v, pipeline, output, span, c: gl.constexpr):
             pipeline.barriers.producer_commit(state)
             state = state.advance(1)
         request = tables.request_at(request, unit, span.end)
-    if schedule.most_q_len == 0:
+    if schedule.max_q_len == 0:
         output.clear_padding(tables)

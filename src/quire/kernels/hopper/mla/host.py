@@ -130,19 +130,20 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
     many_rows = has_many_rows(spec, tokens, batch)
     c = config(spec, page_size, batch, call.max_q_len, flags, many_rows)
     if many_rows:
-        programs, room = processors, _SLOTS * processors
-        partials = call.float_workspace_for(room * 2 * _BLOCK_M * (c.dim + 2))
-        counters = 1 + 2 * room
+        programs, capacity = processors, _SLOTS * processors
+        partials = call.float_workspace_for(capacity * 2 * _BLOCK_M * (c.dim + 2))
+        counters = 1 + 2 * capacity
     else:
-        programs, room = processors // c.programs_per_span * c.programs_per_span, _partial_rows(spec, call.max_q_len)
-        partials = call.float_workspace_for(2 * programs * room * (spec.head_dim_vo + 4))
+        programs = processors // c.programs_per_span * c.programs_per_span
+        capacity = _partial_rows(spec, call.max_q_len)
+        partials = call.float_workspace_for(2 * programs * capacity * (spec.head_dim_vo + 4))
         counters = _COUNTERS * programs
     arrivals = call.int_workspace_for(counters, counters)
     replay = _launcher(c, many_rows)(
         programs,
         (q, q_pe, k, call.v, k_pe, out, lse, call.sinks),
         (partials, arrivals, call.qo.indptr, kv.indptr, lengths, indices, q_scale, k_scale, v_scale),
-        (room, batch, tokens, entries, k.shape[0], scale, v_gain),
+        (capacity, batch, tokens, entries, k.shape[0], scale, v_gain),
         (*q.stride()[:2], *q_pe.stride()[:2], *k.stride()[:2], *k_pe.stride()[:2], *out.stride()[:2]),
     )
     # A launch that is repeated must read the caller's own tensors.

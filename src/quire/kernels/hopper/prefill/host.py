@@ -93,10 +93,10 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
     load_registers = 24 if box else 88 if fp8 else 56
     split = not spec.batch_invariant
     tile = TileConfig(spec.num_kv_heads, spec.group_size, _tile_rows(spec), block_n, unit_size=block_n)
-    least_q_len = decode_tokens(spec) + 1 if spec.batch_invariant else 0
+    min_q_len = decode_tokens(spec) + 1 if spec.batch_invariant else 0
     return PrefillConfig(
         mask=MaskConfig.of(spec, tile),
-        schedule=ScheduleConfig(tile, page_size, by_length, int64_offsets, least_q_len),
+        schedule=ScheduleConfig(tile, page_size, by_length, int64_offsets, min_q_len),
         scheduler=TileSchedulerConfig.of(load_warps, split, dim + dim_vo),
         pipeline=PipelineConfig(8 if dim == 64 else 2, consumers, load_warps),
         output=OutputConfig(tile, dim_vo, spec.sinks, lse, v_scale),
