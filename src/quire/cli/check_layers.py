@@ -42,7 +42,7 @@ def _top_k(probs: Tensor, k: int) -> Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-# Of each operation: Quire's, and the formula, of x and y [rows, 2 * dim] and weights [2 * dim].
+# For each operation, Quire's function and the formula, of x and y [rows, 2 * dim] and weights [2 * dim].
 _OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "rmsnorm": (lambda x, y, w: norm.rmsnorm(x, w, _EPS), lambda x, y, w: _rms(x, w)),
     "gemma_rmsnorm": (lambda x, y, w: norm.gemma_rmsnorm(x, w, _EPS), lambda x, y, w: _rms(x, w + 1)),

@@ -92,7 +92,7 @@ class Grammars:
         # Why the tokenizer does not work with grammars.
         self._unusable = ""
         self._process: GrammarProcess | None = None
-        # Of all above, and held while a grammar is compiled.
+        # The lock of all attributes above, which is held while a grammar is compiled.
         self._lock = threading.Lock()
         self._compiled: _Recent[Grammar] = _Recent(_MAX_COMPILED)
         self._refused: _Recent[str] = _Recent(_MAX_REFUSED)

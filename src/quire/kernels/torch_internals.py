@@ -34,7 +34,7 @@ def _no_cuda(*args: Any) -> int:
 
 # The index of the current CUDA device.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_cuda)
-# Of the index of a CUDA device, the address of its current stream.
+# The address of the current stream of a CUDA device, by the index of the device.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
 # The product of two fp8 matrices with scales. `torch.nn.functional.scaled_mm` computes it by another operator.
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm

@@ -367,7 +367,7 @@ def bitwise_or(a, b):
 
 @aggregate
 class SeqlenInfo:
-    """What masks know of request b: its query tokens and its keys."""
+    """What masks need of request b: its query tokens and its keys."""
 
     b: gl.tensor
     q_len: gl.tensor

@@ -26,11 +26,11 @@ from quire.kernels.hopper.schedule import Tables, add, leading_zeros, quotient, 
 
 # Requests that are looked at together, one for each thread of a warp.
 LANES = gl.constexpr(32)
-# Blocks: more than any request has.
+# A number of blocks that no request has.
 UNSPLIT = gl.constexpr(1 << 20)
-# Of a work tile, and of one that is not a whole tile, in times of a block: see `_split_size`.
+# What a work tile costs, and a part of a tile, in times of a block: see `_split_size`.
 TILE_COST, SPLIT_COST = gl.constexpr(2.0), gl.constexpr(6.0)
-# The KV head of a work tile that says that there are no more.
+# The KV head of the work tile after the last one.
 END = gl.constexpr(-1)
 # Keys and values that are read at the same time fill so many bytes of the L2 cache.
 _L2_BYTES = 32 << 20
@@ -258,7 +258,7 @@ class TileScheduler:
         start, end = self.tables.mask.tile_keys(past, row, last_row, request.first_key, request.kv_len)
         last = gl.maximum((end - 1) // config.block_n, 0)
         first = gl.minimum(gl.maximum(start, 0) // config.block_n, last)
-        # Of the ranges that the request's blocks are cut into, the tile has blocks in several.
+        # The tile has blocks in several of the ranges that the request's blocks are cut into.
         origin = request.first_key // config.block_n
         low, high = quotient(first - origin, self.split_size), quotient(last - origin, self.split_size)
         slot += (h * tiles + tile) * splits + low

@@ -57,14 +57,14 @@ def mask_of(call: Call) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
     return (bits, indptr, prefix_lens, positions), numbers
 
 
-# What masks know of a tile: each row's position in its item, then the request's length of the prefix before its items,
+# What masks need of a tile: each row's position in its item, then the request's length of the prefix before its items,
 # and the first byte of its custom mask.
 TileMask = namedtuple("TileMask", "item_position prefix_len first_byte")
 
 
 @triton.jit
 def load_row_mask(mask, request, position, valid, c: tl.constexpr):
-    """Read what masks need to know of a request's rows at these positions."""
+    """Read what masks need of a request's rows at these positions."""
     item_position = position
     prefix_len = request.b * 0
     if c.mask.items:

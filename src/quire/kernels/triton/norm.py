@@ -22,7 +22,7 @@ from quire.kernels.triton.threshold import running_programs
 
 # The largest row that stays in registers has so many elements: 16 for each thread.
 BLOCK = 16384
-# Of a longer row, so many elements are loaded at a time.
+# A longer row is loaded by so many elements at a time.
 LOOP = 8192
 # Where several rows fit into a program, they have so many elements together.
 SHORT = 2048

@@ -28,9 +28,9 @@ from quire.kernels.hopper.schedule import (
 
 # Keys in a work unit, and work units in a split group, if batch-invariant.
 _UNIT_SIZE, _SPLIT_GROUP = 128, 8
-# For partial states, if batch-invariant.
+# The memory for partial states of batch-invariant layers is at most so large.
 _MAX_PARTIAL_BYTES = 120 << 20
-# Of a multiprocessor's pipelines. More loads would only wait for each other in memory.
+# The pipelines of a multiprocessor load at most so many bytes at a time: more loads would only wait for each other.
 _BYTES_IN_FLIGHT = 128 << 10
 
 

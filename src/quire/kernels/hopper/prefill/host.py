@@ -21,9 +21,9 @@ from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig
 
 # Keys: the rows of one swizzled block of shared memory.
 _MIN_BOX = 8
-# For partial states, per program: those that are asked for, and the most that are used.
+# Slots for partial states per program: the number that is allocated, and the largest that is used.
 _SLOTS, _MAX_SLOTS = 2, 8
-# Of queries and keys, and of values.
+# The head_dim of queries and keys, and that of values.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 
 
