@@ -35,6 +35,7 @@ VALUES = {
     "gpu_memory_utilization": (0.5, ["--gpu-memory-utilization", "0.5"]),
     "kv_cache_dtype": ("fp8", ["--kv-cache-dtype", "fp8"]),
     "kv_cache_scales": (None, []),
+    "pooling": ("mean", ["--pooling", "mean"]),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -313,7 +312,7 @@ def test_read_pooling_of_other_modules_is_refused(kinds, pooling, message, tmp_p
 
 def test_read_pooling_of_broken_files_names_them(tmp_path):
     write_modules(tmp_path, ["x.Transformer", "x.Pooling"], None)
-    with pytest.raises(FileNotFoundError, match=r"1_Pooling.config\.json, which modules\.json names, is missing"):
+    with pytest.raises(ValueError, match=r"1_Pooling.config\.json, which modules\.json names, is missing"):
         read_pooling(tmp_path)
     for content in ("{", "{}", "[1]", '[{"path": ""}]'):
         (tmp_path / "modules.json").write_text(content)
@@ -333,4 +332,6 @@ def test_embed_without_params_does_what_the_checkpoint_says(tmp_path, rng):
             EmbeddingParams("mean", normalize=True),
             llm.embed(prompts, EmbeddingParams(normalize=True)),
         )
-        check(states, prompts, replace(WAYS[0], normalize=True), llm.embed(prompts, WAYS[0]))
+        check(states, prompts, WAYS[0], llm.embed(prompts, WAYS[0]))
+    with LLM(folder, page_size=4, pooling="last") as llm:
+        check(states, prompts, WAYS[0], llm.embed(prompts))

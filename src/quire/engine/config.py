@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "dummy")
+POOLINGS = ("auto", "last", "mean")
 
 
 def _option(default: Any, help: str, **flag: Any) -> Any:
@@ -68,6 +69,8 @@ class EngineConfig:
         kv_cache_scales: for an fp8 cache, a safetensors file with a scale for each layer's keys and one for its values
             (`quire.engine.calibrate` writes one); by default those of the checkpoint, or else 1. A RuntimeWarning says
             so if that is 1 for a cache of e4m3, whose largest number is 448.
+        pooling: what "auto" means in `EmbeddingParams`: "last" or "mean", or "auto" for what the checkpoint's files for
+            sentence-transformers say.
 
     Raises:
         FileNotFoundError: there is no file kv_cache_scales.
@@ -108,6 +111,7 @@ class EngineConfig:
     kv_cache_scales: str | Path | None = _option(
         None, "scales of an fp8 cache; default: the checkpoint's, or 1", type=Path, metavar="FILE"
     )
+    pooling: Literal["auto", "last", "mean"] = _option("auto", "of states to embeddings", choices=POOLINGS)
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_num_seqs", "num_pages", "max_model_len", "max_batched_tokens"):
@@ -125,6 +129,8 @@ class EngineConfig:
                 raise ValueError(f"{name} = {value!r}: it must be True, False or 'auto'")
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format = {self.load_format!r}: it must be 'auto' or 'dummy'")
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"pooling = {self.pooling!r}: it must be one of {', '.join(POOLINGS)}")
         self._check_cache()
 
     def _check_cache(self) -> None:

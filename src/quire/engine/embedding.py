@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 
 from quire.engine.checkpoint import parse_json, read_json
+from quire.engine.config import POOLINGS
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
 from quire.engine.request import Request, Update
 
-POOLINGS = ("auto", "last", "mean")
 # The names that sentence-transformers has for kinds of pooling.
 _KINDS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 _MODE = "pooling_mode"
@@ -27,10 +27,11 @@ class EmbeddingParams:
     """How the hidden states of a prompt's tokens, after the model's last norm, become its embedding.
 
     Attributes:
-        pooling: "last" takes the state of the last token, "mean" the mean of all; "auto" is what the checkpoint's
-            files for sentence-transformers say (modules.json), and "last" without them.
-        normalize: whether the embedding is divided by its length. None: with "auto" as the checkpoint says, else, and
-            without its files, True.
+        pooling: "last" takes the state of the last token, "mean" the mean of all; "auto" is `EngineConfig.pooling`. If
+            that is "auto", too, it is what the checkpoint's files for sentence-transformers say (modules.json), and
+            "last" without them.
+        normalize: whether the embedding is divided by its length. None: as the checkpoint's files say, if the pooling
+            is theirs, and otherwise True.
         dimensions: keep only so many numbers, the first ones, before that, as models allow that are trained for it
             (Matryoshka). None: all.
 
@@ -51,10 +52,11 @@ class EmbeddingParams:
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"dimensions = {size!r}: it must be a whole number, 1 or larger; or None for all")
 
-    def resolved(self, folder: Path, hidden_size: int) -> EmbeddingParams:
-        """These parameters, with the checkpoint's values for "auto" and None.
+    def resolved(self, pooling: str, folder: Path, hidden_size: int) -> EmbeddingParams:
+        """These parameters without "auto" and None.
 
         Args:
+            pooling: in place of "auto"; if it is "auto", too, the checkpoint's.
             folder: the checkpoint.
             hidden_size: of the model.
 
@@ -64,7 +66,8 @@ class EmbeddingParams:
         size = hidden_size if self.dimensions is None else self.dimensions
         if size > hidden_size:
             raise ValueError(f"dimensions = {size}: the model's embeddings have {hidden_size} dimensions")
-        own = read_pooling(folder) if self.pooling == "auto" else EmbeddingParams(self.pooling, normalize=True)
+        chosen: Any = pooling if self.pooling == "auto" else self.pooling
+        own = read_pooling(folder) if chosen == "auto" else EmbeddingParams(chosen, normalize=True)
         return EmbeddingParams(own.pooling, own.normalize if self.normalize is None else self.normalize, size)
 
 
@@ -89,7 +92,7 @@ def read_pooling(folder: Path) -> EmbeddingParams:
         raise ValueError(f"{what}: only Transformer, Pooling and perhaps Normalize can be computed, in this order")
     config = folder / str(modules[1].get("path", "")) / "config.json"
     if not config.is_file():
-        raise FileNotFoundError(f"{config}, which {file.name} names, is missing")
+        raise ValueError(f"{config}, which {file.name} names, is missing")
     modes = _modes(read_json(config))
     if len(modes) != 1 or modes[0] not in _KINDS:
         what = " and ".join(modes) or "none"

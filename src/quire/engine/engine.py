@@ -125,26 +125,28 @@ class Engine:
         request.max_total_tokens = min(request.max_total_tokens, self.max_len)
         return request
 
-    def embedding_request(
-        self,
-        prompt: str | Sequence[int],
-        params: EmbeddingParams,
-        sink: Callable[[Update], None],
-        name: str = "prompt",
-    ) -> EmbeddingRequest:
-        """Make a request for the embedding of a prompt, and check it.
+    def embedding_params(self, params: EmbeddingParams) -> EmbeddingParams:
+        """The parameters of embeddings, with the model's values for those that are left out.
 
         Raises:
-            FileNotFoundError, ValueError: the embeddings of the model cannot be computed, or not with these parameters
-                (`EmbeddingParams.resolved`), or the prompt is refused (`PromptReader.read`); the message has `name`.
+            ValueError: the embeddings of the model cannot be computed, or not with these parameters.
         """
         if not isinstance(params, EmbeddingParams):
             raise ValueError(f"params = {params!r}: they must be EmbeddingParams")
-        size = self.model.hidden_states.size
+        model, size = self.model, self.model.hidden_states.size
         if size is None or not self.runner.supports_all_logits:
-            what = f"{self.model.folder} does not return" if size is None else f"{type(self.runner).__name__} drops"
+            what = f"{model.folder} does not return" if size is None else f"{type(self.runner).__name__} drops"
             raise ValueError(f"embeddings can't be computed: {what} the hidden states of its tokens")
-        params = params.resolved(self.model.folder, size)
+        return params.resolved(model.pooling, model.folder, size)
+
+    def embedding_request(
+        self, prompt: str | Sequence[int], params: EmbeddingParams, sink: Callable[[Update], None], name: str
+    ) -> EmbeddingRequest:
+        """Make a request for the embedding of a prompt, with the parameters that `embedding_params` has returned.
+
+        Raises:
+            ValueError: the prompt is refused (`PromptReader.read`); the message has `name`.
+        """
         return EmbeddingRequest(self.prompts.read(prompt, NO_OUTPUT, name), params, sink)
 
     def add(self, request: Request) -> None:

@@ -229,7 +229,6 @@ class LLM:
             an embedding per prompt, in the order of the prompts.
 
         Raises:
-            FileNotFoundError: a file with the checkpoint's pooling is missing.
             RuntimeError: as for `generate`.
             ValueError: a prompt or its params are invalid, or embeddings cannot be computed; the message has the index
                 of the prompt, or the attribute of the params, and no request has been started.
@@ -309,7 +308,7 @@ class LLM:
             a function that cancels the requests that have not ended; each gets the finish_reason "cancelled".
 
         Raises:
-            FileNotFoundError, RuntimeError, ValueError: as for `embed`.
+            RuntimeError, ValueError: as for `embed`.
         """
         requests = self._embedding_requests(prompts, params, lambda i: lambda update: sink(i, requests[i].result()))
         self._worker.submit(requests)
@@ -344,5 +343,5 @@ class LLM:
         sink: Callable[[int], Callable[[Update], None]],
     ) -> list[EmbeddingRequest]:
         """Check prompts and make the requests for their embeddings, as `_requests` does."""
-        make, params = self._engine.embedding_request, params or EmbeddingParams()
-        return [make(prompt, params, sink(i), f"prompt {i}") for i, prompt in enumerate(as_list(prompts))]
+        make, resolved = self._engine.embedding_request, self._engine.embedding_params(params or EmbeddingParams())
+        return [make(prompt, resolved, sink(i), f"prompt {i}") for i, prompt in enumerate(as_list(prompts))]

@@ -68,8 +68,8 @@ def load_model(source: str | Path, device: torch.device, config: EngineConfig | 
         source: the folder of a Hugging Face checkpoint, with config.json, *.safetensors, and the tokenizer's files for
             text; or its name on the hub.
         device: of weights and cache, in place of that of the configuration.
-        config: of which revision, dtype, max_model_len, compile, load_format, dequantize, trust_remote_code and
-            batch_invariant are read.
+        config: of which revision, dtype, max_model_len, compile, load_format, dequantize, trust_remote_code,
+            batch_invariant and pooling are read.
 
     Raises:
         FileNotFoundError: the checkpoint, its config.json or its weights are missing.
@@ -91,6 +91,7 @@ def load_model(source: str | Path, device: torch.device, config: EngineConfig | 
     network = load_network(folder, description, device, dtype, dummy, trusted, dequantize=dequantize)
     network = network.to(device).eval().requires_grad_(False)
     model = Model(folder, network, load_tokenizer(folder, trusted), config.max_model_len)
+    model.pooling = config.pooling
     if (on_gpu or not dequantize) and moe.can_replace(network):
         model.replacements.append(moe.ReplacedExperts(network))
     attentions = _find_layers(model)

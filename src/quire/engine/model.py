@@ -78,6 +78,7 @@ class Model:
         replacements: what computes parts of the network in place of Transformers.
         compiled_layers: the compiled decoder layers, of which there may be none; one of the replacements.
         hidden_states: of the tokens of the last `logits`.
+        pooling: `EngineConfig.pooling`.
         width: the number of tokens that `logits` computes in every step; None: those that the step has.
 
     Raises:
@@ -102,6 +103,7 @@ class Model:
         self.replacements: list[Replacement] = []
         self.compiled_layers = CompiledLayers([])
         self.width: int | None = None
+        self.pooling = "auto"
         self.hidden_states = HiddenStates(network)
 
     def _find_context(self, max_model_len: int | None) -> int:

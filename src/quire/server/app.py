@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.engine import LLM
-from quire.server import chat, completions, schemas
+from quire.server import chat, completions, embeddings, schemas
 from quire.server.errors import ApiError, add_handlers, bad
 from quire.server.limits import ServerLimits
 from quire.server.metrics import Metrics
@@ -62,6 +62,7 @@ def create_app(
     app.state.service = Service(llm, names, limits, Metrics(llm, names[0], metrics_prefix))
     app.include_router(completions.router)
     app.include_router(chat.router)
+    app.include_router(embeddings.router)
     _add_models(app, app.state.service)
     _add_tokens(app, app.state.service)
     _add_state(app, app.state.service)

@@ -12,8 +12,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+_TEXTS = "a string, a list of token ids, or a list of either"
 _KINDS = {
-    "prompt": "a string, a list of token ids, or a list of either",
+    "prompt": _TEXTS,
+    "input": _TEXTS,
     "stop": "a string, or a list of strings",
 }
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

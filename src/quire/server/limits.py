@@ -16,6 +16,7 @@ class ServerLimits:
         max_body: bytes of a request's body.
         max_queue: completions that wait beyond those that the engine runs at once; more are answered 429.
         max_n: completions of each prompt.
+        max_inputs: texts of a request for embeddings.
         max_tokens: tokens of a completion; None: as many as the context has room for.
         max_stop, max_stop_length: stop strings of a request, also its stop tokens, and characters of a stop string.
         max_bad_words: texts that a completion must not have; each has at most max_stop_length characters.
@@ -36,6 +37,7 @@ class ServerLimits:
     max_queue: int = option(1024, "completions that wait, beyond those that run", metavar="N")
     max_n: int = option(16, "completions of each prompt", metavar="N")
     max_tokens: int | None = option(None, "tokens of a completion; default: what the context allows", type=int)
+    max_inputs: int = 2048
     max_stop: int = 16
     max_stop_length: int = 256
     max_bad_words: int = 256
@@ -53,7 +55,7 @@ class ServerLimits:
     def __post_init__(self) -> None:
         sizes = ("max_body", "max_n", "max_stop", "max_stop_length", "max_bad_words", "max_grammar", "max_grammars")
         times = ("keep_alive", "header_timeout", "body_timeout", "send_timeout")
-        for name in (*sizes, "max_connections", "max_head", *times):
+        for name in (*sizes, "max_inputs", "max_connections", "max_head", *times):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: it must be above 0")
         for name in ("max_queue", "max_logprobs", "grace"):

@@ -5,7 +5,7 @@ refused; unknown ones are ignored.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
@@ -173,10 +173,31 @@ class CompletionRequest(SamplingBody):
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-            return [prompt]
-        return prompt
+        return _listed(self.prompt)
+
+
+class EmbeddingsRequest(BaseModel):
+    """The body of /v1/embeddings."""
+
+    # Extra fields are kept, so that they can be refused by name.
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    input: _Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The texts, one or several."""
+        return _listed(self.input)
+
+
+def _listed(prompt: Any) -> list[str | list[int]]:
+    """One prompt, or several, as a list of prompts."""
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+        return [prompt]
+    return prompt
 
 
 class Part(BaseModel):

@@ -61,7 +61,7 @@ async def answer(
     if body.stream:
         return _EventStream(_events(generation, formatter, body), generation)
     try:
-        done = await _while_connected(request.receive, _collect(generation))
+        done = await while_connected(request.receive, _collect(generation))
     finally:
         generation.close()
     if done is None:
@@ -113,7 +113,7 @@ async def _events(generation: Generation, formatter: ResponseFormatter, body: Sa
     yield _DONE
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
     """The result of `work`, which is cancelled when the client disconnects: None then."""
 
     async def leaves() -> None:
@@ -141,7 +141,7 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _while_connected(receive, self._send(send))
+            await while_connected(receive, self._send(send))
         finally:
             self._generation.close()
 

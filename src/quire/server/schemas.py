@@ -105,6 +105,30 @@ class ChatCompletion(Completed):
     prompt_logprobs: PromptLogprobs = None
 
 
+class EmbeddedInput(BaseModel):
+    """The embedding of one text: numbers, or float32 of little endian in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class InputUsage(BaseModel):
+    """Numbers of tokens of texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    model: str
+    data: list[EmbeddedInput]
+    usage: InputUsage
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from quire.engine import LLM, Completion, SamplingParams
+from quire.engine import LLM, Completion, Embedding, SamplingParams
 from quire.engine.grammar import Grammar
 from quire.engine.prompt_size import check_size, longest_token
 from quire.engine.text import TokenBytes
@@ -76,12 +76,15 @@ class Service:
         """The time of an answer, in seconds since 1970."""
         return int(time.time())
 
-    async def encode(self, prompt: str | Sequence[int], name: str, any_length: bool = False) -> list[int]:
+    async def encode(
+        self, prompt: str | Sequence[int], name: str, any_length: bool = False, field: str = "prompt"
+    ) -> list[int]:
         """The tokens of a prompt.
 
         Args:
             prompt: text or tokens.
             name: of the prompt in messages.
+            field: the request's field that has the prompt.
             any_length: whether text that cannot fit is tokenized, too, since the caller counts or cuts the tokens.
 
         Raises:
@@ -89,10 +92,10 @@ class Service:
         """
         try:
             if isinstance(prompt, str):
-                return await self.tokenize(partial(self.llm.encode, name=name), prompt, name, "prompt", any_length)
+                return await self.tokenize(partial(self.llm.encode, name=name), prompt, name, field, any_length)
             return self.llm.encode(prompt, name)
         except ValueError as error:
-            raise invalid(error, "prompt") from None
+            raise invalid(error, field) from None
 
     async def tokenize(
         self, encode: Callable[[str], list[int]], text: str, name: str, field: str, any_length: bool
@@ -169,14 +172,18 @@ class Service:
             raise bad("n", f"the request is for {count} completions: this server holds {self.room} at most")
         for i, prompt in enumerate(prompts):
             name = f"{field} {i}" if len(prompts) > 1 else field
-            self._check_length(name, prompt, asked, 0 if params[0].max_tokens == 0 else 1, field)
+            self.check_length(name, prompt, asked, 0 if params[0].max_tokens == 0 else 1, field)
+        self.check_room(count)
+        return Generation(self, prompts, params, field, grammar)
+
+    def check_room(self, count: int) -> None:
+        """Raise the ApiError if `count` more completions cannot be admitted now."""
         if self.draining or not self.llm.alive:
             raise _unavailable("the server is being shut down" if self.draining else "the engine has ended")
         if self.running + count > self.room:
             self.metrics.rejected.inc(count)
             message = f"{self.running} completions are running or waiting, and the server holds {self.room} at most"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-        return Generation(self, prompts, params, field, grammar)
 
     def fail_all(self) -> None:
         """End the engine, and thereby all requests, which are answered with an error."""
@@ -184,9 +191,10 @@ class Service:
         self._compiler.shutdown(wait=False, cancel_futures=True)
         self.llm.close()
 
-    def _check_length(
-        self, name: str, prompt: list[int], asked: tuple[str, int] | None, least: int, field: str
-    ) -> None:
+    def check_length(self, name: str, prompt: list[int], asked: tuple[str, int] | None, least: int, field: str) -> None:
+        """Raise the ApiError for a prompt that is empty or too long; the arguments are those of `start`, and the fewest
+        tokens of a completion.
+        """
         room = self.llm.max_len - len(prompt)
         if not prompt:
             raise bad(field, f"{name} is empty: there must be at least one token")
@@ -244,7 +252,8 @@ class Generation:
             self._arrived.clear()
             late, self._parts = self._parts, []
             for index, part in _merged(late):
-                yield index, _checked(part)
+                check_end(part)
+                yield index, part
                 left -= part.finish_reason is not None
 
     def close(self) -> None:
@@ -294,12 +303,10 @@ class _Relay:
     """Carries parts from the engine's thread to the event loop, which is woken once for all that a step adds."""
 
     def __init__(self) -> None:
-        self._parts: deque[tuple[Callable[[int, Completion], None], int, Completion]] = deque()
+        self._parts: deque[tuple[Callable[[int, Any], None], int, Any]] = deque()
         self._woken = False
 
-    def put(
-        self, loop: asyncio.AbstractEventLoop, add: Callable[[int, Completion], None], index: int, part: Completion
-    ) -> None:
+    def put(self, loop: asyncio.AbstractEventLoop, add: Callable[[int, Any], None], index: int, part: Any) -> None:
         """Have the loop call `add(index, part)`; in the engine's thread."""
         self._parts.append((add, index, part))
         if not self._woken:
@@ -331,13 +338,12 @@ def _merged(parts: list[tuple[int, Completion]]) -> list[tuple[int, Completion]]
     return list(whole.items())
 
 
-def _checked(part: Completion) -> Completion:
-    """The part, unless it says that its completion failed."""
+def check_end(part: Completion | Embedding) -> None:
+    """Raise the ApiError for the part of a completion, or an embedding, that says that it failed."""
     if part.finish_reason == "error":
         raise ApiError(500, f"the engine failed: {part.error}", code="engine_error")
     if part.finish_reason == "cancelled":
         raise _unavailable("the server was shut down before the completion had ended")
-    return part
 
 
 def _unavailable(message: str) -> ApiError:

@@ -30,7 +30,9 @@ _NAMES = (
     # Text Generation Inference, and Transformers' names
     "truncate watermark details decoder_input_details top_n_tokens adapter_id guideline return_full_text "
     "stop_sequences stop_strings min_new_tokens min_length no_repeat_ngram_size penalty_alpha bad_words_ids "
-    "force_words_ids suppress_tokens begin_suppress_tokens sequence_bias"
+    "force_words_ids suppress_tokens begin_suppress_tokens sequence_bias "
+    # Embeddings of Cohere, Jina, NVIDIA and others
+    "input_type instruction late_chunking prompt_name"
 )
 _UNLESS_EMPTY = frozenset(_NAMES.split())
 _EMPTY: tuple[Any, ...] = (False, "", [], {})
@@ -71,6 +73,11 @@ _UNLESS: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_return_sequences": (1,),
     "guidance_scale": (1,),
+    # Of embeddings
+    "truncate_prompt_tokens": (),
+    "use_activation": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
 }
 _INSTEAD = {
     "response_format": "json_schema guided_json guided_json_object",

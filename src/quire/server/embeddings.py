@@ -1,0 +1,124 @@
+"""/v1/embeddings: embeddings of texts."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from functools import partial
+
+import numpy as np
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine import Embedding, EmbeddingParams
+from quire.server.errors import bad, invalid
+from quire.server.protocol import EmbeddingsRequest
+from quire.server.responses import while_connected
+from quire.server.schemas import EmbeddingList
+from quire.server.service import Service, check_end
+from quire.server.unsupported import refuse
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings", response_model=EmbeddingList)
+async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
+    """Compute the embedding of a text, or of several."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    refuse(body.model_extra or {})
+    given, most = body.prompts(), service.limits.max_inputs
+    if len(given) > most:
+        raise bad("input", f"input has {len(given)} elements: this server allows {most} at most")
+    try:
+        params = EmbeddingParams(normalize=body.normalize, dimensions=body.dimensions)
+    except ValueError as error:
+        raise invalid(error) from None
+    names = [f"input {i}" for i in range(len(given))] if len(given) > 1 else ["input"]
+    encoded = (service.encode(p, name, field="input") for p, name in zip(given, names, strict=True))
+    prompts = await asyncio.gather(*encoded)
+    for prompt, name in zip(prompts, names, strict=True):
+        service.check_length(name, prompt, None, 0, "input")
+    computed = await _embedded(service, prompts, params, request)
+    if computed is None:
+        # The client has disconnected, so this is not read.
+        return Response(status_code=499)
+    content = await asyncio.to_thread(_content, service.name, computed, body.encoding_format == "base64")
+    return Response(content, media_type="application/json")
+
+
+async def _embedded(
+    service: Service, prompts: list[list[int]], params: EmbeddingParams, request: Request
+) -> list[Embedding] | None:
+    """The embeddings of prompts; None if the client leaves before."""
+    batch = _Batch(service, prompts, params)
+    try:
+        return await while_connected(request.receive, batch.wait())
+    finally:
+        batch.close()
+
+
+class _Batch:
+    """The embeddings of one HTTP request, which the engine works on until `close`. It counts as no more completions
+    than run at once: its prompts take turns with the requests of others.
+    """
+
+    def __init__(self, service: Service, prompts: list[list[int]], params: EmbeddingParams) -> None:
+        self._service, self._arrival = service, time.perf_counter()
+        self._weight, self._left = min(len(prompts), service.llm.max_num_seqs), len(prompts)
+        self._results: dict[int, Embedding] = {}
+        self._ended = asyncio.Event()
+        service.check_room(self._weight)
+        put = partial(service.relay.put, asyncio.get_running_loop(), self._add)
+        try:
+            self._cancel = service.llm.start_embedding(prompts, params, put)
+        except ValueError as error:
+            raise invalid(error, "input") from None
+        service.running += self._weight
+
+    async def wait(self) -> list[Embedding]:
+        """All embeddings, in the order of their prompts; an ApiError if one fails."""
+        await self._ended.wait()
+        done = [self._results[i] for i in range(len(self._results))]
+        for each in done:
+            check_end(each)
+        return done
+
+    def close(self) -> None:
+        """Cancel those that have not ended."""
+        if self._left:
+            self._cancel()
+
+    def _add(self, index: int, embedding: Embedding) -> None:
+        metrics = self._service.metrics
+        metrics.ended[embedding.finish_reason].inc()
+        metrics.prompt.observe(len(embedding.prompt_token_ids))
+        metrics.whole.observe(time.perf_counter() - self._arrival)
+        self._results[index] = embedding
+        self._left -= 1
+        if not self._left:
+            self._service.running -= self._weight
+            self._ended.set()
+
+
+def _content(model: str, computed: list[Embedding], is_base64: bool) -> bytes:
+    """The body of the answer. Embeddings are written one by one, since nothing else in the process runs while one call
+    of the JSON encoder does.
+    """
+    tokens = sum(len(each.prompt_token_ids) for each in computed)
+    data = (
+        f'{{"object":"embedding","index":{i},"embedding":{_written(each.values, is_base64)}}}'
+        for i, each in enumerate(computed)
+    )
+    head = f'{{"object":"list","model":{json.dumps(model)},"data":['
+    return f'{head}{",".join(data)}],"usage":{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}}}'.encode()
+
+
+def _written(values: np.ndarray, is_base64: bool) -> str:
+    """An embedding in JSON."""
+    if is_base64:
+        return f'"{base64.b64encode(values.astype("<f4").tobytes()).decode()}"'
+    return json.dumps(values.tolist(), separators=(",", ":"))
