@@ -89,6 +89,46 @@ WRITERS = [
 ]
 
 
+_SHOWN = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|eot|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+)
+_CALL_OBJECT = '{"name": "{{ c.function.name }}", "KEY": {{ c.function.arguments | tojson }}}'
+_LAST = "<|eot|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def _template(calls: str, last: str = _LAST) -> str:
+    return f"{_SHOWN}{{% for c in m.tool_calls or [] %}}{calls}{{% endfor %}}{last}"
+
+
+_THINKING = (
+    "{% if add_generation_prompt %}{% if thinks is defined and not thinks %}<think>\n\n</think>\n\n"
+    "{% elif reasoning_effort is defined %}<think>\n{% endif %}{% endif %}"
+)
+# Templates that write calls as the formats do; "unknown" writes them as no format does.
+TEMPLATES = {
+    "hermes": "{# <tool_call>{}</tool_call> #}" + _template(
+        "<tool_call>\n" + _CALL_OBJECT.replace("KEY", "arguments") + "\n</tool_call>"
+    ) + _THINKING,
+    "llama3": _template(_CALL_OBJECT.replace("KEY", "parameters")),
+    "mistral": _SHOWN + "{% if m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+    + _CALL_OBJECT.replace("KEY", "arguments") + "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}" + _LAST,
+    "mistral_by_name": _template("[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"),
+    "deepseek": _SHOWN + "{% if m.tool_calls %}" + _CALLS + "{% for c in m.tool_calls %}"
+    + _CALL + "{{ c.type }}" + _SEPARATOR + "{{ c.function.name + '\n```json\n' + c.function.arguments + '\n```' }}"
+    + _END + "{% endfor %}" + _ENDS + "{% endif %}" + _LAST + "{% if add_generation_prompt %}<think>\n{% endif %}",
+    "deepseek_v31": _template(_CALL + "{{ c.function.name }}" + _SEPARATOR + "{{ c.function.arguments }}" + _END),
+    "gpt_oss": "{% for m in messages %}<|start|>{{ m.role }}{% for c in m.tool_calls or [] %}"
+    " to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
+    "{{ c.function.arguments | tojson }}<|call|>"
+    "{% else %}{% if m.role == 'assistant' %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant"
+    "<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    "unknown": _template("<call {{ c.function.name }}>{{ c.function.arguments | tojson }}</call>"),
+}  # fmt: skip
+
+
 def random_value(rng: random.Random, depth: int = 3) -> Any:
     """A value of JSON, whose strings may have any marks."""
     kind = rng.choice(["text", "mark", "number", "other", *(["object", "array"] if depth else [])])

@@ -82,8 +82,8 @@ def save_with_tokenizer(name: str, folder: Path, columns: int = 11) -> Path:
     return save(name, folder, vocab_size=save_tokenizer(folder) + columns)
 
 
-def save_tokenizer(folder: Path, *special: str) -> int:
-    """Save a byte-level BPE of this module's text, whose first tokens are an end token and these special ones, and
+def save_tokenizer(folder: Path, *special: str, end: str = "<|end|>") -> int:
+    """Save a byte-level BPE of this module's text, whose first tokens are the end token and these special ones, and
     return the number of its tokens.
     """
     own = Tokenizer(models.BPE())
@@ -91,10 +91,10 @@ def save_tokenizer(folder: Path, *special: str) -> int:
     own.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|end|>", *special], initial_alphabet=alphabet, show_progress=False
+        vocab_size=400, special_tokens=[end, *special], initial_alphabet=alphabet, show_progress=False
     )
     own.train([__file__], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|end|>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=own, eos_token=end).save_pretrained(folder)
     return own.get_vocab_size()
 
 

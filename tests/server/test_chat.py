@@ -116,7 +116,7 @@ def test_parts_and_arguments_of_the_template(llm, url):
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "this server reports 20 at most"),
         ({"response_format": {"type": "xml"}}, "response_format", "it must be 'text', 'json_object' or 'json_schema'"),
-        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function is missing"),
     ],
 )
 def test_what_is_wrong_is_named(url, change, param, message):

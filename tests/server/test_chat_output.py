@@ -131,6 +131,13 @@ def test_parser_arguments_as_text_of_json_are_read():
     assert whole(HermesParser(), text) == ("", "", [("f", {"a": [1]})])
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{ "a":%s }' % ("7" * 5000), '{"a": "\\ud800", "a": 1.0}', "{}"])
+def test_parser_arguments_stay_as_they_were_written(arguments):
+    for text in (f"[TOOL_CALLS]f[ARGS]{arguments}", f'[TOOL_CALLS] [ {{"name" : "f","arguments": {arguments} }} ]'):
+        (call,) = MistralParser().feed(text, last=True).calls
+        assert call == ("f", arguments)
+
+
 @pytest.mark.parametrize(
     ("text", "opened", "expected"),
     [

@@ -33,6 +33,8 @@ VALUES = {
     "api_key": (("k", "l"), ["--api-key", "k", "--api-key", "l"]),
     "api_key_file": (None, []),
     "chat_template": ("{{ x }}", ["--chat-template", "{{ x }}"]),
+    "tool_format": ("hermes", ["--tool-format", "hermes"]),
+    "reasoning_format": ("none", ["--reasoning-format", "none"]),
     "allowed_origin": (("http://a",), ["--allowed-origin", "http://a"]),
     "metrics_prefix": ("vllm", ["--metrics-prefix", "vllm"]),
     "log_level": ("info", ["--log-level", "info"]),

@@ -52,8 +52,6 @@ def test_an_answer_without_tools_is_given_if_none_may_be_chosen(client):
     for fields, param in (
         ({"tools": tools}, "tools"),
         ({"tools": tools, "tool_choice": "auto"}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
     ):
@@ -80,7 +78,7 @@ REFUSED = {
     "vllm_xargs": ({"a": 1}, {}), "kv_transfer_params": ({"a": 1}, None), "lora_path": ("x", None),
 }  # fmt: skip
 REFUSED_CHAT = {
-    "add_special_tokens": (True, False), "reasoning_effort": ("high", None), "enable_thinking": (False, None),
+    "add_special_tokens": (True, False), "enable_thinking": (False, None),
     "chat_template": ("{{ x }}", None), "documents": ([{"text": "x"}], []), "modalities": (["audio"], ["text"]),
     "audio": ({"voice": "x"}, None), "verbosity": ("low", "medium"), "web_search_options": ({}, None),
     "include_reasoning": (False, True), "input_ids": ([1], None), "echo": (True, False), "regex": ("a", None),

@@ -55,6 +55,8 @@ def _serve(
             api_key=keys,
             allowed_origins=config.allowed_origin,
             metrics_prefix=config.metrics_prefix,
+            tool_format=config.tool_format,
+            reasoning_format=config.reasoning_format,
         )
         _warm_up(llm)
         tls = None if config.ssl_certfile is None else (config.ssl_certfile, config.ssl_keyfile)

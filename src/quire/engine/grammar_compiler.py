@@ -35,7 +35,7 @@ _WALL_SECONDS = 60.0
 _STACK = 1 << 20
 # Between the tokens of JSON: a few spaces, or one new line and its indentation. Without a bound, a model can fill its
 # output with white space.
-_SPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
+SPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
 # The beginning of a rule of GBNF. No line of a Lark grammar begins so.
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 # A backslash and what it escapes; the groups are the code points of characters with leading zeros.
@@ -56,7 +56,7 @@ def compiled(tokenizer: Any, end: int, name: str, text: str) -> Any:
     from llguidance import LLMatcher, LLParserLimits
 
     make = {
-        "json_schema": lambda: LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _SPACE}),
+        "json_schema": lambda: LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACE}),
         "regex": lambda: LLMatcher.grammar_from_regex(text),
         "grammar": lambda: LLMatcher.grammar_from_lark(_lark(text)),
     }

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.engine import LLM
 from quire.server import chat, completions, embeddings, schemas
+from quire.server.chat_output.markup import ChatMarkup
 from quire.server.errors import ApiError, add_handlers, bad
 from quire.server.limits import ServerLimits
 from quire.server.metrics import Metrics
@@ -34,6 +35,8 @@ def create_app(
     api_key: str | Sequence[str] | None = None,
     allowed_origins: Sequence[str] = (),
     metrics_prefix: str = "quire",
+    tool_format: str | None = None,
+    reasoning_format: str | None = None,
 ) -> FastAPI:
     """The ASGI application that serves an engine.
 
@@ -45,9 +48,11 @@ def create_app(
             None or empty: they need none.
         allowed_origins: of web pages whose scripts may use the server (CORS); "*" for all.
         metrics_prefix: of the metrics' names.
+        tool_format, reasoning_format: how the model writes calls and reasoning, by the names that `quire serve` has;
+            None: as its chat template says.
 
     Raises:
-        ValueError: a name is empty, a key is empty or not ASCII, or the prefix is not a name.
+        ValueError: a name is empty, a key is empty or not ASCII, the prefix is not a name, or a format is not known.
     """
     keys, names = _listed(api_key), _listed(name) or [llm.name]
     if not all(key and key.isascii() for key in keys):
@@ -60,11 +65,12 @@ def create_app(
     # The pages that FastAPI has for the OpenAPI document load their scripts from a host on the internet.
     app = FastAPI(title="Quire", version=__version__, responses=schemas.ERRORS, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, names, limits, Metrics(llm, names[0], metrics_prefix))
+    app.state.markup = ChatMarkup(llm.model.tokenizer, tool_format, reasoning_format)
     app.include_router(completions.router)
     app.include_router(chat.router)
     app.include_router(embeddings.router)
     _add_models(app, app.state.service)
-    _add_tokens(app, app.state.service)
+    _add_tokens(app, app.state.service, app.state.markup)
     _add_state(app, app.state.service)
     add_page(app)
     add_handlers(app)
@@ -102,7 +108,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return listed[name]
 
 
-def _add_tokens(app: FastAPI, service: Service) -> None:
+def _add_tokens(app: FastAPI, service: Service, markup: ChatMarkup) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a prompt, or of messages."""
@@ -111,7 +117,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             raise bad("prompt", "there must be either a prompt or messages")
         refuse(body.model_extra or {}, special=body.prompt is not None)
         if body.prompt is None:
-            tokens = await chat.tokenized(service, body, any_length=True)
+            tokens = await chat.tokenized(service, markup, body)
+        elif body.tools:
+            raise bad("tools", "tools belong to messages, and there is a prompt")
         else:
             tokens = await service.encode(body.prompt, "prompt", any_length=True)
         return {"count": len(tokens), "max_model_len": service.llm.max_len, "tokens": tokens}

@@ -3,45 +3,116 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine import Completion
-from quire.engine.chat import render_chat
+from quire.engine import Completion, SamplingParams
+from quire.server.chat_output.markup import ChatMarkup
+from quire.server.chat_output.parser import ContentParser
 from quire.server.errors import bad
-from quire.server.protocol import ChatRequest, Message, Messages, TokenizeRequest
+from quire.server.message import ReadMessage, call_object
+from quire.server.protocol import ChatRequest, Messages, TokenizeRequest
+from quire.server.rendering import rendered
 from quire.server.responses import answer
 from quire.server.schemas import ChatCompletion, completed
-from quire.server.service import Service
+from quire.server.service import Generation, Service
 from quire.server.tokens import finite, id_name, prompt_report
+from quire.server.tools import ToolUse, shown, tool_use
 
 router = APIRouter()
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The completions of a chat that have been started.
+
+    Attributes:
+        generation: the completions.
+        message: makes what reads one of them.
+        logprobs: most likely tokens to report; None: no report.
+    """
+
+    generation: Generation
+    message: Callable[[], ReadMessage]
+    logprobs: int | None
 
 
 @router.post("/v1/chat/completions", responses=completed(ChatCompletion))
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer messages."""
     service: Service = request.app.state.service
+    chat = await start_chat(service, request.app.state.markup, body)
+    return await answer(request, chat.generation, _ChatFormatter(service, chat, body), body)
+
+
+async def start_chat(service: Service, markup: ChatMarkup, body: ChatRequest) -> Chat:
+    """Begin the completions of a chat, or raise an ApiError."""
     service.check_model(body.model)
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs = true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.params(service.limits, logprobs, body.prompt_logprobs)
-    grammar = await service.prepare(params[0], body.form_field)
-    whole = await tokenized(service, body, any_length=params[0].truncate_prompt_tokens is not None)
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    text = await asyncio.to_thread(rendered, service, markup, body, use.offered)
+    changes = await asyncio.to_thread(_markup_params, service, markup, params[0], use, text)
+    params = [replace(each, **changes) for each in params]
+    grammar = await service.prepare(params[0], "tools" if use.demanded else body.form_field)
+    whole = await _tokens(service, text, any_length=params[0].truncate_prompt_tokens is not None)
     tokens = params[0].truncated(whole, service.llm.max_len)
+    constrained = params[0].constraint is not None
+    # A regular expression or a grammar of the request is that of the whole output, which has no markup then.
+    is_read = not constrained or params[0].json_schema is not None or "grammar" in changes
+
+    def message() -> ReadMessage:
+        parser = markup.parser(text, use.allowed, constrained) if is_read else ContentParser()
+        return ReadMessage(parser, use.several)
+
     generation = service.start([tokens], params, "messages", body.asked_tokens, grammar)
-    return await answer(request, generation, _ChatFormatter(service, body, logprobs), body)
+    return Chat(generation, message, logprobs)
 
 
-async def tokenized(service: Service, body: Messages | TokenizeRequest, any_length: bool = False) -> list[int]:
-    """The tokens of messages, or an ApiError; see `Service.encode` for `any_length`."""
-    text = await asyncio.to_thread(_rendered, service, body)
+def _markup_params(
+    service: Service, markup: ChatMarkup, params: SamplingParams, use: ToolUse, text: str
+) -> dict[str, Any]:
+    """What sampling parameters must have because of the formats of calls and of reasoning."""
+    name, schema = params.constraint or ("", None)
+    if name not in ("", "json_schema"):
+        if use.allowed:
+            raise bad("structured_outputs", "structured_outputs and tools can't be combined")
+        return {}
+    if use.allowed and not use.demanded and markup.tool_format is None:
+        message = f"tools is not supported by {service.name} with tool_choice = 'auto', since the format of its calls"
+        remedy = "name it by --tool-format, or choose 'required' or a function"
+        raise bad("tools", f"{message} is not known: {remedy}", "unsupported_parameter")
+    changes: dict[str, Any] = {}
+    if markup.shows_special_tokens(bool(use.allowed)):
+        changes["skip_special_tokens"] = False
+    if use.demanded or (schema is not None and (use.allowed or markup.reasoning_format is not None)):
+        content = None if use.demanded else schema
+        grammar = markup.grammar(text, use.allowed, content, use.several)
+        largest = service.limits.max_grammar
+        if len(grammar) > largest:
+            raise bad(
+                "tools", f"tools have a grammar of {len(grammar)} characters: this server allows {largest} at most"
+            )
+        changes |= {"json_schema": None, "grammar": grammar}
+    return changes
+
+
+async def tokenized(service: Service, markup: ChatMarkup, body: Messages | TokenizeRequest) -> list[int]:
+    """The tokens of messages, whose number may exceed the context, or an ApiError."""
+    text = await asyncio.to_thread(rendered, service, markup, body, shown(body.tools or ()))
+    return await _tokens(service, text, any_length=True)
+
+
+async def _tokens(service: Service, text: str, any_length: bool) -> list[int]:
+    """The tokens of a rendered chat; see `Service.encode` for `any_length`."""
 
     def encode(text: str) -> list[int]:
         return service.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -49,60 +120,21 @@ async def tokenized(service: Service, body: Messages | TokenizeRequest, any_leng
     return await service.tokenize(encode, text, "messages", "messages", any_length)
 
 
-def _rendered(service: Service, body: Messages | TokenizeRequest) -> str:
-    """The text of messages.
-
-    Raises:
-        ApiError: the checkpoint has no chat template, or the template refuses the messages.
-    """
-    tokenizer = service.tokenizer
-    if not tokenizer.chat_template:
-        message = f"{service.name} has no chat template, so it cannot chat: use /v1/completions"
-        raise bad("messages", message, "no_chat_template")
-    if not body.messages:
-        raise bad("messages", "messages is empty: there must be at least one message")
-    options = dict(body.chat_template_kwargs or {})
-    reserved = options.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()
-    if reserved:
-        raise bad("chat_template_kwargs", f"chat_template_kwargs must not have {sorted(reserved)[0]!r}")
-    messages = [_plain(i, message) for i, message in enumerate(body.messages)]
-    ours = {"add_generation_prompt": not body.continue_final_message, "continue_final_message": False}
-    given = {name: getattr(body, name) for name in ours if getattr(body, name) is not None}
-    try:
-        text = render_chat(tokenizer, messages, **{**ours, **given}, **options)
-    except Exception as error:
-        # The template is a program of the checkpoint, which may raise anything for the messages of a request.
-        raise bad("messages", f"the chat template refuses the messages: {error}") from None
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise bad("messages", "messages are not text: they have half a character")
-    return text
-
-
-def _plain(index: int, message: Message) -> dict[str, Any]:
-    """A message as templates read it, with content of text."""
-    plain = message.model_dump()
-    if isinstance(message.content, list):
-        other = next((part.type for part in message.content if part.type != "text"), None)
-        if other is not None:
-            raise bad("messages", f"messages.{index}.content has a part of type {other!r}: only 'text' is supported")
-        plain["content"] = "\n".join(part.text or "" for part in message.content)
-    return plain
-
-
 class _ChatFormatter:
     """Chat completions.
 
     Args:
         service: has the model's name and tokens' texts.
+        chat: the completions.
         body: says what is reported.
-        logprobs: most likely tokens to report; None: no report.
     """
 
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, service: Service, body: ChatRequest, logprobs: int | None) -> None:
+    def __init__(self, service: Service, chat: Chat, body: ChatRequest) -> None:
         self._service, self._body = service, body
-        self._logprobs = logprobs
+        self._logprobs = chat.logprobs
+        self._messages = [chat.message() for _ in range(chat.generation.count)]
         self._name = id_name if body.return_tokens_as_token_ids else service.token_name
         self.head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -112,17 +144,36 @@ class _ChatFormatter:
         }
 
     def choice(self, index: int, whole: Completion) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": whole.text, "refusal": None},
-            **self._rest(whole),
+        message = self._messages[index]
+        delta = message.add(whole)
+        calls = [call_object(call) for call in delta.calls]
+        made: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not delta.content else delta.content,
+            "refusal": None,
         }
+        if delta.reasoning:
+            made["reasoning_content"] = delta.reasoning
+        if calls:
+            made["tool_calls"] = calls
+        return {"index": index, "message": made, **self._rest(whole, message)}
 
-    def chunk(self, index: int, part: Completion, first: bool) -> dict[str, Any]:
-        delta = {"content": part.text} if part.text or first else {}
-        if first:
-            delta = {"role": "assistant", **delta}
-        return {"index": index, "delta": delta, **self._rest(part)}
+    def chunk(self, index: int, part: Completion, first: bool) -> dict[str, Any] | None:
+        message = self._messages[index]
+        start = message.num_calls
+        delta = message.add(part)
+        made: dict[str, Any] = {"role": "assistant"} if first else {}
+        if delta.content or (first and not (delta.reasoning or delta.calls)):
+            made["content"] = delta.content
+        if delta.reasoning:
+            made["reasoning_content"] = delta.reasoning
+        if delta.calls:
+            made["tool_calls"] = [{"index": start + i, **call_object(call)} for i, call in enumerate(delta.calls)]
+        reported = self._logprobs is not None or self._body.return_token_ids or self._body.includes_each_usage
+        if not made and part.finish_reason is None and not reported:
+            # The parser holds all of the text.
+            return None
+        return {"index": index, "delta": made, **self._rest(part, message)}
 
     def beside(self, part: Completion, whole: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {"prompt_token_ids": part.prompt_token_ids} if self._body.return_token_ids else {}
@@ -130,8 +181,8 @@ class _ChatFormatter:
             fields["prompt_logprobs"] = prompt_report(part, self._body.prompt_logprobs, self._service.token_name)
         return fields
 
-    def _rest(self, part: Completion) -> dict[str, Any]:
-        fields: dict[str, Any] = {"logprobs": self._report(part), "finish_reason": part.finish_reason}
+    def _rest(self, part: Completion, message: ReadMessage) -> dict[str, Any]:
+        fields: dict[str, Any] = {"logprobs": self._report(part), "finish_reason": message.finish_reason(part)}
         return {**fields, "token_ids": part.token_ids} if self._body.return_token_ids else fields
 
     def _report(self, part: Completion) -> dict[str, Any] | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.server.chat_output.formats import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES
+
 
 def option(default: Any, help: str, **flag: Any) -> Any:
     """A field with the help of its flag, and the arguments of `add_argument` that its default does not imply."""
@@ -32,6 +34,9 @@ class ServerConfig:
         api_key_file: a file of further keys, one per line; lines that are empty or begin with # are skipped.
         chat_template: a file with a Jinja template, or its text, which has a brace: chats are rendered by it instead of
             the checkpoint's; None: by the checkpoint's.
+        tool_format: how the model writes calls of tools, one of TOOL_FORMAT_NAMES; None: as its chat template says.
+        reasoning_format: how it writes reasoning, one of REASONING_FORMAT_NAMES, where "none" leaves reasoning in the
+            content; None: as its chat template says.
         allowed_origin: of web pages whose scripts may use the server (CORS); "*" for all.
         metrics_prefix: of the metrics' names.
         log_level: of uvicorn: "info" logs each request as text.
@@ -50,6 +55,12 @@ class ServerConfig:
     api_key: tuple[str, ...] = _several("KEY", "that requests must have; default: QUIRE_API_KEY, if it is set")
     api_key_file: Path | None = option(None, "further keys, one per line", type=Path, metavar="FILE")
     chat_template: str | None = option(None, "Jinja, instead of the checkpoint's", type=str, metavar="FILE|TEXT")
+    tool_format: str | None = option(
+        None, "of the model's calls; default: by its chat template", type=str, choices=TOOL_FORMAT_NAMES
+    )
+    reasoning_format: str | None = option(
+        None, "of its reasoning; default: by its chat template", type=str, choices=REASONING_FORMAT_NAMES
+    )
     allowed_origin: tuple[str, ...] = _several("URL", "of web pages that may use it")
     metrics_prefix: str = option("quire", 'of the names in /metrics; "vllm" for dashboards of vLLM')
     log_level: Literal["error", "warning", "info"] = option(

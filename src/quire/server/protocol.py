@@ -13,6 +13,7 @@ from quire.engine import SamplingParams
 from quire.server.errors import bad, invalid
 from quire.server.formats import ResponseFormat, StructuredOutputs
 from quire.server.limits import ServerLimits
+from quire.server.tools import Tool, ToolChoice
 from quire.server.unsupported import refuse
 
 _Prompt = str | list[StrictInt] | list[str] | list[list[StrictInt]]
@@ -223,6 +224,8 @@ class Messages(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    tools: list[Tool] | None = None
 
 
 class ChatRequest(Messages, SamplingBody):
@@ -233,6 +236,8 @@ class ChatRequest(Messages, SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def asked_tokens(self) -> tuple[str, int] | None:
@@ -252,6 +257,8 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    tools: list[Tool] | None = None
 
 
 class DetokenizeRequest(BaseModel):

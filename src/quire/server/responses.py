@@ -36,8 +36,10 @@ class ResponseFormatter(Protocol):
     def choice(self, index: int, whole: Completion) -> dict[str, Any]:
         """The element of "choices" for a whole completion."""
 
-    def chunk(self, index: int, part: Completion, first: bool) -> dict[str, Any]:
-        """The element of "choices" for a part of a completion; the parts of a completion come in order."""
+    def chunk(self, index: int, part: Completion, first: bool) -> dict[str, Any] | None:
+        """The element of "choices" for a part of a completion; the parts of a completion come in order. None if a later
+        one has what the part adds.
+        """
 
     def beside(self, part: Completion, whole: bool) -> dict[str, Any]:
         """What is beside "choices" for a prompt: of whole completions, or of the first part of one."""
@@ -100,12 +102,14 @@ async def _events(generation: Generation, formatter: ResponseFormatter, body: Sa
             if silent and not (part.token_ids and (each or body.return_token_ids)):
                 continue
             begun.add(i)
-            choice, rest = _encode(formatter.chunk(i, part, first)), none
+            chunk, rest = formatter.chunk(i, part, first), none
+            if chunk is None:
+                continue
             if each:
                 rest = f',"usage":{_encode(generation.usage_of(i, tokens[i]))}'
             if first and (beside := formatter.beside(part, whole=False)):
                 rest = f",{_encode(beside)[1:-1]}{rest}"
-            yield f'data: {head},"choices":[{choice}]{rest}}}\n\n'
+            yield f'data: {head},"choices":[{_encode(chunk)}]{rest}}}\n\n'
         if usage:
             yield f'data: {head},"choices":[],"usage":{_encode(generation.usage())}}}\n\n'
     except ApiError as error:

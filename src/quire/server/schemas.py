@@ -53,7 +53,7 @@ class Choice(BaseModel):
     """A completion."""
 
     index: int
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: dict[str, Any] | None
     token_ids: list[int] | None = None
 
@@ -66,12 +66,29 @@ class TextChoice(Choice):
     prompt_logprobs: PromptLogprobs = None
 
 
+class CalledFunction(BaseModel):
+    """The name of a function, and its arguments as the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Answer(BaseModel):
     """A chat's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Choice):

@@ -31,6 +31,8 @@ class Replica:
             name=settings.served_model_name,
             limits=settings.limits,
             metrics_prefix=settings.metrics_prefix,
+            tool_format=settings.tool_format,
+            reasoning_format=settings.reasoning_format,
         )
         self._name = serve.get_replica_context().replica_id.unique_id
 

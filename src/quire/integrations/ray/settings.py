@@ -34,7 +34,7 @@ class Settings(BaseModel):
         limits: fields of `quire.server.ServerLimits`; `grace` is also the time that a replica has to finish its
             requests when it is taken away. The queue of `limits.max_queue` is the one within a replica. Bounds of
             connections and of heads have no effect: Ray's proxy has its own.
-        api_key, allowed_origins, metrics_prefix: as of `quire.server.create_app`.
+        api_key, allowed_origins, metrics_prefix, tool_format, reasoning_format: as of `quire.server.create_app`.
         num_replicas: of the engine; 1 by default. Not together with `autoscaling_config`.
         autoscaling_config: of Ray Serve, for the engine's replicas: {"min_replicas": 1, "max_replicas": 4}. By default,
             target_ongoing_requests is half of `max_ongoing_requests`.
@@ -60,6 +60,8 @@ class Settings(BaseModel):
     api_key: str | None = None
     allowed_origins: Annotated[list[str], BeforeValidator(_parsed)] = []
     metrics_prefix: str = "quire"
+    tool_format: str | None = None
+    reasoning_format: str | None = None
     num_replicas: int | None = Field(None, ge=1)
     autoscaling_config: Annotated[AutoscalingConfig | None, BeforeValidator(_parsed)] = None
     max_ongoing_requests: int = Field(64, ge=1)

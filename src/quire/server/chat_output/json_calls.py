@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from quire.server.chat_output.parser import FunctionCall
 
 _OUTSIDE_STRINGS = re.compile(r'["\[\]{}]')
 _INSIDE_STRINGS = re.compile(r'["\\]')
+_SPACE = re.compile(r"\s*")
 
 
 class JsonEnd:
@@ -49,42 +50,65 @@ def calls_of(text: str) -> list[FunctionCall] | None:
     None if the text is anything else.
     """
     value = _parsed(text)
-    calls = [_call_of(one) for one in (value if isinstance(value, list) else [value])]
+    texts = [part for _, part in _parts(text)] if isinstance(value, list) else [text]
+    calls = [_call_of(one) for one in texts]
     known = [call for call in calls if call is not None]
     return known if known and len(known) == len(calls) else None
 
 
-def named(name: str, arguments: Any) -> FunctionCall | None:
-    """A call of a function with an object as its arguments, which may be given as JSON text; None if they are anything
-    else, or if the name is empty or has spaces.
+def named(name: str, arguments: str) -> FunctionCall | None:
+    """A call of a function with arguments that are the text of a JSON object, as it was written; None if they are
+    anything else, or if the name is empty or has spaces.
     """
-    text = _object_text(arguments)
     usable = name.isprintable() and name.split() == [name]
-    return FunctionCall(name, text) if usable and text is not None else None
+    return FunctionCall(name, arguments.strip()) if usable and isinstance(_parsed(arguments), dict) else None
 
 
-def _call_of(value: Any) -> FunctionCall | None:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+def _call_of(text: str) -> FunctionCall | None:
+    value = _parsed(text)
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    return named(value["name"], value.get("arguments", value.get("parameters", {})))
-
-
-def _object_text(value: Any) -> str | None:
-    if isinstance(value, str):
-        value = _parsed(value)
-    if not isinstance(value, dict):
-        return None
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        is_text = not any("\ud800" <= character <= "\udfff" for character in text)
-        return text if is_text else json.dumps(value)
-    except (ValueError, RecursionError):
-        return None
+    key = "arguments" if "arguments" in value else "parameters"
+    if isinstance(value.get(key), str):
+        # Arguments may be the text of an object.
+        return named(value["name"], value[key])
+    return named(value["name"], dict(_parts(text)).get(key, "{}"))
 
 
 def _parsed(text: str) -> Any:
-    """The value of JSON; None if it is not JSON."""
+    """The value of JSON, with other numbers, of which any are taken; None if it is not JSON."""
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _parts(text: str) -> Iterator[tuple[str, str]]:
+    """The texts of the values of a JSON object, with their keys, or of a JSON list."""
+    place = _skipped(text, 0)
+    is_object = text[place] == "{"
+    place = _skipped(text, place + 1)
+    while text[place] not in "]}":
+        key = ""
+        if is_object:
+            key, place = _DECODER.raw_decode(text, place)
+            place = _skipped(text, _skipped(text, place) + 1)
+        _, end = _DECODER.raw_decode(text, place)
+        yield key, text[place:end]
+        place = _skipped(text, end)
+        if text[place] == ",":
+            place = _skipped(text, place + 1)
+
+
+def _skipped(text: str, place: int) -> int:
+    """The index of what is after white space."""
+    found = _SPACE.match(text, place)
+    return place if found is None else found.end()
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Numbers stay as they were written, since Python may not have them: 1e999, or one of ten thousand digits.
+_DECODER = json.JSONDecoder(parse_int=lambda text: 0, parse_float=lambda text: 0.0, parse_constant=_refuse)
