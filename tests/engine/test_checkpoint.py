@@ -15,7 +15,7 @@ import transformers
 
 from helpers.checkpoints import SHAPE, VOCAB, change_config, change_weights, save
 from quire.cli import main
-from quire.engine import LLM, SamplingParams, load
+from quire.engine import LLM, EmbeddingParams, SamplingParams, load
 from quire.engine.scales import write_scales
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -331,16 +331,36 @@ def test_llm_with_a_model_of_another_kind_says_which(name, tmp_path):
     assert refusal(tmp_path, load_format="dummy") == f"FOLDER is {what} ({name}): {CAUSAL}"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("LlamaModel", "Llama"), ("BertModel", "Bert"), ("MistralModel", "Mistral")]
-)
-def test_llm_with_a_model_without_a_head_says_so(name, kind, tmp_path, capfd):
-    getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**TEXT)).save_pretrained(tmp_path)
+def test_llm_with_a_masked_model_without_a_head_says_so(tmp_path, capfd):
+    transformers.BertModel(transformers.BertConfig(**TEXT)).save_pretrained(tmp_path)
     capfd.readouterr()
     message = refusal(tmp_path)
-    assert re.match(r"FOLDER has no weights for (lm_head\.weight|cls\.predictions\.bias) of ", message)
-    assert f"it is a model without a language-model head, as for embeddings ({name}), and {CAUSAL}" in message
+    assert re.match(r"FOLDER has no weights for cls\.predictions\.bias of ", message)
+    assert f"it is a model without a language-model head, as for embeddings (BertModel), and {CAUSAL}" in message
     assert "corrupted" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3"])
+def test_llm_with_a_model_without_a_head_computes_embeddings_alone(name, tmp_path):
+    config = getattr(transformers, f"{name}Config")(**TEXT, num_key_value_heads=2)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    model.save_pretrained(tmp_path)
+    with LLM(tmp_path, num_pages=20, page_size=4) as llm:
+        (done,) = llm.embed([5, 6, 7], EmbeddingParams(normalize=False))
+        with torch.inference_mode():
+            expected = model(torch.tensor([[5, 6, 7]])).last_hidden_state[0, -1]
+        assert torch.allclose(torch.from_numpy(done.values), expected, atol=1e-5)
+        with pytest.raises(ValueError, match="has no language-model head: only embeddings can be computed"):
+            llm.generate([[5]])
+
+
+def test_llm_whose_head_is_missing_is_refused_unless_it_is_for_embeddings(tmp_path):
+    """The largest Qwen3-Embedding says that it has a head, which it has not, and does not share its embeddings."""
+    folder = change_weights(save("qwen3", tmp_path), lambda weights: weights.pop("lm_head.weight"))
+    assert refusal(folder).startswith("FOLDER has no weights for lm_head.weight of Qwen3ForCausalLM")
+    (folder / "modules.json").write_text("[]")
+    with LLM(folder, num_pages=20, pooling="last") as llm:
+        assert llm.embed([5])[0].finish_reason == "stop"
 
 
 def test_llm_with_a_headless_model_that_ties_its_embeddings_runs(tmp_path):

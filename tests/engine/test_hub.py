@@ -26,7 +26,14 @@ from quire.engine.hub import checkpoint_folder, download_weights, is_hub_name, m
 from quire.engine.load import load_model
 
 NAME = "some-one/Tiny.model_1"
-NEEDED = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+NEEDED = {
+    "config.json",
+    "1_Pooling/config.json",
+    "model.safetensors",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
@@ -35,10 +42,11 @@ def checkpoint(tmp_path_factory):
     """A repository with more files than a model needs."""
     folder = save_with_tokenizer("llama", tmp_path_factory.mktemp("repository"))
     others = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "model.gguf", "modeling_own.py")
-    folders = ("original/params.json", "original/model.safetensors", "onnx/model.onnx")
-    for name in (*others, *folders, ".gitattributes"):
+    folders = ("original/params.json", "original/model.safetensors", "onnx/model.onnx", "2_Dense/model.safetensors")
+    for name in (*others, *folders, "1_Pooling/config.json", ".gitattributes"):
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"{}")
+        # A file is downloaded once if it has the contents of another.
+        (folder / name).write_text(json.dumps({"name": name}))
     return folder
 
 
@@ -92,7 +100,7 @@ def test_llm_with_a_name_downloads_what_it_needs_and_runs(hub, checkpoint):
     assert set(hub.downloads) >= NEEDED
     assert {Path(name).suffix for name in hub.downloads} <= {".json", ".safetensors", ".jinja"}
     assert [name for name in hub.downloads if name.endswith(".safetensors")] == ["model.safetensors"]
-    assert not any("/" in name for name in hub.downloads)
+    assert [name for name in hub.downloads if "/" in name] == ["1_Pooling/config.json"]
 
 
 def test_llm_with_a_name_that_is_in_the_cache_downloads_nothing(hub):

@@ -74,7 +74,11 @@ def _warm_up(llm: LLM) -> None:
     """Complete a short and a long prompt, which compiles the CPU's kernels in a new installation: the first requests
     would wait for that.
     """
-    from quire.engine import SamplingParams
+    from quire.engine import EmbeddingParams, SamplingParams
 
     for length in sorted({min(length, llm.max_len - 1) for length in (1, _LONG)} - {0}):
-        llm.generate([llm.model.vocab_size // 3] * length, SamplingParams(max_tokens=1))
+        prompt = [llm.model.vocab_size // 3] * length
+        if llm.model.is_headless:
+            llm.embed(prompt, EmbeddingParams("last"))
+        else:
+            llm.generate(prompt, SamplingParams(max_tokens=1))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from quire.distribution import pip_install
+from quire.engine.headless import replace_head
 from quire.engine.hf_attention import NAME, attention
 from quire.engine.multimodal import auto_class, is_multimodal, keep_language_model
 from quire.engine.transformers_internals import conversion_errors, reading_to, without_load_report
@@ -164,6 +165,8 @@ def load_network(
             attn_implementation=NAME,
             trust_remote_code=trust_remote_code,
         )
+    if replace_head(network, folder, report["missing_keys"]):
+        report["missing_keys"] = set()
     _check_report(folder, config, network, report, headers)
     return _text_part(folder, network)
 

@@ -111,6 +111,8 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
         params, model = params.over(self.model.default_params), self.model
+        if model.is_headless:
+            raise ValueError(f"{model.folder} has no language-model head: only embeddings can be computed")
         tokens = self.prompts.read(prompt, params, name)
         if params.prompt_logprobs is not None and not self.runner.supports_all_logits:
             what = f"{type(self.runner).__name__} does not compute the logits of prompts"

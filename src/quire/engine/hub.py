@@ -12,8 +12,9 @@ from quire.distribution import pip_install
 _NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 # Configurations, chat templates and tokenizers.
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-# Folders within a repository have other formats of the weights, and some publishers add a second copy of them.
-_COPIES = ("*/*", "consolidated*")
+# Folders within a repository have other formats of the weights, and some publishers add a second copy of them. Folders
+# whose names begin with a digit have the configurations of modules of sentence-transformers.
+_COPIES = ("[!0-9]*/*", "*/*.safetensors", "consolidated*")
 
 
 def is_hub_name(model: str | Path) -> bool:

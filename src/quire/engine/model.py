@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from quire.engine.compiled_layers import CompiledLayers
 from quire.engine.generation import read_generation_config
+from quire.engine.headless import is_headless
 from quire.engine.hf_attention import NAME, PaddedAttention, StepAttention, running
 from quire.engine.multimodal import media_tokens
 from quire.steps import Layer
@@ -78,6 +79,7 @@ class Model:
         replacements: what computes parts of the network in place of Transformers.
         compiled_layers: the compiled decoder layers, of which there may be none; one of the replacements.
         hidden_states: of the tokens of the last `logits`.
+        is_headless: whether the checkpoint has no language-model head, so that only embeddings can be computed.
         pooling: `EngineConfig.pooling`.
         width: the number of tokens that `logits` computes in every step; None: those that the step has.
 
@@ -103,7 +105,7 @@ class Model:
         self.replacements: list[Replacement] = []
         self.compiled_layers = CompiledLayers([])
         self.width: int | None = None
-        self.pooling = "auto"
+        self.is_headless, self.pooling = is_headless(network), "auto"
         self.hidden_states = HiddenStates(network)
 
     def _find_context(self, max_model_len: int | None) -> int:
