@@ -14,9 +14,11 @@ pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
 import openai
+import transformers
 
+from helpers.checkpoints import SHAPE, save_tokenizer
 from helpers.engines import pages_add_up, until_idle
-from helpers.server import served
+from helpers.server import served, serving_process
 from quire.engine import LLM, EmbeddingParams, SamplingParams
 from quire.server import ServerLimits
 
@@ -85,6 +87,26 @@ def test_embeddings_with_fewer_dimensions_are_normalized(client, llm):
     np.testing.assert_allclose(values(raw)[0], expected.values, rtol=1e-4)
 
 
+def test_embeddings_of_long_texts_that_are_cut_are_those_of_their_last_tokens(client, llm):
+    text = "x = 1\n" * 4000
+    tokens = llm.encode(text)
+    for most, kept in ((7, tokens[-7:]), (-1, tokens[-llm.max_len :])):
+        answer = client.embeddings.create(model=llm.name, input=text, extra_body={"truncate_prompt_tokens": most})
+        assert answer.usage.prompt_tokens == len(kept)
+        np.testing.assert_allclose(values(answer)[0], llm.embed([kept])[0].values, atol=1e-5)
+
+
+def test_embeddings_of_a_checkpoint_without_a_head_are_all_that_is_served(tmp_path):
+    config = transformers.Qwen3Config(**{**SHAPE, "vocab_size": save_tokenizer(tmp_path)})
+    transformers.Qwen3Model(config).save_pretrained(tmp_path)
+    with serving_process(str(tmp_path), "--num-pages", "64", "--served-model-name", "m") as (_, url):
+        answer = httpx.post(f"{url}/v1/embeddings", json={"input": "a", "model": "m"}).json()
+        assert len(answer["data"][0]["embedding"]) == 32
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+    assert refused.status_code == 400
+    assert "has no language-model head: only embeddings" in refused.json()["error"]["message"]
+
+
 def test_embeddings_of_a_server_with_mean_pooling_are_means():
     with LLM(num_pages=300, pooling="mean") as llm, served(llm) as url:
         (expected,) = llm.embed("import os", EmbeddingParams("mean"))
@@ -133,7 +155,7 @@ def test_embeddings_of_many_clients_beside_streams_are_their_own(url, llm):
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions = 0"),
         ({"input": "a", "dimensions": 100_000}, "dimensions", "dimensions = 100000: the model's embeddings have"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
-        ({"input": "a", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens", "not supported"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "truncate_prompt_tokens = 0"),
         ({"input": "a", "input_type": "query"}, "input_type", "not supported"),
         ({"input": "a", "model": "other"}, "model", "there is no model 'other'"),
         ({}, "input", "required"),

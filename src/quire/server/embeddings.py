@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine import Embedding, EmbeddingParams
+from quire.engine import Embedding, EmbeddingParams, SamplingParams
 from quire.server.errors import bad, invalid
 from quire.server.protocol import EmbeddingsRequest
 from quire.server.responses import while_connected
@@ -35,11 +35,13 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         raise bad("input", f"input has {len(given)} elements: this server allows {most} at most")
     try:
         params = EmbeddingParams(normalize=body.normalize, dimensions=body.dimensions)
+        cut = SamplingParams(max_tokens=0, truncate_prompt_tokens=body.truncate_prompt_tokens)
     except ValueError as error:
         raise invalid(error) from None
+    cuts = cut.truncate_prompt_tokens is not None
     names = [f"input {i}" for i in range(len(given))] if len(given) > 1 else ["input"]
-    encoded = (service.encode(p, name, field="input") for p, name in zip(given, names, strict=True))
-    prompts = await asyncio.gather(*encoded)
+    encoded = (service.encode(p, name, cuts, "input") for p, name in zip(given, names, strict=True))
+    prompts = [cut.truncated(tokens, service.llm.max_len) for tokens in await asyncio.gather(*encoded)]
     for prompt, name in zip(prompts, names, strict=True):
         service.check_length(name, prompt, None, 0, "input")
     computed = await _embedded(service, prompts, params, request)

@@ -188,6 +188,7 @@ class EmbeddingsRequest(BaseModel):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """The texts, one or several."""

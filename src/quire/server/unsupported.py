@@ -74,7 +74,6 @@ _UNLESS: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1,),
     "guidance_scale": (1,),
     # Of embeddings
-    "truncate_prompt_tokens": (),
     "use_activation": (True,),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
