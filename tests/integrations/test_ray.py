@@ -163,6 +163,7 @@ def test_affinity_of_prompts_with_one_beginning_is_equal():
     assert key(prompt=text) == key(prompt=text + "b") == key(prompt=[text + "c", "d"]) != key(prompt="b" + text)
     assert key(prompt=tokens) == key(prompt=[*tokens, 5]) == key(prompt=[[*tokens, 6], [7]]) != key(prompt=[5])
     assert key(prompt="ab") != key(prompt="abc")
+    assert key(input="ab") == key(input=["ab", "c"]) != key(input="abc")
     assert key(prompt=text, prompt_cache_key="k") == key(prompt="b", prompt_cache_key="k") != key(prompt="k")
 
 
@@ -174,6 +175,8 @@ def test_affinity_of_turns_of_one_conversation_is_equal():
     assert key(messages=[system, first]) == key(messages=[system, first, answer, second])
     assert key(messages=[system, first]) != key(messages=[system, second])
     assert key(messages=[system]) != key(messages=[first])
+    assert key(input=[system, first]) == key(input=[system, first, answer]) != key(input=[system, second])
+    assert key(input="One?", instructions="Hi") == key(input=[first, answer], instructions="Hi") != key(input="One?")
 
 
 @pytest.mark.parametrize(

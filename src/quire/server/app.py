@@ -23,6 +23,7 @@ from quire.server.metrics import Metrics
 from quire.server.middleware import RequestGuard
 from quire.server.page import add_page
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest
+from quire.server.response_api import endpoint
 from quire.server.service import Service
 from quire.server.unsupported import refuse
 
@@ -68,6 +69,7 @@ def create_app(
     app.state.markup = ChatMarkup(llm.model.tokenizer, tool_format, reasoning_format)
     app.include_router(completions.router)
     app.include_router(chat.router)
+    app.include_router(endpoint.router)
     app.include_router(embeddings.router)
     _add_models(app, app.state.service)
     _add_tokens(app, app.state.service, app.state.markup)

@@ -61,7 +61,7 @@ async def answer(
         ApiError: a completion failed, and the answer is not a stream.
     """
     if body.stream:
-        return _EventStream(_events(generation, formatter, body), generation)
+        return EventStream(_events(generation, formatter, body), generation)
     try:
         done = await while_connected(request.receive, _collect(generation))
     finally:
@@ -133,7 +133,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
             task.cancel()
 
 
-class _EventStream(Response):
+class EventStream(Response):
     """Sends events while the client reads them, and closes the generation in any case."""
 
     media_type = "text/event-stream"

@@ -146,10 +146,32 @@ class EmbeddingList(BaseModel):
     usage: InputUsage
 
 
+class ResponseUsage(BaseModel):
+    """Numbers of tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseObject(BaseModel):
+    """The answer of /v1/responses, unless it is a stream: its items are messages, reasoning and calls of functions."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 
 
-def completed(model: type[Completed]) -> dict[int | str, dict[str, Any]]:
+def completed(model: type[Completed] | type[ResponseObject]) -> dict[int | str, dict[str, Any]]:
     """The responses of an endpoint that answers with the model, or with a stream of events."""
     whole_or_stream = "The completions, or, with stream, events that have parts of them"
     return {200: {"model": model, "content": {"text/event-stream": {}}, "description": whole_or_stream}}

@@ -198,6 +198,13 @@ def _beginning(request: dict[str, Any], length: int) -> Any:
     key, messages, prompt = (request.get(name) for name in ("prompt_cache_key", "messages", "prompt"))
     if isinstance(key, str) and key:
         return {"key": key}
+    if messages is None and prompt is None:
+        # Requests for responses have items, some of which are messages, or the text of one; others have prompts.
+        given, instructions = request.get("input"), request.get("instructions")
+        if isinstance(instructions, str) or (isinstance(given, list) and given and isinstance(given[0], dict)):
+            items = given if isinstance(given, list) else [{"role": "user", "content": given}]
+            messages = [{"role": "system", "content": instructions}, *items]
+        prompt = given
     if isinstance(messages, list):
         chat = [message for message in messages if isinstance(message, dict)]
         first = next((i for i, message in enumerate(chat) if message.get("role") == "user"), len(chat))

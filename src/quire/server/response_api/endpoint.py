@@ -1,0 +1,65 @@
+"""The endpoint of responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.chat import start_chat
+from quire.server.errors import ApiError
+from quire.server.response_api.request import ResponsesRequest, renamed
+from quire.server.response_api.writer import Event, ResponseWriter
+from quire.server.responses import EventStream, while_connected
+from quire.server.schemas import ResponseObject, completed
+from quire.server.service import Generation, Service
+
+router = APIRouter()
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+@router.post("/v1/responses", responses=completed(ResponseObject))
+async def responses(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a text, or items."""
+    service: Service = request.app.state.service
+    try:
+        chat = await start_chat(service, request.app.state.markup, body.chat())
+    except ApiError as error:
+        raise renamed(error) from None
+    generation = chat.generation
+    writer = ResponseWriter(body, service.name, generation, chat.message())
+    if body.stream:
+        return EventStream(_events(generation, writer), generation)
+    try:
+        done = await while_connected(request.receive, _read(generation, writer))
+    finally:
+        generation.close()
+    # Without a result the client has disconnected, so that nothing is read.
+    return JSONResponse(writer.whole()) if done else Response(status_code=499)
+
+
+async def _read(generation: Generation, writer: ResponseWriter) -> bool:
+    async for _, part in generation:
+        for _ in writer.add(part):
+            pass
+    return True
+
+
+async def _events(generation: Generation, writer: ResponseWriter) -> AsyncIterator[str]:
+    for event in writer.start():
+        yield _text(event)
+    try:
+        async for _, part in generation:
+            for event in writer.add(part):
+                yield _text(event)
+        yield _text(writer.end())
+    except ApiError as error:
+        yield _text(writer.fail(error))
+
+
+def _text(event: Event) -> str:
+    return f"event: {event['type']}\ndata: {_encode(event)}\n\n"
