@@ -2,6 +2,7 @@
 # make test: set up, and run the tests but those marked slow, in WORKERS processes
 # make test-all: the same with those marked slow
 # make test-random: the same from new random seeds, where others take that of the commit (QUIRE_TEST_SEED wins)
+# make test-clients: install programs of others that use the server, and run the tests of them
 # make test-gpu: run the tests that need a GPU, in two halves that can also run alone: test-gpu-kernels and test-gpu-callers
 # make docs: build the site of the documents into site/, and fail on a broken link
 # make lint: set up, and check style and types
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo test test-all test-random test-gpu test-gpu-kernels test-gpu-callers docs lint format clean
+.PHONY: demo test test-all test-random test-clients test-gpu test-gpu-kernels test-gpu-callers docs lint format clean
 
 demo: $(VENV)/ready
 	$(BIN)/quire generate --file examples/prompts.txt --max-tokens 80 --temperature 0.5 --repetition-penalty 1.1 --seed 3
@@ -27,6 +28,10 @@ test-all: $(VENV)/ready
 
 test-random: export QUIRE_TEST_SEED ?= random
 test-random: test-all
+
+# Programs of others that use the server, which `make test-all` skips where they are not installed.
+test-clients: $(VENV)/clients
+	$(PYTEST) tests/clients
 
 KERNEL_TESTS := tests/definition tests/kernels
 
@@ -55,6 +60,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/clients: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,clients]'
 	touch $@
 
 clean:

@@ -80,6 +80,12 @@ subprocess.run([*command, "--cell", "gqa4 p16 1x128", "--plot", "plot.png"], che
 assert Path("plot.png").read_bytes().startswith(b"\\x89PNG")
 import quire.bench.server_load, quire.bench.client
 """,
+    "clients": """
+import os
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+import langchain_openai, litellm, lm_eval.models.openai_completions, openai
+from quire.server import create_app
+""",
     "docs": """
 import subprocess, sys
 from pathlib import Path

@@ -102,9 +102,8 @@ def test_llm_text_that_cannot_fit_is_refused_before_it_is_tokenized():
         own = llm.model.tokenizer
         llm.check("x")  # finds the bound of the tokenizer itself
         llm.model.tokenizer = lambda text, **options: seen.append(text) or own(text, **options)
-        with pytest.raises(
-            ValueError, match=f"prompt 0 has {most + 1} characters, at least 81 tokens: 80 are the most"
-        ):
+        message = f"prompt 0 has {most + 1} characters, at least 81 tokens: this model's maximum context length is 80"
+        with pytest.raises(ValueError, match=message):
             llm.generate("x" * (most + 1))
         assert not seen
         with pytest.raises(ValueError, match="leaves no room"):

@@ -271,7 +271,7 @@ def test_page_shows_errors_of_the_interface(tab):
     fill(tab, "word " * 3000, Max_tokens=5)
     tab.page.get_by_role("button", name="Generate").click()
     assert ended(tab) == "error"
-    assert "2048 are the most" in tab.page.get_by_role("alert").filter(has_text="tokens").inner_text()
+    assert "maximum context length is 2048" in tab.page.get_by_role("alert").filter(has_text="tokens").inner_text()
     assert all("400" in error for error in tab.errors)
     tab.errors.clear()
 

@@ -56,7 +56,7 @@ BAD = [
     ({"prompt": [1, -1], "echo": True}, "prompt", "token -1: tokens are 0 to 4095"),
     ({"prompt": [10**9], "echo": True}, "prompt", "token 1000000000"),
     ({"prompt": "\ud800"}, "prompt", "is half a character"),
-    ({"prompt": [1] * 2048, "max_tokens": None}, "prompt", "2048 are the most"),
+    ({"prompt": [1] * 2048, "max_tokens": None}, "prompt", "maximum context length is 2048"),
     ({"prompt": [1] * 1800, "max_tokens": 300}, "max_tokens", "1800 tokens and max_tokens is 300"),
     ({"prompt": ["x"] * 6}, "prompt", "prompt has 6 elements: this server holds 5 completions"),
     ({"max_tokens": -1}, "max_tokens", "max_tokens = -1"),

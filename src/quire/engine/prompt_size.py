@@ -53,8 +53,13 @@ def check_size(text: str, name: str, longest: int | None, max_len: int) -> None:
         ValueError: the text has more characters than max_len tokens stand for.
     """
     if longest is not None and len(text) > max_len * longest:
-        what = f"at least {-(-len(text) // longest)} tokens: {max_len} are the most, prompt and completion"
+        what = f"at least {-(-len(text) // longest)} tokens: {context_length(max_len)}"
         raise ValueError(f"{name} has {len(text)} characters, {what}")
+
+
+def context_length(max_len: int) -> str:
+    """The end of the message for a prompt that cannot fit. Programs know the error by OpenAI's words."""
+    return f"this model's maximum context length is {max_len} tokens, prompt and completion"
 
 
 def _steps(component: Any, parts: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.engine import LLM, Completion, Embedding, SamplingParams
 from quire.engine.grammar import Grammar
-from quire.engine.prompt_size import check_size, longest_token
+from quire.engine.prompt_size import check_size, context_length, longest_token
 from quire.engine.text import TokenBytes
 from quire.server.errors import ApiError, bad, invalid
 from quire.server.limits import ServerLimits
@@ -200,7 +200,7 @@ class Service:
             raise bad(field, f"{name} is empty: there must be at least one token")
         if room < least or (asked and asked[1] > room):
             what = f" and {asked[0]} is {asked[1]}" if asked else ""
-            message = f"{name} has {len(prompt)} tokens{what}: {self.llm.max_len} are the most, prompt and completion"
+            message = f"{name} has {len(prompt)} tokens{what}: {context_length(self.llm.max_len)}"
             raise bad(field if room < least or not asked else asked[0], message, "context_length_exceeded")
 
     def token_name(self, token: int) -> str:
