@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
 from helpers.browser import Tab, chromium
+from helpers.chats import chatting, saying
 from helpers.engines import pages_add_up, until_idle
 from helpers.server import served
 from quire.engine import LLM, SamplingParams, shipped_model
@@ -200,6 +201,24 @@ def test_page_chat_with_a_template_answers_in_turns(browser, tmp_path):
         assert tab.page.locator(".turn").count() == 0
         tab.page.get_by_label("Completion").check()
         assert tab.text("#generate") == "Generate"
+        tab.close()
+
+
+def test_page_chat_shows_reasoning_and_leaves_it_out_of_the_next_turn(browser, tmp_path):
+    with LLM(chatting(tmp_path / "model", "hermes"), num_pages=200) as llm, served(llm) as url:
+        tab = Tab(browser, url)
+        tab.wait("#generate", "Send")
+        bodies = []
+        tab.page.on("request", lambda request: bodies.append(request.post_data_json) if request.post_data else None)
+        with saying(llm, "<think>\nHm, well.\n</think>\n\nYes."):
+            for _ in range(2):
+                fill(tab, "Why?")
+                tab.page.get_by_role("button", name="Send").click()
+                ended(tab)
+        turn = tab.page.locator(".turn[data-role=assistant]").last
+        assert "".join(turn.locator(".reasoning").all_text_contents()) == "Hm, well."
+        assert "".join(turn.locator(".part").all_text_contents()) == "Yes."
+        assert bodies[-1]["messages"][1] == {"role": "assistant", "content": "Yes."}
         tab.close()
 
 

@@ -21,6 +21,7 @@ from helpers.server import served
 from quire.engine import LLM
 from quire.engine.request import Request
 
+JSON = {"Content-Type": "application/json"}
 MODEL = "hermes"
 CALLED = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 THOUGHT = f"<think>\nHm.\n</think>\n\nI look.\n{CALLED}"
@@ -245,6 +246,17 @@ def test_responses_failed_stream_ends_with_the_error(llm, client):
             patch.undo()
 
 
+def test_responses_half_characters_of_a_request_are_escaped(llm, url):
+    body = {"input": "x", "metadata": {"a": "\ud800"}}
+    with saying(llm, "Yes."):
+        done = httpx.post(f"{url}/v1/responses", content=json.dumps(body), headers=JSON)
+        streamed = httpx.post(f"{url}/v1/responses", content=json.dumps({**body, "stream": True}), headers=JSON)
+    assert done.json()["metadata"] == {"a": "\ud800"}
+    assert (
+        json.loads(streamed.text.strip().splitlines()[-1].removeprefix("data: "))["response"]["status"] == "completed"
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -261,6 +273,7 @@ def test_responses_failed_stream_ends_with_the_error(llm, client):
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "text.format.schema is missing"),
         ({"input": []}, "input", "input is empty"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input.0 has the type 'item_reference'"),
+        ({"input": [{"type": ["message"]}]}, "input", "input.0 has the type ['message']"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "a part of type 'input_image'"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "must have call_id, name and arguments"),
         ({"input": "x " * 5000}, "input", "1024 are the most"),

@@ -229,6 +229,14 @@ def test_chat_unknown_format_that_is_named_is_read(tmp_path):
         assert values(chat(client).choices[0].message.tool_calls) == [("f", {})]
 
 
+def deep(levels):
+    """A function whose parameters are nested."""
+    schema = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -259,6 +267,7 @@ def test_chat_unknown_format_that_is_named_is_read(tmp_path):
             "tools",
             "not",
         ),
+        ({"tools": [deep(400)], "tool_choice": "required"}, "messages", "the chat template refuses the messages"),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 150_000]}}}],

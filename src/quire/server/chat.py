@@ -58,7 +58,7 @@ async def start_chat(service: Service, markup: ChatMarkup, body: ChatRequest) ->
         raise bad("top_logprobs", "top_logprobs needs logprobs = true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.params(service.limits, logprobs, body.prompt_logprobs)
-    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    use = await asyncio.to_thread(tool_use, body.tools, body.tool_choice, body.parallel_tool_calls)
     text = await asyncio.to_thread(rendered, service, markup, body, use.offered)
     changes = await asyncio.to_thread(_markup_params, service, markup, params[0], use, text)
     params = [replace(each, **changes) for each in params]
@@ -95,7 +95,10 @@ def _markup_params(
         changes["skip_special_tokens"] = False
     if use.demanded or (schema is not None and (use.allowed or markup.reasoning_format is not None)):
         content = None if use.demanded else schema
-        grammar = markup.grammar(text, use.allowed, content, use.several)
+        try:
+            grammar = markup.grammar(text, use.allowed, content, use.several)
+        except RecursionError:
+            raise bad("tools", "tools have a schema that is nested too deeply") from None
         largest = service.limits.max_grammar
         if len(grammar) > largest:
             raise bad(
@@ -107,7 +110,8 @@ def _markup_params(
 
 async def tokenized(service: Service, markup: ChatMarkup, body: Messages | TokenizeRequest) -> list[int]:
     """The tokens of messages, whose number may exceed the context, or an ApiError."""
-    text = await asyncio.to_thread(rendered, service, markup, body, shown(body.tools or ()))
+    tools = await asyncio.to_thread(shown, body.tools or ())
+    text = await asyncio.to_thread(rendered, service, markup, body, tools)
     return await _tokens(service, text, any_length=True)
 
 

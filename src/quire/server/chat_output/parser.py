@@ -81,9 +81,10 @@ class OutputParser(ABC):
 class ContentParser(OutputParser):
     """All text is content."""
 
+    def feed(self, text: str, last: bool = False) -> MessageDelta:
+        return MessageDelta(text)
+
     def _step(self, last: bool) -> bool:
-        self._delta.content += self._buffer
-        self._buffer = ""
         return False
 
 
@@ -97,8 +98,11 @@ def split(text: str, marks: Sequence[str], last: bool) -> tuple[str, str | None,
         place, mark = min(places)
         return text[:place], mark, text[place + len(mark) :]
     longest = 0 if last else max(map(len, marks)) - 1
-    held = next((n for n in range(min(len(text), longest), 0, -1) if begins(text[-n:], marks)), 0)
-    return text[: len(text) - held], None, text[len(text) - held :]
+    # Few characters begin a mark, and most texts have none of them.
+    firsts = {mark[0] for mark in marks}
+    tail = range(max(0, len(text) - longest), len(text))
+    end = next((i for i in tail if text[i] in firsts and begins(text[i:], marks)), len(text))
+    return text[:end], None, text[end:]
 
 
 def begins(text: str, marks: Sequence[str]) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,7 +28,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a text, or items."""
     service: Service = request.app.state.service
     try:
-        chat = await start_chat(service, request.app.state.markup, body.chat())
+        chat = await start_chat(service, request.app.state.markup, await asyncio.to_thread(body.chat))
     except ApiError as error:
         raise renamed(error) from None
     generation = chat.generation
@@ -39,7 +40,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     finally:
         generation.close()
     # Without a result the client has disconnected, so that nothing is read.
-    return JSONResponse(writer.whole()) if done else Response(status_code=499)
+    return Response(_text(writer.whole()), media_type="application/json") if done else Response(status_code=499)
 
 
 async def _read(generation: Generation, writer: ResponseWriter) -> bool:
@@ -51,15 +52,20 @@ async def _read(generation: Generation, writer: ResponseWriter) -> bool:
 
 async def _events(generation: Generation, writer: ResponseWriter) -> AsyncIterator[str]:
     for event in writer.start():
-        yield _text(event)
+        yield _sent(event)
     try:
         async for _, part in generation:
             for event in writer.add(part):
-                yield _text(event)
-        yield _text(writer.end())
+                yield _sent(event)
+        yield _sent(writer.end())
     except ApiError as error:
-        yield _text(writer.fail(error))
+        yield _sent(writer.fail(error))
 
 
-def _text(event: Event) -> str:
-    return f"event: {event['type']}\ndata: {_encode(event)}\n\n"
+def _sent(event: Event) -> str:
+    return f"event: {event['type']}\ndata: {_text(event)}\n\n"
+
+
+def _text(value: dict[str, Any]) -> str:
+    """The text of JSON, in which half characters, which a request's fields may have, are escaped."""
+    return _encode(value).encode("utf-8", "backslashreplace").decode()

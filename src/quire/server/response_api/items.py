@@ -27,7 +27,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
         raise bad("input", "input is empty: there must be a text, or at least one item")
     for i, item in enumerate(given):
         kind = item.get("type", "message")
-        if kind not in _READERS:
+        if not isinstance(kind, str) or kind not in _READERS:
             raise _wrong(i, f"has the type {kind!r}: {', '.join(_READERS)} are supported")
         _READERS[kind](i, item, messages)
     return messages

@@ -74,10 +74,11 @@ async function stream(signal, element, watch) {
   for await (const event of events(response)) {
     if (event.error) throw new Error(event.error.message);
     for (const choice of event.choices) {
-      const added = choice.text ?? choice.delta.content ?? "";
+      const added = choice.text ?? choice.delta.content ?? "", thought = choice.delta?.reasoning_content;
       reason = choice.finish_reason ?? reason;
       watch.part();
       text += added;
+      if (thought) add(element, thought, "reasoning");
       if (added) add(element, added, "part");
     }
     if (event.usage) watch.usage(event.usage);
@@ -113,10 +114,11 @@ async function generate() {
   if (chat) keep(element, prompt);
 }
 
-// The answer joins the chat. A question without one is taken back.
+// The answer joins the chat without its reasoning. A question without an answer is taken back.
 function keep(element, prompt) {
   if (element.textContent) {
-    messages.push({ role: "assistant", content: element.textContent });
+    const content = [...element.querySelectorAll(".part")].map((part) => part.textContent).join("");
+    messages.push({ role: "assistant", content });
   } else {
     messages.pop();
     element.previousElementSibling.remove();
