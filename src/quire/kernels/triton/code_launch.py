@@ -24,8 +24,8 @@ BLOCK = 128
 MAX_ROWS = {"fp8": 64, "int8": 64, "int4": 128, "mxfp4": 128}
 # Elements of a weight that are dequantized at a time, whose numbers stay in the cache until they are multiplied.
 _CHUNK = 1 << 24
-# Programs that run at once on a multiprocessor.
-_RESIDENT = 4
+# Rows of x of the smallest tile.
+_MIN_ROWS = 8
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -46,7 +46,7 @@ def multiply(
     """`quire.kernels.code_product.code_product` of x [rows, in_features] on a GPU."""
     out_features = codes.shape[1 if kind in PACKED else 0]
     x = x if x.stride(-1) == 1 else x.contiguous()
-    if kind == "fp8" and not INTERPRETED and len(x) > MAX_ROWS[kind] and _multiplies_fp8(out_features, x, block):
+    if kind == "fp8" and not INTERPRETED and _multiplies_fp8(out_features, x, block):
         return _multiply_fp8(x, codes, scale, bias, block)
     out = x.new_empty(len(x), out_features)
     if len(x) == 0:
@@ -114,7 +114,7 @@ def product_config(
         dtype: of x.
         splittable: tiles that several programs may share.
     """
-    block_m = min(max(triton.next_power_of_2(num_rows), 8), 128)
+    block_m = min(max(triton.next_power_of_2(num_rows), _MIN_ROWS), 128)
     return _config(
         kind, block, block_m, triton.cdiv(num_rows, block_m), out_features, in_features, dtype, device, splittable
     )
@@ -136,7 +136,7 @@ def group_config(
     at most twice as many rows as the mean, which is one tile.
     """
     mean = triton.cdiv(num_rows, num_experts)
-    block_m = min(max(triton.next_power_of_2(2 * mean), 8), 128)
+    block_m = min(max(triton.next_power_of_2(2 * mean), _MIN_ROWS), 128)
     c = _config(kind, block, block_m, min(num_rows, num_experts), out_features, in_features, dtype, device, splittable)
     return CodeGroupConfig(**vars(c), padded_experts=triton.next_power_of_2(num_experts))
 
@@ -154,11 +154,13 @@ def _config(
 ) -> CodeConfig:
     """The constants for `tiles_m` tiles of block_m rows of x."""
     wide = block_m == 128 or (kind in PACKED and out_features > 64 * _num_sms(device))
-    block_n, num_warps = 128 if wide else 64, 8 if block_m == 128 else 4
+    block_n, num_warps = 128 if wide else 64, 8 if block_m == 128 or (wide and block_m == 64) else 4
     tiles, blocks = triton.cdiv(out_features, block_n) * tiles_m, triton.cdiv(in_features, BLOCK)
     splits = 1
     if tiles <= splittable:
-        splits = min(max(_RESIDENT * _num_sms(device) // tiles, 1), triton.cdiv(blocks, 2), 16)
+        # Sums of larger tiles take longer to write and to add up.
+        resident = 4 if block_m == _MIN_ROWS else 2
+        splits = min(max(resident * _num_sms(device) // tiles, 1), triton.cdiv(blocks, 2), 16)
         # As many programs as have blocks of their own.
         splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
     pairs = _has_pairs(device) and kind != "int8" and dtype in (_HALVES if kind == "int4" else _HALVES[:1])
@@ -169,12 +171,20 @@ def _config(
         block_m=block_m,
         block_n=block_n,
         splits=splits,
-        num_stages=2 if torch.version.hip else 4 if block_m < 128 else 3,
+        num_stages=_num_stages(kind, block_m),
         num_warps=num_warps,
         launch_pdl=has_dependent_launch(device),
         pairs=pairs,
         even=in_features % BLOCK == 0,
     )
+
+
+def _num_stages(kind: str, block_m: int) -> int:
+    if torch.version.hip:
+        return 2
+    if block_m == _MIN_ROWS and kind not in PACKED:
+        return 6
+    return 4 if block_m < 128 else 3
 
 
 def multiply_groups(
@@ -258,7 +268,12 @@ def write_rows(
 
 
 def _multiplies_fp8(out_features: int, x: Tensor, block: tuple[int, int]) -> bool:
-    """Whether torch multiplies rows of fp8 and weights with scales for these blocks."""
+    """Whether torch multiplies rows of fp8 and weights with scales for these blocks, and is faster at it. It does not
+    share the columns of a tile, so that few rows are faster only with weights whose tiles fill the GPU.
+    """
+    fills = out_features >= 2 * 64 * _num_sms(x.device)
+    if len(x) <= (_MIN_ROWS if fills else MAX_ROWS["fp8"]):
+        return False
     by_row = block[0] == 1 and block[1] >= x.shape[1]
     # torch reads the scales of blocks four at a time.
     if x.shape[1] % (16 if by_row else 4 * BLOCK) or out_features % 16:
