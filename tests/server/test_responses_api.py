@@ -276,7 +276,7 @@ def test_responses_half_characters_of_a_request_are_escaped(llm, url):
         ({"input": [{"type": ["message"]}]}, "input", "input.0 has the type ['message']"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "a part of type 'input_image'"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "must have call_id, name and arguments"),
-        ({"input": "x " * 5000}, "input", "1024 are the most"),
+        ({"input": "x " * 5000}, "input", "maximum context length is 1024"),
         ({"max_output_tokens": 5000}, "max_output_tokens", "max_output_tokens is 5000"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools.0 has the type 'web_search'"),
         ({"tools": [{"type": "function"}]}, "tools", "name: Field required"),
