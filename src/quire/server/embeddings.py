@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import time
 from functools import partial
 
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import Embedding, EmbeddingParams, SamplingParams
+from quire.server.encoding import encode, in_thread
 from quire.server.errors import bad, invalid
 from quire.server.protocol import EmbeddingsRequest
 from quire.server.responses import while_connected
@@ -48,7 +48,7 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     if computed is None:
         # The client has disconnected, so this is not read.
         return Response(status_code=499)
-    content = await asyncio.to_thread(_content, service.name, computed, body.encoding_format == "base64")
+    content = await in_thread(_content, service.name, computed, body.encoding_format == "base64")
     return Response(content, media_type="application/json")
 
 
@@ -115,7 +115,7 @@ def _content(model: str, computed: list[Embedding], is_base64: bool) -> bytes:
         f'{{"object":"embedding","index":{i},"embedding":{_written(each.values, is_base64)}}}'
         for i, each in enumerate(computed)
     )
-    head = f'{{"object":"list","model":{json.dumps(model)},"data":['
+    head = f'{{"object":"list","model":{encode(model)},"data":['
     return f'{head}{",".join(data)}],"usage":{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}}}'.encode()
 
 
@@ -123,4 +123,4 @@ def _written(values: np.ndarray, is_base64: bool) -> str:
     """An embedding in JSON."""
     if is_base64:
         return f'"{base64.b64encode(values.astype("<f4").tobytes()).decode()}"'
-    return json.dumps(values.tolist(), separators=(",", ":"))
+    return encode(values.tolist())

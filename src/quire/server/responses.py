@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from fastapi.responses import JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.engine import Completion
+from quire.server.encoding import encode, in_thread, pieces
 from quire.server.errors import ApiError
 from quire.server.protocol import SamplingBody
 from quire.server.service import Generation
 
 _T = TypeVar("_T")
 _DONE = "data: [DONE]\n\n"
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class ResponseFormatter(Protocol):
@@ -69,10 +67,18 @@ async def answer(
     if done is None:
         # The client has disconnected, so this is not read.
         return Response(status_code=499)
+    if any(whole.logprobs or whole.prompt_logprobs for whole in done):
+        content = await in_thread(_content, generation, formatter, done)
+    else:
+        content = _content(generation, formatter, done)
+    return Response(content, media_type="application/json")
+
+
+def _content(generation: Generation, formatter: ResponseFormatter, done: Sequence[Completion]) -> bytes:
+    """The body of the answer with whole completions."""
     choices = [formatter.choice(i, whole) for i, whole in enumerate(done)]
-    return JSONResponse(
-        {**formatter.head, **formatter.beside(done[0], whole=True), "choices": choices, "usage": generation.usage()}
-    )
+    beside = formatter.beside(done[0], whole=True)
+    return "".join(pieces({**formatter.head, **beside, "choices": choices, "usage": generation.usage()})).encode()
 
 
 async def _collect(generation: Generation) -> list[Completion]:
@@ -90,7 +96,7 @@ def _whole(parts: Sequence[Completion]) -> Completion:
 
 
 async def _events(generation: Generation, formatter: ResponseFormatter, body: SamplingBody) -> AsyncIterator[str]:
-    head = _encode({**formatter.head, "object": formatter.chunk_object}).removesuffix("}")
+    head = encode({**formatter.head, "object": formatter.chunk_object}).removesuffix("}")
     usage, each = body.includes_usage, body.includes_each_usage
     none, tokens = ',"usage":null' if usage else "", [0] * generation.count
     begun = set()
@@ -102,19 +108,32 @@ async def _events(generation: Generation, formatter: ResponseFormatter, body: Sa
             if silent and not (part.token_ids and (each or body.return_token_ids)):
                 continue
             begun.add(i)
-            chunk, rest = formatter.chunk(i, part, first), none
+            if first and part.prompt_logprobs:
+                # It may report all tokens of a long prompt.
+                chunk = await in_thread(_chunk, formatter, i, part, first)
+            else:
+                chunk = _chunk(formatter, i, part, first)
             if chunk is None:
                 continue
+            rest = none
             if each:
-                rest = f',"usage":{_encode(generation.usage_of(i, tokens[i]))}'
+                rest = f',"usage":{encode(generation.usage_of(i, tokens[i]))}'
             if first and (beside := formatter.beside(part, whole=False)):
-                rest = f",{_encode(beside)[1:-1]}{rest}"
-            yield f'data: {head},"choices":[{_encode(chunk)}]{rest}}}\n\n'
+                rest = f",{encode(beside)[1:-1]}{rest}"
+            yield f'data: {head},"choices":[{chunk}]{rest}}}\n\n'
         if usage:
-            yield f'data: {head},"choices":[],"usage":{_encode(generation.usage())}}}\n\n'
+            yield f'data: {head},"choices":[],"usage":{encode(generation.usage())}}}\n\n'
     except ApiError as error:
-        yield f"data: {_encode(error.body())}\n\n"
+        yield f"data: {encode(error.body())}\n\n"
     yield _DONE
+
+
+def _chunk(formatter: ResponseFormatter, index: int, part: Completion, first: bool) -> str | None:
+    """The element of "choices" for a part of a completion, in JSON; None if there is none."""
+    chunk = formatter.chunk(index, part, first)
+    if chunk is None:
+        return None
+    return "".join(pieces(chunk)) if first else encode(chunk)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:

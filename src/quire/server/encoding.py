@@ -1,0 +1,44 @@
+"""JSON of large answers, made without keeping other requests waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+# Elements of a list that one call encodes.
+_SLICE = 64
+_writers = ThreadPoolExecutor(2, "quire-writers")
+
+
+async def in_thread(function: Callable[..., _T], *args: Any) -> _T:
+    """The result of a function that makes a large answer, in one of a few threads. The event loop goes on meanwhile, as
+    long as no single call of a C function takes long.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_writers, function, *args)
+
+
+def pieces(value: Any) -> Iterator[str]:
+    """The JSON of a value, in parts that are encoded one by one: nothing else in the process runs while the encoder
+    does. Objects are cut at their fields and long lists into slices, whose elements should be small.
+    """
+    if isinstance(value, dict):
+        for i, (key, inner) in enumerate(value.items()):
+            yield f"{',' if i else '{'}{encode(key)}:"
+            yield from pieces(inner)
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and len(value) > _SLICE:
+        for start in range(0, len(value), _SLICE):
+            yield ("," if start else "[") + encode(value[start : start + _SLICE])[1:-1]
+        yield "]"
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield "," if i else "["
+            yield from pieces(inner)
+        yield "]" if value else "[]"
+    else:
+        yield encode(value)
