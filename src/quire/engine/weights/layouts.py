@@ -45,8 +45,7 @@ class Matrix:
     def random(
         cls, kind: Kind, shape: Sequence[int], block: tuple[int, int], device: torch.device, zeros: bool = False
     ) -> Matrix:
-        """A random weight whose numbers have a standard deviation of about 0.01. With twice that, random mixtures of
-        many layers amplify roundings until tokens are routed to other experts.
+        """A random weight whose numbers have a standard deviation of about 0.02.
 
         Args:
             shape: [..., out_features, in_features].
@@ -63,7 +62,7 @@ class Matrix:
             codes = torch.randint(-127, 128, tuple(shape), dtype=torch.int8, device=device)
         else:
             codes = torch.randint(16, tuple(shape), dtype=torch.uint8, device=device)
-        scale = torch.full(blocks, 0.01 / size, device=device)
+        scale = torch.full(blocks, 0.02 / size, device=device)
         if kind != "fp8":
             scale = scale.to(torch.float8_e8m0fnu if kind == "mxfp4" else torch.float16)
         zero = None
