@@ -16,8 +16,9 @@ import transformers
 from helpers.checkpoints import save_with_tokenizer
 from helpers.engines import add_output, captured_on_the_host, pages_add_up, read, sample, until_idle
 from quire.engine import LLM, SamplingParams
-from quire.engine.logits_processors import LogitsProcessors, TokenRules, word_tokens
+from quire.engine.logits_processors import LogitsProcessors, TokenRules
 from quire.engine.params import LIBRARY_DEFAULTS
+from quire.engine.prompts import word_tokens
 from quire.engine.request import Request
 from quire.engine.sampler import Sampler
 

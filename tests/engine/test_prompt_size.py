@@ -99,9 +99,10 @@ def test_llm_text_that_cannot_fit_is_refused_before_it_is_tokenized():
     with LLM(num_pages=10, page_size=8) as llm:
         most = 41 * llm.max_len
         seen = []
-        own = llm.model.tokenizer
+        prompts = llm._engine.prompts
+        own = prompts.tokenizer
         llm.check("x")  # finds the bound of the tokenizer itself
-        llm.model.tokenizer = lambda text, **options: seen.append(text) or own(text, **options)
+        prompts.tokenizer = lambda text, **options: seen.append(text) or own(text, **options)
         message = f"prompt 0 has {most + 1} characters, at least 81 tokens: this model's maximum context length is 80"
         with pytest.raises(ValueError, match=message):
             llm.generate("x" * (most + 1))
@@ -110,6 +111,6 @@ def test_llm_text_that_cannot_fit_is_refused_before_it_is_tokenized():
             llm.generate("x" * most)
         assert len(seen) == 1
         assert len(llm.encode("x " * most)) > most
-        llm.model.tokenizer = own
+        prompts.tokenizer = own
         cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=3)
         assert len(llm.generate("x" * (most + 1), cut)[0].token_ids) == 1

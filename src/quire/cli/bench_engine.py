@@ -104,7 +104,7 @@ def _folders(args: argparse.Namespace) -> Iterator[tuple[list[tuple[str | None, 
 def _work(args: argparse.Namespace, setup: Any) -> tuple[Any, str]:
     """The requests, and their description."""
     from quire.bench.workloads import as_range, random_work, read_work
-    from quire.engine.checkpoint import load_tokenizer
+    from quire.engine.reading import load_tokenizer
 
     if args.file is not None:
         work = read_work(args.file, load_tokenizer(setup.folder, args.trust_remote_code))

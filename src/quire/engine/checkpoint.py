@@ -6,7 +6,6 @@ bits without their scales, and asks on the terminal whether to run code of the f
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -20,13 +19,13 @@ from quire.distribution import pip_install
 from quire.engine.headless import replace_head
 from quire.engine.hf_attention import NAME, attention
 from quire.engine.multimodal import auto_class, is_multimodal, keep_language_model
+from quire.engine.reading import read_json, reading, untrusted
 from quire.engine.transformers_internals import conversion_errors, reading_to, without_load_report
 from quire.engine.weights.registry import find_format
 
 _CAN_RUN = "only causal language models of text can be run"
 _UNQUANTIZED = "such weights can be run only in formats that config.json names in quantization_config"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 # The types of more than 8 bits, as safetensors names them. All others are of quantized weights, or masks.
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _WIDE = {*_FLOATS, "BOOL", "I16", "I32", "I64", "U16", "U32", "U64"}
@@ -107,7 +106,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     if kind not in CONFIG_MAPPING and "AutoConfig" not in code:
         what = f"Transformers {__version__} does not know it" if kind else "it is missing in config.json"
         raise ValueError(f"{folder} can't be run: model_type = {kind!r}: {what}")
-    with _reading(str(folder), trust_remote_code):
+    with reading(str(folder), trust_remote_code, _explained):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     _check_kind(folder, config, trust_remote_code)
     _set_format(folder, config)
@@ -152,7 +151,7 @@ def load_network(
     headers = _read_headers(folder, config)
     _check_types(folder, config, headers)
     # On the CPU, weights are pages of the mapped files, unless they are made of several tensors or cast.
-    with _reading(str(folder), trust_remote_code), _quiet(), reading_to(device):
+    with reading(str(folder), trust_remote_code, _explained), _quiet(), reading_to(device):
         # Weights of other shapes are in the report, by which `_check_report` refuses them.
         network, report = kind.from_pretrained(
             folder,
@@ -179,7 +178,7 @@ def _random_network(
     config.quantization_config = None
     is_quantized = settings.get("device") is not None
     options = {"dtype": dtype or config.dtype or torch.float32, "attn_implementation": NAME}
-    with _reading(str(folder), trust_remote_code):
+    with reading(str(folder), trust_remote_code, _explained):
         with torch.device("meta" if is_quantized else device):
             network = kind.from_config(config, **options, trust_remote_code=trust_remote_code)
         if is_quantized:
@@ -196,65 +195,6 @@ def _text_part(folder: Path, network: Any) -> Any:
         what = f"{folder} is {_described(network.config)}: its language model runs, on text alone"
         print(f"quire: {what}", file=sys.stderr, flush=True)
     return network
-
-
-def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    """The Transformers tokenizer of a checkpoint; None if it has none.
-
-    Raises:
-        ValueError: its files are broken, or it needs code of the folder.
-    """
-    from transformers import AutoTokenizer
-
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        return None
-    with _reading(f"the tokenizer of {folder}", trust_remote_code):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    if not getattr(tokenizer, "chat_template", None):
-        # Vision-language models have it with what prepares images.
-        tokenizer.chat_template = read_json(folder / "chat_template.json").get("chat_template")
-    return tokenizer
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} if there is no such file; ValueError if it is broken."""
-    if not file.is_file():
-        return {}
-    content = parse_json(file)
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} could not be loaded: it is not a JSON object")
-    return content
-
-
-def parse_json(file: Path) -> Any:
-    """What a JSON file has; ValueError if it is broken."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} could not be loaded: {error}") from error
-
-
-@contextmanager
-def _reading(what: str, trust_remote_code: bool) -> Iterator[None]:
-    """Turn exceptions of Transformers, safetensors and json, which are of many types, into a ValueError that says what
-    could not be loaded.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(f"{what} could not be loaded: {error}") from error
-    except Exception as error:
-        # A model that has a table of attention functions of its own does not find Quire's there.
-        if isinstance(error, KeyError) and error.args == (NAME,):
-            raise ValueError(f"{what} can't be run: it does not use Transformers' attention interface") from error
-        if not trust_remote_code and "trust_remote_code" in str(error):
-            raise ValueError(_untrusted(what)) from error
-        reason = _conversion_error(error) or f"{type(error).__name__}: {error}"
-        raise ValueError(f"{what} could not be loaded: {reason}") from error
-
-
-def _untrusted(what: str) -> str:
-    return f"{what} needs code that comes with it, which is run with trust_remote_code=True (--trust-remote-code) only"
 
 
 @contextmanager
@@ -282,7 +222,7 @@ def _check_kind(folder: Path, config: Any, trust_remote_code: bool) -> None:
         if trust_remote_code:
             return
         if not is_known:
-            raise ValueError(_untrusted(str(folder)))
+            raise ValueError(untrusted(str(folder)))
     # A class without a head may run, since some models compute logits with the weights of their embeddings.
     has_other_head = config.is_encoder_decoder or _head(name) not in (None, _head("Model"))
     if not is_known or (has_other_head and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
@@ -338,7 +278,7 @@ def _read_headers(folder: Path, config: Any) -> Headers:
     for path in files:
         if not path.is_file():
             raise FileNotFoundError(f"{path}, which {file.name} names, is missing")
-        with _reading(str(path), False), safe_open(path, "pt") as tensors:
+        with reading(str(path), False), safe_open(path, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 part = tensors.get_slice(name)
                 headers[name] = part.get_dtype(), part.get_shape()
@@ -394,14 +334,19 @@ def _check_report(folder: Path, config: Any, network: Any, report: dict[str, Any
         raise ValueError(f"{folder} has tensors that {kind} does not take: {unknown[0]}{_more(unknown)}{hint}")
 
 
-def _conversion_error(error: Exception) -> str | None:
-    """Which parameter Transformers could not make of the checkpoint's tensors, and why; None for other errors."""
+def _explained(error: Exception) -> str | None:
+    """What is wrong with a checkpoint whose loading has raised an error; None if the error does not say it."""
+    # A model that has a table of attention functions of its own does not find Quire's there.
+    if isinstance(error, KeyError) and error.args == (NAME,):
+        return "can't be run: it does not use Transformers' attention interface"
     errors = conversion_errors(error)
     if not errors:
         return None
+    # A parameter that Transformers could not make of the checkpoint's tensors.
     name, text = min(errors.items())
     why = re.search(r"^\w+(Error|Exception): (.*)$", text, re.MULTILINE)
-    return f"{name} can't be made of the checkpoint's tensors{_more(errors)}: {why[2] if why else text}"
+    reason = f"{name} can't be made of the checkpoint's tensors{_more(errors)}: {why[2] if why else text}"
+    return f"could not be loaded: {reason}"
 
 
 def _more(names: Iterable[Any]) -> str:

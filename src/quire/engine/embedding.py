@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from quire.engine.checkpoint import parse_json, read_json
 from quire.engine.config import POOLINGS
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
-from quire.engine.request import Request, Update
+from quire.engine.reading import parse_json, read_json
 
 # The names that sentence-transformers has for kinds of pooling.
 _KINDS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
@@ -125,51 +122,3 @@ class Embedding:
     finish_reason: str
     num_cached_tokens: int = 0
     error: str | None = None
-
-
-class EmbeddingRequest(Request):
-    """A request for the embedding of a prompt, whose tokens are all computed, and after which none is sampled.
-
-    Args:
-        prompt: token ids.
-        params: resolved ones (`EmbeddingParams.resolved`).
-        sink: called with one Update, in the engine's thread.
-
-    Attributes:
-        num_pooled_tokens: the number of tokens whose states launched steps have pooled, for the mean of all.
-        values: the embedding, float32 [dimensions]; [0] before it is complete.
-    """
-
-    def __init__(self, prompt: Sequence[int], params: EmbeddingParams, sink: Callable[[Update], None]) -> None:
-        super().__init__(prompt, NO_OUTPUT, None, frozenset(), sink)
-        self.embedding_params = params
-        # The request is never at its end by the number of its tokens.
-        self.max_total_tokens = sys.maxsize
-        self.num_unneeded_tokens = 0
-        self.num_pooled_tokens = 0
-        self.values = np.empty(0, dtype=np.float32)
-        # The state of the last token, or the sum of states, float64 [hidden_size].
-        self._state: np.ndarray | float = 0.0
-
-    @property
-    def is_mean(self) -> bool:
-        return self.embedding_params.pooling == "mean"
-
-    def num_reusable_tokens(self, length: int) -> int:
-        return min(self.num_pooled_tokens, length - 1) if self.is_mean else length - 1
-
-    def add_state(self, state: np.ndarray, is_last: bool) -> None:
-        """Add what a step has pooled, float32 [hidden_size]; the last one completes the embedding."""
-        self._state = self._state + state.astype(np.float64)
-        if not is_last:
-            return
-        kept = self._state[: self.embedding_params.dimensions] / (self.prompt_len if self.is_mean else 1)
-        if self.embedding_params.normalize:
-            kept = kept / max(float(np.linalg.norm(kept)), 1e-12)
-        self.values = kept.astype(np.float32)
-
-    def result(self) -> Embedding:
-        """The embedding of a request that has ended."""
-        assert self.finish_reason is not None
-        error = self.error if self.finish_reason == "error" else None
-        return Embedding(self.prompt, self.values, self.finish_reason, self.num_cached_tokens, error)

@@ -15,18 +15,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
 
 import numpy as np
 
 from quire.engine.batch import ForwardOutput, StepBatch
-from quire.engine.embedding import NO_OUTPUT, EmbeddingParams, EmbeddingRequest
 from quire.engine.grammar import Grammar, Grammars
-from quire.engine.logits_processors import word_tokens
+from quire.engine.model_info import ModelInfo
 from quire.engine.params import SamplingParams
 from quire.engine.pooling import PooledStates, launch_pooling
 from quire.engine.prompt_logprobs import add_prompt_logprobs
-from quire.engine.prompts import PromptReader
+from quire.engine.prompts import PromptReader, TokenRequest
 from quire.engine.recovery import describe, run_each, sample_each
 from quire.engine.report import Reporter
 from quire.engine.request import Request, Update
@@ -36,8 +34,6 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.stats import Stats
 from quire.engine.step_log import StepLog
 
-# How many lists of bad words are kept as tokens.
-_MAX_WORD_LISTS = 64
 # Seconds; half of it is enough to wake up and launch a step.
 _MIN_SPARE = 4e-3
 
@@ -53,6 +49,7 @@ class Engine:
         speculative_tokens: the most drafts of a request in a step, see `quire.engine.drafts`.
 
     Attributes:
+        info: the model and the engine, for those who do not have them.
         launch_at: when `step` should be called, if the engine is busy, by time.perf_counter(). Later, the device might
             wait for it; earlier, requests that arrive in between wait for one more step.
     """
@@ -72,10 +69,9 @@ class Engine:
         self.scheduler = Scheduler(*sizes, self.stats)
         self.sampler = Sampler(self.model.device, self.scheduler.max_rows)
         self.reporter = Reporter(self.scheduler, self.stats)
-        self.max_len = min(self.model.context, runner.num_pages * runner.page_size)
-        self.prompts = PromptReader(self.model, self.max_len)
+        self.info = self._describe()
+        self.prompts = PromptReader(self.info, self.model.tokenizer)
         self.grammars = Grammars(self.model)
-        self._word_tokens = lru_cache(_MAX_WORD_LISTS)(partial(word_tokens, self.model.tokenizer))
         # The request of each row of the last launched step that samples, and whether any of them has a grammar.
         self._requests: Sequence[Request] = []
         self._has_grammar = False
@@ -87,6 +83,26 @@ class Engine:
         # Seconds from the end of the last `step` to launch_at, and those of the last step of single tokens in which the
         # host had nothing to do.
         self._pause = self._spare = 0.0
+
+    def _describe(self) -> ModelInfo:
+        model, runner = self.model, self.runner
+        return ModelInfo(
+            folder=str(model.folder),
+            vocab_size=model.vocab_size,
+            context=model.context,
+            max_len=min(model.context, runner.num_pages * runner.page_size),
+            max_num_seqs=self.scheduler.max_num_seqs,
+            end_ids=model.end_ids,
+            media_tokens=model.media_tokens,
+            default_params=model.default_params,
+            runner=type(runner).__name__,
+            supports_all_logits=runner.supports_all_logits,
+            is_headless=model.is_headless,
+            embedding_size=model.hidden_states.size,
+            pooling=model.pooling,
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
 
     @property
     def busy(self) -> bool:
@@ -108,48 +124,32 @@ class Engine:
             ValueError: the prompt is refused (`PromptReader.read`); the message has `name`. Or the grammar is not one,
                 or other parameters do not fit the model or the runner; the message has the attribute of `params`.
         """
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
-        params, model = params.over(self.model.default_params), self.model
-        if model.is_headless:
-            raise ValueError(f"{model.folder} has no language-model head: only embeddings can be computed")
-        tokens = self.prompts.read(prompt, params, name)
-        if params.prompt_logprobs is not None and not self.runner.supports_all_logits:
-            what = f"{type(self.runner).__name__} does not compute the logits of prompts"
-            raise ValueError(f"prompt_logprobs = {params.prompt_logprobs}: {what}")
-        if model.tokenizer is None and (params.stop or params.bad_words):
-            what = "stop strings" if params.stop else "bad_words"
-            raise ValueError(f"{name} has {what}, but {model.folder} has no tokenizer")
-        bad_words = self._word_tokens(params.bad_words) if params.bad_words else ()
+        return self.make(self.prompts.request(prompt, params, name), sink, grammar)
+
+    def make(
+        self,
+        checked: TokenRequest,
+        sink: Callable[[Update], None],
+        grammar: Grammar | None = None,
+        text: bool = True,
+    ) -> Request:
+        """Make a request that has been checked.
+
+        Args:
+            checked: the tokens and parameters.
+            sink, grammar: as for `request`.
+            text: whether its output becomes text; otherwise no stop string ends it.
+
+        Raises:
+            ImportError, ValueError: the grammar is refused, as for `request`.
+        """
+        params, model = checked.params, self.model
         if grammar is None or grammar.constraint != params.constraint:
             grammar = self.grammars.prepare(params)
-        request = Request(tokens, params, model.tokenizer, model.end_ids, sink, grammar, bad_words)
-        request.max_total_tokens = min(request.max_total_tokens, self.max_len)
+        tokenizer = model.tokenizer if text else None
+        request = Request(checked.prompt, params, tokenizer, model.end_ids, sink, grammar, checked.bad_words)
+        request.max_total_tokens = min(request.max_total_tokens, self.info.max_len)
         return request
-
-    def embedding_params(self, params: EmbeddingParams) -> EmbeddingParams:
-        """The parameters of embeddings, with the model's values for those that are left out.
-
-        Raises:
-            ValueError: the embeddings of the model cannot be computed, or not with these parameters.
-        """
-        if not isinstance(params, EmbeddingParams):
-            raise ValueError(f"params = {params!r}: they must be EmbeddingParams")
-        model, size = self.model, self.model.hidden_states.size
-        if size is None or not self.runner.supports_all_logits:
-            what = f"{model.folder} does not return" if size is None else f"{type(self.runner).__name__} drops"
-            raise ValueError(f"embeddings can't be computed: {what} the hidden states of its tokens")
-        return params.resolved(model.pooling, model.folder, size)
-
-    def embedding_request(
-        self, prompt: str | Sequence[int], params: EmbeddingParams, sink: Callable[[Update], None], name: str
-    ) -> EmbeddingRequest:
-        """Make a request for the embedding of a prompt, with the parameters that `embedding_params` has returned.
-
-        Raises:
-            ValueError: the prompt is refused (`PromptReader.read`); the message has `name`.
-        """
-        return EmbeddingRequest(self.prompts.read(prompt, NO_OUTPUT, name), params, sink)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)

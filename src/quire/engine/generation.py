@@ -6,8 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint import read_json
 from quire.engine.params import LIBRARY_DEFAULTS, SamplingParams
+from quire.engine.reading import read_json
 from quire.engine.transformers_internals import generation_defaults
 
 # Transformers' names of the attributes of `SamplingParams`.

@@ -7,17 +7,22 @@ import queue
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quire.engine.arguments import Prompt, as_list, one_each
+from quire.engine.completion import Completion
 from quire.engine.config import EngineConfig
-from quire.engine.embedding import Embedding, EmbeddingParams, EmbeddingRequest
+from quire.engine.embedding import NO_OUTPUT, Embedding, EmbeddingParams
+from quire.engine.embedding_request import EmbeddingRequest
 from quire.engine.grammar import Grammar
 from quire.engine.hub import model_name
 from quire.engine.load import load_engine
+from quire.engine.model_info import ModelInfo
 from quire.engine.params import SamplingParams
+from quire.engine.prompts import TokenRequest
+from quire.engine.report import StepListener
 from quire.engine.request import Request, Update
 from quire.engine.runner import Runner
 from quire.engine.stats import Stats
@@ -28,35 +33,6 @@ from quire.engine.worker import Worker, check_process
 def shipped_model() -> Path:
     """The folder of the bundled model, a small language model that completes Python code."""
     return Path(__file__).parent.parent / "models" / "tiny-python"
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The completion of a prompt, or an element of a stream.
-
-    Attributes:
-        prompt_token_ids: the tokens of the prompt.
-        text: the text of the output, without the stop string or end token that ended it; "" without a tokenizer.
-        token_ids: the tokens of the output, with the end token if there was one.
-        finish_reason: "stop", "length", "cancelled" or "error"; None in a stream that has not ended.
-        logprobs: for each output token, its log-probability and those of the most likely tokens, if requested.
-        num_cached_tokens: the number of tokens of the prompt whose keys and values were in the cache already.
-        error: the type and message of the exception, if finish_reason is "error".
-        prompt_logprobs: for each token of the prompt, its log-probability and those of the most likely tokens, if
-            requested; None for the first token. Each element of a stream has the whole list.
-        prompt_ranks: with prompt_logprobs, one more than the number of tokens more likely than each token of the
-            prompt; None for the first token.
-    """
-
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    logprobs: list[dict[int, float]] | None = None
-    num_cached_tokens: int = 0
-    error: str | None = None
-    prompt_logprobs: list[dict[int, float] | None] | None = None
-    prompt_ranks: list[int | None] | None = None
 
 
 def _completion(request: Request) -> Completion:
@@ -139,7 +115,12 @@ class LLM:
     @property
     def max_len(self) -> int:
         """The largest number of tokens of a request, prompt and output, that the context and the cache allow."""
-        return self._engine.max_len
+        return self.info.max_len
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model and the engine, for those who do not have them."""
+        return self._engine.info
 
     @property
     def alive(self) -> bool:
@@ -234,7 +215,10 @@ class LLM:
                 of the prompt, or the attribute of the params, and no request has been started.
         """
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        requests = self._embedding_requests(prompts, params, lambda i: updates.put)
+        read = self._engine.prompts
+        resolved = read.embedding_params(params or EmbeddingParams())
+        checked = [read.read(prompt, NO_OUTPUT, f"prompt {i}") for i, prompt in enumerate(as_list(prompts))]
+        requests = self.embedding_requests(checked, resolved, updates.put)
         self._worker.submit(requests)
         try:
             deque(self._worker.until_done(updates, len(requests)), maxlen=0)
@@ -291,28 +275,51 @@ class LLM:
         self._worker.submit(requests)
         return lambda: self._worker.cancel(requests)
 
-    def start_embedding(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: EmbeddingParams | None,
-        sink: Callable[[int, Embedding], None],
-    ) -> Callable[[], None]:
-        """Begin to compute embeddings, all at once, and return without waiting.
+    def token_requests(
+        self, checked: Sequence[TokenRequest], sink: Callable[[Update], None], grammar: Grammar | None = None
+    ) -> list[Request]:
+        """Requests for `submit`, whose outputs do not become text: for a server in another process, which has checked
+        them (`PromptReader.request`).
 
         Args:
-            prompts, params: as for `embed`.
-            sink: called once for each prompt, in the engine's thread, with its index and its embedding. The engine
-                waits for it, and it must not raise.
-
-        Returns:
-            a function that cancels the requests that have not ended; each gets the finish_reason "cancelled".
+            checked: the requests.
+            sink: called in the engine's thread with what a step added to a request. It must not raise.
+            grammar: as for `start`.
 
         Raises:
-            RuntimeError, ValueError: as for `embed`.
+            ImportError, ValueError: a grammar is refused.
         """
-        requests = self._embedding_requests(prompts, params, lambda i: lambda update: sink(i, requests[i].result()))
+        return [self._engine.make(each, sink, grammar, text=False) for each in checked]
+
+    def embedding_requests(
+        self, prompts: Sequence[Sequence[int]], params: EmbeddingParams, sink: Callable[[Update], None]
+    ) -> list[EmbeddingRequest]:
+        """Requests for `submit`, whose `result` is an embedding when they have ended.
+
+        Args:
+            prompts: tokens that have been checked (`PromptReader.read`).
+            params: without missing values (`PromptReader.embedding_params`).
+            sink: called once for each request, in the engine's thread. It must not raise.
+        """
+        return [EmbeddingRequest(prompt, params, sink) for prompt in prompts]
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin to compute requests of the two methods above, all at once; RuntimeError if the LLM has been closed."""
         self._worker.submit(requests)
-        return lambda: self._worker.cancel(requests)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Cancel those of submitted requests that have not ended; each gets the finish_reason "cancelled"."""
+        self._worker.cancel(requests)
+
+    def listen(self, listener: StepListener) -> Callable[[], None]:
+        """Call a listener from now on; return a function that ends that."""
+        reporter = self._engine.reporter
+        reporter.listeners = [*reporter.listeners, listener]
+
+        def end() -> None:
+            reporter.listeners = [other for other in reporter.listeners if other is not listener]
+
+        return end
 
     def close(self) -> None:
         """Cancel all requests and end the engine's thread."""
@@ -335,13 +342,3 @@ class LLM:
         listed = as_list(prompts)
         each = enumerate(zip(listed, one_each(params, len(listed)), strict=True))
         return [self._engine.request(prompt, p, sink(i), f"prompt {i}", grammar) for i, (prompt, p) in each]
-
-    def _embedding_requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: EmbeddingParams | None,
-        sink: Callable[[int], Callable[[Update], None]],
-    ) -> list[EmbeddingRequest]:
-        """Check prompts and make the requests for their embeddings, as `_requests` does."""
-        make, resolved = self._engine.embedding_request, self._engine.embedding_params(params or EmbeddingParams())
-        return [make(prompt, resolved, sink(i), f"prompt {i}") for i, prompt in enumerate(as_list(prompts))]

@@ -14,7 +14,7 @@ from torch import nn
 from quire.definition.checks import as_dtype
 from quire.engine import moe, projections
 from quire.engine.arguments import usable_device
-from quire.engine.checkpoint import check_files, check_weights, load_network, load_tokenizer, read_config
+from quire.engine.checkpoint import check_files, check_weights, load_network, read_config
 from quire.engine.compiled_layers import CompiledLayers
 from quire.engine.config import EngineConfig
 from quire.engine.decoder_layers import decoder_layers, last_norms, recorded_norms
@@ -24,6 +24,7 @@ from quire.engine.hub import checkpoint_folder, download_weights
 from quire.engine.memory import free_pages, profiled_pages
 from quire.engine.model import Model
 from quire.engine.probe import check_kinds, check_layers, record
+from quire.engine.reading import load_tokenizer
 from quire.engine.runner import Runner
 from quire.engine.scales import Scales, read_scales
 from quire.engine.selfcheck import check_runner

@@ -7,9 +7,8 @@ that the device has (`TokenLists`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,26 +18,6 @@ from quire.engine.params import SamplingParams
 from quire.steps import upload
 
 _ALWAYS = np.iinfo(np.int64).max
-
-
-def word_tokens(tokenizer: Any, words: Iterable[str]) -> list[tuple[int, ...]]:
-    """The token sequences of bad_words: of each word as it is, and with a space before it.
-
-    Raises:
-        ValueError: a word has no tokens.
-    """
-    sequences: dict[tuple[int, ...], None] = {}
-    for word in words:
-        stripped = word.lstrip(" ")
-        texts = [stripped, f" {stripped}"]
-        alone, spaced = (tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
-        if not alone:
-            raise ValueError(f"bad_words has {word!r}, which has no tokens")
-        sequences[alone] = None
-        # Otherwise the first sequence forbids the second, too.
-        if spaced[-len(alone) :] != alone:
-            sequences[spaced] = None
-    return list(sequences)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

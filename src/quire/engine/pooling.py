@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.batch import Chunk, StepBatch
-from quire.engine.embedding import EmbeddingRequest
+from quire.engine.embedding_request import EmbeddingRequest
 from quire.engine.host_copy import HostCopies
 
 

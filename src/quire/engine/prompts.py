@@ -1,28 +1,88 @@
-"""From a prompt to token ids that the model and the cache have room for."""
+"""From a prompt and its parameters to what the engine computes: tokens that there is room for, and no missing values.
+
+Nothing here needs the model itself, so that a server checks requests in another process than the engine's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
-from functools import cached_property
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from operator import index
+from pathlib import Path
 from typing import Any
 
-from quire.engine.model import Model
+from quire.engine.embedding import EmbeddingParams
+from quire.engine.model_info import ModelInfo
 from quire.engine.multimodal import check_text
 from quire.engine.params import SamplingParams
 from quire.engine.prompt_size import check_size, longest_token
 
+# How many lists of bad words are kept as tokens.
+_MAX_WORD_LISTS = 64
 
-class PromptReader:
-    """Tokenizes prompts, and refuses those that cannot be computed.
 
-    Args:
-        model: has the tokenizer, the vocabulary and the context.
-        max_len: the largest number of tokens of a request, prompt and output, that the context and the cache allow.
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """A request whose prompt and parameters have been checked.
+
+    Attributes:
+        prompt: token ids.
+        params: sampling parameters without missing values.
+        bad_words: the token sequences of `params.bad_words`.
     """
 
-    def __init__(self, model: Model, max_len: int) -> None:
-        self._model, self._max_len = model, max_len
+    prompt: list[int]
+    params: SamplingParams
+    bad_words: list[tuple[int, ...]]
+
+
+class PromptReader:
+    """Makes requests of tokens, and refuses those that cannot be computed.
+
+    Args:
+        info: the model and the engine.
+        tokenizer: of the model; None if it has none.
+    """
+
+    def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
+        self._info, self.tokenizer = info, tokenizer
+        self._word_tokens = lru_cache(_MAX_WORD_LISTS)(partial(word_tokens, tokenizer))
+
+    def request(self, prompt: str | Sequence[int], params: SamplingParams, name: str = "prompt") -> TokenRequest:
+        """The request of a prompt; the model's defaults replace parameters that are left out.
+
+        Raises:
+            ValueError: as for `read`. Or other parameters do not fit the model or the runner; the message has the
+                attribute of `params`.
+        """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
+        params, info = params.over(self._info.default_params), self._info
+        if info.is_headless:
+            raise ValueError(f"{info.folder} has no language-model head: only embeddings can be computed")
+        tokens = self.read(prompt, params, name)
+        if params.prompt_logprobs is not None and not info.supports_all_logits:
+            what = f"{info.runner} does not compute the logits of prompts"
+            raise ValueError(f"prompt_logprobs = {params.prompt_logprobs}: {what}")
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            what = "stop strings" if params.stop else "bad_words"
+            raise ValueError(f"{name} has {what}, but {info.folder} has no tokenizer")
+        return TokenRequest(tokens, params, self._word_tokens(params.bad_words) if params.bad_words else [])
+
+    def embedding_params(self, params: EmbeddingParams) -> EmbeddingParams:
+        """The parameters of embeddings, with the model's values for those that are left out.
+
+        Raises:
+            ValueError: the embeddings of the model cannot be computed, or not with these parameters.
+        """
+        if not isinstance(params, EmbeddingParams):
+            raise ValueError(f"params = {params!r}: they must be EmbeddingParams")
+        info, size = self._info, self._info.embedding_size
+        if size is None or not info.supports_all_logits:
+            what = f"{info.folder} does not return" if size is None else f"{info.runner} drops"
+            raise ValueError(f"embeddings can't be computed: {what} the hidden states of its tokens")
+        return params.resolved(info.pooling, Path(info.folder), size)
 
     def read(self, prompt: str | Sequence[int], params: SamplingParams, name: str) -> list[int]:
         """The token ids of a request's prompt, of which `params` may use the last ones only.
@@ -32,11 +92,11 @@ class PromptReader:
                 images; the message has `name`. Or token ids in `params` are unknown; the message has the attribute.
         """
         if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
-            check_size(prompt, name, self._longest_token, self._max_len)
-        tokens = params.truncated(self.encode(prompt, name), self._max_len)
+            check_size(prompt, name, self._longest_token, self._info.max_len)
+        tokens = params.truncated(self.encode(prompt, name), self._info.max_len)
         self._check_length(name, len(tokens), params)
         self._check_token_ids(name, tokens)
-        check_text(name, tokens, self._model.media_tokens)
+        check_text(name, tokens, self._info.media_tokens)
         self._check_token_ids("logit_bias", params.logit_bias or ())
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         return tokens
@@ -61,9 +121,9 @@ class PromptReader:
             raise ValueError(f"{name} must be a string or a sequence of token ids") from None
 
     def _encode_text(self, text: str, name: str) -> list[int]:
-        tokenizer = self._model.tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None:
-            raise ValueError(f"{name} is a string, but {self._model.folder} has no tokenizer: pass token ids")
+            raise ValueError(f"{name} is a string, but {self._info.folder} has no tokenizer: pass token ids")
         surrogate = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
         if surrogate is not None:
             what = f"{surrogate!r} at {text.index(surrogate)} is half a character or a byte that is not UTF-8"
@@ -76,22 +136,42 @@ class PromptReader:
         """Refuse a prompt without tokens, or without room for a token of the output, if there is to be one."""
         if not count:
             raise ValueError(f"{name} is empty: there must be at least one token")
-        end, context = count + (params.max_tokens != 0), self._model.context
+        end, context = count + (params.max_tokens != 0), self._info.context
         if end > context:
             raise ValueError(f"{name} has {count} tokens: the model's context of {context} leaves no room")
-        if end > self._max_len:
-            raise ValueError(f"{name} has {count} tokens: the cache of {self._max_len} tokens leaves no room")
+        if end > self._info.max_len:
+            raise ValueError(f"{name} has {count} tokens: the cache of {self._info.max_len} tokens leaves no room")
 
     def _check_token_ids(self, name: str, ids: Collection[int]) -> None:
         """Refuse tokens that the model does not have."""
-        size = self._model.vocab_size
+        size = self._info.vocab_size
         if ids and (min(ids) < 0 or max(ids) >= size):
             unknown = next(t for t in ids if not 0 <= t < size)
             raise ValueError(f"{name} has token {unknown}: tokens are 0 to {size - 1}")
 
     @cached_property
     def _longest_token(self) -> int | None:
-        return longest_token(self._model.tokenizer)
+        return longest_token(self.tokenizer)
+
+
+def word_tokens(tokenizer: Any, words: Iterable[str]) -> list[tuple[int, ...]]:
+    """The token sequences of bad_words: of each word as it is, and with a space before it.
+
+    Raises:
+        ValueError: a word has no tokens.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        stripped = word.lstrip(" ")
+        texts = [stripped, f" {stripped}"]
+        alone, spaced = (tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+        if not alone:
+            raise ValueError(f"bad_words has {word!r}, which has no tokens")
+        sequences[alone] = None
+        # Otherwise the first sequence forbids the second, too.
+        if spaced[-len(alone) :] != alone:
+            sequences[spaced] = None
+    return list(sequences)
 
 
 def _token_id(value: Any) -> int:

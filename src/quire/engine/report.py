@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import Protocol
 
 from quire.engine.batch import StepBatch
 from quire.engine.request import Request, Update
@@ -17,18 +18,32 @@ from quire.engine.stats import Stats
 Output = tuple[Request, Sequence[int], Sequence[dict[int, float] | None] | None]
 
 
+class StepListener(Protocol):
+    """What is called in the engine's thread, and must not raise."""
+
+    def updates_sent(self) -> None:
+        """All updates of a step have been sent to the sinks of their requests."""
+
+    def engine_ended(self) -> None:
+        """The engine's thread ends; all requests have ended, unless an error ends it."""
+
+
 class Reporter:
     """Adds tokens to requests, ends requests, and sends the updates of both to their sinks.
 
     Args:
         scheduler: has the requests.
         stats: counts the tokens that are reported.
+
+    Attributes:
+        listeners: called when updates have been sent, and when the engine ends. A list is replaced, not changed.
     """
 
     def __init__(self, scheduler: Scheduler, stats: Stats) -> None:
         self._scheduler, self._stats = scheduler, stats
         # The updates that have not been sent, in order.
         self._updates: deque[Update] = deque()
+        self.listeners: list[StepListener] = []
 
     def report(self, batch: StepBatch, sampled: SampledTokens) -> None:
         """Add the tokens that a step has sampled to its requests.
@@ -75,9 +90,13 @@ class Reporter:
 
     def send(self) -> None:
         """Send the updates to the sinks of their requests."""
+        if not self._updates:
+            return
         while self._updates:
             update = self._updates.popleft()
             update.request.sink(update)
+        for listener in self.listeners:
+            listener.updates_sent()
 
 
 def _of_each(logprobs: Sequence[dict[int, float] | None] | None) -> Iterable[Sequence[dict[int, float] | None] | None]:

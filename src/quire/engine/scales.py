@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint import read_json
+from quire.engine.reading import read_json
 
 # The scales of the keys and values of each layer.
 Scales = list[tuple[float, float]]

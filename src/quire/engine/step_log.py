@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.engine.batch import StepBatch
+if TYPE_CHECKING:
+    from quire.engine.batch import StepBatch
 
 
 class StepRecord(NamedTuple):

@@ -11,10 +11,11 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 KNOWN_VERSIONS = ("5.17", "5.23")
 # Threads that copy tensors to a device. Each waits for the pages of a file that it touches.
@@ -147,5 +148,7 @@ def reading_to(device: torch.device) -> Iterator[None]:
 
 def _is_fp8(tensor: Any) -> bool:
     """Whether a tensor, or one of a file that is not read yet, is of float8_e4m3fn."""
+    import torch
+
     dtype = tensor.get_dtype() if hasattr(tensor, "get_dtype") else tensor.dtype
     return dtype in ("F8_E4M3", torch.float8_e4m3fn)

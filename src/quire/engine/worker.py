@@ -101,8 +101,17 @@ class Worker:
 
 
 def _work(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
-    """The loop of the engine's thread: execute commands between steps, and steps while requests exist. The command None
-    cancels all requests and ends the thread.
+    """The engine's thread."""
+    try:
+        _loop(engine, inbox)
+    finally:
+        for listener in engine.reporter.listeners:
+            listener.engine_ended()
+
+
+def _loop(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
+    """Execute commands between steps, and steps while requests exist. The command None cancels all requests and ends
+    the loop.
     """
     while True:
         try:
