@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from helpers.checkpoints import CONFIGS, VOCAB, save
 from helpers.engines import captured_on_the_host, pages_add_up, same, until_idle
 from quire.engine import LLM, EmbeddingParams, SamplingParams
 from quire.engine.embedding import read_pooling
+from quire.engine.prompts import PromptReader
 from quire.engine.runner import Runner
 
 SIZES = {"page_size": 4, "num_pages": 24, "max_num_seqs": 8, "max_batched_tokens": 40}
@@ -175,23 +177,25 @@ def test_embed_of_text_has_the_tokenizers_special_tokens():
         assert len(llm.embed("import os")) == 1
 
 
-def test_start_embedding_that_is_cancelled_ends_once(folder, rng):
+def test_embedding_requests_that_are_cancelled_end_once(folder, rng):
     ends, ended = [], threading.Event()
 
-    def sink(index, embedding):
-        ends.append((index, embedding.finish_reason, len(embedding.values)))
+    def sink(update):
+        ends.append(update.request)
         if len(ends) == 40:
             ended.set()
 
     with LLM(folder, page_size=4, max_num_seqs=2, max_batched_tokens=8) as llm:
-        cancel = llm.start_embedding([[rng.randrange(VOCAB)] * 60 for _ in range(40)], None, sink)
-        cancel()
+        prompts = [[rng.randrange(VOCAB)] * 60 for _ in range(40)]
+        requests = llm.embedding_requests(prompts, EmbeddingParams("last", True, 32), sink)
+        llm.submit(requests)
+        llm.cancel(requests)
         assert ended.wait(20)
         until_idle(llm)
         assert pages_add_up(llm)
-    assert sorted(index for index, _, _ in ends) == list(range(40))
-    assert {(reason, size) for _, reason, size in ends} <= {("stop", 32), ("cancelled", 0)}
-    assert ("cancelled", 0) in {(reason, size) for _, reason, size in ends}
+    assert set(ends) == set(requests)
+    found = {(embedding.finish_reason, len(embedding.values)) for embedding in (r.result() for r in requests)}
+    assert ("cancelled", 0) in found <= {("stop", 32), ("cancelled", 0)}
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -231,9 +235,9 @@ def test_embed_of_a_runner_or_network_without_hidden_states_is_refused(folder):
     with LLM(folder, num_pages=20, runner=Own) as llm, pytest.raises(ValueError, match="Own drops the hidden states"):
         llm.embed([[5]])
     with LLM(folder, num_pages=20) as llm:
-        llm.model.hidden_states.size = None
+        without = PromptReader(replace(llm.info, embedding_size=None), None)
         with pytest.raises(ValueError, match="does not return the hidden states of its tokens"):
-            llm.embed([[5]])
+            without.embedding_params(EmbeddingParams())
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,9 @@ def test_command_with_code_runs_it_with_the_flag_alone(folder, marker, tmp_path)
     ids=" ".join,
 )
 def test_commands_that_load_a_model_have_the_flag(arguments, monkeypatch, tmp_path, folder, marker, capsys):
-    """Each refuses code without the flag, and passes the flag on to Transformers."""
+    """Each refuses code without the flag, and passes the flag on to Transformers. The server's engine, which is in
+    another process, runs the code by then.
+    """
 
     def load(folder, local_files_only, trust_remote_code):
         raise ValueError(f"trusted: {trust_remote_code}")
@@ -172,9 +174,10 @@ def test_commands_that_load_a_model_have_the_flag(arguments, monkeypatch, tmp_pa
     assert main(command) == 2
     assert capsys.readouterr().err.endswith(f"quire: error: {folder} {NEEDED}\n")
     monkeypatch.setattr(AutoConfig, "from_pretrained", load)
+    monkeypatch.setattr("quire.server.engine_process.load_tokenizer", lambda folder, trust: load(folder, True, trust))
     assert main([*command, "--trust-remote-code"]) == 2
     assert "trusted: True" in capsys.readouterr().err
-    assert not marker.exists()
+    assert marker.exists() == (arguments == ["serve"])
 
 
 def test_calls_that_may_load_code_say_whether_they_are_trusted():

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from ray.exceptions import ActorDiedError, ActorUnavailableError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError
 
-from quire.engine import LLM, SamplingParams
+from quire.engine import SamplingParams
 from quire.integrations.ray import Settings, app
 from quire.integrations.ray.ingress import Ingress, affinity
 from quire.integrations.ray.replica import Replica
@@ -247,28 +247,41 @@ def replica():
     replica._llm.close()
 
 
+@pytest.fixture(scope="module")
+def run():
+    """Runs in the one event loop that a replica has."""
+    loop = asyncio.new_event_loop()
+    yield loop.run_until_complete
+    loop.close()
+
+
 def scope(path="/v1/completions"):
     headers = [(b"content-type", b"application/json")]
     return {"type": "http", "method": "POST", "path": path, "root_path": "", "query_string": b"", "headers": headers}
 
 
-def test_replica_whose_engine_has_ended_answers_503(replica, monkeypatch):
-    async def ask(body):
-        name, *batches = [part async for part in replica.answer(scope(), body)]
-        start, *bodies = [message for batch in batches for message in batch]
-        return name, start["status"], b"".join(message.get("body", b"") for message in bodies)
+async def answered_by(replica, body):
+    """The name of a replica, and the status and the body of its answer."""
+    name, *batches = [part async for part in replica.answer(scope(), body)]
+    start, *bodies = [message for batch in batches for message in batch]
+    return name, start["status"], b"".join(message.get("body", b"") for message in bodies)
 
-    name, status, body = asyncio.run(ask(b'{"prompt": "import os\\n", "max_tokens": 8}'))
+
+def test_answer_of_a_replica_has_its_name_and_the_text_of_its_engine(replica, run):
+    name, status, body = run(answered_by(replica, b'{"prompt": "import os\\n", "max_tokens": 8}'))
     text = replica._llm.generate("import os\n", SamplingParams(max_tokens=8))[0].text
     assert (name, status, json.loads(body)["choices"][0]["text"]) == ("a", 200, text)
     replica.check_health()
-    monkeypatch.setattr(LLM, "alive", False)
-    with pytest.raises(RuntimeError, match="the engine has ended"):
-        replica.check_health()
-    assert asyncio.run(ask(b'{"prompt": "x"}'))[1] == 503
 
 
-def test_replica_cancelled_call_ends_its_completions(replica):
+def test_metrics_of_a_replica_are_those_of_this_moment(replica, run):
+    name, metrics = run(replica.metrics())
+    steps = next(metric for metric in metrics if metric.name == "quire:engine_steps")
+    assert (name, steps.samples[0].value) == ("a", replica._llm.stats.steps)
+    assert replica._llm.stats.steps
+
+
+def test_a_call_that_is_cancelled_ends_its_completions(replica, run):
     async def leave():
         parts = replica.answer(scope(), b'{"prompt": "x", "max_tokens": 1500, "ignore_eos": true, "stream": true}')
         assert await anext(parts) == "a"
@@ -279,4 +292,11 @@ def test_replica_cancelled_call_ends_its_completions(replica):
             assert time.monotonic() < end
             await asyncio.sleep(0.02)
 
-    asyncio.run(leave())
+    run(leave())
+
+
+def test_replica_whose_engine_has_ended_is_unhealthy(replica, run):
+    replica._llm.close()
+    with pytest.raises(RuntimeError, match="the engine has ended"):
+        replica.check_health()
+    assert run(answered_by(replica, b'{"prompt": "x"}'))[1] == 503

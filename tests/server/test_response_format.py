@@ -23,6 +23,7 @@ from helpers.schemas import is_valid, random_schema
 from helpers.server import served
 from quire.engine import LLM, SamplingParams, shipped_model
 from quire.server import ServerLimits
+from quire.server.engine_client import attached
 
 MESSAGES = [{"role": "user", "content": "import json"}]
 TEXT = "# import json\ndata = "
@@ -286,18 +287,31 @@ def test_completions_equal_new_grammars_are_compiled_once(llm, monkeypatch):
     assert compiled == ["equal [0-9]{3}"]
 
 
-def test_completions_grammar_forgotten_before_the_start_is_not_compiled_again(llm, url, monkeypatch):
-    """Others may be compiled while the prompt of a request is tokenized."""
+def test_completions_grammar_forgotten_before_the_start_is_compiled_again(llm, monkeypatch):
+    """Others may be compiled while the prompt of a request is tokenized. Other requests do not wait meanwhile."""
     params, grammars = SamplingParams(regex="forgotten [0-9]{3}"), llm._engine.grammars
+    engine, compiling, release = attached(llm), threading.Event(), threading.Event()
 
-    def encode(prompt, name, encode=llm.encode):
+    def encode(prompt, name, encode=engine.encode):
         grammars.forget(grammars.prepared(params))
-        monkeypatch.setattr(grammars, "_compile", lambda *given: pytest.fail("it is compiled again"))
+        monkeypatch.setattr(llm, "prepare", prepare)
         return encode(prompt, name)
 
-    monkeypatch.setattr(llm, "encode", encode)
-    body = {"prompt": TEXT, "max_tokens": 2, "structured_outputs": {"regex": params.regex}}
-    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+    def prepare(params, prepare=llm.prepare):
+        compiling.set()
+        assert release.wait(60)
+        return prepare(params)
+
+    with served(engine) as url, ThreadPoolExecutor(1) as clients:
+        monkeypatch.setattr(engine, "encode", encode)
+        body = {"prompt": TEXT, "max_tokens": 2, "structured_outputs": {"regex": params.regex}}
+        waiting = clients.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        assert compiling.wait(60)
+        monkeypatch.delattr(engine, "encode")
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": TEXT, "max_tokens": 2}).status_code == 200
+        assert not waiting.done()
+        release.set()
+        assert waiting.result().json()["choices"][0]["text"].startswith("f")
 
 
 def test_completions_waiting_for_grammars_at_the_end_are_answered(llm, monkeypatch):

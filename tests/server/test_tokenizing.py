@@ -15,6 +15,7 @@ pytest.importorskip("fastapi")
 from helpers.checkpoints import with_chat_template
 from helpers.server import served
 from quire.engine import LLM
+from quire.server.engine_client import attached
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 # Characters that no 2,048 tokens of the bundled model stand for, and characters that some do.
@@ -29,8 +30,13 @@ def llm(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(llm):
-    with served(llm) as url:
+def engine(llm):
+    return attached(llm)
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with served(engine) as url:
         yield url
 
 
@@ -59,10 +65,10 @@ class Watched:
 
 
 @pytest.fixture
-def watched(llm, url, monkeypatch):
+def watched(engine, url, monkeypatch):
     """In place of the tokenizer, whose bound the server has."""
-    watched = Watched(llm.model.tokenizer)
-    monkeypatch.setattr(llm.model, "tokenizer", watched)
+    watched = Watched(engine.tokenizer)
+    monkeypatch.setattr(engine.prompts, "tokenizer", watched)
     yield watched
     watched.go.set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.engine import LLM
 from quire.server import chat, completions, embeddings, schemas
 from quire.server.chat_output.markup import ChatMarkup
+from quire.server.engine_client import EngineClient, attached
 from quire.server.errors import ApiError, add_handlers, bad
 from quire.server.limits import ServerLimits
 from quire.server.metrics import Metrics
@@ -27,9 +27,12 @@ from quire.server.response_api import endpoint
 from quire.server.service import Service
 from quire.server.unsupported import refuse
 
+if TYPE_CHECKING:
+    from quire.engine import LLM
+
 
 def create_app(
-    llm: LLM,
+    llm: LLM | EngineClient,
     *,
     name: str | Sequence[str] | None = None,
     limits: ServerLimits | None = None,
@@ -42,7 +45,8 @@ def create_app(
     """The ASGI application that serves an engine.
 
     Args:
-        llm: the engine; whoever made it closes it.
+        llm: an engine in this process, or the client of one in another (`EngineProcess.connect`); whoever made it
+            closes it.
         name: of the model, or several, of which answers have the first; by default that of the engine.
         limits: what requests may ask for.
         api_key: that requests must have as "Authorization: Bearer <key>", or several, of which they must have one;
@@ -55,7 +59,8 @@ def create_app(
     Raises:
         ValueError: a name is empty, a key is empty or not ASCII, the prefix is not a name, or a format is not known.
     """
-    keys, names = _listed(api_key), _listed(name) or [llm.name]
+    engine = llm if isinstance(llm, EngineClient) else attached(llm)
+    keys, names = _listed(api_key), _listed(name) or [engine.name]
     if not all(key and key.isascii() for key in keys):
         raise ValueError("the API key must be a string of one or more ASCII characters")
     if not all(names):
@@ -65,8 +70,8 @@ def create_app(
     limits = limits or ServerLimits()
     # The pages that FastAPI has for the OpenAPI document load their scripts from a host on the internet.
     app = FastAPI(title="Quire", version=__version__, responses=schemas.ERRORS, docs_url=None, redoc_url=None)
-    app.state.service = Service(llm, names, limits, Metrics(llm, names[0], metrics_prefix))
-    app.state.markup = ChatMarkup(llm.model.tokenizer, tool_format, reasoning_format)
+    app.state.service = Service(engine, names, limits, Metrics(engine, names[0], metrics_prefix))
+    app.state.markup = ChatMarkup(engine.tokenizer, tool_format, reasoning_format)
     app.include_router(completions.router)
     app.include_router(chat.router)
     app.include_router(endpoint.router)
@@ -94,7 +99,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         "created": service.created,
         "owned_by": "quire",
         "root": service.name,
-        "max_model_len": service.llm.max_len,
+        "max_model_len": service.max_len,
     }
     listed = {name: {"id": name, **common} for name in service.names}
 
@@ -124,13 +129,13 @@ def _add_tokens(app: FastAPI, service: Service, markup: ChatMarkup) -> None:
             raise bad("tools", "tools belong to messages, and there is a prompt")
         else:
             tokens = await service.encode(body.prompt, "prompt", any_length=True)
-        return {"count": len(tokens), "max_model_len": service.llm.max_len, "tokens": tokens}
+        return {"count": len(tokens), "max_model_len": service.max_len, "tokens": tokens}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens."""
         service.check_model(body.model)
-        size = service.llm.model.vocab_size
+        size = service.engine.info.vocab_size
         wrong = next((token for token in body.tokens if not 0 <= token < size), None)
         if wrong is not None:
             raise bad("tokens", f"tokens has {wrong}: tokens are 0 to {size - 1}")
@@ -139,7 +144,7 @@ def _add_tokens(app: FastAPI, service: Service, markup: ChatMarkup) -> None:
 
 def _alive(service: Service) -> dict[str, Any]:
     """The state of a server that accepts requests; an ApiError if it does not."""
-    if service.draining or not service.llm.alive:
+    if service.draining or not service.engine.alive:
         raise ApiError(503, "the server is being shut down" if service.draining else "the engine has ended")
     return {"status": "ok"}
 
@@ -168,23 +173,25 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=Response, responses=schemas.text("Metrics"))
     async def metrics(request: Request) -> Response:
         """Metrics for Prometheus."""
+        await service.engine.state()
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/server_info")
     async def server_info() -> dict[str, Any]:
         """Versions, limits and the engine's state."""
-        llm = service.llm
+        engine = service.engine
+        info, state = engine.info, await engine.state()
         return {
             "version": __version__,
             "model": service.name,
-            "max_model_len": llm.max_len,
-            "max_num_seqs": llm.max_num_seqs,
-            "vocab_size": llm.model.vocab_size,
-            "chat": bool(getattr(llm.model.tokenizer, "chat_template", None)),
-            "device": str(llm.model.device),
-            "dtype": str(llm.model.dtype).removeprefix("torch."),
+            "max_model_len": info.max_len,
+            "max_num_seqs": info.max_num_seqs,
+            "vocab_size": info.vocab_size,
+            "chat": bool(getattr(engine.tokenizer, "chat_template", None)),
+            "device": info.device,
+            "dtype": info.dtype,
             "limits": asdict(service.limits),
-            "stats": asdict(llm.stats),
+            "stats": asdict(state.stats),
         }
 
     @app.get("/engine_state")
@@ -193,11 +200,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
         `after`. Times are seconds since the engine started. A step lasts from its launch until its results have been
         read; on a GPU the next one is launched before that. `started` is another one after a restart.
         """
-        llm = service.llm
+        state = await service.engine.state(after)
         return {
             "started": service.started,
-            "accepts_requests": llm.alive and not service.draining,
-            "time": llm.step_log.now,
-            "stats": {**asdict(llm.stats), "hit_rate": llm.stats.hit_rate},
-            "steps": [step._asdict() for step in llm.step_log.steps(after)],
+            "accepts_requests": service.engine.alive and not service.draining,
+            "time": state.now,
+            "stats": {**asdict(state.stats), "hit_rate": state.stats.hit_rate},
+            "steps": [step._asdict() for step in state.steps],
         }

@@ -62,9 +62,9 @@ async def start_chat(service: Service, markup: ChatMarkup, body: ChatRequest) ->
     text = await asyncio.to_thread(rendered, service, markup, body, use.offered)
     changes = await asyncio.to_thread(_markup_params, service, markup, params[0], use, text)
     params = [replace(each, **changes) for each in params]
-    grammar = await service.prepare(params[0], "tools" if use.demanded else body.form_field)
+    await service.prepare(params[0], "tools" if use.demanded else body.form_field)
     whole = await _tokens(service, text, any_length=params[0].truncate_prompt_tokens is not None)
-    tokens = params[0].truncated(whole, service.llm.max_len)
+    tokens = params[0].truncated(whole, service.max_len)
     constrained = params[0].constraint is not None
     # A regular expression or a grammar of the request is that of the whole output, which has no markup then.
     is_read = not constrained or params[0].json_schema is not None or "grammar" in changes
@@ -73,7 +73,7 @@ async def start_chat(service: Service, markup: ChatMarkup, body: ChatRequest) ->
         parser = markup.parser(text, use.allowed, constrained) if is_read else ContentParser()
         return ReadMessage(parser, use.several)
 
-    generation = service.start([tokens], params, "messages", body.asked_tokens, grammar)
+    generation = service.start([tokens], params, "messages", body.asked_tokens)
     return Chat(generation, message, logprobs)
 
 

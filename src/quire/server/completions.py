@@ -36,12 +36,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     given = body.prompts()
     if len(given) * len(params) > service.room:
         raise bad("prompt", f"prompt has {len(given)} elements: this server holds {service.room} completions at most")
-    grammar = await service.prepare(params[0], body.form_field)
+    await service.prepare(params[0], body.form_field)
     cuts = params[0].truncate_prompt_tokens is not None
     whole = await asyncio.gather(*(service.encode(p, f"prompt {i}", any_length=cuts) for i, p in enumerate(given)))
-    prompts = [params[0].truncated(tokens, service.llm.max_len) for tokens in whole]
+    prompts = [params[0].truncated(tokens, service.max_len) for tokens in whole]
     # This refuses what are not tokens.
-    generation = service.start(prompts, params, "prompt", body.asked_tokens, grammar)
+    generation = service.start(prompts, params, "prompt", body.asked_tokens)
     uncut = [
         p if isinstance(p, str) and len(w) == len(t) else None for p, w, t in zip(given, whole, prompts, strict=True)
     ]

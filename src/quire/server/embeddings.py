@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from functools import partial
 
 import numpy as np
 from fastapi import APIRouter
@@ -41,7 +40,7 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     cuts = cut.truncate_prompt_tokens is not None
     names = [f"input {i}" for i in range(len(given))] if len(given) > 1 else ["input"]
     encoded = (service.encode(p, name, cuts, "input") for p, name in zip(given, names, strict=True))
-    prompts = [cut.truncated(tokens, service.llm.max_len) for tokens in await asyncio.gather(*encoded)]
+    prompts = [cut.truncated(tokens, service.max_len) for tokens in await asyncio.gather(*encoded)]
     for prompt, name in zip(prompts, names, strict=True):
         service.check_length(name, prompt, None, 0, "input")
     computed = await _embedded(service, prompts, params, request)
@@ -70,13 +69,12 @@ class _Batch:
 
     def __init__(self, service: Service, prompts: list[list[int]], params: EmbeddingParams) -> None:
         self._service, self._arrival = service, time.perf_counter()
-        self._weight, self._left = min(len(prompts), service.llm.max_num_seqs), len(prompts)
+        self._weight, self._left = min(len(prompts), service.engine.info.max_num_seqs), len(prompts)
         self._results: dict[int, Embedding] = {}
         self._ended = asyncio.Event()
         service.check_room(self._weight)
-        put = partial(service.relay.put, asyncio.get_running_loop(), self._add)
         try:
-            self._cancel = service.llm.start_embedding(prompts, params, put)
+            self._cancel = service.engine.start_embedding(prompts, params, self._add)
         except ValueError as error:
             raise invalid(error, "input") from None
         service.running += self._weight

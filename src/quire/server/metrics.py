@@ -9,24 +9,24 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.engine import LLM
+from quire.server.engine_client import EngineClient
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
 class Metrics:
-    """Counts of one server in a registry of their own, and the engine's state at each scrape.
+    """Counts of one server in a registry of their own, and the engine's state.
 
     Args:
-        llm: the engine.
+        engine: the engine, whose counts are those that it has last brought.
         model: the value of the label model_name.
         prefix: of all names, before a colon.
     """
 
-    def __init__(self, llm: LLM, model: str, prefix: str = "quire") -> None:
+    def __init__(self, engine: EngineClient, model: str, prefix: str = "quire") -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineState(llm, model, prefix))
+        self.registry.register(_EngineState(engine, model, prefix))
 
         def labelled(kind: Any, name: str, text: str, **options: Any) -> Any:
             metric = kind(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, **options)
@@ -53,10 +53,10 @@ class Metrics:
 
 
 class _EngineState(Collector):
-    """The engine's counts and state, read when they are asked for."""
+    """The engine's counts and state."""
 
-    def __init__(self, llm: LLM, model: str, prefix: str) -> None:
-        self._llm, self._model = llm, model
+    def __init__(self, engine: EngineClient, model: str, prefix: str) -> None:
+        self._engine, self._model = engine, model
         self._prefix = prefix
 
     def describe(self) -> list[Metric]:
@@ -64,7 +64,7 @@ class _EngineState(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._llm.stats
+        stats = self._engine.stats
         gauges = {
             "num_requests_running": ("Completions that the engine computes.", stats.running),
             "num_requests_waiting": ("Completions that wait for the engine.", stats.waiting),

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 
 from quire.server.access_log import log_config
 from quire.server.connection import bounded, watch
+from quire.server.engine_client import EngineEnded
 from quire.server.limits import ServerLimits
 from quire.server.service import Service
 
@@ -107,6 +108,7 @@ def serve(
         started: called with the server when it listens; it has `address` and `should_exit`.
 
     Raises:
+        EngineEnded: the engine's process has ended, and so all requests have ended with an error, and the server.
         OSError: the address is in use or is not there.
         ValueError: the port is not one.
     """
@@ -136,6 +138,8 @@ def serve(
             listener.listen(config.backlog)
         server = Server(config, service, listener.getsockname(), started)
         server.run(sockets=[listener])
+    if server.how_engine_ended is not None:
+        raise EngineEnded(server.how_engine_ended())
 
 
 def _within_files(limits: ServerLimits) -> ServerLimits:
@@ -158,6 +162,7 @@ class Server(uvicorn.Server):
 
     Attributes:
         address: host and port.
+        how_engine_ended: returns how the engine's process has ended, whose end is that of the server; None: it runs.
     """
 
     def __init__(
@@ -166,10 +171,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._started = service, started
         self._hurried = False
+        self.how_engine_ended: Callable[[], str] | None = None
         self.address: tuple[str, int] = name[:2]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._service.engine.on_end = self._follow_engine
+        self._service.engine.attach()
         self._watching = asyncio.ensure_future(watch(self.server_state.connections))
         if self._started is not None:
             self._started(self)
@@ -182,6 +190,12 @@ class Server(uvicorn.Server):
         finally:
             failing.cancel()
             self._watching.cancel()
+            self._service.engine.leave()
+
+    def _follow_engine(self) -> None:
+        """End, since the engine's process has ended. An engine of this process may have been closed on purpose."""
+        self.how_engine_ended = self._service.engine.how_ended
+        self.should_exit = self.should_exit or self.how_engine_ended is not None
 
     async def _fail_later(self) -> None:
         end = time.monotonic() + self._service.limits.grace
@@ -189,7 +203,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(min(0.05, max(0.0, end - time.monotonic())))
         when = "at the second SIGINT" if self._hurried else "after the grace time"
         print(f"quire: {self._service.running} completions are ended {when}", file=sys.stderr, flush=True)
-        await asyncio.to_thread(self._service.fail_all)
+        self._service.fail_all()
         if self._hurried:
             await asyncio.sleep(_HURRY)
             for connection in list(self.server_state.connections):

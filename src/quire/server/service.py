@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from quire.engine import LLM, Completion, Embedding, SamplingParams
-from quire.engine.grammar import Grammar
+from quire.engine import Completion, Embedding, SamplingParams
 from quire.engine.prompt_size import check_size, context_length, longest_token
 from quire.engine.text import TokenBytes
+from quire.server.engine_client import EngineClient
 from quire.server.errors import ApiError, bad, invalid
 from quire.server.limits import ServerLimits
 from quire.server.metrics import Metrics
@@ -29,7 +27,7 @@ class Service:
     """One engine that requests share; for use in one event loop.
 
     Args:
-        llm: the engine.
+        engine: the engine.
         names: of the model.
         limits: what is accepted at most.
         metrics: what is counted.
@@ -41,22 +39,19 @@ class Service:
         draining: whether the server is being shut down and admits nothing.
     """
 
-    def __init__(self, llm: LLM, names: Sequence[str], limits: ServerLimits, metrics: Metrics) -> None:
-        self.llm, self.limits = llm, limits
+    def __init__(self, engine: EngineClient, names: Sequence[str], limits: ServerLimits, metrics: Metrics) -> None:
+        self.engine, self.limits = engine, limits
         self.names, self.name = tuple(names), names[0]
         self.metrics = metrics
         self.started = time.time()
         self.created = int(self.started)
         self.running, self.draining = 0, False
-        self.room = llm.max_num_seqs + limits.max_queue
-        self.relay = _Relay()
-        # Grammars have a thread of their own, so that the prompts of others do not wait for them.
-        self._compiler = ThreadPoolExecutor(1, "quire-grammars")
-        self._compiling: dict[tuple[str, str] | None, Future[Grammar | None]] = {}
+        self.room = engine.info.max_num_seqs + limits.max_queue
+        self._compiling: dict[tuple[str, str] | None, asyncio.Future[bool]] = {}
         # Long texts take seconds: they are tokenized one at a time, and short ones do not wait for them.
         self._short_texts = ThreadPoolExecutor(2, "quire-short-texts")
         self._long_texts = ThreadPoolExecutor(1, "quire-long-texts")
-        self._longest_token = longest_token(llm.model.tokenizer)
+        self._longest_token = longest_token(engine.tokenizer)
         self.token_bytes = lru_cache(1 << 16)(lambda token: self._token_bytes(token))
 
     def check_model(self, model: str | None) -> None:
@@ -68,9 +63,14 @@ class Service:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer; an ApiError if there is none."""
-        if self.llm.model.tokenizer is None:
+        if self.engine.tokenizer is None:
             raise bad(None, f"{self.name} has no tokenizer, which this request needs")
-        return self.llm.model.tokenizer
+        return self.engine.tokenizer
+
+    @property
+    def max_len(self) -> int:
+        """The largest number of tokens of a request, prompt and output."""
+        return self.engine.info.max_len
 
     def now(self) -> int:
         """The time of an answer, in seconds since 1970."""
@@ -92,8 +92,8 @@ class Service:
         """
         try:
             if isinstance(prompt, str):
-                return await self.tokenize(partial(self.llm.encode, name=name), prompt, name, field, any_length)
-            return self.llm.encode(prompt, name)
+                return await self.tokenize(partial(self.engine.encode, name=name), prompt, name, field, any_length)
+            return self.engine.encode(prompt, name)
         except ValueError as error:
             raise invalid(error, field) from None
 
@@ -103,46 +103,44 @@ class Service:
         """`encode(text)`, in a thread. Unless it may have any length, text that cannot fit is refused before."""
         if not any_length:
             try:
-                check_size(text, name, self._longest_token, self.llm.max_len)
+                check_size(text, name, self._longest_token, self.max_len)
             except ValueError as error:
                 raise bad(field, str(error), "context_length_exceeded") from None
         pool = self._short_texts if len(text) <= _SHORT else self._long_texts
         return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
 
-    async def prepare(self, params: SamplingParams, field: str) -> Grammar | None:
-        """The grammar of completions for `start`; None if they have none. It is compiled in a thread, since that of a
-        large schema takes long.
+    async def prepare(self, params: SamplingParams, field: str) -> None:
+        """Have the engine compile the grammar of completions, if they have one, before `start`: that of a large schema
+        takes long, and may be refused.
 
         Raises:
             ApiError: the grammar is refused, or too many others wait to be compiled.
         """
         if params.constraint is None:
-            return None
+            return
         try:
-            return self.llm.prepared(params) or await self._compile(params)
+            if not await self.engine.prepared(params, compiles=False):
+                await self._compile(params)
         except (ImportError, ValueError) as error:
             raise bad(field, f"{field}: {error}") from None
+        except ConnectionError:
+            raise self._ended() from None
 
-    async def _compile(self, params: SamplingParams) -> Grammar | None:
-        key, loop = params.constraint, asyncio.get_running_loop()
+    async def _compile(self, params: SamplingParams) -> None:
+        key = params.constraint
         work = self._compiling.get(key)
         if work is None:
             if self.draining:
-                raise _unavailable("the server is being shut down")
+                raise self._ended()
             most = self.limits.max_grammars
             if len(self._compiling) >= most:
                 message = f"{len(self._compiling)} grammars wait to be compiled, and {most} are the most"
                 raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
-            work = self._compiling[key] = self._compiler.submit(self.llm.prepare, params)
-            # Counted until the thread is done, also if the requests are closed before.
-            work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._compiling.pop, key))
-        try:
-            # Other requests may wait for the same grammar, so that the end of one must not cancel it.
-            return await asyncio.shield(asyncio.wrap_future(work))
-        except asyncio.CancelledError:
-            if work.cancelled():
-                raise _unavailable("the server is being shut down") from None
-            raise
+            work = self._compiling[key] = asyncio.ensure_future(self.engine.prepared(params, compiles=True))
+            # Counted until it has been compiled, also if the requests are closed before.
+            work.add_done_callback(lambda done: self._compiling.pop(key) and done.exception())
+        # Other requests may wait for the same grammar, so that the end of one must not cancel it.
+        await asyncio.shield(work)
 
     def start(
         self,
@@ -150,7 +148,6 @@ class Service:
         params: list[SamplingParams],
         field: str,
         asked: tuple[str, int] | None = None,
-        grammar: Grammar | None = None,
     ) -> Generation:
         """Begin to complete prompts, each once for every element of params.
 
@@ -160,7 +157,6 @@ class Service:
             field: the request's field that has the prompts.
             asked: the field with the most tokens of a completion, and its value, for which there must be room; None:
                 there is none, and completions have as many tokens as there is room for, at most those of params.
-            grammar: that of params, by `prepare`.
 
         Raises:
             ApiError: a prompt is invalid or too long, or there is no room.
@@ -174,12 +170,12 @@ class Service:
             name = f"{field} {i}" if len(prompts) > 1 else field
             self.check_length(name, prompt, asked, 0 if params[0].max_tokens == 0 else 1, field)
         self.check_room(count)
-        return Generation(self, prompts, params, field, grammar)
+        return Generation(self, prompts, params, field)
 
     def check_room(self, count: int) -> None:
         """Raise the ApiError if `count` more completions cannot be admitted now."""
-        if self.draining or not self.llm.alive:
-            raise _unavailable("the server is being shut down" if self.draining else "the engine has ended")
+        if self.draining or not self.engine.alive:
+            raise self._ended()
         if self.running + count > self.room:
             self.metrics.rejected.inc(count)
             message = f"{self.running} completions are running or waiting, and the server holds {self.room} at most"
@@ -188,19 +184,22 @@ class Service:
     def fail_all(self) -> None:
         """End the engine, and thereby all requests, which are answered with an error."""
         self.draining = True
-        self._compiler.shutdown(wait=False, cancel_futures=True)
-        self.llm.close()
+        self.engine.close()
+
+    def _ended(self) -> ApiError:
+        """Why no requests are accepted any more."""
+        return _unavailable("the server is being shut down" if self.draining else "the engine has ended")
 
     def check_length(self, name: str, prompt: list[int], asked: tuple[str, int] | None, least: int, field: str) -> None:
         """Raise the ApiError for a prompt that is empty or too long; the arguments are those of `start`, and the fewest
         tokens of a completion.
         """
-        room = self.llm.max_len - len(prompt)
+        room = self.max_len - len(prompt)
         if not prompt:
             raise bad(field, f"{name} is empty: there must be at least one token")
         if room < least or (asked and asked[1] > room):
             what = f" and {asked[0]} is {asked[1]}" if asked else ""
-            message = f"{name} has {len(prompt)} tokens{what}: {context_length(self.llm.max_len)}"
+            message = f"{name} has {len(prompt)} tokens{what}: {context_length(self.max_len)}"
             raise bad(field if room < least or not asked else asked[0], message, "context_length_exceeded")
 
     def token_name(self, token: int) -> str:
@@ -225,7 +224,6 @@ class Generation:
         prompts: list[list[int]],
         params: list[SamplingParams],
         field: str,
-        grammar: Grammar | None,
     ) -> None:
         self._service, self._arrival = service, time.perf_counter()
         self.prompts, self.count = prompts, len(prompts) * len(params)
@@ -237,10 +235,9 @@ class Generation:
         self._parts: list[tuple[int, Completion]] = []
         # Set while there are parts to read.
         self._arrived = asyncio.Event()
-        put = partial(service.relay.put, asyncio.get_running_loop(), self._add)
         repeated = [prompt for prompt in prompts for _ in params]
         try:
-            self._cancel = service.llm.start(repeated, params * len(prompts), put, grammar)
+            self._cancel = service.engine.start(repeated, params * len(prompts), self._add)
         except ValueError as error:
             raise invalid(error, field) from None
         service.running += self.count
@@ -297,30 +294,6 @@ class Generation:
             metrics.output.observe(self._tokens[index])
         self._parts.append((index, part))
         self._arrived.set()
-
-
-class _Relay:
-    """Carries parts from the engine's thread to the event loop, which is woken once for all that a step adds."""
-
-    def __init__(self) -> None:
-        self._parts: deque[tuple[Callable[[int, Any], None], int, Any]] = deque()
-        self._woken = False
-
-    def put(self, loop: asyncio.AbstractEventLoop, add: Callable[[int, Any], None], index: int, part: Any) -> None:
-        """Have the loop call `add(index, part)`; in the engine's thread."""
-        self._parts.append((add, index, part))
-        if not self._woken:
-            self._woken = True
-            # A RuntimeError means that the loop has been closed, so the parts are not read.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        # This precedes taking the parts, so that one that is put meanwhile wakes the loop again.
-        self._woken = False
-        while self._parts:
-            add, index, part = self._parts.popleft()
-            add(index, part)
 
 
 def _merged(parts: list[tuple[int, Completion]]) -> list[tuple[int, Completion]]:

@@ -74,6 +74,7 @@ class Replica:
 
     async def metrics(self) -> tuple[str, list[Metric]]:
         """This replica's name, and its metrics."""
+        await self._app.state.service.engine.state()
         return self._name, list(self._app.state.service.metrics.registry.collect())
 
     def check_health(self) -> None:

@@ -1,0 +1,109 @@
+"""The program that hosts an engine: `quire.server.EngineProcess` starts it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.config import EngineConfig
+from quire.engine.embedding import EmbeddingParams
+from quire.engine.messages import Frames, Ready, as_failed, frame, receive
+from quire.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+
+# Seconds for an orderly end after the other process has left. After that, what still runs is given up.
+_GRACE = 10.0
+# Tokens of a prompt for which the CPU has another kernel than for short ones.
+_LONG = 256
+
+
+def main(descriptor: int) -> None:
+    """Make an engine, and serve the process at the other end of a socket until either ends. The exit code is 0 if the
+    other process wanted this one to end.
+
+    The first message is a model and an `EngineConfig`, pickled.
+
+    Args:
+        descriptor: of the socket.
+    """
+    # The other process ends this one. A signal to all processes of a group or a service is meant for that one, too.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    os.set_inheritable(descriptor, False)
+    sock, frames = socket.socket(fileno=descriptor), Frames()
+    first = _first_message(sock, frames)
+    if first is None:
+        return
+    loaded = threading.Event()
+    threading.Thread(target=_end_with_client, args=(sock, loaded), daemon=True).start()
+    gc.disable()
+    try:
+        llm = _load(*pickle.loads(first))
+    except BaseException as error:
+        failed = as_failed(error)
+        if failed.kind == "" or os.environ.get("QUIRE_DEBUG"):
+            traceback.print_exc()
+        sock.sendall(frame(failed))
+        sys.exit(1)
+    # Objects that were loaded stay, so collections of others need not look at them.
+    gc.freeze()
+    gc.enable()
+    from quire.engine.host import EngineHost
+
+    host = EngineHost(llm, sock)
+    loaded.set()
+    sock.sendall(frame(Ready(llm.name, llm.info)))
+    host.start(frames)
+    host.ended.wait()
+    threading.Thread(target=_end_later, daemon=True).start()
+    llm.close()
+    sys.exit(0 if host.closed else 1)
+
+
+def _first_message(sock: socket.socket, frames: Frames) -> bytes | None:
+    """The first message; None if the other process has ended before it was whole."""
+    while data := receive(sock):
+        for content in list(frames.add(data)):
+            return bytes(content)
+    return None
+
+
+def _end_with_client(sock: socket.socket, loaded: threading.Event) -> None:
+    """End this process if the other one ends while the model is loaded. It sends nothing until then."""
+    try:
+        data = sock.recv(1, socket.MSG_PEEK)
+    except OSError:
+        data = b""
+    if not data and not loaded.is_set():
+        os._exit(1)
+
+
+def _end_later() -> None:
+    time.sleep(_GRACE)
+    os._exit(1)
+
+
+def _load(source: Any, config: EngineConfig) -> LLM:
+    """The engine of a checkpoint. It has completed a short and a long prompt, which compiles the CPU's kernels in a new
+    installation: the first requests would wait for that.
+    """
+    from quire.engine.llm import LLM
+
+    llm = LLM(source, config)
+    for length in sorted({min(length, llm.max_len - 1) for length in (1, _LONG)} - {0}):
+        prompt = [llm.model.vocab_size // 3] * length
+        if llm.model.is_headless:
+            llm.embed(prompt, EmbeddingParams("last"))
+        else:
+            llm.generate(prompt, SamplingParams(max_tokens=1))
+    return llm

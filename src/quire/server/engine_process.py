@@ -1,0 +1,97 @@
+"""The engine in a process of its own, which ends with this one."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from quire.engine import EngineConfig
+from quire.engine.messages import Failed, Frames, Ready, as_error, connected_sockets, frame, receive, to_client
+from quire.engine.reading import import_tokenizers, load_tokenizer
+from quire.server.engine_client import EngineClient
+
+# Seconds for the process to end by itself, more than it gives itself.
+_GRACE = 12.0
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.process import main; main({descriptor})"
+
+
+class EngineProcess:
+    """An engine in a new process, whose model is loaded meanwhile; a context, at whose end the process ends.
+
+    If this process ends in any way, so does the engine's. If that one ends, `client` ends all requests with an error.
+
+    Args:
+        model: the folder of a Hugging Face checkpoint, or its name on the hub; None: the bundled model.
+        config: the configuration; by default that of `EngineConfig()`.
+
+    Attributes:
+        process: the engine's.
+    """
+
+    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None) -> None:
+        self._config = config or EngineConfig()
+        self._sock, other = connected_sockets()
+        with other:
+            program = _PROGRAM.format(path=sys.path, descriptor=other.fileno())
+            # In a session of its own, the process does not get the SIGINT of Ctrl-C.
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        # A process that has ended by now is noticed by `connect`.
+        with suppress(OSError):
+            self._sock.sendall(frame(pickle.dumps((model, self._config))))
+
+    def connect(self) -> EngineClient:
+        """Wait until the model is loaded, and return the client; to be called once.
+
+        Raises:
+            FileNotFoundError, ImportError, OSError, TypeError, ValueError: as for `quire.engine.LLM`.
+            RuntimeError: as for that, or the process has ended.
+        """
+        import_tokenizers()
+        ready = self._first_message()
+        if isinstance(ready, Failed):
+            raise as_error(ready.kind, ready.message)
+        if not isinstance(ready, Ready):
+            raise RuntimeError(f"{self.end()} before the model was loaded")
+        tokenizer = load_tokenizer(Path(ready.info.folder), self._config.trust_remote_code)
+        return EngineClient(self._sock, ready.name, ready.info, tokenizer, self.end)
+
+    def end(self) -> str:
+        """Wait for the end of the process, which has begun, and return what it is."""
+        try:
+            code = self.process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return "the engine's process did not end, and was killed"
+        if code < 0:
+            return f"the engine's process was ended by {signal.Signals(-code).name}"
+        return f"the engine's process ended with exit code {code}"
+
+    def close(self) -> None:
+        """End the process."""
+        self._sock.close()
+        self.end()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _first_message(self) -> Any:
+        frames = Frames()
+        while data := receive(self._sock):
+            for content in frames.add(data):
+                return to_client.decode(content)
+        return None
