@@ -74,6 +74,7 @@ BAD = [
     ({"stop": ""}, "stop", "non-empty strings"),
     ({"stop": 5}, "stop", "stop must be a string"),
     ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids", "stop_token_ids has 3 elements"),
+    ({"allowed_token_ids": [1] * 70_000}, "allowed_token_ids", "70000 elements: this server allows 65536"),
     ({"logprobs": 21}, "logprobs", "logprobs = 21: this server reports 20"),
     ({"logprobs": -1}, "logprobs", "greater than or equal to 0"),
     ({"best_of": 2}, "best_of", "best_of is not supported"),

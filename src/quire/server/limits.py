@@ -14,12 +14,14 @@ class ServerLimits:
 
     Attributes:
         max_body: bytes of a request's body.
+        max_containers, max_strings, max_values: lists and objects, strings, and values of a body of JSON.
         max_queue: completions that wait beyond those that the engine runs at once; more are answered 429.
         max_n: completions of each prompt.
         max_inputs: texts of a request for embeddings.
         max_tokens: tokens of a completion; None: as many as the context has room for.
         max_stop, max_stop_length: stop strings of a request, also its stop tokens, and characters of a stop string.
         max_bad_words: texts that a completion must not have; each has at most max_stop_length characters.
+        max_token_ids: `logit_bias` and `allowed_token_ids`.
         max_grammar: characters of a JSON schema, a regular expression or a grammar.
         max_grammars: different ones that are compiled or wait for it, one at a time; more are answered 429.
         max_logprobs: most likely tokens that are reported for each token.
@@ -38,9 +40,13 @@ class ServerLimits:
     max_n: int = option(16, "completions of each prompt", metavar="N")
     max_tokens: int | None = option(None, "tokens of a completion; default: what the context allows", type=int)
     max_inputs: int = 2048
+    max_containers: int = 16_384
+    max_strings: int = 65_536
+    max_values: int = 1 << 20
     max_stop: int = 16
     max_stop_length: int = 256
     max_bad_words: int = 256
+    max_token_ids: int = 1 << 16
     max_grammar: int = 128 << 10
     max_grammars: int = 256
     max_logprobs: int = 20
@@ -54,8 +60,9 @@ class ServerLimits:
 
     def __post_init__(self) -> None:
         sizes = ("max_body", "max_n", "max_stop", "max_stop_length", "max_bad_words", "max_grammar", "max_grammars")
+        counts = ("max_inputs", "max_token_ids", "max_containers", "max_strings", "max_values", "max_connections")
         times = ("keep_alive", "header_timeout", "body_timeout", "send_timeout")
-        for name in (*sizes, "max_inputs", "max_connections", "max_head", *times):
+        for name in (*sizes, *counts, "max_head", *times):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: it must be above 0")
         for name in ("max_queue", "max_logprobs", "grace"):

@@ -9,6 +9,7 @@ import anyio
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.bodies import check_body
 from quire.server.errors import ApiError
 from quire.server.limits import ServerLimits
 from quire.server.page import PATHS
@@ -40,6 +41,7 @@ class RequestGuard:
             self._check_key(Request(scope))
             with anyio.fail_after(self._limits.body_timeout):
                 body = await self._read(Request(scope), receive)
+            check_body(body or b"", self._limits)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return

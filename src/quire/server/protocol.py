@@ -133,6 +133,8 @@ class SamplingBody(BaseModel):
             ("stop", stops, limits.max_stop),
             ("stop_token_ids", self.stop_token_ids or [], limits.max_stop),
             ("bad_words", words, limits.max_bad_words),
+            ("logit_bias", self.logit_bias or {}, limits.max_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or [], limits.max_token_ids),
         ):
             if len(listed) > largest:
                 raise bad(name, f"{name} has {len(listed)} elements: this server allows {largest} at most")
