@@ -24,7 +24,14 @@ from quire.engine import LLM
 from quire.server import ServerLimits, create_app
 
 LIMITS = ServerLimits(
-    max_body=50_000, max_queue=3, max_n=3, max_tokens=500, max_stop=2, max_stop_length=10, body_timeout=1
+    max_token_ids=7,
+    max_body=50_000,
+    max_queue=3,
+    max_n=3,
+    max_tokens=500,
+    max_stop=2,
+    max_stop_length=10,
+    body_timeout=1,
 )
 
 
@@ -74,7 +81,8 @@ BAD = [
     ({"stop": ""}, "stop", "non-empty strings"),
     ({"stop": 5}, "stop", "stop must be a string"),
     ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids", "stop_token_ids has 3 elements"),
-    ({"allowed_token_ids": [1] * 70_000}, "allowed_token_ids", "70000 elements: this server allows 65536"),
+    ({"allowed_token_ids": [1] * 8}, "allowed_token_ids", "allowed_token_ids has 8 elements: this server allows 7"),
+    ({"logit_bias": dict.fromkeys(range(8), 1)}, "logit_bias", "logit_bias has 8 elements: this server allows 7"),
     ({"logprobs": 21}, "logprobs", "logprobs = 21: this server reports 20"),
     ({"logprobs": -1}, "logprobs", "greater than or equal to 0"),
     ({"best_of": 2}, "best_of", "best_of is not supported"),
