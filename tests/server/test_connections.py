@@ -240,3 +240,21 @@ def test_serve_with_few_open_files_has_fewer_connections(llm, monkeypatch):
         idle[-1].sendall(HEALTH)
         assert b"200 OK" in idle[-1].recv(4096)
         assert [closed(client) for client in idle] == [True] * 5 + [False] * 10
+
+
+def test_streams_of_one_connection_are_chunks_that_end_with_an_empty_one(url):
+    """Two requests that are sent at once, of which the second one begins when the first has been answered."""
+    request = post({"prompt": "import os\n", "max_tokens": 5, "stream": True})
+    with connected(url) as client, client.makefile("rb") as answers:
+        client.sendall(request + request)
+        for _ in range(2):
+            head = list(iter(answers.readline, b"\r\n"))
+            assert head[0] == b"HTTP/1.1 200 OK\r\n"
+            assert b"transfer-encoding: chunked\r\n" in [line.lower() for line in head]
+            body = b""
+            while size := int(answers.readline(), 16):
+                body += answers.read(size)
+                assert answers.readline() == b"\r\n"
+            assert answers.readline() == b"\r\n"
+            assert body.count(b"data: {") >= 5
+            assert body.endswith(b"data: [DONE]\n\n")

@@ -233,8 +233,8 @@ class Generation:
         self._tokens = [0] * self.count
         # The parts that have not been read.
         self._parts: list[tuple[int, Completion]] = []
-        # Set while there are parts to read.
-        self._arrived = asyncio.Event()
+        # The reader waits for it, if there is nothing to read.
+        self._arrival_of_more: asyncio.Future[None] | None = None
         repeated = [prompt for prompt in prompts for _ in params]
         try:
             self._cancel = service.engine.start(repeated, params * len(prompts), self._add)
@@ -245,8 +245,9 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[tuple[int, Completion]]:
         left = self.count
         while left:
-            await self._arrived.wait()
-            self._arrived.clear()
+            if not self._parts:
+                self._arrival_of_more = asyncio.get_running_loop().create_future()
+                await self._arrival_of_more
             late, self._parts = self._parts, []
             for index, part in _merged(late):
                 check_end(part)
@@ -293,7 +294,10 @@ class Generation:
             metrics.prompt.observe(len(part.prompt_token_ids))
             metrics.output.observe(self._tokens[index])
         self._parts.append((index, part))
-        self._arrived.set()
+        waited_for, self._arrival_of_more = self._arrival_of_more, None
+        # The reader may have been cancelled.
+        if waited_for is not None and not waited_for.done():
+            waited_for.set_result(None)
 
 
 def _merged(parts: list[tuple[int, Completion]]) -> list[tuple[int, Completion]]:
