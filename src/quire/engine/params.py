@@ -34,9 +34,18 @@ def _whole(value: Any, low: int, high: int = _INT64) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
+def half_character(text: str) -> int | None:
+    """Where a text has a surrogate, half a character or a byte that is not UTF-8; None: it has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
 def _text(value: Any) -> bool:
-    """Whether a value is a non-empty string without surrogates, which stand for bytes that are not UTF-8."""
-    return isinstance(value, str) and value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
+    """Whether a value is a non-empty string without surrogates."""
+    return isinstance(value, str) and value != "" and half_character(value) is None
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

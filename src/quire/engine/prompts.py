@@ -15,7 +15,7 @@ from typing import Any
 from quire.engine.embedding import EmbeddingParams
 from quire.engine.model_info import ModelInfo
 from quire.engine.multimodal import check_text
-from quire.engine.params import SamplingParams
+from quire.engine.params import SamplingParams, half_character
 from quire.engine.prompt_size import check_size, longest_token
 
 # How many lists of bad words are kept as tokens.
@@ -48,17 +48,19 @@ class PromptReader:
     def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
         self._info, self.tokenizer = info, tokenizer
         self._word_tokens = lru_cache(_MAX_WORD_LISTS)(partial(word_tokens, tokenizer))
+        # The parameters that were resolved last, and what they became: those of all completions of a prompt are equal.
+        self._resolved: tuple[SamplingParams, SamplingParams] | None = None
 
     def request(self, prompt: str | Sequence[int], params: SamplingParams, name: str = "prompt") -> TokenRequest:
         """The request of a prompt; the model's defaults replace parameters that are left out.
 
         Raises:
-            ValueError: as for `read`. Or other parameters do not fit the model or the runner; the message has the
-                attribute of `params`.
+            ValueError: as for `read`. Or token ids in `params` are unknown, or other parameters do not fit the model or
+                the runner; the message has the attribute of `params`.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
-        params, info = params.over(self._info.default_params), self._info
+        params, info = self._over_defaults(params), self._info
         if info.is_headless:
             raise ValueError(f"{info.folder} has no language-model head: only embeddings can be computed")
         tokens = self.read(prompt, params, name)
@@ -68,7 +70,26 @@ class PromptReader:
         if self.tokenizer is None and (params.stop or params.bad_words):
             what = "stop strings" if params.stop else "bad_words"
             raise ValueError(f"{name} has {what}, but {info.folder} has no tokenizer")
-        return TokenRequest(tokens, params, self._word_tokens(params.bad_words) if params.bad_words else [])
+        return TokenRequest(tokens, params, self.word_tokens(params))
+
+    def word_tokens(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """The token sequences of `bad_words`, which are kept for further requests with the same.
+
+        Raises:
+            ValueError: a word has no tokens.
+        """
+        return self._word_tokens(params.bad_words) if params.bad_words else []
+
+    def _over_defaults(self, params: SamplingParams) -> SamplingParams:
+        """Parameters with the model's defaults for those that are left out."""
+        known = self._resolved
+        if known is not None and known[0] is params:
+            return known[1]
+        resolved = params.over(self._info.default_params)
+        self._check_token_ids("logit_bias", resolved.logit_bias or ())
+        self._check_token_ids("allowed_token_ids", resolved.allowed_token_ids or ())
+        self._resolved = params, resolved
+        return resolved
 
     def embedding_params(self, params: EmbeddingParams) -> EmbeddingParams:
         """The parameters of embeddings, with the model's values for those that are left out.
@@ -89,7 +110,7 @@ class PromptReader:
 
         Raises:
             ValueError: the prompt is not one, is empty, leaves no room for a token, has unknown tokens or tokens of
-                images; the message has `name`. Or token ids in `params` are unknown; the message has the attribute.
+                images; the message has `name`.
         """
         if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
             check_size(prompt, name, self._longest_token, self._info.max_len)
@@ -97,8 +118,6 @@ class PromptReader:
         self._check_length(name, len(tokens), params)
         self._check_token_ids(name, tokens)
         check_text(name, tokens, self._info.media_tokens)
-        self._check_token_ids("logit_bias", params.logit_bias or ())
-        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         return tokens
 
     def encode(self, prompt: str | Sequence[int], name: str) -> list[int]:
@@ -124,9 +143,9 @@ class PromptReader:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ValueError(f"{name} is a string, but {self._info.folder} has no tokenizer: pass token ids")
-        surrogate = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+        surrogate = half_character(text)
         if surrogate is not None:
-            what = f"{surrogate!r} at {text.index(surrogate)} is half a character or a byte that is not UTF-8"
+            what = f"{text[surrogate]!r} at {surrogate} is half a character or a byte that is not UTF-8"
             raise ValueError(f"{name} is not text: {what}")
         # `verbose` is for warnings of texts beyond the tokenizer's own length, which is no bound here.
         ids: list[int] = tokenizer(text, verbose=False)["input_ids"] if text else []

@@ -136,8 +136,8 @@ def _add_tokens(app: FastAPI, service: Service, markup: ChatMarkup) -> None:
         """The text of tokens."""
         service.check_model(body.model)
         size = service.engine.info.vocab_size
-        wrong = next((token for token in body.tokens if not 0 <= token < size), None)
-        if wrong is not None:
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
+            wrong = next(token for token in body.tokens if not 0 <= token < size)
             raise bad("tokens", f"tokens has {wrong}: tokens are 0 to {size - 1}")
         return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from fastapi import APIRouter
@@ -192,12 +193,13 @@ class _ChatFormatter:
     def _report(self, part: Completion) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
-        content = []
-        for token, report in zip(part.token_ids, part.logprobs or (), strict=True):
-            top_logprobs = list(report.items())[: self._logprobs]
-            top = [self._one(other, value) for other, value in top_logprobs]
-            content.append({**self._one(token, report[token]), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        reports = zip(part.token_ids, part.logprobs or (), strict=True)
+        return {"content": (self._reported(*each) for each in reports), "refusal": None}
+
+    def _reported(self, token: int, report: Mapping[int, float]) -> dict[str, Any]:
+        """The element of "content" for a token."""
+        top = [self._one(other, value) for other, value in islice(report.items(), self._logprobs)]
+        return {**self._one(token, report[token]), "top_logprobs": top}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         own = list(self._service.token_bytes(token))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -127,10 +128,16 @@ class _CompletionFormatter:
         if first and self._body.echo and part.prompt_logprobs is not None:
             tokens, reports = part.prompt_token_ids + tokens, part.prompt_logprobs + reports
             offsets = self._echoes[index].offsets + offsets
-        chosen, top = [], []
-        for token, report in zip(tokens, reports, strict=True):
-            chosen.append(None if report is None else finite(report[token]))
-            named = None if report is None else by_name(limited(report, count, token), token, self._name)
-            top.append(named and {name: finite(value) for name, value in named.items()})
-        names = [self._name(token) for token in tokens]
-        return {"tokens": names, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+        reported = list(zip(tokens, reports, strict=True))
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [None if report is None else finite(report[token]) for token, report in reported],
+            "top_logprobs": (self._top(token, report, count) for token, report in reported),
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: int, report: Mapping[int, float] | None, count: int) -> dict[str, float] | None:
+        """The element of "top_logprobs" for a token."""
+        if report is None:
+            return None
+        return {k: finite(value) for k, value in by_name(limited(report, count, token), token, self._name).items()}

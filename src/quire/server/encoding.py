@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -24,17 +25,21 @@ async def in_thread(function: Callable[..., _T], *args: Any) -> _T:
 
 def pieces(value: Any) -> Iterator[str]:
     """The JSON of a value, in parts that are encoded one by one: nothing else in the process runs while the encoder
-    does. Objects are cut at their fields and long lists into slices, whose elements should be small.
+    does. Objects are cut at their fields and long lists into slices, whose elements should be small. An iterator is a
+    list whose elements are made when they are encoded, so that the collector of garbage, for which everything waits,
+    does not find them all.
     """
     if isinstance(value, dict):
         for i, (key, inner) in enumerate(value.items()):
             yield f"{',' if i else '{'}{encode(key)}:"
             yield from pieces(inner)
         yield "}" if value else "{}"
-    elif isinstance(value, list) and len(value) > _SLICE:
-        for start in range(0, len(value), _SLICE):
-            yield ("," if start else "[") + encode(value[start : start + _SLICE])[1:-1]
-        yield "]"
+    elif isinstance(value, Iterator) or (isinstance(value, list) and len(value) > _SLICE):
+        elements, begin = iter(value), "["
+        while part := list(islice(elements, _SLICE)):
+            yield begin + encode(part)[1:-1]
+            begin = ","
+        yield "]" if begin == "," else "[]"
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield "," if i else "["

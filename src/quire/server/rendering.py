@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.engine.chat import render_chat
+from quire.engine.params import half_character
 from quire.server.chat_output.detection import with_arguments
 from quire.server.chat_output.markup import ChatMarkup
 from quire.server.errors import bad
@@ -48,7 +49,7 @@ def rendered(
     except Exception as error:
         # The template is a program of the checkpoint, which may raise anything for the messages of a request.
         raise bad("messages", f"the chat template refuses the messages: {error}") from None
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if half_character(text) is not None:
         raise bad("messages", "messages are not text: they have half a character")
     return text
 

@@ -32,7 +32,7 @@ class ResponseFormatter(Protocol):
     chunk_object: str
 
     def choice(self, index: int, whole: Completion) -> dict[str, Any]:
-        """The element of "choices" for a whole completion."""
+        """The element of "choices" for a whole completion. Lists of reports may be iterators."""
 
     def chunk(self, index: int, part: Completion, first: bool) -> dict[str, Any] | None:
         """The element of "choices" for a part of a completion; the parts of a completion come in order. None if a later
@@ -133,7 +133,7 @@ def _chunk(formatter: ResponseFormatter, index: int, part: Completion, first: bo
     chunk = formatter.chunk(index, part, first)
     if chunk is None:
         return None
-    return "".join(pieces(chunk)) if first else encode(chunk)
+    return "".join(pieces(chunk)) if first or part.logprobs else encode(chunk)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:

@@ -88,12 +88,13 @@ class Service:
             any_length: whether text that cannot fit is tokenized, too, since the caller counts or cuts the tokens.
 
         Raises:
-            ApiError: the prompt is not text or tokens, or text that cannot fit.
+            ApiError: the prompt is not text, or text that cannot fit.
         """
+        if not isinstance(prompt, str):
+            # `start` refuses what are not tokens.
+            return list(prompt)
         try:
-            if isinstance(prompt, str):
-                return await self.tokenize(partial(self.engine.encode, name=name), prompt, name, field, any_length)
-            return self.engine.encode(prompt, name)
+            return await self.tokenize(partial(self.engine.encode, name=name), prompt, name, field, any_length)
         except ValueError as error:
             raise invalid(error, field) from None
 
@@ -110,12 +111,17 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
 
     async def prepare(self, params: SamplingParams, field: str) -> None:
-        """Have the engine compile the grammar of completions, if they have one, before `start`: that of a large schema
-        takes long, and may be refused.
+        """Have `start` find what takes long to make: the tokens of bad words, and the engine's grammar of completions.
+        The grammar may be refused.
 
         Raises:
             ApiError: the grammar is refused, or too many others wait to be compiled.
         """
+        if params.bad_words and self.engine.tokenizer is not None:
+            try:
+                await asyncio.to_thread(self.engine.prompts.word_tokens, params)
+            except ValueError as error:
+                raise invalid(error) from None
         if params.constraint is None:
             return
         try:

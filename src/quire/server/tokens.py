@@ -7,7 +7,7 @@ A token's name is its text. That of a token of a part of a character is OpenAI's
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,29 +49,25 @@ def by_name(report: Mapping[int, float], token: int, name: Name) -> dict[str, fl
     return named
 
 
-def prompt_report(part: Completion, count: int, name: Name) -> list[dict[str, dict[str, Any]] | None]:
+def prompt_report(part: Completion, count: int, name: Name) -> Iterator[dict[str, dict[str, Any]] | None]:
     """The `prompt_logprobs` of vLLM: for each token of the prompt but the first, which has None, log-probabilities,
     ranks and texts by token id.
     """
-    done: list[dict[str, dict[str, Any]] | None] = []
     for token, report, rank in zip(
         part.prompt_token_ids, part.prompt_logprobs or (), part.prompt_ranks or (), strict=True
     ):
         if report is None:
-            done.append(None)
+            yield None
             continue
         ranked = enumerate(limited(report, count, token).items())
-        done.append(
-            {
-                str(other): {
-                    "logprob": finite(value),
-                    "rank": i + 1 if i < count else rank,
-                    "decoded_token": name(other),
-                }
-                for i, (other, value) in ranked
+        yield {
+            str(other): {
+                "logprob": finite(value),
+                "rank": i + 1 if i < count else rank,
+                "decoded_token": name(other),
             }
-        )
-    return done
+            for i, (other, value) in ranked
+        }
 
 
 def finite(logprob: float) -> float:
