@@ -20,6 +20,7 @@ from helpers.chats import chatting, saying
 from helpers.server import served
 from quire.engine import LLM
 from quire.engine.request import Request
+from quire.server import EngineClient
 
 JSON = {"Content-Type": "application/json"}
 MODEL = "hermes"
@@ -69,13 +70,13 @@ def prompt_of(llm, client, **fields):
     """The prompt that a request for a response becomes."""
     prompts = []
     with pytest.MonkeyPatch.context() as patch:
-        start = llm.start
+        start = EngineClient.start
 
-        def keeping(given, *rest):
+        def keeping(engine, given, *rest):
             prompts.extend(given)
-            return start(given, *rest)
+            return start(engine, given, *rest)
 
-        patch.setattr(llm, "start", keeping)
+        patch.setattr(EngineClient, "start", keeping)
         client.responses.create(model=MODEL, max_output_tokens=1, **fields)
     return llm.model.tokenizer.decode(prompts[0])
 
