@@ -23,6 +23,10 @@ SYSTEM, QUESTION = SystemMessage("Be brief."), HumanMessage("Weather in Rome?")
 MESSAGES = [{"role": "system", "content": SYSTEM.content}, {"role": "user", "content": QUESTION.content}]
 
 
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+CALLED = [("get_weather", {"city": "Oslo", "days": 2})]
+
+
 class Weather(BaseModel):
     """The weather of a city."""
 
@@ -101,16 +105,11 @@ def test_bind_tools_with_a_required_call_is_what_the_tool_takes(server):
 
 def test_bind_tools_reads_calls_and_sends_their_results(server):
     bound = chat_model(server).bind_tools([get_weather])
-    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
-    with saying(server.llm, call):
+    with saying(server.llm, CALL):
         answer = bound.invoke([QUESTION])
         parts = list(bound.stream([QUESTION]))
-    assert [(each["name"], each["args"]) for each in answer.tool_calls] == [
-        ("get_weather", {"city": "Oslo", "days": 2})
-    ]
-    assert [(c["name"], c["args"]) for c in sum(parts[1:], parts[0]).tool_calls] == [
-        ("get_weather", {"city": "Oslo", "days": 2})
-    ]
+    assert [(each["name"], each["args"]) for each in answer.tool_calls] == CALLED
+    assert [(c["name"], c["args"]) for c in sum(parts[1:], parts[0]).tool_calls] == CALLED
     result = ToolMessage(get_weather.invoke(answer.tool_calls[0]["args"]), tool_call_id=answer.tool_calls[0]["id"])
     with saying(server.llm, "It is sunny."):
         assert bound.invoke([QUESTION, answer, result]).content == "It is sunny."
@@ -127,3 +126,17 @@ def test_embeddings_are_those_of_the_engine(server):
     np.testing.assert_allclose(client.embed_documents(texts), expected, atol=1e-6)
     np.testing.assert_allclose(client.embed_query(texts[1]), expected[1], atol=1e-6)
     np.testing.assert_allclose(asyncio.run(client.aembed_documents(texts)), expected, atol=1e-6)
+
+
+def test_chat_by_responses_answers_streams_and_calls_tools(server):
+    chat = chat_model(server, use_responses_api=True)
+    with saying(server.llm, "It is sunny."):
+        assert chat.invoke([SYSTEM, QUESTION]).text == "It is sunny."
+        parts = list(chat.stream([QUESTION]))
+    assert "".join(part.text for part in parts) == "It is sunny."
+    with saying(server.llm, CALL):
+        answer = chat.bind_tools([get_weather]).invoke([QUESTION])
+    assert [(each["name"], each["args"]) for each in answer.tool_calls] == CALLED
+    result = ToolMessage(get_weather.invoke(answer.tool_calls[0]["args"]), tool_call_id=answer.tool_calls[0]["id"])
+    with saying(server.llm, "It is sunny."):
+        assert chat.bind_tools([get_weather]).invoke([QUESTION, answer, result]).text == "It is sunny."

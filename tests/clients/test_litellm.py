@@ -125,3 +125,9 @@ def test_completion_with_a_wrong_value_is_its_error(options):
         litellm.completion(messages=MESSAGES, temperature=-1, **options)
     with pytest.raises(litellm.ContextWindowExceededError, match="has 200028 characters"):
         litellm.completion(messages=[{"role": "user", "content": "a b " * 50_000}], **options)
+
+
+def test_responses_have_the_answer(server, options):
+    with saying(server.llm, "It is sunny."):
+        done = litellm.responses(input="Weather in Rome?", max_output_tokens=50, **options)
+    assert done.output[0].content[0].text == "It is sunny."

@@ -88,3 +88,25 @@ def test_wrong_values_are_the_errors_of_the_interface(server, client):
     assert refused.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="another", messages=MESSAGES)
+
+
+def test_responses_are_answered_whole_streamed_and_with_tools(server, client):
+    tool = {"type": "function", "name": "get_weather", "parameters": Weather.model_json_schema(), "strict": False}
+    with saying(server.llm, "It is sunny."):
+        done = client.responses.create(model=server.name, instructions="Be brief.", input="Weather in Rome?")
+        events = list(client.responses.create(model=server.name, input="Weather in Rome?", stream=True))
+    assert done.output_text == "It is sunny."
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "It is sunny."
+    assert events[-1].type == "response.completed"
+    call = {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}
+    with saying(server.llm, f"<tool_call>\n{json.dumps(call)}\n</tool_call>"):
+        done = client.responses.create(model=server.name, input="Weather in Oslo?", tools=[tool])
+    (found,) = done.output
+    assert (found.type, found.name, json.loads(found.arguments)) == ("function_call", call["name"], call["arguments"])
+
+
+def test_responses_parse_makes_the_class_of_an_answer(server, client):
+    done = client.responses.parse(
+        model=server.name, input="Weather?", text_format=Weather, temperature=1, max_output_tokens=200
+    )
+    assert isinstance(done.output_parsed, Weather)
