@@ -149,6 +149,16 @@ def test_embed_takes_prefixes_from_the_cache_for_the_last_token_alone(folder, rn
         assert completion.num_cached_tokens == 28
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_batch_invariant_embeddings_have_the_same_bits_alone(folder, rng, way):
+    prompts = random_prompts(rng, 12)
+    with LLM(folder, page_size=4, batch_invariant=True) as llm:
+        together = llm.embed(prompts, way)
+        for prompt, done in zip(prompts, together, strict=True):
+            llm._engine.scheduler.tree.clear()
+            assert np.array_equal(llm.embed(prompt, way)[0].values, done.values)
+
+
 def test_embed_with_more_prompts_than_running_requests_fills_each_step(folder, rng):
     """With results that are read one step later, requests whose results are on their way make room for others."""
     prompts = [[rng.randrange(VOCAB) for _ in range(6)] for _ in range(16)]

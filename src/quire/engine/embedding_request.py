@@ -43,8 +43,8 @@ class EmbeddingRequest(Request):
         return min(self.num_pooled_tokens, length - 1) if self.is_mean else length - 1
 
     def add_state(self, state: np.ndarray, is_last: bool) -> None:
-        """Add what a step has pooled, float32 [hidden_size]; the last one completes the embedding."""
-        self._state = self._state + state.astype(np.float64)
+        """Add what a step has pooled, float64 [hidden_size]; the last one completes the embedding."""
+        self._state = self._state + state
         if not is_last:
             return
         kept = self._state[: self.embedding_params.dimensions] / (self.prompt_len if self.is_mean else 1)
