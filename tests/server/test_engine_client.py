@@ -236,6 +236,30 @@ def test_state_of_an_engine_that_has_ended_is_the_last_one():
     asyncio.run(run())
 
 
+def test_start_log_probabilities_of_a_long_prompt_come_in_parts(llm, rng, monkeypatch):
+    """No message has more than a few tokens, so that decoding one takes a few milliseconds."""
+    sizes, send = [], EngineHost._send
+
+    def counted(host, message):
+        if isinstance(message, m.PromptLogprobs):
+            sizes.append(len(message.logprobs))
+        send(host, message)
+
+    monkeypatch.setattr(EngineHost, "_send", counted)
+    prompt, params = [rng.randrange(300, 4000) for _ in range(1500)], SamplingParams(max_tokens=1, prompt_logprobs=20)
+    (expected,) = llm.generate([prompt], params)
+
+    async def run():
+        engine = attached(llm)
+        (parts,) = await completed(engine, [prompt], [params])
+        engine.leave()
+        return parts[-1]
+
+    last = asyncio.run(run())
+    assert (last.prompt_logprobs, last.prompt_ranks) == (expected.prompt_logprobs, expected.prompt_ranks)
+    assert sizes == [512, 512, 476]
+
+
 def test_frames_of_any_cuts_are_the_messages(rng):
     messages = [m.Cancel([rng.randrange(1 << 40) for _ in range(rng.randrange(50))]) for _ in range(100)]
     content = b"".join(map(m.frame, messages))

@@ -19,6 +19,7 @@ from quire.engine.messages import (
     NumberedUpdate,
     Prepare,
     Prepared,
+    PromptLogprobs,
     Start,
     StartEmbedding,
     State,
@@ -32,6 +33,9 @@ from quire.engine.messages import (
 )
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Update
+
+# Tokens of a prompt whose log-probabilities are sent at once.
+_PART = 512
 
 
 class EngineHost:
@@ -185,13 +189,19 @@ class EngineHost:
         if is_first:
             self._silent.discard(number)
             details.num_cached_tokens = request.num_cached_tokens
-            if request.prompt_logprobs is not None:
-                details.prompt_logprobs, details.prompt_ranks = request.prompt_logprobs, request.prompt_ranks
+            self._send_prompt(number, request)
         if isinstance(request, EmbeddingRequest):
             details.values = request.values.tobytes()
         if reason is not None:
             del self._requests[number], self._numbers[request]
         return NumberedUpdate(number, tokens, details)
+
+    def _send_prompt(self, number: int, request: Request) -> None:
+        """Send the log-probabilities of a prompt, if they are wanted."""
+        logprobs, ranks = request.prompt_logprobs or [], request.prompt_ranks
+        for start in range(0, len(logprobs), _PART):
+            part = slice(start, start + _PART)
+            self._send(PromptLogprobs(number, logprobs[part], ranks[part]))
 
     def _send(self, message: ToClient) -> None:
         content = frame(message)

@@ -79,14 +79,12 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
 
 
 class Details(msgspec.Struct, array_like=True, gc=False):
-    """What few updates have. The first one of a request has what is known of its prompt, see `Completion`."""
+    """What few updates have, as the first one and the last one of a request."""
 
     finish_reason: str | None = None
     error: str | None = None
     logprobs: list[dict[int, float]] | None = None
     num_cached_tokens: int = 0
-    prompt_logprobs: list[dict[int, float] | None] | None = None
-    prompt_ranks: list[int | None] | None = None
     # An embedding, as float32 with the lowest byte first.
     values: bytes = b""
 
@@ -97,6 +95,16 @@ class NumberedUpdate(msgspec.Struct, array_like=True, gc=False):
     number: int
     token_ids: list[int]
     details: Details | None = None
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True, tag=True):
+    """Log-probabilities and ranks of the next tokens of a request's prompt, see `Completion`. They come before the
+    first update of the request, and in parts, since a client can do nothing else while it decodes a message.
+    """
+
+    number: int
+    logprobs: list[dict[int, float] | None]
+    ranks: list[int | None]
 
 
 class StepUpdates(msgspec.Struct, array_like=True, tag=True):
@@ -137,7 +145,7 @@ _EXPECTED: dict[str, Callable[[str], Exception]] = {
     )
 }
 ToHost = Start | StartEmbedding | Cancel | Prepare | GetState | Close
-ToClient = StepUpdates | Prepared | State | Ready | Failed
+ToClient = StepUpdates | PromptLogprobs | Prepared | State | Ready | Failed
 _encoder = msgspec.msgpack.Encoder()
 to_host = msgspec.msgpack.Decoder(ToHost)
 to_client = msgspec.msgpack.Decoder(ToClient)

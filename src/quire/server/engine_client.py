@@ -15,12 +15,12 @@ from quire.engine.embedding import NO_OUTPUT
 from quire.engine.messages import (
     Cancel,
     Close,
-    Details,
     Frames,
     GetState,
     NumberedUpdate,
     Prepare,
     Prepared,
+    PromptLogprobs,
     Start,
     StartEmbedding,
     State,
@@ -264,6 +264,10 @@ class EngineClient:
             message = to_client.decode(content)
             if isinstance(message, StepUpdates):
                 self._deliver(message.updates)
+            elif isinstance(message, PromptLogprobs):
+                output = self._outputs.get(message.number)
+                if isinstance(output, _Output):
+                    output.add_prompt(message)
             elif isinstance(message, (Prepared, State)) and message.key in self._answers:
                 answer = self._answers.pop(message.key)
                 if not answer.done():
@@ -323,7 +327,16 @@ class _Output:
         self._index, self._prompt = index, request.prompt
         self._text, self._sink = text, sink
         # What is known of the prompt since the first update.
-        self._known = Details()
+        self._num_cached_tokens = 0
+        self._logprobs: list[dict[int, float] | None] | None = None
+        self._ranks: list[int | None] | None = None
+
+    def add_prompt(self, part: PromptLogprobs) -> None:
+        """Add the log-probabilities of the prompt's next tokens."""
+        if self._logprobs is None or self._ranks is None:
+            self._logprobs, self._ranks = [], []
+        self._logprobs.extend(part.logprobs)
+        self._ranks.extend(part.ranks)
 
     def add(self, update: NumberedUpdate) -> bool:
         """Pass an update on to the sink; return whether it is the last one."""
@@ -333,8 +346,7 @@ class _Output:
         else:
             reason, error = details.finish_reason, details.error
             logprobs = details.logprobs
-            if details.prompt_logprobs is not None or details.num_cached_tokens:
-                self._known = details
+            self._num_cached_tokens = max(self._num_cached_tokens, details.num_cached_tokens)
         try:
             text, count, reason = self._text.add(tokens, reason)
         except Exception as raised:
@@ -358,8 +370,7 @@ class _Output:
         logprobs: list[dict[int, float]] | None,
         error: str | None,
     ) -> None:
-        known = self._known
-        prompt = (known.num_cached_tokens, error, known.prompt_logprobs, known.prompt_ranks)
+        prompt = (self._num_cached_tokens, error, self._logprobs, self._ranks)
         self._sink(self._index, Completion(self._prompt, text, tokens, reason, logprobs, *prompt))
 
 
