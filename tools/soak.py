@@ -1,6 +1,6 @@
 """Load and faults for `quire serve`: many streams at once, its end under load, random clients, generated requests.
 
-    PYTHONPATH=src python tools/soak.py streams ends random openapi --out benchmarks/results/cpu-serve-soak.json
+    PYTHONPATH=src python tools/soak.py streams ends kills random openapi --out benchmarks/results/cpu-serve-soak.json
 
 Each client compares its texts with those that the engine generated for the same requests beforehand. The exit code is 1
 if one differs, if a request has no answer, or if pages or connections do not come back. Needs Linux, for /proc.
@@ -13,23 +13,22 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-import httpx
 import torch
-from soak_clients import PATIENCE, Case, Clients, Differs, Wrong, stream, whole
+from soak_clients import Case, Clients, Differs, stream
+from soak_ends import run_ends, run_kills
+from soak_server import Server, connected
 
 from quire import sampling
 from quire.bench.cpu import machine
@@ -105,69 +104,6 @@ def counted(outcomes: Iterable[str | Differs]) -> Counter[str]:
     return counts + Counter(verdicts(differing))
 
 
-class Server:
-    """`quire serve` in a process, with its log in a file.
-
-    Args:
-        log: the file.
-        port: 0 for a free one.
-        options: of the command.
-    """
-
-    def __init__(self, log: Path, port: int = 0, options: tuple[str, ...] = ()) -> None:
-        begun = time.monotonic()
-        given = ("--port", str(port), "--grace", "5", "--device", "cpu")
-        command = [sys.executable, "-m", "quire", "serve", *given, *options]
-        with log.open("w") as file:
-            self.process = subprocess.Popen(command, stderr=file)
-        while not (found := re.search(r"at (http://\S+)", log.read_text())):
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server has ended: {log.read_text()}")
-            time.sleep(0.05)
-        self.url, self.seconds = found[1], time.monotonic() - begun
-        self.port = int(self.url.rpartition(":")[2])
-
-    def memory(self) -> float:
-        """Resident memory in MiB."""
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-    def files(self) -> int:
-        """Open file descriptors."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
-
-    async def state(self, client: httpx.AsyncClient) -> dict[str, Any]:
-        """Memory, files and what the engine holds."""
-        stats = (await client.get("/server_info")).json()["stats"]
-        names = ("running", "waiting", "free_pages", "cached_pages", "held_pages", "generated_tokens", "preemptions")
-        return {"memory_mib": round(self.memory(), 1), "files": self.files()} | {name: stats[name] for name in names}
-
-    async def idle(self, client: httpx.AsyncClient) -> dict[str, Any]:
-        """The state when no request is left, which must be soon, with all pages back."""
-        end = time.monotonic() + 60
-        while True:
-            stats = (await client.get("/server_info")).json()["stats"]
-            if not stats["running"] + stats["waiting"] + stats["held_pages"]:
-                break
-            if time.monotonic() > end:
-                raise Wrong(f"after a minute without clients the engine is not idle: {stats}")
-            await asyncio.sleep(0.2)
-        if stats["free_pages"] + stats["cached_pages"] != stats["pages"]:
-            raise Wrong(f"pages are lost: {stats}")
-        return await self.state(client)
-
-    def end(self) -> None:
-        """End the process if it runs."""
-        self.process.kill()
-        self.process.wait()
-
-
-def connected(server: Server) -> httpx.AsyncClient:
-    """A client without a bound of connections and of time."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
-    return httpx.AsyncClient(base_url=server.url, limits=limits, timeout=httpx.Timeout(None, connect=30))
-
-
 async def run_streams(server: Server, cases: list[Case]) -> dict[str, Any]:
     """All cases at once as streams, five times: memory is to be compared after the first, which allocates buffers."""
     rounds = []
@@ -225,49 +161,6 @@ async def run_random(
     }
 
 
-async def run_ends(log: Path, cases: list[Case]) -> dict[str, Any]:
-    """SIGTERM and SIGKILL, each while streams and whole answers, short and long ones, are on their way."""
-
-    async def outcome(work: Awaitable[None]) -> str | Differs:
-        try:
-            await asyncio.wait_for(work, PATIENCE)
-            return "right"
-        except Differs as error:
-            return error
-        except Wrong as error:
-            text = str(error)
-            return "server unavailable" if "unavailable" in text else text
-        except httpx.TransportError:
-            return "connection closed"
-
-    async def load(server: Server, number: int) -> Counter[str]:
-        long = Case({"prompt": "import os\n", "max_tokens": 2000, "ignore_eos": True}, ["?"])
-        async with connected(server) as client, connected(server) as observer:
-            chosen = [case for case in cases if len(case.texts) == 1][:20] + [long] * 40
-            sent = [(stream if i % 2 else whole)(client, case) for i, case in enumerate(chosen)]
-            tasks = [asyncio.ensure_future(outcome(work)) for work in sent]
-            while (await server.state(observer))["running"] < 40:
-                await asyncio.sleep(0.02)
-            server.process.send_signal(number)
-            return counted(await asyncio.gather(*tasks))
-
-    result: dict[str, Any] = {}
-    server = Server(log)
-    try:
-        for name, number in (("SIGTERM", signal.SIGTERM), ("SIGKILL", signal.SIGKILL)):
-            begun = time.monotonic()
-            results = await load(server, number)
-            code = await asyncio.to_thread(server.process.wait, 60)
-            result[name] = {"results": results, "exit_code": code, "seconds": round(time.monotonic() - begun, 1)}
-            server = Server(log, server.port)
-            async with connected(server) as client:
-                again = counted([await outcome(whole(client, case)) for case in cases[:20]])
-            result[name]["after_restart"] = {"results": again, "seconds_to_start": round(server.seconds, 1)}
-    finally:
-        server.end()
-    return result
-
-
 async def run_openapi(server: Server, folder: Path, examples: int, seed: int) -> dict[str, Any]:
     """Requests that schemathesis makes from the server's OpenAPI document, right and wrong ones."""
     report = folder / "report.json"
@@ -301,6 +194,13 @@ def is_right(result: dict[str, Any]) -> bool:
     ends, streams, crowd = (result.get(name, {}) for name in ("ends", "streams", "random"))
     counters = [r["results"] for r in streams.get("rounds", [])] + list(crowd.get("counts", {}).values())
     counters += [end["after_restart"]["results"] for end in ends.values()]
+    kills = result.get("kills", {"results": {}, "exit_codes": {}, "orphans": 0, "after_restart": {}})
+    expected_ends = {"server": "connection closed", "engine": "engine ended"}
+    expected_codes = {"server": -signal.SIGKILL, "engine": 1}
+    counters += [{x: n for x, n in r.items() if x != expected_ends[name]} for name, r in kills["results"].items()]
+    counters.append(kills["after_restart"])
+    if kills["orphans"] or any(set(codes) - {expected_codes[name]} for name, codes in kills["exit_codes"].items()):
+        return False
     expected = {"SIGTERM": "server unavailable", "SIGKILL": "connection closed"}
     codes = {"SIGTERM": 0, "SIGKILL": -signal.SIGKILL}
     counters += [{x: n for x, n in end["results"].items() if x != expected[name]} for name, end in ends.items()]
@@ -319,10 +219,10 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="+", choices=("streams", "ends", "random", "openapi"))
+    parser.add_argument("parts", nargs="+", choices=("streams", "ends", "kills", "random", "openapi"))
     parser.add_argument("--streams", type=int, default=500, help="clients of the part streams")
     parser.add_argument("--clients", type=int, default=24, help="of the part random")
-    parser.add_argument("--minutes", type=float, default=30, help="of the part random")
+    parser.add_argument("--minutes", type=float, default=30, help="of the parts random and kills")
     parser.add_argument("--examples", type=int, default=2000, help="requests to each endpoint of the part openapi")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--out", type=Path, help="a file for the result, whose other parts are kept")
@@ -337,7 +237,10 @@ def main() -> int:
         log = Path(folder) / "server.log"
         for part in args.parts:
             if part == "ends":
-                runs[part] = asyncio.run(run_ends(log, cases))
+                runs[part] = asyncio.run(run_ends(log, cases, counted))
+                continue
+            if part == "kills":
+                runs[part] = asyncio.run(run_kills(log, cases, rng, args.minutes, counted))
                 continue
             options = {"random": ("--num-pages", "1000"), "openapi": ("--max-model-len", "128")}.get(part, ())
             model = (str(chatting_model(Path(folder))),) if part == "openapi" else ()

@@ -170,7 +170,16 @@ def test_soak_with_random_clients_finds_no_failure(tmp_path, rng):
     out = tmp_path / "result.json"
     options = ["--streams", "40", "--clients", "8", "--minutes", "0.5", "--examples", "5", "--out", str(out)]
     options += ["--seed", str(rng.randrange(1 << 32))]
-    command = [sys.executable, str(ROOT / "tools" / "soak.py"), "streams", "ends", "random", "openapi", *options]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "soak.py"),
+        "streams",
+        "ends",
+        "kills",
+        "random",
+        "openapi",
+        *options,
+    ]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "QUIRE_API_KEY": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
