@@ -11,7 +11,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --dist worksteal
+# A test that hangs fails after ten minutes, with the stacks of its threads.
+PYTEST := $(BIN)/python -m pytest --dist worksteal --timeout 600
 
 .PHONY: demo test test-all test-random test-clients test-gpu test-gpu-kernels test-gpu-callers docs lint format clean
 

@@ -18,7 +18,6 @@ default_device = arguments.default_device
 COMMANDS = {
     "generate": ["x"],
     "chat": [],
-    "serve": [],
     "calibrate": ["scales", "x"],
 }
 
@@ -53,6 +52,15 @@ def test_command_without_a_device_takes_the_default(command, monkeypatch, capsys
     monkeypatch.setattr(arguments, "default_device", lambda: "abacus")
     assert main([command, *COMMANDS[command]]) == 2
     assert "device = 'abacus' can't be used" in capsys.readouterr().err
+
+
+def test_serve_without_a_device_leaves_the_choice_to_the_process_of_the_engine(monkeypatch, capsys):
+    def refuse(self, model, config):
+        raise ValueError(f"device = {config.device!r}")
+
+    monkeypatch.setattr("quire.server.EngineProcess.__init__", refuse)
+    assert main(["serve", "--port", "0"]) == 2
+    assert "device = 'auto'" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
