@@ -80,21 +80,57 @@ def test_prefix_tree_evict_releases_the_oldest_unused_leaves():
     assert pages.holders(new[0]) == 1
 
 
+def test_prefix_tree_of_two_namespaces_shares_no_page():
+    pages, tree = tree_of(8, 2)
+    mine, theirs = pages.allocate(2), pages.allocate(1)
+    node = tree.insert([1, 2, 3, 4], mine)
+    tree.insert([1, 2], theirs, namespace="other")
+    assert (tree.match([1, 2, 3, 4]), tree.match([1, 2, 3, 4], "other")) == (mine, theirs)
+    assert tree.match([1, 2], "unknown") == []
+    assert tree.insert([1, 2, 3, 4], mine, node) is node
+    assert tree.namespaces == [None, "other"]
+    assert len(tree) == 3
+
+
+def test_prefix_tree_root_without_pages_is_not_kept():
+    pages, tree = tree_of(8, 1)
+    old, new = pages.allocate(1), pages.allocate(2)
+    known = tree.insert([5], old, namespace="old")
+    tree.insert([5, 6], new, namespace="new")
+    tree.insert([], [], namespace="none")
+    assert tree.find([1], "none")[0] == []
+    assert tree.namespaces == ["old", "new"]
+    pages.release(old)
+    pages.release(new)
+    assert tree.evict(1) == 1
+    assert (tree.namespaces, pages.num_free) == (["new"], 6)
+    again = pages.allocate(1)
+    assert tree.insert([5], again, known, namespace="old").page == again[0]
+    _, root = tree.find([7], "new")
+    assert tree.evict(2) == 2
+    assert tree.namespaces == ["old"]
+    last = pages.allocate(1)
+    tree.insert([7], last, root, namespace="new")
+    assert tree.match([7], "new") == last
+    tree.clear()
+    assert (tree.namespaces, len(tree)) == ([], 0)
+
+
 @seed(SEED)
 class Tree(RuleBasedStateMachine):
-    """Requests that come, share, and go: no page is lost, and a match is always what was inserted."""
+    """Requests of two namespaces that come, share, and go: no page is lost, and a match is always what was inserted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pages, self.tree = tree_of(30, 2)
         self.requests: list[tuple[list[int], list[int]]] = []
-        self.content: dict[int, tuple[int, ...]] = {}  # page: all tokens up to its end
+        self.content: dict[int, tuple[object, ...]] = {}  # page: its namespace, and all tokens up to its end
 
-    @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=13))
-    def arrive(self, tokens: list[int]) -> None:
-        found = self.tree.match(tokens)
+    @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=13), namespace=st.sampled_from([None, "other"]))
+    def arrive(self, tokens: list[int], namespace: str | None) -> None:
+        found = self.tree.match(tokens, namespace)
         for i, page in enumerate(found):
-            assert self.content[page] == tuple(tokens[: 2 * i + 2])
+            assert self.content[page] == (namespace, *tokens[: 2 * i + 2])
         missing = -(-len(tokens) // 2) - len(found)
         short = missing - self.pages.num_free
         if short > 0 and self.tree.evict(short) < short:
@@ -102,8 +138,8 @@ class Tree(RuleBasedStateMachine):
             return
         mine = found + self.pages.allocate(missing)
         for i in range(len(found), len(tokens) // 2):
-            self.content[mine[i]] = tuple(tokens[: 2 * i + 2])
-        self.tree.insert(tokens, mine)
+            self.content[mine[i]] = (namespace, *tokens[: 2 * i + 2])
+        self.tree.insert(tokens, mine, namespace=namespace)
         self.requests.append((tokens, mine))
 
     @precondition(lambda self: self.requests)
@@ -123,6 +159,7 @@ class Tree(RuleBasedStateMachine):
         held = Counter(page for _, mine in self.requests for page in mine) + Counter(self.tree.pages)
         assert [self.pages.holders(p) for p in range(30)] == [held[p] for p in range(30)]
         assert self.pages.num_free == 30 - len(held)
+        assert set(self.tree.namespaces) == {self.content[page][0] for page in self.tree.pages}
 
 
 TestTree = Tree.TestCase

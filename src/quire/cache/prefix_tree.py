@@ -3,12 +3,15 @@
 A node is one full page, and its path from the root has all tokens up to the end of that page. The tree is a holder of
 its pages, so they outlive the requests that wrote them. When pages are needed, pages without other holders are evicted,
 least recently used first.
+
+Keys and values depend on more than tokens where requests are computed with different weights. Each namespace therefore
+has a root of its own, as long as it has pages.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from quire.cache.allocator import PageAllocator
 
@@ -17,16 +20,17 @@ class Node:
     """A page of the tree. Callers keep it as the end of a path, and pass it to `PrefixTree.insert` and `touch`.
 
     Attributes:
+        key: the tokens of the page; of a root, its namespace.
         depth: the number of pages on the path that ends here; -1 when the page has been evicted.
     """
 
     __slots__ = ("children", "depth", "key", "page", "parent")
 
-    def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
+    def __init__(self, parent: Node | None, key: Hashable, page: int) -> None:
         self.parent, self.key = parent, key
         self.page = page
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[Hashable, Node] = {}
 
 
 class PrefixTree:
@@ -39,7 +43,8 @@ class PrefixTree:
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         self.allocator, self.page_size = allocator, page_size
-        self._root = Node(None, (), -1)
+        # By namespaces; each has children.
+        self._roots: dict[Hashable, Node] = {}
         # Least recently used first. A path is updated from its leaf up, so children come before their parents, except
         # for pages of requests that go on, which have holders.
         self._order: OrderedDict[int, Node] = OrderedDict()
@@ -52,13 +57,20 @@ class PrefixTree:
     def pages(self) -> list[int]:
         return list(self._order)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """The pages of the longest prefix of `tokens` in the tree. The caller becomes a holder of them."""
-        return self.find(tokens)[0]
+    @property
+    def namespaces(self) -> list[Hashable]:
+        """The namespaces that have pages."""
+        return list(self._roots)
 
-    def find(self, tokens: Sequence[int]) -> tuple[list[int], Node]:
+    def match(self, tokens: Sequence[int], namespace: Hashable = None) -> list[int]:
+        """The pages of the longest prefix of `tokens` that is in the tree in this namespace. The caller becomes a
+        holder of them.
+        """
+        return self.find(tokens, namespace)[0]
+
+    def find(self, tokens: Sequence[int], namespace: Hashable = None) -> tuple[list[int], Node]:
         """The pages of `match`, and the node of the last one, for `insert`."""
-        pages, node = [], self._root
+        pages, node = [], self._root(namespace)
         for depth in range(len(tokens) // self.page_size):
             child = node.children.get(self._key(tokens, depth))
             if child is None:
@@ -70,21 +82,29 @@ class PrefixTree:
         return pages, node
 
     def insert(
-        self, tokens: Sequence[int], pages: Sequence[int], after: Node | None = None, count: int | None = None
+        self,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        after: Node | None = None,
+        count: int | None = None,
+        namespace: Hashable = None,
     ) -> Node:
         """Add the full ones of `pages`, which hold the keys and values of `tokens`. A page that is in the tree already
         is not replaced by the caller's page with equal tokens.
 
         Args:
-            after: the node of a prefix of `tokens`, whose pages are not looked up again unless they have been evicted.
+            after: the node of a prefix of `tokens` in this namespace, whose pages are not looked up again unless they
+                have been evicted.
             count: the number of pages to have in the tree afterwards; None: all full ones.
+            namespace: of the tokens; pages are shared within it alone.
 
         Returns:
             the node of the last page.
         """
         full = min(len(tokens) // self.page_size, len(pages))
         end = full if count is None else min(count, full)
-        first = self._root if after is None or after.depth < 0 else after
+        # A root may have been left out of the tree since then.
+        first = self._root(namespace) if after is None or after.depth <= 0 else after
         node = first
         for depth in range(first.depth, end):
             key, page = self._key(tokens, depth), pages[depth]
@@ -92,6 +112,8 @@ class PrefixTree:
             if child is None:
                 self.allocator.retain((page,))
                 child = node.children[key] = Node(node, key, page)
+                if node.parent is None:
+                    self._roots[namespace] = node
             node = child
         self.touch(node, first.depth)
         return node
@@ -127,8 +149,11 @@ class PrefixTree:
             if self.allocator.holders(page) > 1:
                 held.append(page)
             elif not node.children:
-                assert node.parent is not None
-                del node.parent.children[node.key]
+                parent = node.parent
+                assert parent is not None
+                del parent.children[node.key]
+                if parent.parent is None and not parent.children:
+                    del self._roots[parent.key]
                 node.depth = -1
                 gone.append(node)
         for page in held:
@@ -144,7 +169,11 @@ class PrefixTree:
         for node in self._order.values():
             node.depth = -1
         self._order.clear()
-        self._root.children.clear()
+        self._roots.clear()
+
+    def _root(self, namespace: Hashable) -> Node:
+        """The root of a namespace. One without pages is not in the tree until it has one."""
+        return self._roots.get(namespace) or Node(None, namespace, -1)
 
     def _key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
         """The tokens of a page."""
