@@ -47,7 +47,7 @@ def client(url):
         yield client
 
 
-def test_an_answer_is_the_completion_of_the_rendered_messages(llm, client):
+def test_chat_messages_are_answered_by_the_completion_of_their_rendered_text(llm, client):
     done = client.chat.completions.create(model="chatty", messages=MESSAGES, max_completion_tokens=12)
     expected = llm.generate(TEXT, SamplingParams(max_tokens=12))[0]
     assert done.choices[0].message.content == expected.text
@@ -56,12 +56,12 @@ def test_an_answer_is_the_completion_of_the_rendered_messages(llm, client):
     assert done.usage.prompt_tokens == len(llm.encode(TEXT))
 
 
-def test_an_answer_without_max_tokens_takes_the_context(llm, client):
+def test_chat_without_max_tokens_may_fill_the_context(llm, client):
     done = client.chat.completions.create(model="chatty", messages=MESSAGES, stop="\n\n")
     assert done.choices[0].message.content == llm.generate(TEXT, SamplingParams(max_tokens=None, stop="\n\n"))[0].text
 
 
-def test_streams_have_a_role_and_then_text(llm, url):
+def test_chat_stream_begins_with_the_role_and_ends_with_usage(llm, url):
     expected = llm.generate([TEXT] * 2, [SamplingParams(max_tokens=10, temperature=1, seed=3 + i) for i in range(2)])
 
     async def stream():
@@ -81,7 +81,7 @@ def test_streams_have_a_role_and_then_text(llm, url):
     assert last.usage.completion_tokens == 20
 
 
-def test_log_probabilities_have_the_asked_number(llm, client):
+def test_chat_top_logprobs_reports_as_many_tokens(llm, client):
     done = client.chat.completions.create(
         model="chatty", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2
     )
@@ -94,7 +94,7 @@ def test_log_probabilities_have_the_asked_number(llm, client):
         assert [t.logprob for t in one.top_logprobs] == pytest.approx(list(report.values())[:2], abs=1e-4)
 
 
-def test_parts_and_arguments_of_the_template(llm, url):
+def test_tokenize_messages_in_parts_with_template_arguments_gives_the_rendered_tokens(llm, url):
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     body = {"messages": messages, "chat_template_kwargs": {"shout": True}, "add_generation_prompt": False}
     tokens = httpx.post(f"{url}/tokenize", json=body).json()
@@ -119,7 +119,7 @@ def test_parts_and_arguments_of_the_template(llm, url):
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function is missing"),
     ],
 )
-def test_what_is_wrong_is_named(url, change, param, message):
+def test_chat_wrong_field_is_answered_400_with_its_name(url, change, param, message):
     done = httpx.post(f"{url}/v1/chat/completions", content=json.dumps({"messages": MESSAGES, **change}), headers=JSON)
     error = done.json()["error"]
     assert done.status_code == 400

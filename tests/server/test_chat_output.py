@@ -65,7 +65,7 @@ def test_parser_text_cut_at_every_place_is_read(name, write, rng):
 
 
 @pytest.mark.parametrize(("name", "write"), [pair for pair in WRITERS if pair[0] in ("hermes", "mistral", "deepseek")])
-def test_parser_content_around_calls_is_kept_without_space_between(name, write, rng):
+def test_parser_content_around_calls_is_kept_without_the_space_beside_them(name, write, rng):
     calls = random_calls(rng, NAMES)
     text = f" I look < that [up. \n\n{write(calls, rng)}\n\n Done.\n"
     for _ in range(20):
@@ -74,7 +74,7 @@ def test_parser_content_around_calls_is_kept_without_space_between(name, write, 
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_parser_any_text_in_parts_is_what_it_is_whole(name, rng):
+def test_parser_random_text_in_parts_is_read_as_when_it_comes_at_once(name, rng):
     """Marks in any order, broken calls, and text that is none of these."""
     pieces = [
         *MARKS,
@@ -117,22 +117,22 @@ def test_parser_any_text_in_parts_is_what_it_is_whole(name, rng):
         ("deepseek", "<｜tool▁call▁begin｜>f{}<｜tool▁call▁end｜>"),
     ],
 )
-def test_parser_text_that_is_no_call_is_content_as_it_was_written(name, text, rng):
+def test_parser_text_without_a_valid_call_is_unchanged_content(name, text, rng):
     assert read(PARSERS[name](NAMES), *random_parts(rng, text)) == (text, "", [])
 
 
-def test_parser_a_call_after_a_broken_one_is_read():
+def test_parser_valid_call_after_an_invalid_one_is_read():
     text = '<tool_call>{"name": 5}</tool_call>\n<tool_call>{"name": "f"}</tool_call>'
     assert read(HermesParser(), *text) == ('<tool_call>{"name": 5}</tool_call>', "", [("f", {})])
 
 
-def test_parser_arguments_as_text_of_json_are_read():
+def test_parser_arguments_in_a_json_string_are_read_as_an_object():
     text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": [1]}"}'
     assert whole(HermesParser(), text) == ("", "", [("f", {"a": [1]})])
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{ "a":%s }' % ("7" * 5000), '{"a": "\\ud800", "a": 1.0}', "{}"])
-def test_parser_arguments_stay_as_they_were_written(arguments):
+def test_parser_unusual_json_arguments_are_passed_on_unchanged(arguments):
     for text in (f"[TOOL_CALLS]f[ARGS]{arguments}", f'[TOOL_CALLS] [ {{"name" : "f","arguments": {arguments} }} ]'):
         (call,) = MistralParser().feed(text, last=True).calls
         assert call == ("f", arguments)
@@ -153,12 +153,12 @@ def test_parser_arguments_stay_as_they_were_written(arguments):
         ("", True, ("", "")),
     ],
 )
-def test_reasoning_parser_marks_divide_reasoning_from_content(text, opened, expected, rng):
+def test_reasoning_parser_think_marks_separate_reasoning_from_content(text, opened, expected, rng):
     for parts in ([text], list(text), random_parts(rng, text)):
         assert read(ReasoningParser(THINK, opened, ContentParser()), *parts)[:2] == expected
 
 
-def test_reasoning_parser_calls_follow_reasoning(rng):
+def test_reasoning_parser_calls_after_reasoning_are_read(rng):
     text = 'Hm.\n</think>\n\nWell.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     for _ in range(20):
         parser = ReasoningParser(THINK, True, HermesParser())
@@ -188,12 +188,12 @@ def test_reasoning_parser_calls_follow_reasoning(rng):
         ("<|channel|>analysis<|message|>A<|channel|>final<|message|>B", ("B", "A", [])),
     ],
 )
-def test_gpt_oss_parser_channels_are_told_apart(text, expected, rng):
+def test_gpt_oss_parser_channels_become_content_reasoning_and_calls(text, expected, rng):
     for parts in ([text], list(text), *(random_parts(rng, text) for _ in range(10))):
         assert read(GptOssParser(), *parts) == expected
 
 
-def test_parser_long_arguments_in_small_parts_take_little_time():
+def test_parser_long_arguments_in_small_parts_are_read_in_linear_time():
     text = "<tool_call>" + json.dumps({"name": "f", "arguments": {"text": "<a href=\\>" * 30_000}}) + "</tool_call>"
     parser, start = HermesParser(), time.perf_counter()
     calls = [call for place in range(0, len(text), 4) for call in parser.feed(text[place : place + 4]).calls]

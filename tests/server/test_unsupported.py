@@ -38,7 +38,7 @@ def chat(client, **fields):
     return client.chat.completions.create(model="model", messages=MESSAGES, max_tokens=16, extra_body=fields)
 
 
-def test_an_answer_without_tools_is_given_if_none_may_be_chosen(client):
+def test_chat_tool_choice_none_is_answered_without_tools_and_others_are_refused(client):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     expected = chat(client, temperature=0).choices[0].message.content
     for fields in (
@@ -99,7 +99,7 @@ IGNORED = {
         *(("chat/completions", name, *values) for name, values in REFUSED_CHAT.items()),
     ],
 )
-def test_options_that_would_change_an_answer_are_refused_by_name(url, path, name, value, neutral):
+def test_unsupported_field_that_would_change_an_answer_is_answered_400_with_its_name(url, path, name, value, neutral):
     body = {"max_tokens": 1, **({"prompt": "x"} if path == "completions" else {"messages": MESSAGES})}
     done = httpx.post(f"{url}/v1/{path}", json={**body, name: value})
     error = done.json()["error"]
@@ -108,12 +108,12 @@ def test_options_that_would_change_an_answer_are_refused_by_name(url, path, name
     assert httpx.post(f"{url}/v1/{path}", json={**body, name: neutral}).status_code == 200
 
 
-def test_options_without_an_effect_on_answers_are_ignored(url):
+def test_unknown_field_without_an_effect_on_answers_is_ignored(url):
     for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
         assert httpx.post(f"{url}/v1/{path}", json={"max_tokens": 1, **body, **IGNORED}).status_code == 200
 
 
-def test_options_of_tokenizing_are_refused_by_name(url):
+def test_tokenize_unsupported_field_is_answered_400_with_its_name(url):
     def post(**body):
         return httpx.post(f"{url}/tokenize", json=body)
 
@@ -140,7 +140,7 @@ def test_options_of_tokenizing_are_refused_by_name(url):
         ({"type": "text", "schema": {}}, "response_format.schema"),
     ],
 )
-def test_unknown_parts_of_a_response_format_are_refused_by_name(url, form, name):
+def test_response_format_unknown_field_is_answered_400_with_its_name(url, form, name):
     error = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "response_format": form}).json()["error"]
     assert (error["param"], error["code"]) == ("response_format", "unsupported_parameter")
     assert f"{name} is not supported" in error["message"]
@@ -169,7 +169,7 @@ def test_unknown_parts_of_a_response_format_are_refused_by_name(url, form, name)
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "can't be combined with stream"),
     ],
 )
-def test_bad_values_are_named(url, fields, param, message):
+def test_completion_invalid_value_is_answered_400_with_its_field(url, fields, param, message):
     body = json.dumps({"prompt": "x", **fields})
     done = httpx.post(f"{url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
     error = done.json()["error"]

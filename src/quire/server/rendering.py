@@ -41,7 +41,7 @@ def rendered(
         raise bad("chat_template_kwargs", f"chat_template_kwargs must not have {sorted(reserved)[0]!r}")
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
-    messages = [_plain(i, message, markup) for i, message in enumerate(body.messages)]
+    messages = [_template_message(i, message, markup) for i, message in enumerate(body.messages)]
     ours = {"add_generation_prompt": not body.continue_final_message, "continue_final_message": False}
     given = {name: getattr(body, name) for name in ours if getattr(body, name) is not None}
     try:
@@ -54,26 +54,26 @@ def rendered(
     return text
 
 
-def _plain(index: int, message: Message, markup: ChatMarkup) -> dict[str, Any]:
+def _template_message(index: int, message: Message, markup: ChatMarkup) -> dict[str, Any]:
     """A message as templates read it, with content of text, and without fields that are null."""
     fields = message.model_dump()
-    plain = {name: value for name, value in fields.items() if name == "content" or value is not None}
+    turn = {name: value for name, value in fields.items() if name == "content" or value is not None}
     if isinstance(message.content, list):
         other = next((part.type for part in message.content if part.type != "text"), None)
         if other is not None:
             raise bad("messages", f"messages.{index}.content has a part of type {other!r}: only 'text' is supported")
-        plain["content"] = "\n".join(part.text or "" for part in message.content)
-    calls = plain.get("tool_calls")
+        turn["content"] = "\n".join(part.text or "" for part in message.content)
+    calls = turn.get("tool_calls")
     if isinstance(calls, list) and calls:
-        plain["tool_calls"] = [with_arguments(call, markup.style.json_arguments) for call in calls]
-        if plain["content"] is None and markup.style.empty_content:
-            plain["content"] = ""
+        turn["tool_calls"] = [with_arguments(call, markup.style.json_arguments) for call in calls]
+        if turn["content"] is None and markup.style.empty_content:
+            turn["content"] = ""
     elif calls is not None:
         # Some templates take an empty list for calls.
-        del plain["tool_calls"]
-    if markup.reasoning_format == "gpt_oss" and "reasoning_content" in plain:
+        del turn["tool_calls"]
+    if markup.reasoning_format == "gpt_oss" and "reasoning_content" in turn:
         # The template of GPT-OSS has another name for it, and refuses it beside the content of a message with calls.
-        reasoning = plain.pop("reasoning_content")
-        if not (calls and plain["content"]):
-            plain.setdefault("thinking", reasoning)
-    return plain
+        reasoning = turn.pop("reasoning_content")
+        if not (calls and turn["content"]):
+            turn.setdefault("thinking", reasoning)
+    return turn
