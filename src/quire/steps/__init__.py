@@ -1,6 +1,6 @@
 """Code that the engine and serving backends share: tables of a step, writes to the cache, plans, buffers of graphs,
-products of single tokens, of experts and with quantized weights, the choice of experts, and the most likely tokens of
-logits.
+products of single tokens, of experts, of adapters and with quantized weights, the choice of experts, and the most
+likely tokens of logits.
 
 A scheduler knows each request's length, its number of new tokens and its pages. `StepTables` turns that into the
 tensors that operations read, `store` writes the keys and values of the new tokens, and `plan` plans a wrapper. Scale,
@@ -9,6 +9,7 @@ window, soft cap and sinks are arguments of each run, so all layers with equal `
 
 from quire.kernels.code_product import code_product, grouped_code_product, multiplies_codes, pack_words
 from quire.kernels.grouped_gemm import group_by_expert, grouped_gemm
+from quire.kernels.lora import RANK_PAGE, add_lora, add_lora_embedding, group_by_slot
 from quire.kernels.sampling import greedy_rows
 from quire.kernels.topk import topk
 from quire.steps.graphs import GraphBuffers
@@ -22,11 +23,15 @@ __all__ = [
     "GraphBuffers",
     "Heads",
     "Layer",
+    "RANK_PAGE",
     "StepTables",
+    "add_lora",
+    "add_lora_embedding",
     "code_product",
     "fp8_dtype",
     "greedy_rows",
     "group_by_expert",
+    "group_by_slot",
     "grouped_code_product",
     "grouped_gemm",
     "multiplies_codes",
