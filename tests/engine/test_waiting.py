@@ -27,16 +27,21 @@ def waiting(*groups):
     return requests, queue
 
 
+def take(queue, is_ready=lambda request: True):
+    """Take the first request that is ready, None if none is."""
+    count, request = len(queue), next(queue.in_turn(is_ready), None)
+    assert len(queue) == count == len(list(queue))
+    if request is not None:
+        assert request in list(queue)
+        queue.take(request)
+        assert len(queue) == count - 1 == len(list(queue))
+    assert bool(queue) == bool(len(queue))
+    return request
+
+
 def drained(queue):
     """All requests of a queue, in its order."""
-    order = []
-    while queue:
-        count, first = len(queue), queue.first
-        assert set(map(id, queue)) >= {id(first)}
-        order.append(queue.popleft())
-        assert order[-1] is first
-        assert len(queue) == count - 1 == len(list(queue))
-    return order
+    return [take(queue) for _ in range(len(queue))]
 
 
 def test_waiting_queue_groups_are_served_in_turn_and_each_in_its_order():
@@ -46,15 +51,15 @@ def test_waiting_queue_groups_are_served_in_turn_and_each_in_its_order():
 
 def test_waiting_queue_group_that_arrives_later_waits_for_one_of_each_other_group():
     requests, queue = waiting(*"aaaa", *"bbb")
-    assert queue.popleft() is requests[0]
+    assert take(queue) is requests[0]
     late = Waiting("c")
     queue.append(late)
-    assert [queue.popleft() for _ in range(4)] == [requests[4], requests[1], late, requests[5]]
+    assert [take(queue) for _ in range(4)] == [requests[4], requests[1], late, requests[5]]
 
 
 def test_waiting_queue_preempted_request_comes_first_and_takes_no_turn():
     requests, queue = waiting("a", "a", "b")
-    assert queue.popleft() is requests[0]
+    assert take(queue) is requests[0]
     queue.appendleft(requests[0])
     assert drained(queue) == [requests[0], requests[2], requests[1]]
 
@@ -83,10 +88,75 @@ def test_waiting_queue_random_arrivals_never_wait_for_more_than_one_of_each_othe
                 queue.append(request)
             if not queue:
                 continue
-            request = queue.popleft()
+            request = take(queue)
             assert order[request.group].popleft() is request
             assert turn - turns[request.group] <= len(order)
             turns[request.group] = turn
+
+
+def test_waiting_queue_in_turn_yields_what_one_take_after_the_other_gives():
+    requests, queue = waiting(*"aaabcb")
+    order = []
+    for request in queue.in_turn(lambda request: True):
+        queue.take(request)
+        order.append(request)
+    assert order == [requests[i] for i in (0, 3, 4, 1, 5, 2)]
+    assert not queue
+
+
+def test_waiting_queue_request_that_is_passed_over_keeps_its_turn():
+    requests, queue = waiting(*"aaabb")
+    blocked = {requests[0], requests[1]}
+    order = [take(queue, lambda r: r not in blocked) for _ in range(2)]
+    assert order == [requests[2], requests[3]], "others go on, also those of the same group"
+    assert take(queue, lambda r: r not in (*blocked, requests[4])) is None
+    late = Waiting("c")
+    queue.append(late)
+    queue.appendleft(requests[3])
+    assert queue.next(9) == [requests[3], requests[0], requests[4], requests[1], late]
+    assert queue.next(2) == [requests[3], requests[0]]
+    # The first request of each group comes before all groups; the next one of its group has to wait for its turn.
+    assert drained(queue) == [requests[3], requests[0], requests[4], requests[1], late]
+
+
+def test_waiting_queue_removes_requests_that_were_passed_over():
+    requests, queue = waiting(*"aab")
+    assert take(queue, lambda r: False) is None
+    for request in (requests[0], requests[2], requests[0]):
+        queue.remove(request)
+    assert drained(queue) == [requests[1]]
+    queue.append(requests[0])
+    take(queue, lambda r: False)
+    queue.clear()
+    assert (list(queue), len(queue), bool(queue)) == ([], 0, False)
+
+
+def test_waiting_queue_looks_at_a_bounded_number_of_requests_that_are_not_ready():
+    requests, queue = waiting(*range(5000))
+    looked = []
+
+    def is_ready(request):
+        looked.append(request)
+        return False
+
+    assert take(queue, is_ready) is None
+    assert take(queue, is_ready) is None
+    assert len(looked) < 2500
+    assert drained(queue) == requests
+
+
+def test_waiting_queue_random_readiness_takes_ready_requests_once_and_none_out_of_its_group_while_all_are_ready(rng):
+    for _ in range(100):
+        requests, queue = waiting(*(rng.randrange(3) for _ in range(rng.randint(1, 30))))
+        taken, ready = [], set()
+        while queue:
+            ready |= {r for r in queue if rng.random() < 0.3}
+            before = list(queue)
+            request = take(queue, ready.__contains__)
+            assert (request is None) == ready.isdisjoint(before)
+            if request is not None:
+                taken.append(request)
+        assert sorted(map(id, taken)) == sorted(map(id, requests))
 
 
 def test_llm_a_call_does_not_wait_for_all_requests_of_an_earlier_call():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from quire.engine.adapters.adapter import Adapter
 from quire.engine.embedding import NO_OUTPUT, Embedding, EmbeddingParams
 from quire.engine.request import Request, Update
 
@@ -18,14 +19,21 @@ class EmbeddingRequest(Request):
         prompt: token ids.
         params: resolved ones (`EmbeddingParams.resolved`).
         sink: called with one Update, in the engine's thread.
+        adapter: as for `Request`.
 
     Attributes:
         num_pooled_tokens: the number of tokens whose states launched steps have pooled, for the mean of all.
         values: the embedding, float32 [dimensions]; [0] before it is complete.
     """
 
-    def __init__(self, prompt: Sequence[int], params: EmbeddingParams, sink: Callable[[Update], None]) -> None:
-        super().__init__(prompt, NO_OUTPUT, None, frozenset(), sink)
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: EmbeddingParams,
+        sink: Callable[[Update], None],
+        adapter: Adapter | None = None,
+    ) -> None:
+        super().__init__(prompt, NO_OUTPUT, None, frozenset(), sink, adapter=adapter)
         self.embedding_params = params
         # The request is never at its end by the number of its tokens.
         self.max_total_tokens = sys.maxsize

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.cache import Node
+from quire.engine.adapters.adapter import Adapter
 from quire.engine.drafts import PromptLookup
 from quire.engine.grammar import Grammar
 from quire.engine.logits_processors import TokenRules
@@ -42,6 +43,7 @@ class Request:
         sink: called with each Update, in the engine's thread.
         grammar: that of `params`, if they have one.
         bad_words: the token sequences of `params.bad_words`.
+        adapter: what the model is computed with; None: the model alone.
 
     Attributes:
         prompt: the tokens of the prompt.
@@ -71,6 +73,8 @@ class Request:
             or a grammar.
         num_cached_tokens: tokens of the prompt that were in the cache when the request was first admitted.
         group: identifies the requests of one call, see `quire.engine.waiting`.
+        slot: that of the adapter on the device while the request runs; -1 without one.
+        namespace: of the pages that the request may share, see `PrefixTree`.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Request:
         sink: Callable[[Update], None],
         grammar: Grammar | None = None,
         bad_words: Sequence[Sequence[int]] = (),
+        adapter: Adapter | None = None,
     ) -> None:
         self.prompt_len = len(prompt)
         self.params, self.sink = params, sink
@@ -97,6 +102,8 @@ class Request:
         self.node: Node | None = None
         self.num_cached_tokens = 0
         self.group = object()
+        self.adapter, self.slot = adapter, -1
+        self.namespace = None if adapter is None else adapter.digest
         self.admitted = False
         self.final_only = False
         self.finish_reason: str | None = None

@@ -2,8 +2,9 @@
 
 The scheduler uses continuous batching. Running requests come first, in the order of their arrival: a decode needs one
 token, a prefill takes the rest of the token budget (a chunk). Then waiting requests are admitted, in turn from each of
-their calls. When pages run out, the prefix tree evicts pages that no request holds, and after that the last request is
-preempted: its pages are released, and it waits to be computed again from its tokens.
+their calls; those whose adapter is not on the device yet are passed over until it is. When pages run out, the prefix
+tree evicts pages that no request holds, and after that the last request is preempted: its pages are released, and it
+waits to be computed again from its tokens.
 
 The scheduler works with the numbers of tokens, not with the tokens. A step can thus be scheduled while the last token
 of its requests is in flight, that is, sampled by a step whose results the host has not read. Pages can be released and
@@ -18,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from quire.cache import PageAllocator, PrefixTree
+from quire.engine.adapters.slots import AdapterSlots
 from quire.engine.batch import Chunk, StepBatch
 from quire.engine.request import Request
 from quire.engine.stats import Stats
@@ -26,6 +28,8 @@ from quire.engine.waiting import WaitingQueue
 # The most log-probabilities of prompts that a step computes, as logits of all tokens of a long prompt would take too
 # much memory. A prompt whose log-probabilities are wanted is computed in chunks of so many tokens.
 MAX_PROMPT_LOGPROBS = 256
+# The waiting requests whose adapters are copied to the device while there is no room for the requests themselves.
+_COPIED_AHEAD = 4
 
 
 class Scheduler:
@@ -37,6 +41,7 @@ class Scheduler:
         max_batched_tokens: the largest number of tokens of a step.
         speculative_tokens: the most drafts of a request in a step.
         stats: counts what the scheduler does; by default new counts.
+        adapters: those on the device; None: no request has one.
 
     Attributes:
         max_rows: the largest number of tokens that a step samples: one for each request and one for each draft.
@@ -50,6 +55,7 @@ class Scheduler:
         max_batched_tokens: int,
         speculative_tokens: int = 0,
         stats: Stats | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.page_size, self.max_num_seqs = page_size, max_num_seqs
         self.max_batched_tokens = max_batched_tokens
@@ -60,6 +66,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.stats = Stats() if stats is None else stats
+        self.adapters = adapters
         # The last step, if it was one token of each running request, and how often it can be repeated until a request
         # has all its tokens.
         self._last_decodes: StepBatch | None = None
@@ -232,21 +239,30 @@ class Scheduler:
         """Chunks of waiting requests, within the token budget, max_num_seqs and the free pages."""
         chunks: list[Chunk] = []
         max_running = self.max_num_seqs + self._num_computed_requests
-        while self.waiting and budget > 0 and len(self.running) < max_running:
-            request = self.waiting.first
+        if self.adapters is not None and self.waiting:
+            self.adapters.begin_pass()
+        in_turn = self.waiting.in_turn(self._is_ready)
+        while budget > 0 and len(self.running) < max_running:
+            request = next(in_turn, None)
+            if request is None:
+                return chunks
             # A request that was preempted waits until its tokens are known.
             if request.num_inflight_tokens:
                 break
             length = len(request.tokens) - request.num_unneeded_tokens
-            pages, request.node = self.tree.find(request.tokens[: request.num_reusable_tokens(length)])
+            pages, request.node = self.tree.find(
+                request.tokens[: request.num_reusable_tokens(length)], request.namespace
+            )
             request.pages, request.num_computed_tokens = array("i", pages), len(pages) * self.page_size
             count = min(length - request.num_computed_tokens, budget)
             count, num_prompt_logprobs = self._bound_prompt_logprobs(request, count)
             if count == 0 or not self._reserve(request, request.num_computed_tokens + count, spare=len(self.running)):
                 self._release(request)
                 break
-            self.waiting.popleft()
+            self.waiting.take(request)
             self.running.append(request)
+            if request.adapter is not None and self.adapters is not None:
+                request.slot = self.adapters.hold(request.adapter)
             if not request.admitted:
                 request.admitted = True
                 request.num_cached_tokens = request.num_computed_tokens
@@ -258,7 +274,15 @@ class Scheduler:
             chunks.append(Chunk(request, start, count, samples, num_prompt_logprobs=num_prompt_logprobs))
             budget -= count
             self._prompt_logprobs_left -= num_prompt_logprobs
+        if self.adapters is not None:
+            # Copy what they will need meanwhile.
+            for request in self.waiting.next(_COPIED_AHEAD):
+                self._is_ready(request)
         return chunks
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether the adapter of a waiting request, if it has one, is on the device."""
+        return request.adapter is None or (self.adapters is not None and self.adapters.is_ready(request.adapter))
 
     def _share(self, request: Request, end: int) -> None:
         """Insert the full pages among the first `end` tokens into the prefix tree, if they are known. Requests may
@@ -267,7 +291,8 @@ class Scheduler:
         """
         full = min(end, len(request.tokens)) // self.page_size
         if full > 0 and (request.node is None or request.node.depth < full):
-            request.node = self.tree.insert(request.tokens, request.pages, request.node, full)
+            namespace = request.namespace
+            request.node = self.tree.insert(request.tokens, request.pages, request.node, full, namespace)
 
     def _reserve(self, request: Request, length: int, spare: int = 0) -> bool:
         """Allocate pages for `length` tokens of a request; return False if fewer than `spare` pages would stay free. An
@@ -284,5 +309,8 @@ class Scheduler:
         if request.node is not None:
             self.tree.touch(request.node)
         self.allocator.release(request.pages)
+        if request.slot >= 0 and request.adapter is not None and self.adapters is not None:
+            self.adapters.release(request.adapter)
+            request.slot = -1
         request.pages, request.node = array("i"), None
         request.num_computed_tokens = 0

@@ -1,0 +1,42 @@
+"""An adapter in the host's memory, as the pool of a model takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+
+class Values(NamedTuple):
+    """Neighbouring elements of a rank page.
+
+    Attributes:
+        page: of the adapter's rank pages, 0 the first.
+        start: the first element's place in the page.
+        values: [count], in pinned memory where the pool is on a GPU.
+    """
+
+    page: int
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Adapter:
+    """The factors of an adapter's products.
+
+    Attributes:
+        digest: of the contents; adapters with equal digests compute the same.
+        rank: the largest of its products.
+        num_pages: the rank pages that it takes on the device.
+        product_pages: int32 [products of the pool], how many of these each product has; 0 where the adapter has none.
+        contents: the elements of the rank pages; those of products that the adapter does not have are left out.
+    """
+
+    digest: str
+    rank: int
+    num_pages: int
+    product_pages: np.ndarray
+    contents: list[Values]

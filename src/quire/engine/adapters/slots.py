@@ -1,0 +1,168 @@
+"""Which adapters are on the device: the slots and rank pages that they have, and which of them go when others come.
+
+A running request holds its adapter. An adapter that no request holds stays until its place is needed, and the least
+recently used one goes first. Where all are held, the adapters that the fewest requests hold are drained: no further
+request of theirs is admitted until the one that waits for room has it. So no adapter waits for ever, and the requests
+of all others go on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.engine.adapters.adapter import Adapter
+
+
+@dataclass(eq=False, slots=True)
+class Resident:
+    """An adapter that has a slot.
+
+    Attributes:
+        slot: its index in the tables of a step.
+        pages: its rank pages.
+        is_loaded: whether its copy to the device has ended.
+        holders: the number of running requests that have it.
+        is_dropped: whether it goes as soon as no request holds it.
+    """
+
+    adapter: Adapter
+    slot: int
+    pages: list[int]
+    is_loaded: Callable[[], bool] = lambda: False
+    holders: int = 0
+    is_dropped: bool = False
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What one pass over the waiting requests has found, in their order.
+
+    Attributes:
+        wanted: the digests of adapters that requests wait for, which do not go for later ones.
+        drained: the digests of adapters that get no further requests.
+        lacks_room: whether a request waits for room, which later ones do not take from it.
+    """
+
+    wanted: set[str] = field(default_factory=set)
+    drained: set[str] = field(default_factory=set)
+    lacks_room: bool = False
+
+
+class AdapterSlots:
+    """The adapters on the device; for use in the engine's thread.
+
+    Args:
+        num_slots: the most adapters on the device.
+        num_pages: the rank pages there; no adapter needs more.
+        load: begins to copy an adapter to the device.
+
+    Attributes:
+        num_held: how many running requests have an adapter.
+        num_loads: how many copies to the device have begun.
+    """
+
+    def __init__(self, num_slots: int, num_pages: int, load: Callable[[Resident], None]) -> None:
+        self._load = load
+        self._free_slots, self._free_pages = list(range(num_slots))[::-1], list(range(num_pages))[::-1]
+        # By digests, least recently used first.
+        self._residents: OrderedDict[str, Resident] = OrderedDict()
+        self._pass = _Pass()
+        self.num_held = self.num_loads = 0
+
+    def __len__(self) -> int:
+        """The number of adapters on the device."""
+        return len(self._residents)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Rank pages without an adapter."""
+        return len(self._free_pages)
+
+    def begin_pass(self) -> None:
+        """Begin to ask for the adapters of the waiting requests, the first one's first."""
+        self._pass = _Pass()
+
+    def is_ready(self, adapter: Adapter) -> bool:
+        """Whether a waiting request of this adapter may run. If it is not on the device, and has room there that no
+        request before this one waits for, its copy begins.
+        """
+        current, resident = self._pass, self._residents.get(adapter.digest)
+        if resident is None:
+            if current.lacks_room or not self._make_room(adapter):
+                current.lacks_room = True
+                return False
+            resident = self._place(adapter)
+        elif adapter.digest in current.drained:
+            return False
+        current.wanted.add(adapter.digest)
+        return resident.is_loaded()
+
+    def hold(self, adapter: Adapter) -> int:
+        """Let one more running request have an adapter that is ready; return its slot."""
+        resident = self._residents[adapter.digest]
+        self._residents.move_to_end(adapter.digest)
+        resident.holders += 1
+        self.num_held += 1
+        return resident.slot
+
+    def release(self, adapter: Adapter) -> None:
+        """Count one running request less. Launched steps may still compute with the adapter."""
+        resident = self._residents[adapter.digest]
+        self._residents.move_to_end(adapter.digest)
+        resident.holders -= 1
+        self.num_held -= 1
+        if resident.is_dropped and not resident.holders:
+            self._evict(resident)
+
+    def drop(self, adapter: Adapter) -> None:
+        """Let an adapter go when no running request has it any more."""
+        resident = self._residents.get(adapter.digest)
+        if resident is None:
+            return
+        resident.is_dropped = True
+        if not resident.holders:
+            self._evict(resident)
+
+    def _place(self, adapter: Adapter) -> Resident:
+        pages = [self._free_pages.pop() for _ in range(adapter.num_pages)]
+        resident = Resident(adapter, self._free_slots.pop(), pages)
+        self._residents[adapter.digest] = resident
+        self.num_loads += 1
+        try:
+            self._load(resident)
+        except BaseException:
+            self._evict(resident)
+            raise
+        return resident
+
+    def _evict(self, resident: Resident) -> None:
+        del self._residents[resident.adapter.digest]
+        self._free_slots.append(resident.slot)
+        self._free_pages += resident.pages
+
+    def _make_room(self, adapter: Adapter) -> bool:
+        """Evict adapters until there is room for this one; False if requests have them, which are drained then."""
+        victims = self._victims(adapter)
+        if all(each.holders == 0 and each.adapter.digest not in self._pass.wanted for each in victims):
+            for each in victims:
+                self._evict(each)
+            return True
+        self._pass.drained.update(each.adapter.digest for each in victims)
+        return False
+
+    def _victims(self, adapter: Adapter) -> list[Resident]:
+        """The adapters whose place this one needs."""
+        pages = adapter.num_pages - len(self._free_pages)
+        victims: list[Resident] = []
+        if self._free_slots and pages <= 0:
+            return victims
+        wanted = self._pass.wanted
+        # Sorting keeps the order of those that are alike, that is, of their last use.
+        for each in sorted(self._residents.values(), key=lambda r: (r.adapter.digest in wanted, r.holders)):
+            victims.append(each)
+            pages -= len(each.pages)
+            if pages <= 0:
+                break
+        return victims
