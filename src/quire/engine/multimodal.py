@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
+_REMOVED = "quire_removed_parts"
 
 
 def is_multimodal(config: Any) -> bool:
@@ -43,18 +44,28 @@ def keep_language_model(network: Any) -> None:
         network: Transformers' model of a configuration for which `is_multimodal` holds.
     """
     kept = {id(network.get_decoder()), id(network.get_output_embeddings())}
-    _remove_others(network, kept)
+    setattr(network, _REMOVED, tuple(_remove_others(network, kept, "")))
 
 
-def _remove_others(module: nn.Module, kept: set[int]) -> None:
-    """Replace by None the parts of a module that have weights and neither are nor contain one of those to keep."""
+def removed_parts(network: Any) -> tuple[str, ...]:
+    """The paths of the modules that `keep_language_model` has removed from a network."""
+    return getattr(network, _REMOVED, ())
+
+
+def _remove_others(module: nn.Module, kept: set[int], prefix: str) -> list[str]:
+    """Replace by None the parts of a module that have weights and neither are nor contain one of those to keep, and
+    return their paths, which begin with the module's.
+    """
+    removed = []
     for name, part in list(module.named_children()):
         if id(part) in kept:
             continue
         if any(id(inner) in kept for inner in part.modules()):
-            _remove_others(part, kept)
+            removed += _remove_others(part, kept, f"{prefix}{name}.")
         elif next(part.parameters(), None) is not None:
             setattr(module, name, None)
+            removed.append(f"{prefix}{name}")
+    return removed
 
 
 def media_tokens(config: Any) -> dict[int, str]:

@@ -1,0 +1,105 @@
+"""The modules of a network that adapters may change, and the names that they have in adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+# Modules that do nothing but hold a language model, by the names that they have in Transformers' classes. An adapter
+# has those of the class that it was trained with: another version, a model with an encoder of images or one without,
+# with a head or without one.
+_HOLDERS = {"model", "language_model", "text_model"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module that adapters may change.
+
+    Attributes:
+        kind: "linear", "embedding" (that of the tokens) or "head" (the linear layer that computes logits).
+        in_features: of an embedding, the size of the vocabulary.
+        out_features: the columns of its output.
+        output_scale: what the module multiplies its output by, which an adapter's output is multiplied by, too.
+        weight: [out_features, in_features], of an embedding [in_features, out_features]; None if it is quantized.
+    """
+
+    kind: Literal["linear", "embedding", "head"]
+    in_features: int
+    out_features: int
+    output_scale: float = 1.0
+    weight: Tensor | None = field(default=None, repr=False, compare=False)
+
+
+def adapter_targets(network: Any) -> dict[str, Target]:
+    """The modules of a network of Transformers that adapters may change, by their paths in `named_modules()`: all
+    linear layers, the head, and the embedding of the tokens.
+    """
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    found: dict[str, Target] = {}
+    for path, module in network.named_modules():
+        if isinstance(module, nn.Linear):
+            found[path] = Target(
+                kind="head" if module is head else "linear",
+                in_features=module.in_features,
+                out_features=module.out_features,
+                weight=_weight(module),
+            )
+        elif module is embedding and isinstance(module, nn.Embedding):
+            found[path] = Target(
+                kind="embedding",
+                in_features=module.num_embeddings,
+                out_features=module.embedding_dim,
+                output_scale=_output_scale(module),
+                weight=_weight(module),
+            )
+    return found
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    return module.weight if isinstance(module.weight, Tensor) else None
+
+
+def _output_scale(embedding: nn.Embedding) -> float:
+    """What an embedding multiplies the rows of its weight by, as those of Gemma do, rounded as it does that."""
+    scale: Any = getattr(embedding, "embed_scale", 1.0)
+    return float(scale.to(embedding.weight.dtype)) if isinstance(scale, Tensor) else float(scale)
+
+
+class Names:
+    """Finds the modules that an adapter's names mean.
+
+    Args:
+        paths: of the network's modules.
+        removed: paths of the parts of the network that were removed, as the encoder of images.
+    """
+
+    def __init__(self, paths: Collection[str], removed: Collection[str] = ()) -> None:
+        self._paths = set(paths)
+        self._short: dict[str, str | None] = {}
+        for path in paths:
+            short = _short(path)
+            # Of two paths, an adapter's name would not say which one it means.
+            self._short[short] = None if short in self._short else path
+        self._removed = {_short(path): path for path in removed}
+
+    def find(self, name: str) -> str | None:
+        """The path that a name in an adapter means: itself, or the one that differs from it only in the modules that
+        hold the language model; None if there is none.
+        """
+        return name if name in self._paths else self._short.get(_short(name))
+
+    def removed(self, name: str) -> str | None:
+        """The removed part of the network that a name in an adapter is of; None if it is of none."""
+        short = _short(name)
+        return next((path for part, path in self._removed.items() if f"{short}.".startswith(f"{part}.")), None)
+
+
+def _short(path: str) -> str:
+    """A path without the modules at its beginning that hold the language model."""
+    parts = path.split(".")
+    while len(parts) > 1 and parts[0] in _HOLDERS:
+        del parts[0]
+    return ".".join(parts)
