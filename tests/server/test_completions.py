@@ -206,6 +206,7 @@ def test_generation_read_late_has_one_part_per_completion(llm):
     assert [parts[i].token_ids for i in range(2)] == [c.token_ids for c in expected]
     assert [len(parts[i].logprobs) for i in range(2)] == [9, 9]
     assert usage["completion_tokens"] == 18
+    assert service.metrics.late.total == 16
 
 
 def guide(url):

@@ -16,10 +16,10 @@ from starlette.responses import Response
 from quire import __version__
 from quire.server import chat, completions, embeddings, schemas
 from quire.server.chat_output.markup import ChatMarkup
+from quire.server.counts import Counts
 from quire.server.engine_client import EngineClient, attached
 from quire.server.errors import ApiError, add_handlers, bad
 from quire.server.limits import ServerLimits
-from quire.server.metrics import Metrics
 from quire.server.middleware import RequestGuard
 from quire.server.page import add_page
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -70,7 +70,7 @@ def create_app(
     limits = limits or ServerLimits()
     # The pages that FastAPI has for the OpenAPI document load their scripts from a host on the internet.
     app = FastAPI(title="Quire", version=__version__, responses=schemas.ERRORS, docs_url=None, redoc_url=None)
-    app.state.service = Service(engine, names, limits, Metrics(engine, names[0], metrics_prefix))
+    app.state.service = Service(engine, names, limits, Counts(), metrics_prefix)
     app.state.markup = ChatMarkup(engine.tokenizer, tool_format, reasoning_format)
     app.include_router(completions.router)
     app.include_router(chat.router)

@@ -77,7 +77,7 @@ class _Batch:
             self._cancel = service.engine.start_embedding(prompts, params, self._add)
         except ValueError as error:
             raise invalid(error, "input") from None
-        service.running += self._weight
+        service.count_running(self._weight)
 
     async def wait(self) -> list[Embedding]:
         """All embeddings, in the order of their prompts; an ApiError if one fails."""
@@ -100,7 +100,7 @@ class _Batch:
         self._results[index] = embedding
         self._left -= 1
         if not self._left:
-            self._service.running -= self._weight
+            self._service.count_running(-self._weight)
             self._ended.set()
 
 

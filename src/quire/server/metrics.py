@@ -2,54 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.server.counts import Counts
 from quire.server.engine_client import EngineClient
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+# The finish reasons of the engine, and vLLM's names for them.
+_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+
+
+class EventCounter:
+    """A count of events, which this process adds to and all processes of the server have."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._cells = counts.take()
+
+    def inc(self, amount: int = 1) -> None:
+        """Count so many events."""
+        self._cells.add(amount)
+
+    @property
+    def total(self) -> int:
+        """Those of all processes."""
+        return self._cells.total
+
+
+class ValueHistogram:
+    """The number of values up to each bound, and their sum."""
+
+    def __init__(self, counts: Counts, bounds: Sequence[float]) -> None:
+        self._bounds = [float(bound) for bound in bounds]
+        # One more number is that of larger values, and the last one the sum.
+        self._cells = counts.take(len(bounds) + 2)
+        self._own = self._cells.own
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        own = self._own
+        own[bisect_left(self._bounds, value)] += 1
+        own[-1] += value
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """The values of all processes up to each bound, as Prometheus writes it, and the sum of the values."""
+        *numbers, total = self._cells.totals()
+        bounds = [*map(str, self._bounds), "+Inf"]
+        return list(zip(bounds, accumulate(numbers), strict=True)), total
 
 
 class Metrics:
-    """Counts of one server in a registry of their own, and the engine's state.
+    """What a server counts, and the engine's state, in a registry of their own.
 
     Args:
         engine: the engine, whose counts are those that it has last brought.
+        counts: where the server counts.
         model: the value of the label model_name.
         prefix: of all names, before a colon.
     """
 
-    def __init__(self, engine: EngineClient, model: str, prefix: str = "quire") -> None:
+    def __init__(self, engine: EngineClient, counts: Counts, model: str, prefix: str = "quire") -> None:
+        self.first_token = ValueHistogram(counts, _LATENCY)
+        self.inter_token = ValueHistogram(counts, _LATENCY)
+        self.whole = ValueHistogram(counts, _LATENCY)
+        self.prompt = ValueHistogram(counts, _TOKENS)
+        self.output = ValueHistogram(counts, _TOKENS)
+        self.rejected = EventCounter(counts)
+        self.late = EventCounter(counts)
+        self.ended = {reason: EventCounter(counts) for reason in _REASONS}
         self.registry = CollectorRegistry()
         self.registry.register(_EngineState(engine, model, prefix))
+        self.registry.register(_ServerCounts(self, counts.started, model, prefix))
 
-        def labelled(kind: Any, name: str, text: str, **options: Any) -> Any:
-            metric = kind(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, **options)
-            return metric.labels(model_name=model)
 
-        def seconds(name: str, text: str) -> Any:
-            return labelled(Histogram, name, text, buckets=_LATENCY)
+class _ServerCounts(Collector):
+    """What the server counts."""
 
-        self.first_token = seconds("time_to_first_token_seconds", "From admission to the first token.")
-        self.inter_token = seconds("inter_token_latency_seconds", "Between two tokens of a completion.")
-        self.whole = seconds("e2e_request_latency_seconds", "From admission to the end of a completion.")
-        self.prompt = labelled(Histogram, "request_prompt_tokens", "Tokens of a prompt.", buckets=_TOKENS)
-        self.output = labelled(Histogram, "request_generation_tokens", "Tokens of a completion.", buckets=_TOKENS)
-        self.rejected = labelled(Counter, "num_rejected", "Completions that were answered 429.")
-        ended = Counter(
-            f"{prefix}:request_success",
-            "Completions that have ended; a reason may be abort or error.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
-        # The finish reasons of the engine, and vLLM's names for them.
-        reasons = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
-        self.ended = {ours: ended.labels(model_name=model, finished_reason=theirs) for ours, theirs in reasons.items()}
+    def __init__(self, metrics: Metrics, started: float, model: str, prefix: str) -> None:
+        self._metrics, self._started = metrics, started
+        self._model, self._prefix = model, prefix
+
+    def describe(self) -> list[Metric]:
+        # The names do not depend on a scrape, and no other collector has them.
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        metrics, label = self._metrics, ["model_name"]
+        histograms = {
+            "time_to_first_token_seconds": ("From admission to the first token.", metrics.first_token),
+            "inter_token_latency_seconds": ("Between two tokens of a completion.", metrics.inter_token),
+            "e2e_request_latency_seconds": ("From admission to the end of a completion.", metrics.whole),
+            "request_prompt_tokens": ("Tokens of a prompt.", metrics.prompt),
+            "request_generation_tokens": ("Tokens of a completion.", metrics.output),
+        }
+        for name, (text, histogram) in histograms.items():
+            family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=label)
+            family.add_metric([self._model], *histogram.buckets())
+            family.add_sample(f"{family.name}_created", {"model_name": self._model}, self._started)
+            yield family
+        late = "Parts of completions that were sent with the next one, since the server or the client was late."
+        counters = {
+            "num_rejected": ("Completions that were answered 429.", metrics.rejected),
+            "num_late_parts": (late, metrics.late),
+        }
+        for name, (text, counter) in counters.items():
+            total = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=label)
+            total.add_metric([self._model], counter.total, self._started)
+            yield total
+        text = "Completions that have ended; a reason may be abort or error."
+        ended = CounterMetricFamily(f"{self._prefix}:request_success", text, labels=[*label, "finished_reason"])
+        for reason, counter in metrics.ended.items():
+            ended.add_metric([self._model, _REASONS[reason]], counter.total, self._started)
+        yield ended
 
 
 class _EngineState(Collector):

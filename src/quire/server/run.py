@@ -183,7 +183,7 @@ class Server(uvicorn.Server):
             self._started(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.draining = True
+        self._service.drain()
         failing = asyncio.ensure_future(self._fail_later())
         try:
             await super().shutdown(sockets)

@@ -13,6 +13,7 @@ from typing import Any
 from quire.engine import Completion, Embedding, SamplingParams
 from quire.engine.prompt_size import check_size, context_length, longest_token
 from quire.engine.text import TokenBytes
+from quire.server.counts import Counts
 from quire.server.engine_client import EngineClient
 from quire.server.errors import ApiError, bad, invalid
 from quire.server.limits import ServerLimits
@@ -30,22 +31,25 @@ class Service:
         engine: the engine.
         names: of the model.
         limits: what is accepted at most.
-        metrics: what is counted.
+        counts: where the server counts.
+        metrics_prefix: of the metrics' names.
 
     Attributes:
         name: the first of the names, which answers have.
-        started, created: the time of the start, in seconds since 1970, as float and as int.
-        running: completions that have been admitted and have not ended.
-        draining: whether the server is being shut down and admits nothing.
+        metrics: what is reported of the counts.
+        started, created: the time of the server's start, in seconds since 1970, as float and as int.
     """
 
-    def __init__(self, engine: EngineClient, names: Sequence[str], limits: ServerLimits, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: EngineClient, names: Sequence[str], limits: ServerLimits, counts: Counts, metrics_prefix: str
+    ) -> None:
         self.engine, self.limits = engine, limits
         self.names, self.name = tuple(names), names[0]
-        self.metrics = metrics
-        self.started = time.time()
+        self.counts, self.metrics = counts, Metrics(engine, counts, names[0], metrics_prefix)
+        self.started = counts.started
         self.created = int(self.started)
-        self.running, self.draining = 0, False
+        self._running, self._waiting_grammars = counts.take(), counts.take()
+        self._draining = counts.take()
         self.room = engine.info.max_num_seqs + limits.max_queue
         self._compiling: dict[tuple[str, str] | None, asyncio.Future[bool]] = {}
         # Long texts take seconds: they are tokenized one at a time, and short ones do not wait for them.
@@ -53,6 +57,24 @@ class Service:
         self._long_texts = ThreadPoolExecutor(1, "quire-long-texts")
         self._longest_token = longest_token(engine.tokenizer)
         self.token_bytes = lru_cache(1 << 16)(lambda token: self._token_bytes(token))
+
+    @property
+    def running(self) -> int:
+        """Completions that the server has admitted and that have not ended."""
+        return self._running.total
+
+    def count_running(self, change: int) -> None:
+        """Count completions that this process has admitted, or, as a negative number, that have ended."""
+        self._running.add(change)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server is being shut down and admits nothing."""
+        return self._draining.total > 0
+
+    def drain(self) -> None:
+        """Admit nothing from now on, in any process."""
+        self._draining.own[0] = 1
 
     def check_model(self, model: str | None) -> None:
         """Raise the ApiError for a request to another model."""
@@ -138,15 +160,23 @@ class Service:
         if work is None:
             if self.draining:
                 raise self._ended()
-            most = self.limits.max_grammars
-            if len(self._compiling) >= most:
-                message = f"{len(self._compiling)} grammars wait to be compiled, and {most} are the most"
+            most, waiting = self.limits.max_grammars, self._waiting_grammars.total
+            if waiting >= most:
+                message = f"{waiting} grammars wait to be compiled, and {most} are the most"
                 raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
             work = self._compiling[key] = asyncio.ensure_future(self.engine.prepared(params, compiles=True))
+            self._waiting_grammars.add(1)
             # Counted until it has been compiled, also if the requests are closed before.
-            work.add_done_callback(lambda done: self._compiling.pop(key) and done.exception())
+            work.add_done_callback(partial(self._compiled, key))
         # Other requests may wait for the same grammar, so that the end of one must not cancel it.
         await asyncio.shield(work)
+
+    def _compiled(self, key: tuple[str, str] | None, work: asyncio.Future[bool]) -> None:
+        del self._compiling[key]
+        self._waiting_grammars.add(-1)
+        if not work.cancelled():
+            # Somebody has to read it.
+            work.exception()
 
     def start(
         self,
@@ -182,14 +212,15 @@ class Service:
         """Raise the ApiError if `count` more completions cannot be admitted now."""
         if self.draining or not self.engine.alive:
             raise self._ended()
-        if self.running + count > self.room:
+        running = self.running
+        if running + count > self.room:
             self.metrics.rejected.inc(count)
-            message = f"{self.running} completions are running or waiting, and the server holds {self.room} at most"
+            message = f"{running} completions are running or waiting, and the server holds {self.room} at most"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
     def fail_all(self) -> None:
         """End the engine, and thereby all requests, which are answered with an error."""
-        self.draining = True
+        self.drain()
         self.engine.close()
 
     def _ended(self) -> ApiError:
@@ -246,7 +277,7 @@ class Generation:
             self._cancel = service.engine.start(repeated, params * len(prompts), self._add)
         except ValueError as error:
             raise invalid(error, field) from None
-        service.running += self.count
+        service.count_running(self.count)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Completion]]:
         left = self.count
@@ -255,7 +286,10 @@ class Generation:
                 self._arrival_of_more = asyncio.get_running_loop().create_future()
                 await self._arrival_of_more
             late, self._parts = self._parts, []
-            for index, part in _merged(late):
+            parts = _merged(late)
+            if len(parts) < len(late):
+                self._service.metrics.late.inc(len(late) - len(parts))
+            for index, part in parts:
                 check_end(part)
                 yield index, part
                 left -= part.finish_reason is not None
@@ -294,7 +328,7 @@ class Generation:
             self.cached_tokens[index // samples] = part.num_cached_tokens
         if part.finish_reason is not None:
             self._open.discard(index)
-            self._service.running -= 1
+            self._service.count_running(-1)
             metrics.ended[part.finish_reason].inc()
             metrics.whole.observe(now - self._arrival)
             metrics.prompt.observe(len(part.prompt_token_ids))
