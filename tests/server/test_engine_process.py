@@ -18,7 +18,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("msgspec")
 
 from helpers.server import serving_process
-from quire.server import EngineProcess
+from quire.engine import EngineConfig, SamplingParams
+from quire.server import EngineClient, EngineProcess
 
 LONG = {"prompt": "import os\n", "max_tokens": 2000, "ignore_eos": True}
 SMALL = ("--num-pages", "4000")
@@ -126,3 +127,50 @@ def test_engine_process_killed_while_loading_is_an_error():
         process.process.kill()
         with pytest.raises(RuntimeError, match="was ended by SIGKILL before the model was loaded"):
             process.connect()
+
+
+async def token_ids(engine, prompt, max_tokens):
+    """The tokens of a completion, and why it ended."""
+    parts, ended = [], asyncio.Event()
+
+    def sink(index, part):
+        parts.append(part)
+        if part.finish_reason is not None:
+            ended.set()
+
+    engine.start([prompt], [SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)], sink)
+    await asyncio.wait_for(ended.wait(), 60)
+    return [token for part in parts for token in part.token_ids], parts[-1].finish_reason
+
+
+def test_engine_process_of_three_clients_serves_each_and_ends_with_the_first():
+    config = EngineConfig(device="cpu", num_pages=1000, batch_invariant=True)
+    with EngineProcess(config=config, clients=3) as process:
+        first = process.connect()
+        second, third = (
+            EngineClient(sock, first.name, first.info, first.tokenizer) for sock in process.further_sockets
+        )
+
+        async def run():
+            prompts = [[5, 6, 7], [5, 6, 8], [300, 301]]
+            clients = (first, second, third)
+            before = (await second.state()).stats.generated_tokens
+            together = await asyncio.gather(*(token_ids(c, p, 20) for c, p in zip(clients, prompts, strict=True)))
+            alone = [await token_ids(first, prompt, 20) for prompt in prompts]
+            assert together == alone
+            assert (await third.state()).stats.generated_tokens == before + 120
+            works = [asyncio.ensure_future(token_ids(client, prompts[0], 1500)) for client in clients]
+            while (await first.state()).stats.running < 3:
+                await asyncio.sleep(0.01)
+            third.leave()
+            assert (await works[2])[1] == "cancelled"
+            while (await first.state()).stats.running > 2:
+                await asyncio.sleep(0.01)
+            assert (await token_ids(second, prompts[1], 20)) == alone[1]
+            first.leave()
+            return [(await work)[1] for work in works[:2]]
+
+        left, ended = asyncio.run(run())
+        assert left == "cancelled"
+        assert ended in ("cancelled", "error")
+        assert process.end() == "the engine's process ended with exit code 0"

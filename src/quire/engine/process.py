@@ -27,20 +27,22 @@ _GRACE = 10.0
 _LONG = 256
 
 
-def main(descriptor: int) -> None:
-    """Make an engine, and serve the process at the other end of a socket until either ends. The exit code is 0 if the
-    other process wanted this one to end.
+def main(*descriptors: int) -> None:
+    """Make an engine, and serve the processes at the other ends of sockets, until the engine or the first of them ends.
+    The exit code is 0 if that one wanted it to end.
 
-    The first message is a model and an `EngineConfig`, pickled.
+    The first message of the first socket is a model and an `EngineConfig`, pickled.
 
     Args:
-        descriptor: of the socket.
+        descriptors: of the sockets.
     """
     # The other process ends this one. A signal to all processes of a group or a service is meant for that one, too.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    os.set_inheritable(descriptor, False)
-    sock, frames = socket.socket(fileno=descriptor), Frames()
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    socks, frames = [socket.socket(fileno=descriptor) for descriptor in descriptors], Frames()
+    sock = socks[0]
     first = _first_message(sock, frames)
     if first is None:
         return
@@ -60,14 +62,16 @@ def main(descriptor: int) -> None:
     gc.enable()
     from quire.engine.host import EngineHost
 
-    host = EngineHost(llm, sock)
+    hosts = [EngineHost(llm, each) for each in socks]
     loaded.set()
     sock.sendall(frame(Ready(llm.name, llm.info)))
-    host.start(frames)
-    host.ended.wait()
+    hosts[0].start(frames)
+    for host in hosts[1:]:
+        host.start()
+    hosts[0].ended.wait()
     threading.Thread(target=_end_later, daemon=True).start()
     llm.close()
-    sys.exit(0 if host.closed else 1)
+    sys.exit(0 if hosts[0].closed else 1)
 
 
 def _first_message(sock: socket.socket, frames: Frames) -> bytes | None:

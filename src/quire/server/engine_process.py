@@ -6,7 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ from quire.server.engine_client import EngineClient
 
 # Seconds for the process to end by itself, more than it gives itself.
 _GRACE = 12.0
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.process import main; main({descriptor})"
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.process import main; main(*{descriptors!r})"
 
 
 class EngineProcess:
@@ -29,20 +29,25 @@ class EngineProcess:
     Args:
         model: the folder of a Hugging Face checkpoint, or its name on the hub; None: the bundled model.
         config: the configuration; by default that of `EngineConfig()`.
+        clients: processes that use the engine. The client of this one is the first, with which the engine ends.
 
     Attributes:
         process: the engine's.
+        further_sockets: connected to the engine, for the other clients. This process is to close them when the other
+            processes have them.
     """
 
-    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None) -> None:
+    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None, clients: int = 1) -> None:
         self._config = config or EngineConfig()
-        self._sock, other = connected_sockets()
-        with other:
-            program = _PROGRAM.format(path=sys.path, descriptor=other.fileno())
+        pairs = [connected_sockets() for _ in range(clients)]
+        self._sock, *self.further_sockets = (own for own, _ in pairs)
+        with ExitStack() as others:
+            descriptors = [others.enter_context(other).fileno() for _, other in pairs]
+            program = _PROGRAM.format(path=sys.path, descriptors=descriptors)
             # In a session of its own, the process does not get the SIGINT of Ctrl-C.
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program],
-                pass_fds=[other.fileno()],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -80,7 +85,8 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the process."""
-        self._sock.close()
+        for sock in (self._sock, *self.further_sockets):
+            sock.close()
         self.end()
 
     def __enter__(self) -> EngineProcess:
