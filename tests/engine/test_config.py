@@ -35,6 +35,9 @@ VALUES = {
     "gpu_memory_utilization": (0.5, ["--gpu-memory-utilization", "0.5"]),
     "kv_cache_dtype": ("fp8", ["--kv-cache-dtype", "fp8"]),
     "kv_cache_scales": (None, []),
+    "max_adapters": (4, ["--max-adapters", "4"]),
+    "adapter_rank_pages": (12, ["--adapter-rank-pages", "12"]),
+    "max_adapter_rank": (64, ["--max-adapter-rank", "64"]),
     "pooling": ("mean", ["--pooling", "mean"]),
 }
 
@@ -69,6 +72,10 @@ def test_command_with_scales_has_their_file(tmp_path):
         ({"num_pages": 2.5}, r"num_pages = 2\.5: it must be a positive integer"),
         ({"max_num_seqs": True}, "max_num_seqs = True: it must be a positive integer"),
         ({"speculative_tokens": -1}, "speculative_tokens = -1: it must be an integer, 0 or larger"),
+        ({"max_adapters": -2}, "max_adapters = -2: it must be an integer, 0 or larger"),
+        ({"adapter_rank_pages": 0}, "adapter_rank_pages = 0: it must be a positive integer"),
+        ({"max_adapter_rank": 0}, "max_adapter_rank = 0: it must be a positive integer"),
+        ({"max_adapter_rank": 257}, "max_adapter_rank = 257: 256 is the largest"),
         ({"compile": "yes"}, "compile = 'yes': it must be True, False or 'auto'"),
         ({"load_format": "gguf"}, "load_format = 'gguf': it must be 'auto' or 'dummy'"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype = 'int4' is not known"),

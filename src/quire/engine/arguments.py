@@ -40,6 +40,17 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed  # type: ignore[return-value]
 
 
+def adapter_of_each(adapter: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    """The name of the adapter of each of `count` prompts; ValueError if a list of them has another length."""
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if not isinstance(adapter, Sequence):
+        raise ValueError(f"adapter = {adapter!r}: it must be the name of an adapter, a list of names, or None")
+    if len(adapter) != count:
+        raise ValueError(f"there are {len(adapter)} adapters for {count} prompts: give one, or one each")
+    return list(adapter)
+
+
 def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """The sampling parameters of each of `count` prompts; ValueError if a list of them has another length."""
     if params is None or isinstance(params, SamplingParams):

@@ -32,6 +32,7 @@ class CompiledLayers:
 
     Attributes:
         on: whether the layers run compiled.
+        with_adapters: whether products are followed by those of adapters now, for which layers have code of its own.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class CompiledLayers:
     ) -> None:
         handed = handed or Norms()
         self.layers, self.on = list(layers), False
+        self.with_adapters = False
         self._first, self._norms = handed.first, list(norms)
         for layer in self.layers:
             layer.__dict__.update(quire_first=handed.first.get(layer), quire_following=handed.following.get(layer))
@@ -54,8 +56,9 @@ class CompiledLayers:
         forwards = {type(layer): _handing_over(type(layer).forward) for layer in self.layers}
         forwards |= {type(norm): type(norm).forward for norm in (*self._norms, *self._first.values())}
         self._compiled = {
-            kind: torch.compile(_with_own_code(forward), fullgraph=True, dynamic=True, backend=backend)
+            (kind, with_adapters): torch.compile(_with_own_code(forward), fullgraph=True, dynamic=True, backend=backend)
             for kind, forward in forwards.items()
+            for with_adapters in (False, True)
         }
 
     def enable(self, on: bool) -> None:
@@ -74,7 +77,7 @@ class CompiledLayers:
 
     def _run_layer(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         normed = self._run_norm(self._first[layer], args[0]) if layer in self._first else None
-        output, self._normed = self._compiled[type(layer)](layer, normed, *args, **kwargs)
+        output, self._normed = self._compiled[type(layer), self.with_adapters](layer, normed, *args, **kwargs)
         self._output = None if self._normed is None else output
         return output
 
@@ -82,13 +85,13 @@ class CompiledLayers:
         """The norm of a tensor, which has been computed if that is the output of the last layer."""
         normed = self._normed if x is self._output else None
         self._output = self._normed = None
-        return self._compiled[type(norm)](norm, x) if normed is None else normed
+        return self._compiled[type(norm), False](norm, x) if normed is None else normed
 
     def give_up(self, error: Exception) -> None:
         """Run the layers as Transformers has them from now on, and warn of the reason."""
         self.enable(False)
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
-        kinds = ", ".join(sorted(kind.__name__ for kind in self._compiled))
+        kinds = ", ".join(sorted({kind.__name__ for kind, _ in self._compiled}))
         message = f"{kinds} can't be compiled and run eagerly, which is slower: {type(error).__name__}: {reason}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "dummy")
 POOLINGS = ("auto", "last", "mean")
+MAX_ADAPTER_RANK = 256
 
 
 def _option(default: Any, help: str, **flag: Any) -> Any:
@@ -69,6 +70,10 @@ class EngineConfig:
         kv_cache_scales: for an fp8 cache, a safetensors file with a scale for each layer's keys and one for its values
             (`quire.engine.calibrate` writes one); by default those of the checkpoint, or else 1. A RuntimeWarning says
             so if that is 1 for a cache of e4m3, whose largest number is 448.
+        max_adapters: the most adapters that are on the device at once, and so in one step; 0: requests have none.
+        adapter_rank_pages: the memory for adapters on the device, in pages of 16 ranks: an adapter of rank 40 takes
+            three. By default max_adapters, enough for as many of rank 16.
+        max_adapter_rank: the largest rank of an adapter, at most 256.
         pooling: what "auto" means in `EmbeddingParams`: "last" or "mean", or "auto" for what the checkpoint's files for
             sentence-transformers say.
 
@@ -111,15 +116,23 @@ class EngineConfig:
     kv_cache_scales: str | Path | None = _option(
         None, "scales of an fp8 cache; default: the checkpoint's, or 1", type=Path, metavar="FILE"
     )
+    max_adapters: int = _option(0, "adapters (LoRA) that are on the device at once; 0: none")
+    adapter_rank_pages: int | None = _option(
+        None, "memory for adapters, in pages of 16 ranks; default: --max-adapters", type=int
+    )
+    max_adapter_rank: int = _option(MAX_ADAPTER_RANK, "the largest rank of an adapter")
     pooling: Literal["auto", "last", "mean"] = _option("auto", "of states to embeddings", choices=POOLINGS)
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_num_seqs", "num_pages", "max_model_len", "max_batched_tokens"):
+        positive = ("page_size", "max_num_seqs", "num_pages", "max_model_len", "max_batched_tokens")
+        for name in (*positive, "adapter_rank_pages", "max_adapter_rank"):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < 1):
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
-        if not _is_int(self.speculative_tokens) or self.speculative_tokens < 0:
-            raise ValueError(f"speculative_tokens = {self.speculative_tokens!r}: it must be an integer, 0 or larger")
+        for name in ("speculative_tokens", "max_adapters"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 0:
+                raise ValueError(f"{name} = {value!r}: it must be an integer, 0 or larger")
         if not 0 < self.gpu_memory_utilization <= 1:
             value = self.gpu_memory_utilization
             raise ValueError(f"gpu_memory_utilization = {value!r}: it must be above 0, and 1 at most")
@@ -131,6 +144,8 @@ class EngineConfig:
             raise ValueError(f"load_format = {self.load_format!r}: it must be 'auto' or 'dummy'")
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling = {self.pooling!r}: it must be one of {', '.join(POOLINGS)}")
+        if self.max_adapter_rank > MAX_ADAPTER_RANK:
+            raise ValueError(f"max_adapter_rank = {self.max_adapter_rank}: {MAX_ADAPTER_RANK} is the largest")
         self._check_cache()
 
     def _check_cache(self) -> None:

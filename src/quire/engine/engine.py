@@ -15,12 +15,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
+from quire.engine.adapters.adapter import Adapter
+from quire.engine.adapters.registry import AdapterRegistry
 from quire.engine.batch import ForwardOutput, StepBatch
 from quire.engine.grammar import Grammar, Grammars
-from quire.engine.model_info import ModelInfo
+from quire.engine.model_info import AdapterInfo, ModelInfo
+from quire.engine.multimodal import removed_parts
 from quire.engine.params import SamplingParams
 from quire.engine.pooling import PooledStates, launch_pooling
 from quire.engine.prompt_logprobs import add_prompt_logprobs
@@ -36,6 +41,8 @@ from quire.engine.step_log import StepLog
 
 # Seconds; half of it is enough to wake up and launch a step.
 _MIN_SPARE = 4e-3
+# Seconds between two looks at copies of adapters, where nothing else is to be done.
+_COPY_PAUSE = 2e-4
 
 
 class Engine:
@@ -49,6 +56,7 @@ class Engine:
         speculative_tokens: the most drafts of a request in a step, see `quire.engine.drafts`.
 
     Attributes:
+        adapters: those that requests can name.
         info: the model and the engine, for those who do not have them.
         launch_at: when `step` should be called, if the engine is busy, by time.perf_counter(). Later, the device might
             wait for it; earlier, requests that arrive in between wait for one more step.
@@ -66,7 +74,9 @@ class Engine:
         self.depth = int(runner.overlaps and not speculative_tokens) if depth is None else depth
         self.stats, self.step_log = Stats(), StepLog()
         sizes = (runner.num_pages, runner.page_size, max_num_seqs, max_batched_tokens, speculative_tokens)
-        self.scheduler = Scheduler(*sizes, self.stats)
+        pool = runner.adapters
+        self.scheduler = Scheduler(*sizes, self.stats, None if pool is None else pool.slots)
+        self.adapters = AdapterRegistry(pool, self.model.dtype, removed_parts(self.model.network))
         self.sampler = Sampler(self.model.device, self.scheduler.max_rows)
         self.reporter = Reporter(self.scheduler, self.stats)
         self.info = self._describe()
@@ -102,6 +112,7 @@ class Engine:
             pooling=model.pooling,
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
+            max_adapters=0 if runner.adapters is None else runner.adapters.tables.num_slots,
         )
 
     @property
@@ -115,16 +126,18 @@ class Engine:
         sink: Callable[[Update], None],
         name: str = "prompt",
         grammar: Grammar | None = None,
+        adapter: str | None = None,
     ) -> Request:
         """Make a request and check it; the model's defaults replace parameters that are left out. A grammar that has
-        been prepared is used if it is that of the parameters.
+        been prepared is used if it is that of the parameters. `adapter` is the name of one, None for none.
 
         Raises:
             ImportError: the request has a grammar, and llguidance is not installed.
             ValueError: the prompt is refused (`PromptReader.read`); the message has `name`. Or the grammar is not one,
-                or other parameters do not fit the model or the runner; the message has the attribute of `params`.
+                other parameters do not fit the model or the runner, or the adapter is not known; the message has the
+                attribute of `params`, or `adapter`.
         """
-        return self.make(self.prompts.request(prompt, params, name), sink, grammar)
+        return self.make(self.prompts.request(prompt, params, name, adapter), sink, grammar)
 
     def make(
         self,
@@ -141,15 +154,37 @@ class Engine:
             text: whether its output becomes text; otherwise no stop string ends it.
 
         Raises:
-            ImportError, ValueError: the grammar is refused, as for `request`.
+            ImportError, ValueError: the grammar is refused, as for `request`, or there is no such adapter any more.
         """
         params, model = checked.params, self.model
+        adapter = None if checked.adapter is None else self.adapters.get(checked.adapter)
         if grammar is None or grammar.constraint != params.constraint:
             grammar = self.grammars.prepare(params)
         tokenizer = model.tokenizer if text else None
-        request = Request(checked.prompt, params, tokenizer, model.end_ids, sink, grammar, checked.bad_words)
+        known = (checked.prompt, params, tokenizer, model.end_ids)
+        request = Request(*known, sink, grammar, checked.bad_words, adapter)
         request.max_total_tokens = min(request.max_total_tokens, self.info.max_len)
         return request
+
+    def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Read an adapter in the thread of the caller, which may be any; see `LLM.load_adapter`."""
+        info = self.adapters.load(name, folder)
+        self._update_info()
+        return info
+
+    def unload_adapter(self, name: str) -> Adapter | None:
+        """Forget the name of an adapter, in any thread; return it if `drop_adapter` should follow."""
+        adapter = self.adapters.unload(name)
+        self._update_info()
+        return adapter
+
+    def _update_info(self) -> None:
+        self.info = self.prompts.info = replace(self.info, adapters=self.adapters.infos)
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """Let an adapter go from the device when no request runs with it any more, unless it has got a name again."""
+        if self.scheduler.adapters is not None and not self.adapters.has(adapter):
+            self.scheduler.adapters.drop(adapter)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -188,6 +223,9 @@ class Engine:
                 # It was that of other requests than those that come next, whose first token must not wait for it.
                 self._spare = 0.0
             self._pause = self._spare / 2 if self._spare > _MIN_SPARE else 0.0
+            if self.scheduler.waiting and not self.scheduler.running and not self._launched:
+                # They wait for the copies of their adapters.
+                self._pause = _COPY_PAUSE
             self.launch_at = time.perf_counter() + self._pause
 
     def _forward(self, batch: StepBatch) -> ForwardOutput:

@@ -21,17 +21,22 @@ import torch
 from torch import Tensor
 
 from quire.engine.batch import StepBatch
-from quire.engine.inputs import IN_FLIGHT, logit_indices, token_ids, token_positions
+from quire.engine.inputs import IN_FLIGHT, adapter_slots, logit_indices, token_ids, token_positions
 from quire.engine.request import Request
 from quire.steps import upload
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The number of rows and of tokens of a captured step; steps with fewer are padded."""
+    """The number of rows and of tokens of a captured step; steps with fewer are padded.
+
+    Attributes:
+        has_adapters: whether the step is computed with adapters.
+    """
 
     rows: int
     tokens: int
+    has_adapters: bool = False
 
     @property
     def max_row_tokens(self) -> int:
@@ -52,6 +57,8 @@ class CapturedInputs:
         last_at, last_page: int64 and int32 [rows], the entry of kv_indices for the page of each row's last token, and
             this page; of padding, an entry as it is.
         qo_indptr: int32 [rows + 1].
+        adapter_slots: int32 [tokens], see `quire.engine.inputs.adapter_slots`; padding is -1. None: the step has no
+            adapters.
     """
 
     kv_indptr: Tensor
@@ -65,6 +72,7 @@ class CapturedInputs:
     qo_indptr: Tensor
     last_page_len: Tensor
     last_page: Tensor
+    adapter_slots: Tensor | None = None
 
     def write_pages(self) -> None:
         """Write the pages of the rows' last tokens to kv_indices, before the step reads them."""
@@ -123,7 +131,7 @@ class GraphInputs:
         batch = self._place(batch)
         if not is_repeated:
             self._lay_out(batch, shape)
-        ids, source, positions, slots, _, last_at, _, last_page_len, last_page = self._parts
+        ids, source, positions, slots, _, last_at, _, last_page_len, last_page, *_ = self._parts
         row, lengths = self._index[: len(batch)], batch.ends
         row_of, position = token_positions(batch)
         if is_repeated:
@@ -161,6 +169,8 @@ class GraphInputs:
             x.zero_()
         inputs.last_at.copy_(self._offsets[: shape.rows])
         inputs.slots.fill_(-1)
+        if inputs.adapter_slots is not None:
+            inputs.adapter_slots.fill_(-1)
         inputs.last_page_len.fill_(-(self.width - 1) * self.page_size)
         if shape.max_row_tokens == 1:
             inputs.qo_indptr.copy_(torch.arange(shape.rows + 1))
@@ -195,7 +205,7 @@ class GraphInputs:
         """Begin the vectors of a step with what does not change while steps repeat it, and with padding."""
         self._shape, self._host = shape, np.zeros(_size(shape), dtype=np.uint8)
         self._parts = _split_host(self._host, shape)
-        ids, source, _, slots, logits, last_at, qo_indptr, last_page_len, last_page = self._parts
+        ids, source, _, slots, logits, last_at, qo_indptr, last_page_len, last_page, *of_adapters = self._parts
         rows = len(batch)
         known, rows_of_known = token_ids(batch)
         ids[: len(known)] = known
@@ -208,6 +218,9 @@ class GraphInputs:
         needed = logit_indices(batch)
         logits[: len(needed)] = needed
         slots[:] = -1
+        for of_tokens in of_adapters:
+            of_tokens[:] = -1
+            of_tokens[: len(known)] = adapter_slots(batch)
         last_page_len[:] = -(self.width - 1) * self.page_size
         last_at[:] = self._index[: shape.rows] * self.width
         last_page[:] = self._host_table[: shape.rows, 0]
@@ -244,7 +257,13 @@ class GraphInputs:
 @cache
 def _sizes(shape: StepShape) -> list[int]:
     """The bytes of the int64 and then the int32 vectors of `CapturedInputs`, which lie one after another in memory."""
-    return [8 * shape.tokens] * 4 + [8 * shape.rows] * 2 + [4 * (shape.rows + 1), 4 * shape.rows, 4 * shape.rows]
+    adapters = [4 * shape.tokens] if shape.has_adapters else []
+    return (
+        [8 * shape.tokens] * 4
+        + [8 * shape.rows] * 2
+        + [4 * (shape.rows + 1), 4 * shape.rows, 4 * shape.rows]
+        + adapters
+    )
 
 
 def _split(packed: Tensor, shape: StepShape) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """CUDA graphs of steps: captured before the first request, replayed in place of thousands of launches.
 
 There are graphs for steps of decodes, with one token per request, and for small steps that mix decodes and prompts. A
-step is padded to the next larger shape. All graphs share one memory pool, since one runs at a time, and one plan's
+step is padded to the next larger shape. Where requests may have adapters, each shape has a graph with them and one
+without any of it. All graphs share one memory pool, since one runs at a time, and one plan's
 tables, since a plan of tables on the device is recorded with the kernels that read it.
 
 A graph of decodes also samples as if all requests were plain, so that the GPU does not wait for launches where they
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class StepGraphs:
             captured.
         inputs: the inputs of all shapes.
         max_num_seqs, max_tokens: the most rows, and the most tokens of a mixed step that has a graph.
+        variants: whether there are graphs with adapters and without, in the order in which they are captured.
     """
 
     def __init__(
@@ -45,35 +47,37 @@ class StepGraphs:
         inputs: GraphInputs,
         max_num_seqs: int,
         max_tokens: int,
+        variants: Sequence[bool] = (False,),
     ) -> None:
         self._forward, self._sample_greedy = compute, sample_greedy
         self._inputs = inputs
         self._decodes = decode_sizes(max_num_seqs)
         self._mixed = [n for n in mixed_sizes(max_tokens) if n > max_num_seqs]
-        self._max_rows = self._decodes[-1]
+        self._max_rows, self._variants = self._decodes[-1], variants
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
         # The logits and the hidden states of each.
         self._outputs: dict[StepShape, tuple[Tensor, Tensor | None]] = {}
 
     @property
     def shapes(self) -> list[StepShape]:
-        """The shapes of all graphs, the largest first."""
-        mixed = [StepShape(self._max_rows, tokens) for tokens in reversed(self._mixed)]
-        return mixed + [StepShape(rows, rows) for rows in reversed(self._decodes)]
+        """The shapes of all graphs, of each variant the largest first."""
+        sizes = [(self._max_rows, tokens) for tokens in reversed(self._mixed)]
+        sizes += [(rows, rows) for rows in reversed(self._decodes)]
+        return [StepShape(rows, tokens, adapters) for adapters in self._variants for rows, tokens in sizes]
 
-    def shape(self, batch: StepBatch) -> StepShape | None:
-        """The smallest shape that a step fits; None if it is too large."""
+    def shape(self, batch: StepBatch, adapters: bool = False) -> StepShape | None:
+        """The smallest shape that a step, with adapters or without, fits; None if it is too large."""
         tokens = batch.num_tokens
         if tokens == len(batch) <= self._max_rows:
             rows = self._decodes[bisect_left(self._decodes, tokens)]
-            return StepShape(rows, rows)
+            return StepShape(rows, rows, adapters)
         if len(batch) > self._max_rows or not self._mixed or tokens > self._mixed[-1]:
             return None
-        return StepShape(self._max_rows, self._mixed[bisect_left(self._mixed, tokens)])
+        return StepShape(self._max_rows, self._mixed[bisect_left(self._mixed, tokens)], adapters)
 
-    def run(self, batch: StepBatch) -> ForwardOutput | None:
-        """Replay the graph of a step; None if there is no graph for it."""
-        shape = self.shape(batch)
+    def run(self, batch: StepBatch, adapters: bool = False) -> ForwardOutput | None:
+        """Replay the graph of a step, with adapters or without; None if there is no graph for it."""
+        shape = self.shape(batch, adapters)
         if shape is None or shape not in self._graphs:
             return None
         if shape.max_row_tokens > 1 and batch.num_rows > shape.rows:

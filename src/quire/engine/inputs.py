@@ -1,5 +1,6 @@
-"""The vectors of a step's inputs that follow from its batch, on the host: token ids, positions, and which tokens need
-logits. Steps without graphs copy them to the device as they are, and graphs read them at fixed addresses.
+"""The vectors of a step's inputs that follow from its batch, on the host: token ids, positions, which tokens need
+logits, and the slots of their adapters. Steps without graphs copy them to the device as they are, and graphs read them
+at fixed addresses.
 """
 
 from __future__ import annotations
@@ -60,3 +61,9 @@ def logit_indices(batch: StepBatch) -> np.ndarray:
         return np.arange(len(batch))
     ends, rows = batch.counts.cumsum(), np.array([c.rows for c in batch])
     return np.repeat(ends - rows.cumsum(), rows) + np.arange(rows.sum())
+
+
+def adapter_slots(batch: StepBatch) -> np.ndarray:
+    """The slot of each token's adapter, -1 without one; int32 [tokens]."""
+    slots = np.array([request.slot for request in batch.requests], dtype=np.int32)
+    return slots if batch.decode_only else slots.repeat(batch.counts)

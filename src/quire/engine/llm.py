@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.engine.arguments import Prompt, as_list, one_each
+from quire.engine.arguments import Prompt, adapter_of_each, as_list, one_each
 from quire.engine.completion import Completion
 from quire.engine.config import EngineConfig
 from quire.engine.embedding import NO_OUTPUT, Embedding, EmbeddingParams
@@ -19,7 +19,7 @@ from quire.engine.embedding_request import EmbeddingRequest
 from quire.engine.grammar import Grammar
 from quire.engine.hub import model_name
 from quire.engine.load import load_engine
-from quire.engine.model_info import ModelInfo
+from quire.engine.model_info import AdapterInfo, ModelInfo
 from quire.engine.params import SamplingParams
 from quire.engine.prompts import TokenRequest
 from quire.engine.report import StepListener
@@ -61,6 +61,7 @@ class LLM:
             downloaded to the hub's cache; by default the bundled model.
         config: the configuration; by default that of `EngineConfig()`.
         runner: the class that computes steps; see docs/backends.md for those of serving backends.
+        adapters: the folders of adapters that are loaded at once, by their names, see `load_adapter`.
         options: fields of `EngineConfig`, which replace those of `config`.
 
     Attributes:
@@ -82,6 +83,7 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         runner: type[Runner] = Runner,
+        adapters: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
         check_process()
@@ -90,6 +92,8 @@ class LLM:
         self.name = model_name(source)
         self._engine = load_engine(source, self.config, runner)
         self.model = self._engine.model
+        for name, folder in (adapters or {}).items():
+            self._engine.load_adapter(name, Path(folder))
         self._worker = Worker(self._engine)
 
     @property
@@ -134,9 +138,45 @@ class LLM:
         """
         return self.model.default_params
 
-    def check(self, prompt: Prompt, params: SamplingParams | None = None, name: str = "prompt") -> None:
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The adapters that requests can name."""
+        return self.info.adapters
+
+    def load_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
+        """Read an adapter (LoRA) in PEFT's format, in this thread, while the engine goes on. It is copied to the device
+        when requests need it. A name that has an adapter with the same contents already keeps it.
+
+        Args:
+            name: by which requests choose the adapter.
+            folder: has adapter_config.json and adapter_model.safetensors, or adapter_model.bin.
+
+        Raises:
+            FileNotFoundError: the folder, or a file of it, is missing.
+            ValueError: the adapter is broken, not supported or not for this model; its rank exceeds max_adapter_rank or
+                what adapter_rank_pages has room for; the name has another adapter; or max_adapters is 0.
+        """
+        return self._engine.load_adapter(name, Path(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that have it keep it until they end, new ones are refused.
+
+        Raises:
+            ValueError: there is no adapter of this name.
+        """
+        adapter = self._engine.unload_adapter(name)
+        if adapter is not None:
+            self._worker.drop(adapter)
+
+    def check(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        name: str = "prompt",
+        adapter: str | None = None,
+    ) -> None:
         """Raise the ValueError that `generate` would raise for this prompt."""
-        self._engine.request(prompt, params or SamplingParams(), lambda update: None, name)
+        self._engine.request(prompt, params or SamplingParams(), lambda update: None, name, adapter=adapter)
 
     def prepare(self, params: SamplingParams) -> Grammar | None:
         """Compile the grammar of sampling parameters, so that requests with it start at once, and return it; None if
@@ -166,6 +206,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         on_update: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """Complete prompts, all at once.
@@ -173,6 +214,7 @@ class LLM:
         Args:
             prompts: strings or lists of token ids; or a single one of either.
             params: for all prompts, or a list with one for each; `default_params` replaces what they leave out.
+            adapter: the name of the adapter of all prompts, or a list with one for each; None: the model alone.
             on_update: called in this thread with the index of a prompt and the tokens that a step added to it.
 
         Returns:
@@ -181,11 +223,11 @@ class LLM:
         Raises:
             ImportError: params have a JSON schema, a regular expression or a grammar, and llguidance is not installed.
             RuntimeError: this LLM has been closed, or was made in another process, from which this one was forked.
-            ValueError: a prompt or its params are invalid; the message has its index, or the attribute of the params,
-                and no request has been started.
+            ValueError: a prompt, its params or its adapter are invalid; the message has its index, or the attribute of
+                the params, and no request has been started.
         """
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        requests = self._requests(prompts, params, lambda i: updates.put)
+        requests = self._requests(prompts, params, lambda i: updates.put, adapter=adapter)
         for request in requests:
             request.final_only = on_update is None
         index = {id(request): i for i, request in enumerate(requests)}
@@ -199,26 +241,36 @@ class LLM:
             raise
         return [_completion(request) for request in requests]
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], params: EmbeddingParams | None = None) -> list[Embedding]:
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: EmbeddingParams | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> list[Embedding]:
         """Compute the embeddings of prompts, all at once.
 
         Args:
             prompts: strings or lists of token ids; or a single one of either.
             params: for all prompts; None: as the checkpoint says.
+            adapter: as for `generate`.
 
         Returns:
             an embedding per prompt, in the order of the prompts.
 
         Raises:
             RuntimeError: as for `generate`.
-            ValueError: a prompt or its params are invalid, or embeddings cannot be computed; the message has the index
-                of the prompt, or the attribute of the params, and no request has been started.
+            ValueError: a prompt, its params or its adapter are invalid, or embeddings cannot be computed; the message
+                has the index of the prompt, or the attribute of the params, and no request has been started.
         """
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         read = self._engine.prompts
         resolved = read.embedding_params(params or EmbeddingParams())
         checked = [read.read(prompt, NO_OUTPUT, f"prompt {i}") for i, prompt in enumerate(as_list(prompts))]
-        requests = self.embedding_requests(checked, resolved, updates.put)
+        adapters = adapter_of_each(adapter, len(checked))
+        for name in adapters:
+            read.check_adapter(name)
+        requests = self.embedding_requests(checked, resolved, updates.put, adapters)
         self._worker.submit(requests)
         try:
             deque(self._worker.until_done(updates, len(requests)), maxlen=0)
@@ -227,7 +279,9 @@ class LLM:
             raise
         return [request.result() for request in requests]
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Completion]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> AsyncIterator[Completion]:
         """Complete one prompt and yield, for each step, the text and tokens that it added; the last element has a
         finish_reason. Leaving the loop (or cancelling the task) cancels the request. Errors are those of `generate`.
         """
@@ -239,7 +293,7 @@ class LLM:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(updates.put_nowait, part)
 
-        cancel = self.start([prompt], params, sink)
+        cancel = self.start([prompt], params, sink, adapter=adapter)
         try:
             while True:
                 part = await updates.get()
@@ -255,6 +309,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         sink: Callable[[int, Completion], None],
         grammar: Grammar | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> Callable[[], None]:
         """Begin to complete prompts, all at once, and return without waiting.
 
@@ -263,6 +318,7 @@ class LLM:
             sink: called in the engine's thread with the index of a prompt and what a step added to it, with a
                 finish_reason the last time. The engine waits for it, and it must not raise.
             grammar: what `prepare` has returned. Grammars of params that equal it are not compiled again.
+            adapter: as for `generate`.
 
         Returns:
             a function that cancels the requests that have not ended; each gets the finish_reason "cancelled".
@@ -271,7 +327,7 @@ class LLM:
             ValueError: as for `generate`.
             RuntimeError: as for `generate`.
         """
-        requests = self._requests(prompts, params, lambda i: lambda update: sink(i, _delta(update)), grammar)
+        requests = self._requests(prompts, params, lambda i: lambda update: sink(i, _delta(update)), grammar, adapter)
         self._worker.submit(requests)
         return lambda: self._worker.cancel(requests)
 
@@ -287,12 +343,16 @@ class LLM:
             grammar: as for `start`.
 
         Raises:
-            ImportError, ValueError: a grammar is refused.
+            ImportError, ValueError: a grammar is refused, or there is no such adapter any more.
         """
         return [self._engine.make(each, sink, grammar, text=False) for each in checked]
 
     def embedding_requests(
-        self, prompts: Sequence[Sequence[int]], params: EmbeddingParams, sink: Callable[[Update], None]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: EmbeddingParams,
+        sink: Callable[[Update], None],
+        adapters: Sequence[str | None] | None = None,
     ) -> list[EmbeddingRequest]:
         """Requests for `submit`, whose `result` is an embedding when they have ended.
 
@@ -300,8 +360,14 @@ class LLM:
             prompts: tokens that have been checked (`PromptReader.read`).
             params: without missing values (`PromptReader.embedding_params`).
             sink: called once for each request, in the engine's thread. It must not raise.
+            adapters: the name of each prompt's adapter; None: there are none.
+
+        Raises:
+            ValueError: an adapter is not known.
         """
-        return [EmbeddingRequest(prompt, params, sink) for prompt in prompts]
+        get, names = self._engine.adapters.get, adapters or [None] * len(prompts)
+        known = [None if name is None else get(name) for name in names]
+        return [EmbeddingRequest(prompt, params, sink, of) for prompt, of in zip(prompts, known, strict=True)]
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begin to compute requests of the two methods above, all at once; RuntimeError if the LLM has been closed."""
@@ -337,8 +403,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         sink: Callable[[int], Callable[[Update], None]],
         grammar: Grammar | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Request]:
         """Check prompts and make their requests, each with the sink that `sink` returns for its index."""
         listed = as_list(prompts)
-        each = enumerate(zip(listed, one_each(params, len(listed)), strict=True))
-        return [self._engine.request(prompt, p, sink(i), f"prompt {i}", grammar) for i, (prompt, p) in each]
+        count = len(listed)
+        each = enumerate(zip(listed, one_each(params, count), adapter_of_each(adapter, count), strict=True))
+        return [self._engine.request(prompt, p, sink(i), f"prompt {i}", grammar, name) for i, (prompt, p, name) in each]

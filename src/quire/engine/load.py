@@ -13,6 +13,7 @@ from torch import nn
 
 from quire.definition.checks import as_dtype
 from quire.engine import moe, projections
+from quire.engine.adapters.pool import AdapterPool
 from quire.engine.arguments import usable_device
 from quire.engine.checkpoint import check_files, check_weights, load_network, read_config
 from quire.engine.compiled_layers import CompiledLayers
@@ -48,12 +49,15 @@ def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] =
     if config.speculative_tokens and not runner.supports_all_logits:
         what = f"{runner.__name__} computes the logits of the last token of each request only"
         raise ValueError(f"speculative_tokens = {config.speculative_tokens}: {what}")
+    if config.max_adapters and not runner.supports_adapters:
+        what = f"{runner.__name__} computes steps without the adapters of requests"
+        raise ValueError(f"max_adapters = {config.max_adapters}: {what}")
     device = usable_device(config.device)
     config = config.on(device)
     max_batched_tokens = config.max_batched_tokens
     assert max_batched_tokens is not None
     model = load_model(source, device, config)
-    make = partial(_make_runner, runner, model, config, _cache_scales(model, config))
+    make = partial(_make_runner, runner, model, config, _cache_scales(model, config), _adapter_pool(model, config))
     made = make(_num_pages(model, config, make))
     check_runner(made)
     engine = Engine(made, config.max_num_seqs, max_batched_tokens, speculative_tokens=config.speculative_tokens)
@@ -157,14 +161,29 @@ def _cache_scales(model: Model, config: EngineConfig) -> Scales | None:
     return scales
 
 
+def _adapter_pool(model: Model, config: EngineConfig) -> AdapterPool | None:
+    """The memory for adapters, which is taken before pages of the cache are counted."""
+    if not config.max_adapters:
+        return None
+    rank_pages = config.adapter_rank_pages or config.max_adapters
+    return AdapterPool(model, config.max_adapters, rank_pages, config.max_adapter_rank)
+
+
 def _make_runner(
-    runner: type[Runner], model: Model, config: EngineConfig, scales: Scales | None, num_pages: int
+    runner: type[Runner],
+    model: Model,
+    config: EngineConfig,
+    scales: Scales | None,
+    adapters: AdapterPool | None,
+    num_pages: int,
 ) -> Runner:
     # Runners of serving backends do not take all options, so these are only passed if they are asked for.
     options: dict[str, Any] = {"kv_cache_dtype": config.kv_cache_dtype, "kv_cache_scales": scales}
     options |= {"batch_invariant": config.batch_invariant}
     asked = {name: value for name, value in options.items() if value not in ("auto", None, False)}
-    return runner(model, num_pages, config.page_size, config.backend, **asked)
+    made = runner(model, num_pages, config.page_size, config.backend, **asked)
+    made.adapters = adapters
+    return made
 
 
 def _num_pages(model: Model, config: EngineConfig, make: partial[Runner]) -> int:

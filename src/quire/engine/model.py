@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.engine.adapters.step import AdapterStep
 from quire.engine.compiled_layers import CompiledLayers
 from quire.engine.generation import read_generation_config
 from quire.engine.headless import is_headless
@@ -128,8 +129,36 @@ class Model:
         self.width = -(-tokens // _TILE) * _TILE
 
     @torch.inference_mode()
-    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: StepAttention) -> Tensor:
-        """The logits of the tokens at `rows`: tokens, positions int64 [n]; rows int64 [m]; returns [m, vocab_size]."""
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        step: StepAttention,
+        adapters: AdapterStep | None = None,
+    ) -> Tensor:
+        """The logits of the tokens at `rows`.
+
+        Args:
+            tokens, positions: int64 [n].
+            rows: int64 [m].
+            step: computes attention.
+            adapters: those of the tokens, of a step that is padded to `width`; None: no token has one.
+
+        Returns:
+            [m, vocab_size].
+        """
+        if adapters is None:
+            return self._padded(tokens, positions, rows, step)
+        with adapters.running():
+            self.compiled_layers.with_adapters = True
+            try:
+                return self._padded(tokens, positions, rows, step)
+            finally:
+                self.compiled_layers.with_adapters = False
+
+    def _padded(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: StepAttention) -> Tensor:
+        """`logits` of a step that is padded to `width`."""
         # Those of the last step would take memory during this one.
         self.hidden_states.last = None
         if self.width is None:
@@ -167,7 +196,7 @@ class Model:
         vocab_size].
         """
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
-        with self._unchanged(), self.refusing(list(range(tokens.shape[1]))):
+        with self.unchanged(), self.refusing(list(range(tokens.shape[1]))):
             try:
                 self.network.set_attn_implementation("eager")
                 logits: Tensor = self.network(input_ids=tokens, position_ids=positions, use_cache=False).logits
@@ -176,14 +205,16 @@ class Model:
         return logits
 
     @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """A context in which the network computes as Transformers has it."""
-        replaced = [part for part in self.replacements if part.on]
+    def unchanged(self) -> Iterator[None]:
+        """A context in which the network computes as Transformers has it, and steps are not padded."""
+        replaced, width = [part for part in self.replacements if part.on], self.width
         try:
+            self.width = None
             for part in replaced:
                 part.enable(False)
             yield
         finally:
+            self.width = width
             for part in replaced:
                 part.enable(True)
 

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.engine.params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterInfo:
+    """An adapter that requests can name.
+
+    Attributes:
+        name: by which requests choose it.
+        folder: that it was read from.
+        digest: of its contents; adapters with equal digests compute the same, whatever their names.
+        rank: the largest of its layers.
+        base_model_name: what it calls the model that it was trained on; "" if nothing.
+    """
+
+    name: str
+    folder: str
+    digest: str
+    rank: int
+    base_model_name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
-    """What requests depend on. It can be sent to other processes, and nothing of it changes.
+    """What requests depend on. It can be sent to other processes, and nothing of it changes: the engine has another one
+    when adapters have come or gone.
 
     Attributes:
         folder: of the checkpoint.
@@ -26,6 +47,8 @@ class ModelInfo:
         embedding_size: the size of hidden states, which embeddings are made of; None: the model does not return them.
         pooling: `EngineConfig.pooling`.
         device, dtype: of the weights.
+        max_adapters: `EngineConfig.max_adapters`.
+        adapters: those that requests can name.
     """
 
     folder: str
@@ -43,3 +66,11 @@ class ModelInfo:
     pooling: str
     device: str
     dtype: str
+    max_adapters: int = 0
+    adapters: tuple[AdapterInfo, ...] = ()
+
+
+def unknown_adapter(name: object, known: Iterable[str]) -> str:
+    """The message about a name that no adapter has."""
+    names = ", ".join(map(repr, known))
+    return f"adapter = {name!r} is not known: " + (f"{names} are" if names else "no adapter has been loaded")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.engine.adapters.hooks import AdapterHook
 from quire.engine.weights.modules import QuantizedLinear, RowsOf, can_join, joined
 from quire.steps import product
 
@@ -32,7 +33,12 @@ class Merged:
 
     Args:
         linears: at least two layers with equal `in_features`, dtypes and devices, all with a bias or none.
+
+    Attributes:
+        hook: called after the product; None: there are no adapters.
     """
+
+    hook: AdapterHook | None = None
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self.linears = linears
@@ -87,10 +93,15 @@ class _Part(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         merged, place = self.quire_merged, self.quire_place
         if place == 0:
-            merged.input = input
-            merged.outputs = _product(input, merged.weight, merged.bias).split(merged.sizes, dim=-1)
+            whole = _product(input, merged.weight, merged.bias)
+            if merged.hook is not None:
+                merged.hook.add(whole, input)
+            merged.input, merged.outputs = input, whole.split(merged.sizes, dim=-1)
         elif input is not merged.input:
-            return _product(input, self.weight, self.bias)
+            own = _product(input, self.weight, self.bias)
+            if merged.hook is not None:
+                merged.hook.add(own, input, place)
+            return own
         output = merged.outputs[place]
         if place == len(merged.sizes) - 1:
             merged.input, merged.outputs = None, ()

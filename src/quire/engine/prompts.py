@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.embedding import EmbeddingParams
-from quire.engine.model_info import ModelInfo
+from quire.engine.model_info import ModelInfo, unknown_adapter
 from quire.engine.multimodal import check_text
 from quire.engine.params import SamplingParams, half_character
 from quire.engine.prompt_size import check_size, longest_token
@@ -30,37 +30,41 @@ class TokenRequest:
         prompt: token ids.
         params: sampling parameters without missing values.
         bad_words: the token sequences of `params.bad_words`.
+        adapter: the name of the request's adapter; None: it has none.
     """
 
     prompt: list[int]
     params: SamplingParams
     bad_words: list[tuple[int, ...]]
+    adapter: str | None = None
 
 
 class PromptReader:
     """Makes requests of tokens, and refuses those that cannot be computed.
 
     Args:
-        info: the model and the engine.
+        info: the model and the engine. Another one takes its place when adapters have come or gone.
         tokenizer: of the model; None if it has none.
     """
 
     def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
-        self._info, self.tokenizer = info, tokenizer
+        self.info, self.tokenizer = info, tokenizer
         self._word_tokens = lru_cache(_MAX_WORD_LISTS)(partial(word_tokens, tokenizer))
         # The parameters that were resolved last, and what they became: those of all completions of a prompt are equal.
         self._resolved: tuple[SamplingParams, SamplingParams] | None = None
 
-    def request(self, prompt: str | Sequence[int], params: SamplingParams, name: str = "prompt") -> TokenRequest:
-        """The request of a prompt; the model's defaults replace parameters that are left out.
+    def request(
+        self, prompt: str | Sequence[int], params: SamplingParams, name: str = "prompt", adapter: str | None = None
+    ) -> TokenRequest:
+        """The request of a prompt with an adapter; the model's defaults replace parameters that are left out.
 
         Raises:
-            ValueError: as for `read`. Or token ids in `params` are unknown, or other parameters do not fit the model or
-                the runner; the message has the attribute of `params`.
+            ValueError: as for `read` and `check_adapter`. Or token ids in `params` are unknown, or other parameters do
+                not fit the model or the runner; the message has the attribute of `params`.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params = {params!r}: they must be SamplingParams")
-        params, info = self._over_defaults(params), self._info
+        params, info = self._over_defaults(params), self.info
         if info.is_headless:
             raise ValueError(f"{info.folder} has no language-model head: only embeddings can be computed")
         tokens = self.read(prompt, params, name)
@@ -70,7 +74,18 @@ class PromptReader:
         if self.tokenizer is None and (params.stop or params.bad_words):
             what = "stop strings" if params.stop else "bad_words"
             raise ValueError(f"{name} has {what}, but {info.folder} has no tokenizer")
-        return TokenRequest(tokens, params, self.word_tokens(params))
+        self.check_adapter(adapter)
+        return TokenRequest(tokens, params, self.word_tokens(params), adapter)
+
+    def check_adapter(self, name: str | None) -> None:
+        """Raise a ValueError, which has the known ones, if no adapter has this name; None means no adapter."""
+        if name is None:
+            return
+        if not isinstance(name, str):
+            raise ValueError(f"adapter = {name!r}: it must be the name of an adapter, or None")
+        known = [adapter.name for adapter in self.info.adapters]
+        if name not in known:
+            raise ValueError(unknown_adapter(name, known))
 
     def word_tokens(self, params: SamplingParams) -> list[tuple[int, ...]]:
         """The token sequences of `bad_words`, which are kept for further requests with the same.
@@ -85,7 +100,7 @@ class PromptReader:
         known = self._resolved
         if known is not None and known[0] is params:
             return known[1]
-        resolved = params.over(self._info.default_params)
+        resolved = params.over(self.info.default_params)
         self._check_token_ids("logit_bias", resolved.logit_bias or ())
         self._check_token_ids("allowed_token_ids", resolved.allowed_token_ids or ())
         self._resolved = params, resolved
@@ -99,7 +114,7 @@ class PromptReader:
         """
         if not isinstance(params, EmbeddingParams):
             raise ValueError(f"params = {params!r}: they must be EmbeddingParams")
-        info, size = self._info, self._info.embedding_size
+        info, size = self.info, self.info.embedding_size
         if size is None or not info.supports_all_logits:
             what = f"{info.folder} does not return" if size is None else f"{info.runner} drops"
             raise ValueError(f"embeddings can't be computed: {what} the hidden states of its tokens")
@@ -113,11 +128,11 @@ class PromptReader:
                 images; the message has `name`.
         """
         if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
-            check_size(prompt, name, self._longest_token, self._info.max_len)
-        tokens = params.truncated(self.encode(prompt, name), self._info.max_len)
+            check_size(prompt, name, self._longest_token, self.info.max_len)
+        tokens = params.truncated(self.encode(prompt, name), self.info.max_len)
         self._check_length(name, len(tokens), params)
         self._check_token_ids(name, tokens)
-        check_text(name, tokens, self._info.media_tokens)
+        check_text(name, tokens, self.info.media_tokens)
         return tokens
 
     def encode(self, prompt: str | Sequence[int], name: str) -> list[int]:
@@ -142,7 +157,7 @@ class PromptReader:
     def _encode_text(self, text: str, name: str) -> list[int]:
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise ValueError(f"{name} is a string, but {self._info.folder} has no tokenizer: pass token ids")
+            raise ValueError(f"{name} is a string, but {self.info.folder} has no tokenizer: pass token ids")
         surrogate = half_character(text)
         if surrogate is not None:
             what = f"{text[surrogate]!r} at {surrogate} is half a character or a byte that is not UTF-8"
@@ -155,15 +170,15 @@ class PromptReader:
         """Refuse a prompt without tokens, or without room for a token of the output, if there is to be one."""
         if not count:
             raise ValueError(f"{name} is empty: there must be at least one token")
-        end, context = count + (params.max_tokens != 0), self._info.context
+        end, context = count + (params.max_tokens != 0), self.info.context
         if end > context:
             raise ValueError(f"{name} has {count} tokens: the model's context of {context} leaves no room")
-        if end > self._info.max_len:
-            raise ValueError(f"{name} has {count} tokens: the cache of {self._info.max_len} tokens leaves no room")
+        if end > self.info.max_len:
+            raise ValueError(f"{name} has {count} tokens: the cache of {self.info.max_len} tokens leaves no room")
 
     def _check_token_ids(self, name: str, ids: Collection[int]) -> None:
         """Refuse tokens that the model does not have."""
-        size = self._info.vocab_size
+        size = self.info.vocab_size
         if ids and (min(ids) < 0 or max(ids) >= size):
             unknown = next(t for t in ids if not 0 <= t < size)
             raise ValueError(f"{name} has token {unknown}: tokens are 0 to {size - 1}")

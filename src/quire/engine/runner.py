@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from quire.definition.pages import PageTable
+from quire.engine.adapters.pool import AdapterPool
+from quire.engine.adapters.step import AdapterStep
 from quire.engine.batch import Chunk, ForwardOutput, StepBatch
 from quire.engine.graph_inputs import CapturedInputs, GraphInputs, StepShape
 from quire.engine.graphs import MAX_ROWS, MAX_TOKENS, StepGraphs
-from quire.engine.inputs import logit_indices, token_ids, with_last_tokens
+from quire.engine.inputs import adapter_slots, logit_indices, token_ids, with_last_tokens
 from quire.engine.model import Model
 from quire.engine.sampler import Sampler
 from quire.engine.scales import Scales
@@ -43,6 +45,9 @@ class Runner:
         supports_all_logits: of the class; whether `run` returns the logits of all tokens that `Chunk.rows` counts.
             False for a subclass whose `run` returns those of the last token alone: requests then have neither drafts
             nor log-probabilities of their prompts, nor embeddings.
+        supports_adapters: of the class; whether `run` computes requests with their adapters. False for a subclass with
+            a `run` of its own that does not say otherwise.
+        adapters: those on the device; None: requests have none.
         caches: each layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim].
         scales: of each layer's keys and values.
         step_graphs: CUDA graphs of steps, if there are any; see `StepGraphs`.
@@ -50,6 +55,8 @@ class Runner:
 
     supports_overlap = True
     supports_all_logits = True
+    supports_adapters = True
+    adapters: AdapterPool | None = None
     step_graphs: StepGraphs | None = None
 
     def __init__(
@@ -69,6 +76,11 @@ class Runner:
         self._backend, self.batch_invariant = backend, batch_invariant
         self.scales = kv_cache_scales or [(1.0, 1.0)] * len(model.layers)
         self.wrappers = self._active = self.new_wrappers()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "run" in vars(cls) and "supports_adapters" not in vars(cls):
+            cls.supports_adapters = False
 
     @property
     def overlaps(self) -> bool:
@@ -103,7 +115,7 @@ class Runner:
                 in flight.
         """
         if self.step_graphs is not None:
-            output = self.step_graphs.run(batch)
+            output = self.step_graphs.run(batch, self._has_adapters(batch))
             if output is not None:
                 return output
         return self.forward_eagerly(batch, last_tokens)
@@ -129,7 +141,8 @@ class Runner:
         rows, tokens = min(max_rows, MAX_ROWS), min(max_batched_tokens, MAX_TOKENS)
         page_size = self.page_size
         width = min(-(-self.model.context // page_size), self.num_pages)
-        inputs = GraphInputs(StepShape(rows, max(rows, tokens)), width, page_size, self.model.device)
+        largest = StepShape(rows, max(rows, tokens), self.adapters is not None)
+        inputs = GraphInputs(largest, width, page_size, self.model.device)
         # No step without a graph replaces the plans of these wrappers.
         wrappers = self.new_wrappers()
 
@@ -137,14 +150,16 @@ class Runner:
             ids = with_last_tokens(inputs.ids, inputs.source, sampler.last)
             pages = PageTable(inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len, page_size)
             self.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.max_row_tokens)
-            logits = self.model.logits(ids, inputs.positions, inputs.logit_indices, self)
+            adapters = self._step_adapters(inputs.adapter_slots, inputs.logit_indices)
+            logits = self.model.logits(ids, inputs.positions, inputs.logit_indices, self, adapters)
             for wrapper in wrappers.values():
                 # The graph will be replayed, which is safe: it reads the tables of `inputs` themselves, and the
                 # workspace of `wrappers`, and `StepGraphs` keeps both.
                 wrapper.forget_cuda_graph()
             return logits, self.model.hidden_states.last
 
-        graphs = StepGraphs(compute, sampler.sample_greedy, inputs, rows, tokens)
+        variants = [False] if self.adapters is None else [True] if self.batch_invariant else [True, False]
+        graphs = StepGraphs(compute, sampler.sample_greedy, inputs, rows, tokens, variants)
         if graphs.capture(progress):
             self.step_graphs = graphs
 
@@ -153,9 +168,22 @@ class Runner:
         is that of `forward`, and is passed if the runner supports overlap; None: no token is in flight.
         """
         tokens, rows = self.inputs(chunks, last_tokens)
-        tables = self.tables(chunks)
+        tables, batch = self.tables(chunks), StepBatch.of(chunks)
         self.begin(chunks, tables)
-        return self.model.logits(tokens, tables.positions, rows, self)
+        slots = upload(adapter_slots(batch), self.model.device) if self._has_adapters(batch) else None
+        return self.model.logits(tokens, tables.positions, rows, self, self._step_adapters(slots, rows))
+
+    def _has_adapters(self, batch: StepBatch) -> bool:
+        """Whether a step is computed with adapters. Every step of a batch-invariant engine that has any is, so that the
+        bits of requests without one do not depend on the others.
+        """
+        return self.adapters is not None and (self.batch_invariant or self.adapters.are_in(batch.requests))
+
+    def _step_adapters(self, slots: Tensor | None, rows: Tensor) -> AdapterStep | None:
+        """The adapters of a step; None if it is computed without any, and there are no slots of its tokens."""
+        if slots is None or self.adapters is None:
+            return None
+        return AdapterStep(self.adapters.tables, slots, rows, self.model.width)
 
     def tables(self, chunks: Sequence[Chunk], pad_to: int = 0) -> StepTables:
         """The tables of the chunks, on the model's device."""

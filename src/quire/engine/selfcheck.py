@@ -40,6 +40,9 @@ def check_runner(runner: Runner) -> None:
             reason += ", or its keys and values do not fit an fp8 cache with these scales (`quire calibrate`)"
         raise ValueError(f"{model.folder} can't be run: its logits are not those of Transformers: {reason}")
     check_positions(model)
+    if runner.adapters is not None and _adapters_differ(runner):
+        what = "logits in a step with adapters differ from those in a step without, for a request that has none"
+        raise ValueError(f"{model.folder} can't be run with max_adapters: {what}")
     if runner.batch_invariant and _varies(runner):
         size, threads = f"{model.width} tokens", f"{torch.get_num_threads()} threads"
         what = f"its logits depend on the other requests of a step, of {size} and with {threads}"
@@ -54,7 +57,10 @@ def profile(runner: Runner, num_tokens: int, num_seqs: int) -> None:
     pages = runner.num_pages // num_seqs
     length = min(-(-num_tokens // num_seqs), runner.model.context, pages * runner.page_size)
     pages = -(-length // runner.page_size)
-    logits = runner.run([probe_chunk(runner, [0] * length, b * pages, 0, length) for b in range(num_seqs)])
+    chunks = [probe_chunk(runner, [0] * length, b * pages, 0, length) for b in range(num_seqs)]
+    if runner.adapters is not None:
+        _give_slots(chunks)
+    logits = runner.run(chunks)
     params = SamplingParams(temperature=1.0).over(LIBRARY_DEFAULTS)
     requests = [_probe_request([0], params) for _ in range(num_seqs)]
     Sampler(runner.model.device, num_seqs).launch(logits, requests).wait()
@@ -65,6 +71,25 @@ def probe_chunk(runner: Runner, tokens: list[int], first_page: int, start: int, 
     request = _probe_request(tokens[:end], SamplingParams())
     request.pages = array("i", range(first_page, first_page + -(-end // runner.page_size)))
     return Chunk(request, start, end - start, samples=True)
+
+
+def _give_slots(chunks: Sequence[Chunk]) -> None:
+    """Let chunks be computed as if their requests had an adapter, which adds nothing as long as none has been copied to
+    the device.
+    """
+    for chunk in chunks:
+        chunk.request.slot = 0
+
+
+def _adapters_differ(runner: Runner) -> bool:
+    """Whether the logits of a request differ between a step without adapters and one with one that adds nothing."""
+    size = min(5, runner.model.context, runner.num_pages * runner.page_size)
+    first = runner.model.vocab_size // 3
+    tokens = [(first + 11 * i * i) % runner.model.vocab_size for i in range(size)]
+    plain, adapted = (probe_chunk(runner, tokens, 0, 0, size) for _ in range(2))
+    expected = runner.run([plain])
+    _give_slots([adapted])
+    return _differ(runner.run([adapted]), expected, exact=runner.kv_dtype == torch.float32)
 
 
 def _probe_request(tokens: list[int], params: SamplingParams) -> Request:

@@ -9,12 +9,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from quire.engine.adapters.adapter import Adapter
 from quire.engine.engine import Engine
 from quire.engine.request import Request, Update
 
-# A method of the engine, and the requests to call it with.
-_Command = tuple[Callable[[Request], None], Sequence[Request]]
+# A method of the engine, and the requests, or adapters, to call it with.
+_Command = tuple[Callable[[Any], None], Sequence[Any]]
 
 # Time without an update after which a waiting thread looks whether the engine's thread has ended.
 _POLL_SECONDS = 1.0
@@ -69,6 +71,10 @@ class Worker:
         """Cancel those of the requests that have not ended."""
         if any(request.finish_reason is None for request in requests):
             self._inbox.put((self._engine.cancel, requests))
+
+    def drop(self, adapter: Adapter) -> None:
+        """Let an adapter go that has no name any more."""
+        self._inbox.put((self._engine.drop_adapter, [adapter]))
 
     def until_done(self, updates: queue.SimpleQueue[Update], count: int) -> Iterator[Update]:
         """The updates that arrive until `count` requests have ended; RuntimeError if the engine's thread has ended

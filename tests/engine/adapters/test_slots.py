@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+import torch
 
 from quire.engine.adapters.adapter import Adapter
 from quire.engine.adapters.slots import AdapterSlots
@@ -12,7 +12,7 @@ from quire.engine.scheduler import Scheduler
 
 
 def adapter(name, num_pages=1):
-    return Adapter(name, 16 * num_pages, num_pages, np.zeros(0, dtype=np.int32), [])
+    return Adapter(name, 16 * num_pages, num_pages, torch.zeros(0, dtype=torch.int32), [])
 
 
 class Device:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 
@@ -15,12 +14,12 @@ class Values(NamedTuple):
     Attributes:
         page: of the adapter's rank pages, 0 the first.
         start: the first element's place in the page.
-        values: [count], in pinned memory where the pool is on a GPU.
+        elements: [count], in pinned memory where the pool is on a GPU.
     """
 
     page: int
     start: int
-    values: Tensor
+    elements: Tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -28,7 +27,7 @@ class Adapter:
     """The factors of an adapter's products.
 
     Attributes:
-        digest: of the contents; adapters with equal digests compute the same.
+        digest: of what it computes; adapters with equal digests compute the same.
         rank: the largest of its products.
         num_pages: the rank pages that it takes on the device.
         product_pages: int32 [products of the pool], how many of these each product has; 0 where the adapter has none.
@@ -38,5 +37,5 @@ class Adapter:
     digest: str
     rank: int
     num_pages: int
-    product_pages: np.ndarray
+    product_pages: Tensor
     contents: list[Values]
