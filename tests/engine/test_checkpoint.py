@@ -154,7 +154,7 @@ CACHES = {
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_llm_with_scales_of_the_cache_alone_runs_with_them(kind, llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "check_runner", lambda runner: None)
+    monkeypatch.setattr(load, "check_runner", lambda runner, random_weights: None)
     write_scales(tmp_path / "scales.safetensors", [(0.5, 2.0)] * 4)
     expected = tokens(llama, kv_cache_dtype="fp8", kv_cache_scales=tmp_path / "scales.safetensors")
     names = [f"model.layers.{i}.self_attn.{part}_proj.{part}_scale" for i in range(4) for part in "kv"]

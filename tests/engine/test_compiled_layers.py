@@ -15,6 +15,7 @@ from transformers.models.llama import modeling_llama
 from helpers.checkpoints import save
 from quire.engine import LLM, SamplingParams, load
 from quire.engine.compiled_layers import CompiledLayers
+from quire.engine.model import Model
 
 
 @pytest.fixture
@@ -115,6 +116,17 @@ def test_llm_with_dummy_weights_needs_only_a_configuration(tmp_path):
         LLM(tmp_path, load_format="none")
     with LLM(tmp_path, num_pages=64, load_format="dummy") as llm:
         assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+
+
+def test_llm_with_other_logits_than_transformers_is_accepted_for_16_bit_random_weights_alone(tmp_path, monkeypatch):
+    save("llama", tmp_path)
+    expected = Model.transformers_logits
+    monkeypatch.setattr(Model, "transformers_logits", lambda model, tokens: expected(model, tokens).flip(-1))
+    with pytest.warns(RuntimeWarning, match="random weights, which may amplify rounding: its logits are not those"):
+        LLM(tmp_path, num_pages=64, load_format="dummy", dtype="bfloat16").close()
+    for options in ({"load_format": "dummy", "dtype": "float32"}, {"dtype": "bfloat16"}):
+        with pytest.raises(ValueError, match="can't be run: its logits are not those of Transformers"):
+            LLM(tmp_path, num_pages=64, **options)
 
 
 @pytest.mark.gpu

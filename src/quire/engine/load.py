@@ -59,7 +59,7 @@ def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] =
     model = load_model(source, device, config)
     make = partial(_make_runner, runner, model, config, _cache_scales(model, config), _adapter_pool(model, config))
     made = make(_num_pages(model, config, make))
-    check_runner(made)
+    check_runner(made, random_weights=config.load_format == "dummy")
     engine = Engine(made, config.max_num_seqs, max_batched_tokens, speculative_tokens=config.speculative_tokens)
     if config.cuda_graphs:
         made.capture(engine.sampler, min(engine.scheduler.max_rows, max_batched_tokens), max_batched_tokens, _progress)

@@ -4,6 +4,7 @@ step has. Models that would run wrongly are refused.
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Sequence
 from itertools import takewhile
@@ -22,9 +23,15 @@ from quire.engine.sampler import Sampler
 _Part = tuple[int, int, int]
 
 
-def check_runner(runner: Runner) -> None:
+def check_runner(runner: Runner, random_weights: bool = False) -> None:
     """Compute a few tokens of two requests in shared steps, in chunks and one by one, and compare the logits with those
     of Transformers' attention.
+
+    Args:
+        runner: computes the steps.
+        random_weights: whether the model's weights are random. Deep mixtures of experts with such weights amplify the
+            rounding of 16-bit elements until logits differ by half of their size from those of the same code in
+            float32, so that differences are warned of, unless elements have 32 bits.
 
     Raises:
         ValueError: no kernel family, or not the requested one, supports a layer; or the logits of a request depend on
@@ -38,7 +45,11 @@ def check_runner(runner: Runner) -> None:
         reason = reasons[0]
         if runner.kv_dtype.itemsize == 1:
             reason += ", or its keys and values do not fit an fp8 cache with these scales (`quire calibrate`)"
-        raise ValueError(f"{model.folder} can't be run: its logits are not those of Transformers: {reason}")
+        message = f"its logits are not those of Transformers: {reason}"
+        if not random_weights or attempts == 1:
+            raise ValueError(f"{model.folder} can't be run: {message}")
+        message = f"{model.folder} has random weights, which may amplify rounding: {message}"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
     check_positions(model)
     if runner.adapters is not None and _adapters_differ(runner):
         what = "logits in a step with adapters differ from those in a step without, for a request that has none"
