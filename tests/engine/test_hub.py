@@ -304,7 +304,10 @@ def test_generate_with_a_name_prints_no_progress_to_a_pipe(hub, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "calibrate", "bench"])
-def test_commands_with_an_unknown_name_print_one_line(command, hub, capsys):
+def test_commands_with_an_unknown_name_print_one_line(command, hub, capsys, tmp_path, monkeypatch):
+    # For the engine's process of the server.
+    for name, value in environment(hub, tmp_path).items():
+        monkeypatch.setenv(name, value)
     given = {
         "generate": ["x", "--model", "no/model"],
         "chat": ["no/model"],
