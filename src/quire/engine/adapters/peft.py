@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import torch
@@ -32,8 +33,10 @@ _OTHER_METHODS = {
     r"bias": "a trained bias of the base",
 }
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Threads that copy, check and hash tensors, each of which waits for pages of the file.
+# Threads that copy, check and hash tensors.
 _READERS = min(8, os.cpu_count() or 1)
+# An operation of torch on more elements waits for threads of its own: beside an engine, much longer than it computes.
+_ELEMENTS = 1 << 15
 # Rows of a weight of the base that are compared at a time.
 _ROWS = 4096
 
@@ -229,30 +232,52 @@ def _read(
 ) -> tuple[Tensor, Tensor, str]:
     """The factors A and B of a module, and a text that is equal for equal ones."""
     scale = settings.scale_of(pair.module) * targets[pair.path].output_scale
-    # Copies are checked and hashed, not pages of a file that may be written.
-    a, b = (tensors[pair.names[factor]].clone(memory_format=torch.contiguous_format) for factor in "AB")
-    texts = [f"{_named(factor.dtype)} {list(factor.shape)} {_hashed(factor)}" for factor in (a, b)]
-    _check_finite(pair.names["A"], a)
-    _check_finite(pair.names["B"], b)
-    a, b = a.to(dtype or a.dtype), (b.float() * scale).to(dtype or torch.float32)
-    _check_finite(f"{pair.names['A']} in {_named(a.dtype)}", a)
-    _check_finite(f"{pair.names['B']} times its scale, {scale}, in {_named(b.dtype)}", b)
-    return a, b, f"{' '.join(texts)} {scale.hex()}"
+    names = pair.names
+    factors, texts = {}, [scale.hex()]
+    for name in ("A", "B"):
+        # The copy is checked and hashed, not pages of a file that may be written.
+        copied = tensors[names[name]].contiguous().view(torch.uint8).numpy().copy()
+        saved = torch.from_numpy(copied).view(tensors[names[name]].dtype)
+        texts.append(f"{_named(saved.dtype)} {list(saved.shape)} {hashlib.sha256(copied.data.cast('B')).hexdigest()}")
+        factors[name] = saved
+    a, b = (
+        _scaled(factors["A"], 1.0, dtype or factors["A"].dtype),
+        _scaled(factors["B"], scale, dtype or torch.float32),
+    )
+    if not (_is_finite(a) and _is_finite(b)):
+        _raise_where_not_finite(names["A"], factors["A"])
+        _raise_where_not_finite(names["B"], factors["B"])
+        _raise_where_not_finite(f"{names['A']} in {_named(a.dtype)}", a)
+        _raise_where_not_finite(f"{names['B']} times its scale, {scale}, in {_named(b.dtype)}", b)
+    return a, b, " ".join(texts)
 
 
-def _hashed(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.view(torch.uint8).flatten().numpy().data).hexdigest()
+def _scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """The product of a contiguous tensor and a scale, which is computed in float32, unless nothing changes."""
+    if scale == 1.0 and x.dtype == dtype:
+        return x
+    result = torch.empty(x.shape, dtype=dtype)
+    for part, scaled in zip(x.flatten().split(_ELEMENTS), result.flatten().split(_ELEMENTS), strict=True):
+        scaled.copy_(part.float() * scale)
+    return result
 
 
-def _check_finite(name: str, tensor: Tensor) -> None:
-    """Raise a ValueError if an element is NaN or infinite."""
-    # A sum is not finite if an element is not, and takes a tenth of the time. A large one may overflow.
-    if tensor.sum(dtype=torch.float32).isfinite():
-        return
-    wrong = (~tensor.isfinite()).nonzero()
+def _is_finite(x: Tensor) -> bool:
+    """Whether no element of a contiguous tensor is NaN or infinite."""
+    size = x.dtype.itemsize
+    signed = x.view(torch.uint8).numpy().view(f"i{size}")
+    unsigned = signed.view(f"u{size}")
+    infinity = torch.tensor([inf, -inf], dtype=x.dtype).view(torch.uint8).numpy().view(unsigned.dtype)
+    # The bits of infinity and NaN are the largest of their sign: as signed numbers of the positive ones, as unsigned
+    # ones of the negative ones.
+    return int(signed.max()) < int(infinity[0]) and int(unsigned.max()) < int(infinity[1])
+
+
+def _raise_where_not_finite(name: str, x: Tensor) -> None:
+    wrong = (~x.isfinite()).nonzero()
     if len(wrong):
         at = wrong[0].tolist()
-        raise ValueError(f"{name} is {tensor[tuple(at)].item()} at {at}: all elements must be finite")
+        raise ValueError(f"{name} is {x[tuple(at)].item()} at {at}: all elements must be finite")
 
 
 def _named(dtype: torch.dtype) -> str:
