@@ -78,3 +78,13 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     return folder
+
+
+@torch.no_grad()
+def assert_greedy(network: Any, prompt: list[int], tokens: list[int], tolerance: float = 1e-4) -> None:
+    """Assert that each token is the most likely one after those before it, by a network of Transformers, or as likely
+    up to rounding errors of float32, which logits have.
+    """
+    logits = network(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert (chosen >= logits.amax(1) - tolerance).all(), f"{tokens} after {prompt} is not {logits.argmax(1).tolist()}"

@@ -140,7 +140,8 @@ def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
     """Give a runner on the CPU graphs that are computed on the host, whose kernels read tables without gaps."""
     runner, sampler, most = llm._engine.runner, llm._engine.sampler, llm._engine.scheduler.max_num_seqs
     width = min(-(-runner.model.context // runner.page_size), runner.num_pages)
-    buffers = GraphInputs(StepShape(most, max(most, max_tokens)), width, runner.page_size, torch.device("cpu"))
+    largest = StepShape(most, max(most, max_tokens), runner.adapters is not None)
+    buffers = GraphInputs(largest, width, runner.page_size, torch.device("cpu"))
     wrappers = runner.new_wrappers()
 
     def compute(inputs: CapturedInputs, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -148,10 +149,12 @@ def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
         lengths = inputs.last_page_len + (width - 1) * runner.page_size
         pages = PageTable.from_lengths(inputs.kv_indptr, inputs.kv_indices, lengths, runner.page_size)
         runner.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.max_row_tokens)
-        logits = runner.model.logits(ids, inputs.positions, inputs.logit_indices, runner)
+        adapters = runner._step_adapters(inputs.adapter_slots, inputs.logit_indices)
+        logits = runner.model.logits(ids, inputs.positions, inputs.logit_indices, runner, adapters)
         return logits, runner.model.hidden_states.last
 
-    graphs = HostGraphs(compute, sampler.sample_greedy, buffers, most, max_tokens)
+    variants = [False] if runner.adapters is None else [True, False]
+    graphs = HostGraphs(compute, sampler.sample_greedy, buffers, most, max_tokens, variants)
     logits = torch.full((most, runner.model.vocab_size), torch.nan)
     hidden = torch.full((max(most, max_tokens), runner.model.hidden_states.size), torch.nan)
     graphs._outputs = {shape: (logits[: shape.rows], hidden[: shape.tokens]) for shape in graphs.shapes}

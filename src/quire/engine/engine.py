@@ -77,6 +77,8 @@ class Engine:
         pool = runner.adapters
         self.scheduler = Scheduler(*sizes, self.stats, None if pool is None else pool.slots)
         self.adapters = AdapterRegistry(pool, self.model.dtype, removed_parts(self.model.network))
+        if pool is not None:
+            pool.slots.is_named = self.adapters.has
         self.sampler = Sampler(self.model.device, self.scheduler.max_rows)
         self.reporter = Reporter(self.scheduler, self.stats)
         self.info = self._describe()
@@ -182,9 +184,9 @@ class Engine:
         self.info = self.prompts.info = replace(self.info, adapters=self.adapters.infos)
 
     def drop_adapter(self, adapter: Adapter) -> None:
-        """Let an adapter go from the device when no request runs with it any more, unless it has got a name again."""
-        if self.scheduler.adapters is not None and not self.adapters.has(adapter):
-            self.scheduler.adapters.drop(adapter)
+        """Let an adapter without a name go from the device, unless requests run with it, which do so when they end."""
+        if self.scheduler.adapters is not None:
+            self.scheduler.adapters.discard(adapter)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)

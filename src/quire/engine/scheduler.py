@@ -125,16 +125,24 @@ class Scheduler:
         if request.finish_reason in ("stop", "length"):
             self._share(request, request.num_computed_tokens)
         self._release(request)
+        self._forget_adapter(request)
 
     def reset(self) -> list[Request]:
         """Remove all requests and all prefixes, because the contents of the cache are undefined."""
         requests = [*self.running, *self.waiting]
         for request in requests:
             self._release(request)
+            self._forget_adapter(request)
         self.running.clear()
         self.waiting.clear()
         self.tree.clear()
         return requests
+
+    def _forget_adapter(self, request: Request) -> None:
+        """Let the adapter of a request that has ended go, if it has been unloaded. Callers may keep the request."""
+        adapter, request.adapter = request.adapter, None
+        if adapter is not None and self.adapters is not None:
+            self.adapters.discard(adapter)
 
     def compute_again(self, request: Request) -> None:
         """Release the pages of a running request and put it first in the queue; all its tokens are computed again."""

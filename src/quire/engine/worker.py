@@ -109,25 +109,24 @@ class Worker:
 def _work(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
     """The engine's thread."""
     try:
-        _loop(engine, inbox)
+        while _take_turn(engine, inbox):
+            pass
     finally:
         for listener in engine.reporter.listeners:
             listener.engine_ended()
 
 
-def _loop(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
-    """Execute commands between steps, and steps while requests exist. The command None cancels all requests and ends
-    the loop.
+def _take_turn(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> bool:
+    """Execute a command, or a step if there is none and requests exist; nothing is referred to while no command comes.
+    The command None cancels all requests; False after that.
     """
-    while True:
-        try:
-            wait = max(0.0, engine.launch_at - time.perf_counter()) if engine.busy else None
-            command = inbox.get(timeout=wait)
-        except queue.Empty:
-            engine.step()
-            continue
-        method, requests = command or (engine.cancel, [*engine.scheduler.running, *engine.scheduler.waiting])
-        for request in requests:
-            method(request)
-        if command is None:
-            return
+    try:
+        wait = max(0.0, engine.launch_at - time.perf_counter()) if engine.busy else None
+        command = inbox.get(timeout=wait)
+    except queue.Empty:
+        engine.step()
+        return True
+    method, arguments = command or (engine.cancel, [*engine.scheduler.running, *engine.scheduler.waiting])
+    for argument in arguments:
+        method(argument)
+    return command is not None

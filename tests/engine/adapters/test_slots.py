@@ -110,20 +110,21 @@ def test_slots_of_adapters_that_earlier_requests_wait_for_are_not_evicted():
     assert device.slots.num_loads == 3
 
 
-def test_slots_dropped_adapter_goes_with_its_last_request():
-    device, (a, b) = Device(2, 9), map(adapter, "ab")
+def test_slots_adapter_without_a_name_goes_with_its_last_request():
+    device, (a, b, c) = Device(3, 9), map(adapter, "abc")
     slots = device.slots
-    assert asked(slots, a, b) == [True, True]
+    assert asked(slots, a, b, c) == [True] * 3
     slots.hold(a)
-    for each in (a, b, adapter("unknown")):
-        slots.drop(each)
-    assert device.names() == {"a"}
+    slots.is_named = lambda each: each is c
+    for each in (a, b, c, adapter("unknown")):
+        slots.discard(each)
+    assert device.names() == {"a", "c"}
     assert asked(slots, a) == [True]
     slots.hold(a)
-    slots.release(a)
-    assert device.names() == {"a"}
-    slots.release(a)
-    assert device.names() == set()
+    for left in ({"a", "c"}, {"c"}):
+        slots.release(a)
+        slots.discard(a)
+        assert device.names() == left
     device.check({})
 
 
@@ -190,6 +191,8 @@ def test_schedule_of_random_requests_with_adapters_ends_all_and_leaks_nothing(rn
         size = rng.choice((1, 2, 4))
         num_pages = -(-24 // size) + rng.randint(0, 8)
         scheduler = Scheduler(num_pages, size, rng.randint(1, 8), rng.choice((2, 16, 99)), adapters=device.slots)
+        named = set(adapters)
+        device.slots.is_named = named.__contains__
         requests = [request(rng, adapters) for _ in range(25)]
         arriving, written, idle = list(requests), {}, 0
         while arriving or scheduler.running or scheduler.waiting:
@@ -202,13 +205,16 @@ def test_schedule_of_random_requests_with_adapters_ends_all_and_leaks_nothing(rn
                 gone.fail("cancelled")
                 scheduler.remove(gone)
             if rng.random() < 0.1:
-                device.slots.drop(rng.choice(adapters))
+                named ^= {rng.choice(adapters)}
+                for each in adapters:
+                    device.slots.discard(each)
             if rng.random() < 0.5:
                 device.finish()
             idle = 0 if run_step(scheduler, device, written, rng) else idle + 1
             assert idle < 100
         assert all(r.finish_reason in ("length", "cancelled") for r in requests)
         assert scheduler.allocator.num_pages - scheduler.allocator.num_free == len(scheduler.tree)
+        assert device.names() <= {each.digest for each in named}
         preemptions, loads = preemptions + scheduler.stats.preemptions, loads + device.slots.num_loads
         scheduler.tree.clear()
         assert scheduler.tree.namespaces == []

@@ -24,7 +24,6 @@ class Resident:
         pages: its rank pages.
         is_loaded: whether its copy to the device has ended.
         holders: the number of running requests that have it.
-        is_dropped: whether it goes as soon as no request holds it.
     """
 
     adapter: Adapter
@@ -32,7 +31,6 @@ class Resident:
     pages: list[int]
     is_loaded: Callable[[], bool] = lambda: False
     holders: int = 0
-    is_dropped: bool = False
 
 
 @dataclass(slots=True)
@@ -59,12 +57,14 @@ class AdapterSlots:
         load: begins to copy an adapter to the device.
 
     Attributes:
+        is_named: whether requests can still ask for an adapter; all of them, unless a registry says otherwise.
         num_held: how many running requests have an adapter.
         num_loads: how many copies to the device have begun.
     """
 
     def __init__(self, num_slots: int, num_pages: int, load: Callable[[Resident], None]) -> None:
         self._load = load
+        self.is_named: Callable[[Adapter], bool] = lambda adapter: True
         self._free_slots, self._free_pages = list(range(num_slots))[::-1], list(range(num_pages))[::-1]
         # By digests, least recently used first.
         self._residents: OrderedDict[str, Resident] = OrderedDict()
@@ -113,16 +113,11 @@ class AdapterSlots:
         self._residents.move_to_end(adapter.digest)
         resident.holders -= 1
         self.num_held -= 1
-        if resident.is_dropped and not resident.holders:
-            self._evict(resident)
 
-    def drop(self, adapter: Adapter) -> None:
-        """Let an adapter go when no running request has it any more."""
+    def discard(self, adapter: Adapter) -> None:
+        """Let an adapter go that has lost its name, or a request, if it has neither any more."""
         resident = self._residents.get(adapter.digest)
-        if resident is None:
-            return
-        resident.is_dropped = True
-        if not resident.holders:
+        if resident is not None and not resident.holders and not self.is_named(adapter):
             self._evict(resident)
 
     def _place(self, adapter: Adapter) -> Resident:
