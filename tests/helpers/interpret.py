@@ -37,6 +37,7 @@ COUNTS = {
     "kernels/test_gemv.py": 3,
     "kernels/test_grouped_gemm.py": 5,
     "kernels/test_kernels.py": 24,
+    "kernels/test_lora.py": 14,
     "kernels/test_page_table.py": 3,
     "kernels/test_topk.py": 4,
     "steps/test_steps.py": 14,

@@ -112,6 +112,7 @@ def draw_slots(rng, rows, num_slots):
     return [hot if rng.random() < 0.3 else rng.choice(present) for _ in range(rows)]
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_group_by_slot_of_random_slots_sorts_rows_that_have_one(device, rng):
     for rows in (0, 1, rng.randint(2, 40), rng.randint(300, 400), *((5000,) if device == "cuda" else ())):
@@ -125,23 +126,46 @@ def test_group_by_slot_of_random_slots_sorts_rows_that_have_one(device, rng):
         assert order[: len(expected)].tolist() == expected
 
 
+@pytest.mark.interpret(dtype=[torch.float16, torch.float32])  # the interpreter cannot multiply bfloat16
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
 def test_add_lora_of_random_adapters_matches_float64(dtype, device, rng):
-    for rows in (1, rng.randint(2, 40), *((rng.randint(600, 2000),) if device == "cuda" else ())):
+    # Kernels for many rows are others than those for few, but in float32.
+    many = rng.randint(513, 2000) if device == "cuda" else rng.randint(513, 550) if dtype != torch.float32 else 70
+    for rows in (1, rng.randint(2, 40), many):
         ranks = [rng.choice((0, 1, 8, 16, 17, 64)) for _ in range(rng.randint(1, 6))]
         widths = rng.choice(([40], [24], [48, 16, 16], [64, 64], [130, 30]))
-        pools = make_pools(rng, ranks, widths, rng.choice((64, 100, 272)), dtype, device)
+        pools = make_pools(rng, ranks, widths, rng.choice((64, 100, 600, 1104)), dtype, device)
         check_add_lora(pools, draw_slots(rng, rows, len(ranks)), dtype, device)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_add_lora_of_ranks_from_1_to_256_in_a_batch_matches_float64(dtype, device, rng):
-    pools = make_pools(rng, [1, 256, 16, 100], [64, 32], rng.choice((128, 300)), dtype, device)
+    pools = make_pools(rng, [1, 256, 16, 100], [64, 32], rng.choice((128, 1300)), dtype, device)
     check_add_lora(pools, [rng.randrange(4) for _ in range(12)], dtype, device)
 
 
+@pytest.mark.interpret(dtype=[torch.float16])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_add_lora_to_nearly_the_opposite_rounds_nothing_in_between(dtype, device, rng):
+    """The sum is small, so that a rounding of one of its terms, or of h, to 16 bits would be as large."""
+    pools = make_pools(rng, [16, 64], [96, 32], 600, dtype, device)
+    for rows in (6, 520):
+        slots = [rng.randrange(2) for _ in range(rows)]
+        x = torch.randn(rows, 600).to(device, dtype)
+        added, magnitude = (pools.added(slots, x.double().cpu(), f) for f in (lambda t: t, torch.abs))
+        y = (-added).to(device, dtype)
+        exact = added + y.double().cpu()
+        order, ends = group_by_slot(torch.tensor(slots, dtype=torch.int32, device=device), 2)
+        add_lora(y, x, *pools.factors(), order, ends, *pools.tables())
+        bound = 1e-5 * magnitude + PRECISION[dtype] * exact.abs()
+        assert ((y.double().cpu() - exact).abs() <= bound).all()
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_add_lora_of_no_rows_or_of_rows_without_adapter_writes_nothing(device, rng):
     pools = make_pools(rng, [16, 3], [32, 16], 64, torch.float32, device)
@@ -149,6 +173,7 @@ def test_add_lora_of_no_rows_or_of_rows_without_adapter_writes_nothing(device, r
         check_add_lora(pools, slots, torch.float32, device)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_add_lora_of_rows_with_a_leading_dimension_equals_that_of_rows(device, rng):
     pools = make_pools(rng, [16, 20], [32, 16], 64, torch.float32, device)
@@ -160,18 +185,19 @@ def test_add_lora_of_rows_with_a_leading_dimension_equals_that_of_rows(device, r
     assert torch.equal(batch_y[0], y)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_add_lora_of_a_row_beside_other_rows_has_the_same_bits(dtype, device, rng):
+def test_add_lora_of_a_row_beside_other_rows_has_the_same_bits(dtype, device, rng, products_in_order):
     """For equal numbers of rows, wherever the row stands, and whatever the others are."""
     rows, ranks = rng.choice((5, 33)), [16, 40, 8]
-    pools = make_pools(rng, ranks, [48, 32], 272, dtype, device)
-    x, y = torch.randn(272).to(device, dtype), torch.randn(80).to(device, dtype)
+    pools = make_pools(rng, ranks, [48, 32], 1100, dtype, device)
+    x, y = torch.randn(1100).to(device, dtype), torch.randn(80).to(device, dtype)
     results = []
     for others in ([-1] * rows, [1] * rows, draw_slots(rng, rows, 3)):
         place = rng.randrange(rows)
         slots = torch.tensor([*others[:place], 1, *others[place + 1 :]], dtype=torch.int32, device=device)
-        batch_x, batch_y = (torch.randn(rows, n).to(device, dtype) for n in (272, 80))
+        batch_x, batch_y = (torch.randn(rows, n).to(device, dtype) for n in (1100, 80))
         batch_x[place], batch_y[place] = x, y
         add_lora(batch_y, batch_x, *pools.factors(), *group_by_slot(slots, 3), *pools.tables())
         results.append(batch_y[place])
@@ -188,6 +214,7 @@ def test_add_lora_of_tensors_that_do_not_fit_is_refused(rng):
         ("y has shape .2, 40.*48 adjacent", (y[:, :40], x, a, b, part_ends)),
         ("y has shape .*48 adjacent", (torch.randn(48, 2).T, x, a, b, part_ends)),
         ("x is torch.float16", (y, x.half(), a, b, part_ends)),
+        ("order has 2 places", (torch.randn(3, 48), torch.randn(3, 64), a, b, part_ends)),
         ("x is .*3, 64", (y, torch.randn(3, 64), a, b, part_ends)),
         ("a is .*2, 16, 32", (y, x[:, :32], a, b, part_ends)),
         ("a is .*1, 16, 64", (y, x, a, b, [48])),
@@ -196,6 +223,14 @@ def test_add_lora_of_tensors_that_do_not_fit_is_refused(rng):
     ):
         with pytest.raises(ValueError, match=message):
             add_lora(*given, *tables)
+    order, ends, rank_pages, num_rank_pages = tables
+    for given in (
+        (order, ends, rank_pages.repeat(2, 1), num_rank_pages),
+        (order, ends.repeat(2), rank_pages, num_rank_pages),
+        (order, ends.repeat(2), rank_pages.repeat(2, 2)[:, :1], num_rank_pages.repeat(2)),
+    ):
+        with pytest.raises(ValueError, match="rank_pages has shape"):
+            add_lora(y, x, a, b, part_ends, *given)
 
 
 def check_embedding(pools, tokens, slots, dtype, device, ids_dtype):
@@ -208,6 +243,7 @@ def check_embedding(pools, tokens, slots, dtype, device, ids_dtype):
     check_added(y, before, around, slots, pools.added(slots, one_hot), pools.added(slots, one_hot, torch.abs))
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
 def test_add_lora_embedding_of_random_tokens_matches_float64(dtype, device, rng):
@@ -231,6 +267,7 @@ def test_add_lora_embedding_of_tensors_that_do_not_fit_is_refused(rng):
             add_lora_embedding(*given, slots, *pools.tables())
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_add_lora_in_a_compiled_layer_equals_that_of_an_eager_one(device, rng):
     """With inputs of one and of several dimensions, merged outputs that are split afterwards, and other row counts."""
@@ -255,3 +292,40 @@ def test_add_lora_in_a_compiled_layer_equals_that_of_an_eager_one(device, rng):
             for out, expected, without in zip(compiled(x, slots), layer(x, slots), base, strict=True):
                 assert torch.allclose(out, expected, rtol=1e-4, atol=1e-4)
                 assert bool((slots < 0).all()) == torch.allclose(out, without, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_add_lora_in_a_cuda_graph_reads_the_tables_of_each_replay(dtype, rng):
+    """Each launch overlaps the one before: the product, both launches for its adapters, and the next layer's."""
+    rows, in_features = rng.choice((1, 8, 64, 600)), 1024
+    pools = make_pools(rng, [16, 64, 5, 33], [1024], in_features, dtype, "cuda")
+    weight = torch.randn(1024, 1024).div(32).to("cuda", dtype)
+    slots, x = torch.zeros(rows, dtype=torch.int32, device="cuda"), torch.randn(rows, 1024).to("cuda", dtype)
+
+    def layers():
+        order, ends = group_by_slot(slots, 4)
+        outputs, given = [], x
+        for _ in range(3):
+            y = given @ weight.T
+            before = y.clone()
+            add_lora(y, given, *pools.factors(), order, ends, *pools.tables())
+            outputs.append((given, before, y))
+            given = y.sigmoid()
+        return outputs
+
+    layers()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = layers()
+    for _ in range(20):
+        drawn = draw_slots(rng, rows, 4)
+        slots.copy_(torch.tensor(drawn, dtype=torch.int32))
+        x.normal_()
+        graph.replay()
+        mine = torch.tensor(drawn) >= 0
+        for given, before, y in outputs:
+            added = [pools.added(drawn, given.double().cpu(), f) for f in (lambda t: t, torch.abs)]
+            exact, size = before.double().cpu() + added[0], before.double().cpu().abs() + added[1]
+            assert ((y.double().cpu() - exact).abs() <= PRECISION[dtype] * size)[mine].all()
+            assert torch.equal(y.cpu()[~mine], before.cpu()[~mine])

@@ -32,10 +32,10 @@ def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
         order = experts.argsort(stable=True)
         ends = experts.bincount(minlength=num_experts).cumsum(0)
         return order.int(), order.argsort().int(), ends.int()
-    from quire.kernels.triton.grouped_gemm import group_by_expert as group_on_gpu
+    from quire.kernels.triton.grouped_gemm import sort_by_group
 
     order, position, ends = _groups(experts, num_experts)
-    group_on_gpu(experts, order, position, ends)
+    sort_by_group(experts, order, position, ends)
     return order, position, ends
 
 

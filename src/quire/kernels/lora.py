@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import operation
+from quire.kernels.ops import on_triton, operation
 
 # Rows of A and of B in a page of the pools. An adapter's rank is rounded up to a multiple of it, with rows of zeros.
 RANK_PAGE = 16
@@ -30,15 +30,23 @@ def group_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
             places beyond the others hold is undefined.
         ends int32 [num_slots]: the end of each slot's places, where those of the next one begin.
     """
+    if on_triton(slots.device):
+        from quire.kernels.triton.lora import group_by_slot as group_on_gpu
+
+        order, ends = _groups(slots, num_slots)
+        group_on_gpu(slots.contiguous(), order, ends)
+        return order, ends
     groups = slots.where((slots >= 0) & (slots < num_slots), num_slots)
     ends = groups.bincount(minlength=num_slots + 1)[:num_slots].cumsum(0)
     return groups.argsort(stable=True).int(), ends.int()
 
 
 @group_by_slot.register_fake
-def _(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+def _groups(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     # A traced len(slots) would become a constant.
-    return torch.empty_like(slots, dtype=torch.int32), slots.new_empty(num_slots, dtype=torch.int32)
+    return torch.empty_like(slots, dtype=torch.int32, memory_format=torch.contiguous_format), slots.new_empty(
+        num_slots, dtype=torch.int32
+    )
 
 
 @operation("add_lora", "y")
@@ -76,10 +84,19 @@ def add_lora(
         ValueError: shapes, dtypes or strides that do not fit together.
     """
     _check_pools(y, a, b, part_ends[-1], (x.shape[-1], len(part_ends)))
+    _check_tables(rank_pages, num_rank_pages, ends)
     if x.dtype != y.dtype or x.shape[:-1] != y.shape[:-1]:
         raise ValueError(f"x is {x.dtype} {list(x.shape)}: it must have the dtype and the rows of y, {list(y.shape)}")
-    rows = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-    _add_blocks(*rows, a, b, part_ends, order, ends, rank_pages, num_rank_pages)
+    if order.numel() * y.shape[-1] != y.numel():
+        raise ValueError(f"order has {order.numel()} places: it must have one for each row of y, {list(y.shape)}")
+    rows, given = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+    if not on_triton(y.device):
+        _add_blocks(rows, given, a, b, part_ends, order, ends, rank_pages, num_rank_pages)
+    elif len(rows) > 0:
+        from quire.kernels.triton.lora import add_lora as add_on_gpu
+
+        given = given if given.stride(-1) == 1 else given.contiguous()
+        add_on_gpu(rows, given, a, b, tuple(part_ends), order, ends, rank_pages, num_rank_pages)
 
 
 def _check_pools(y: Tensor, a: Tensor, b: Tensor, width: int, sizes: tuple[int, int]) -> None:
@@ -95,8 +112,20 @@ def _check_pools(y: Tensor, a: Tensor, b: Tensor, width: int, sizes: tuple[int, 
         if pool.dtype != y.dtype or tuple(pool.shape[1:]) != page:
             what = f"{y.dtype} [num_pages, {', '.join(map(str, page))}]"
             raise ValueError(f"{name} is {pool.dtype} {list(pool.shape)}: it must be {what}")
-        if len(pool) and not pool[0].is_contiguous():
+        # A single part may have any stride.
+        if pool.stride()[-2:] != (page[-1], 1) or (
+            len(page) == 3 and parts > 1 and pool.stride(1) != page[1] * page[2]
+        ):
             raise ValueError(f"{name} has strides {pool.stride()}: its pages must be contiguous")
+
+
+def _check_tables(rank_pages: Tensor, num_rank_pages: Tensor, *others: Tensor) -> None:
+    """Refuse tables of different numbers of slots, or which kernels can't read."""
+    sizes = {len(rank_pages), *(len(table) for table in (num_rank_pages, *others))}
+    if rank_pages.ndim != 2 or len(sizes) > 1 or not rank_pages.is_contiguous():
+        what = f"contiguous [num_slots, max_rank_pages], for {len(num_rank_pages)} slots in num_rank_pages"
+        what += "".join(f" and {len(table)} in ends" for table in others)
+        raise ValueError(f"rank_pages has shape {list(rank_pages.shape)}: it must be {what}")
 
 
 def _add_blocks(
@@ -113,20 +142,27 @@ def _add_blocks(
     """`add_lora` of rows [rows, features] by torch. All blocks of rows that are multiplied at once have one size, which
     depends on the number of rows, as the order of a product's sums may depend on how many rows it has.
     """
-    block = 16 if len(x) <= 256 else 128
+    block = min(len(x), 16) if len(x) <= 256 else 128
     columns = [slice(start, end) for start, end in pairwise([0, *part_ends])]
+    counts = num_rank_pages.tolist()
     for slot, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
-        pages = rank_pages[slot, : int(num_rank_pages[slot])].long()
-        if start == end or len(pages) == 0:
+        if start == end or counts[slot] == 0:
             continue
+        pages = rank_pages[slot, : counts[slot]]
         # [parts, rank, in_features] and [rank, out_features].
         factor_a, factor_b = a[pages].float().transpose(0, 1).flatten(1, 2), b[pages].float().flatten(0, 1)
-        for rows in order[start:end].long().split(block):
-            given = torch.zeros(block, x.shape[-1], device=x.device)
-            given[: len(rows)] = x[rows].float()
-            h = given @ factor_a.mT
-            added = torch.cat([part @ factor_b[:, own] for part, own in zip(h, columns, strict=True)], 1)
-            y[rows] = (y[rows].float() + added[: len(rows)]).to(y.dtype)
+        rows_of_slot, missing = order[start:end], (start - end) % block
+        if missing:
+            # The last row fills the last block.
+            rows_of_slot = torch.cat([rows_of_slot, order[end - 1].expand(missing)])
+        for first, rows in zip(range(start, end, block), rows_of_slot.split(block), strict=True):
+            h = x[rows].float() @ factor_a.mT
+            added = [part @ factor_b[:, own] for part, own in zip(h, columns, strict=True)]
+            rows, own_added = rows[: end - first], (added[0] if len(added) == 1 else torch.cat(added, 1))[: end - first]
+            if y.dtype == torch.float32:
+                y.index_add_(0, rows, own_added)
+            else:
+                y[rows] = (y[rows].float() + own_added).to(y.dtype)
 
 
 @operation("add_lora_embedding", "y")
@@ -153,9 +189,22 @@ def add_lora_embedding(
         ValueError: shapes, dtypes or strides that do not fit together.
     """
     _check_pools(y, a.unsqueeze(1), b, b.shape[-1], (a.shape[-1], 1))
+    _check_tables(rank_pages, num_rank_pages)
     if ids.numel() != slots.numel() or ids.shape != y.shape[:-1]:
         raise ValueError(f"ids has shape {list(ids.shape)}, for {slots.numel()} slots and y of {list(y.shape)}")
     rows, tokens = y.view(-1, y.shape[-1]), ids.flatten()
+    if not on_triton(y.device):
+        _add_tokens(rows, tokens, a, b, slots, rank_pages, num_rank_pages)
+    elif len(rows) > 0:
+        from quire.kernels.triton.lora import add_lora_embedding as add_on_gpu
+
+        add_on_gpu(rows, tokens, a, b, slots.contiguous(), rank_pages, num_rank_pages)
+
+
+def _add_tokens(
+    y: Tensor, tokens: Tensor, a: Tensor, b: Tensor, slots: Tensor, rank_pages: Tensor, num_rank_pages: Tensor
+) -> None:
+    """`add_lora_embedding` of rows [tokens, dim] by torch."""
     for slot in slots.unique().tolist():
         pages = rank_pages[slot, : int(num_rank_pages[slot])].long() if slot >= 0 else ()
         if len(pages) == 0:
@@ -164,4 +213,4 @@ def add_lora_embedding(
         factor_a, added = a[pages].flatten(0, 1), torch.zeros(len(mine), y.shape[-1], device=y.device)
         for own_a, own_b in zip(factor_a, b[pages].flatten(0, 1), strict=True):
             added += own_a[tokens[mine].long()].float()[:, None] * own_b.float()
-        rows[mine] = (rows[mine].float() + added).to(y.dtype)
+        y[mine] = (y[mine].float() + added).to(y.dtype)

@@ -20,12 +20,12 @@ def stored_as(dtype: str, target: str) -> str:
     return "*u8" if dtype in MANTISSA and target in ("sm_80", "gfx942") else dtype
 
 
-def check(kernel, target, given, num_warps):
+def check(kernel, target, given, num_warps, spills=0):
     from helpers.triton_compile import compile_kernel
 
     usage = compile_kernel(kernel, target, given, num_warps=num_warps)
     assert usage.shared <= usage.limit
-    assert usage.spills == 0, usage.spills
+    assert usage.spills <= spills, usage.spills
     return usage
 
 
@@ -97,7 +97,7 @@ def test_grouped_gemm_compiles_for_every_architecture(target):
     tables = dict.fromkeys(("order", "position", "ends"), "*i32")
     for rows in (8, 65536):
         c = replace(group_config(rows, torch.device("cpu")), launch_pdl=overlaps)
-        check(group_rows, target, {"experts": "*i64", **tables, "c": c}, c.num_warps)
+        check(group_rows, target, {"groups": "*i64", **tables, "c": c}, c.num_warps)
     for rows, dtype, order in (
         (8, torch.bfloat16, "*i32"),
         (2048, torch.float16, "*i32"),
@@ -115,6 +115,45 @@ def test_grouped_gemm_compiles_for_every_architecture(target):
                 ptx = usage.asm["ptx"]
                 assert ("wgmma.mma_async" in ptx) == (dtype != torch.float32)
                 assert set(re.findall(r"cp\.async\.c[ag].*?, (0x\w+),", ptx)) == {"0x10"}, "16 bytes each"
+
+
+@main_architectures
+def test_products_of_adapters_compile_for_every_architecture(target):
+    from quire.kernels.triton.lora import add_embeddings, embedding_config, expand, lora_configs, shrink
+
+    overlaps = target in ("sm_90", "sm_100", "sm_120")
+    tables = dict.fromkeys(("order", "ends", "rank_pages", "num_rank_pages"), "*i32")
+    # To fit one more program on a multiprocessor, the compiler may keep a few addresses in memory, which are loaded
+    # once for a block of rows, outside the loops over columns and ranks.
+    few = 32
+    for rows, slots, pages, in_features, part_ends, dtype in (
+        (1, 8, 1, 4096, (4096, 5120, 6144), torch.bfloat16),
+        (64, 64, 4, 4096, (14336, 28672), torch.bfloat16),
+        (64, 8, 1, 14336, (4096,), torch.float16),
+        (8192, 32, 16, 4096, (4096, 5120, 6144), torch.bfloat16),
+        (8192, 8, 4, 3072, (1024,), torch.float32),
+        (16, 8, 4, 1024, (2048, 3072, 4096), torch.float32),
+    ):
+        configs = lora_configs(rows, slots, pages, in_features, part_ends, dtype, torch.device("cpu"))
+        # As on a GPU of many multiprocessors, and as where torch is of ROCm.
+        splits = {"splits": 16 if rows == 1 else 8} if rows <= 64 else {}
+        stages = {"num_stages": 2} if target == "gfx942" else {}
+        c, expand_c = (replace(each, launch_pdl=overlaps, **splits) for each in configs)
+        name = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+        given = {**tables, "x": name, "a": name, "b": name, "y": name, "h": "*fp32"}
+        usage = check(shrink, target, {**given, "c": replace(c, **stages)}, c.num_warps, few)
+        expand_usage = check(expand, target, {**given, "c": expand_c}, expand_c.num_warps, few)
+        if target == "sm_90":
+            assert set(re.findall(r"cp\.async\.c[ag].*?, (0x\w+),", usage.asm["ptx"])) == {"0x10"}, "16 bytes each"
+            loads = [
+                line for line in expand_usage.asm["ptx"].splitlines() if "ld.global.v" in line or "griddep" in line
+            ]
+            first = loads[: loads.index(next(line for line in loads if "griddep" in line))]
+            assert first, "B and y are loaded before the wait for h"
+            assert all(".v4." in line for line in first), "16 bytes each"
+    c = replace(embedding_config(4096, torch.device("cpu")), launch_pdl=overlaps)
+    given = {**tables, **dict.fromkeys("aby", "*bf16"), "slots": "*i32", "ids": "*i64", "c": c}
+    check(add_embeddings, target, given, c.num_warps)
 
 
 @main_architectures

@@ -30,6 +30,12 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@lru_cache
+def num_sms(device: torch.device) -> int:
+    """The number of multiprocessors of a GPU; 4, where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 @triton.jit
 def wait_for_launch_before(overlaps: tl.constexpr):
     """Wait for all of the launch before, if this one overlaps it, and let the next one begin to overlap this one."""

@@ -17,7 +17,7 @@ class CodeGroupConfig(CodeConfig):
     """The constants that `multiply_code_groups` is compiled for; block_m sorted rows are all of one expert."""
 
     # The number of experts, rounded up to a power of two.
-    padded_experts: int = 1
+    padded_groups: int = 1
 
 
 @triton.jit(do_not_specialize=["top_k", "num_experts"])

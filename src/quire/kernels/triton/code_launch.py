@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch
+from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, num_sms
 from quire.kernels.gpu.triton_internals import INTERPRETED
 from quire.kernels.torch_internals import scaled_mm
 from quire.kernels.triton.code_groups import CodeGroupConfig, multiply_code_groups
@@ -85,11 +85,6 @@ def _stored(codes: Tensor, c: CodeConfig | NumberConfig) -> Tensor:
 
 
 @lru_cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@lru_cache
 def _has_pairs(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -138,7 +133,7 @@ def group_config(
     mean = triton.cdiv(num_rows, num_experts)
     block_m = min(max(triton.next_power_of_2(2 * mean), _MIN_ROWS), 128)
     c = _config(kind, block, block_m, min(num_rows, num_experts), out_features, in_features, dtype, device, splittable)
-    return CodeGroupConfig(**vars(c), padded_experts=triton.next_power_of_2(num_experts))
+    return CodeGroupConfig(**vars(c), padded_groups=triton.next_power_of_2(num_experts))
 
 
 def _config(
@@ -153,14 +148,14 @@ def _config(
     splittable: int,
 ) -> CodeConfig:
     """The constants for `tiles_m` tiles of block_m rows of x."""
-    wide = block_m == 128 or (kind in PACKED and out_features > 64 * _num_sms(device))
+    wide = block_m == 128 or (kind in PACKED and out_features > 64 * num_sms(device))
     block_n, num_warps = 128 if wide else 64, 8 if block_m == 128 or (wide and block_m == 64) else 4
     tiles, blocks = triton.cdiv(out_features, block_n) * tiles_m, triton.cdiv(in_features, BLOCK)
     splits = 1
     if tiles <= splittable:
         # Sums of larger tiles take longer to write and to add up.
         resident = 4 if block_m == _MIN_ROWS else 2
-        splits = min(max(resident * _num_sms(device) // tiles, 1), triton.cdiv(blocks, 2), 16)
+        splits = min(max(resident * num_sms(device) // tiles, 1), triton.cdiv(blocks, 2), 16)
         # As many programs as have blocks of their own.
         splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
     pairs = _has_pairs(device) and kind != "int8" and dtype in (_HALVES if kind == "int4" else _HALVES[:1])
@@ -271,7 +266,7 @@ def _multiplies_fp8(out_features: int, x: Tensor, block: tuple[int, int]) -> boo
     """Whether torch multiplies rows of fp8 and weights with scales for these blocks, and is faster at it. It does not
     share the columns of a tile, so that few rows are faster only with weights whose tiles fill the GPU.
     """
-    fills = out_features >= 2 * 64 * _num_sms(x.device)
+    fills = out_features >= 2 * 64 * num_sms(x.device)
     if len(x) <= (_MIN_ROWS if fills else MAX_ROWS["fp8"]):
         return False
     by_row = block[0] == 1 and block[1] >= x.shape[1]

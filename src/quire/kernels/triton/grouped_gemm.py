@@ -22,7 +22,7 @@ from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_f
 class GroupConfig:
     """The constants that `group_rows` is compiled for."""
 
-    # So many elements of `experts` are loaded at a time.
+    # So many elements of `groups` are loaded at a time.
     block: int
     num_warps: int
     # If true, the launch overlaps the one before.
@@ -34,7 +34,7 @@ class GemmConfig:
     """The constants that `multiply_groups` is compiled for."""
 
     # This is the number of experts, rounded up to a power of two.
-    padded_experts: int
+    padded_groups: int
     # A program multiplies block_m sorted rows, all of one expert, by block_n rows of the expert's weight.
     block_m: int
     block_n: int
@@ -46,43 +46,59 @@ class GemmConfig:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def group_rows(experts, order, position, ends, num_rows, c: tl.constexpr):
-    """One program for each expert, which finds the expert's rows, and how many rows the experts before it have."""
+def group_rows(groups, order, position, ends, num_rows, c: tl.constexpr):
+    """One program for each group, which finds the group's rows, and how many rows the groups before it have. Rows of
+    negative groups have no place.
+    """
     wait_for_launch_before(c.launch_pdl)
-    expert = tl.program_id(0)
+    group = tl.program_id(0)
     start, end = 0, 0
     for first in range(0, num_rows, c.block):
         row = first + tl.arange(0, c.block)
-        e = tl.load(experts + row, row < num_rows, 2147483647)
-        start += tl.sum((e < expert).to(tl.int32), 0)
-        end += tl.sum((e <= expert).to(tl.int32), 0)
-    tl.store(ends + expert, end)
+        g = tl.load(groups + row, row < num_rows, -1)
+        start += tl.sum(((g >= 0) & (g < group)).to(tl.int32), 0)
+        end += tl.sum(((g >= 0) & (g <= group)).to(tl.int32), 0)
+    tl.store(ends + group, end)
     if start == end:
         return
     for first in range(0, num_rows, c.block):
         row = first + tl.arange(0, c.block)
-        mine = tl.load(experts + row, row < num_rows, 2147483647) == expert
+        mine = tl.load(groups + row, row < num_rows, -1) == group
         place = start + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(order + place, row, mine)
-        tl.store(position + row, place, mine)
+        if position is not None:
+            tl.store(position + row, place, mine)
         start += tl.sum(mine.to(tl.int32), 0)
 
 
 @triton.jit
-def find_rows(ends, num_experts, block, c: tl.constexpr):
-    """The expert of a block of rows, which is beyond num_experts if there is no such block; the block's first row, and
-    the end of the expert's rows. An expert's blocks begin at its first row.
+def load_groups(ends, num_groups, c: tl.constexpr):
+    """The start and the end of each group's rows, such as an expert's."""
+    g = tl.arange(0, c.padded_groups)
+    end = tl.load(ends + g, g < num_groups, 0)
+    return tl.load(ends + g - 1, (g > 0) & (g < num_groups), 0), end
+
+
+@triton.jit
+def count_blocks(ends, num_groups, c: tl.constexpr):
+    """How many blocks the rows of all groups have."""
+    start, end = load_groups(ends, num_groups, c)
+    return tl.sum(tl.cdiv(end - start, c.block_m), 0)
+
+
+@triton.jit
+def find_rows(ends, num_groups, block, c: tl.constexpr):
+    """The group of a block of rows, which is beyond num_groups if there is no such block; the block's first row, and
+    the end of the group's rows. A group's blocks begin at its first row.
     """
-    e = tl.arange(0, c.padded_experts)
-    end = tl.load(ends + e, e < num_experts, 0)
-    start = tl.load(ends + e - 1, (e > 0) & (e < num_experts), 0)
+    start, end = load_groups(ends, num_groups, c)
     blocks = tl.cdiv(end - start, c.block_m)
-    # The number of blocks up to the end of each expert.
+    # The number of blocks up to the end of each group.
     following = tl.cumsum(blocks, 0)
-    expert = tl.sum((following <= block).to(tl.int32), 0)
-    mine = e == expert
+    group = tl.sum((following <= block).to(tl.int32), 0)
+    mine = tl.arange(0, c.padded_groups) == group
     first = tl.sum(tl.where(mine, start + (block - following + blocks) * c.block_m, 0), 0)
-    return expert, first, tl.sum(tl.where(mine, end, 0), 0)
+    return group, first, tl.sum(tl.where(mine, end, 0), 0)
 
 
 @triton.jit(do_not_specialize=["top_k", "num_experts"])
@@ -123,10 +139,10 @@ def group_config(num_rows: int, device: torch.device) -> GroupConfig:
 _group, _multiply = SmallLauncher(group_rows), SmallLauncher(multiply_groups)
 
 
-def group_by_expert(experts: Tensor, order: Tensor, position: Tensor, ends: Tensor) -> None:
-    """`quire.kernels.grouped_gemm.group_by_expert` on a GPU."""
-    c = group_config(len(experts), experts.device)
-    _group((len(ends), 1), (experts, order, position, ends), (len(experts),), (), c)
+def sort_by_group(groups: Tensor, order: Tensor, position: Tensor | None, ends: Tensor) -> None:
+    """`quire.kernels.grouped_gemm.group_by_expert`, and `quire.kernels.lora.group_by_slot`, on a GPU."""
+    c = group_config(len(groups), groups.device)
+    _group((len(ends), 1), (groups, order, position, ends), (len(groups),), (), c)
 
 
 @lru_cache(maxsize=1024)
