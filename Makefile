@@ -1,4 +1,5 @@
 # make demo: set up, and complete the prompts of examples/prompts.txt
+# make demo-adapters: set up, and complete prompts by the bundled model and by two adapters of it, in one batch
 # make test: set up, and run the tests but those marked slow, in WORKERS processes
 # make test-all: the same with those marked slow
 # make test-random: the same from new random seeds, where others take that of the commit (QUIRE_TEST_SEED wins)
@@ -14,10 +15,13 @@ WORKERS ?= 2
 # A test that hangs fails after ten minutes, with the stacks of its threads.
 PYTEST := $(BIN)/python -m pytest --dist worksteal --timeout 600
 
-.PHONY: demo test test-all test-random test-clients test-gpu test-gpu-kernels test-gpu-callers docs lint format clean
+.PHONY: demo demo-adapters test test-all test-random test-clients test-gpu test-gpu-kernels test-gpu-callers docs lint format clean
 
 demo: $(VENV)/ready
 	$(BIN)/quire generate --file examples/prompts.txt --max-tokens 80 --temperature 0.5 --repetition-penalty 1.1 --seed 3
+
+demo-adapters: $(VENV)/ready
+	$(BIN)/python examples/adapters.py
 
 test: $(VENV)/ready
 	$(PYTEST) -n $(WORKERS) -m "not slow"
