@@ -388,14 +388,14 @@ def test_llm_with_an_adapter_says_of_which_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     message = refusal(tmp_path)
-    assert message.startswith("FOLDER is an adapter (LORA) of org/base, and adapters can't be run: merge it")
+    assert message.startswith("FOLDER is an adapter (LORA) of org/base: give the folder or the name of that")
 
 
 def test_llm_with_an_adapter_beside_its_model_is_refused(llama):
     (llama / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     for load_format in ("auto", "dummy"):
         message = refusal(llama, load_format=load_format)
-        assert message.startswith("FOLDER has an adapter_config.json beside its model, and adapters can't be run")
+        assert message.startswith("FOLDER has an adapter_config.json beside its model: move the adapter's files")
 
 
 def test_llm_with_other_files_than_safetensors_names_one(llama):

@@ -65,13 +65,13 @@ def check_files(folder: Path) -> None:
         content = read_json(adapter)
         kind, base = content.get("peft_type") or "LORA", content.get("base_model_name_or_path") or "another model"
         raise ValueError(
-            f"{folder} is an adapter ({kind}) of {base}, and adapters can't be run: merge it into that model (PEFT's "
-            "merge_and_unload), and give the folder of the merged checkpoint"
+            f"{folder} is an adapter ({kind}) of {base}: give the folder or the name of that model, and this folder as "
+            'one of its adapters, {"name": folder}'
         )
     if adapter.is_file():
         raise ValueError(
-            f"{folder} has an adapter_config.json beside its model, and adapters can't be run: merge the adapter into "
-            "the model (PEFT's merge_and_unload), or remove its files to run the model without it"
+            f"{folder} has an adapter_config.json beside its model: move the adapter's files to a folder of their own, "
+            "which can be one of the model's adapters"
         )
     if not has_config:
         raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
