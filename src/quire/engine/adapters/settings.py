@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.engine.config import MAX_ADAPTER_RANK
 from quire.engine.reading import read_json
 
 FILE = "adapter_config.json"
-# The largest rank of an adapter in any layer.
-MAX_RANK = 256
 # What PEFT takes for fields that the file does not have.
 _DEFAULT_RANK = _DEFAULT_ALPHA = 8
 
@@ -152,8 +151,8 @@ def _check_method(content: Mapping[str, Any]) -> None:
 
 
 def _rank(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
-        raise ValueError(f"{name} = {value!r} in {FILE}: a rank must be an integer from 1 to {MAX_RANK}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_ADAPTER_RANK:
+        raise ValueError(f"{name} = {value!r} in {FILE}: a rank must be an integer from 1 to {MAX_ADAPTER_RANK}")
     return value
 
 
