@@ -9,17 +9,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from helpers.paths import ROOT
 from quire.engine import LLM
-from quire.server import create_app, serve
+from quire.server import allow_adapters, create_app, serve
 
 
 @contextmanager
-def served(llm: LLM, port: int = 0, run: dict[str, Any] | None = None, **options: Any) -> Iterator[str]:
+def served(
+    llm: LLM, port: int = 0, run: dict[str, Any] | None = None, adapter_root: Path | None = None, **options: Any
+) -> Iterator[str]:
     """The URL of a server for an engine, by uvicorn in a thread; the options are those of `create_app`, and `run` those
-    of `serve`.
+    of `serve`. Requests may load adapters in `adapter_root`.
     """
     servers: list[Any] = []
     ready = threading.Event()
@@ -29,6 +32,8 @@ def served(llm: LLM, port: int = 0, run: dict[str, Any] | None = None, **options
         ready.set()
 
     app = create_app(llm, **options)
+    if adapter_root is not None:
+        allow_adapters(app, adapter_root)
     thread = threading.Thread(target=serve, args=(app,), kwargs={"port": port, "started": started, **(run or {})})
     thread.start()
     try:

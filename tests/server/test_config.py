@@ -7,6 +7,7 @@ import ssl
 import subprocess
 from dataclasses import fields
 from datetime import datetime
+from pathlib import Path
 
 import httpx
 import pytest
@@ -35,6 +36,8 @@ VALUES = {
     "chat_template": ("{{ x }}", ["--chat-template", "{{ x }}"]),
     "tool_format": ("hermes", ["--tool-format", "hermes"]),
     "reasoning_format": ("none", ["--reasoning-format", "none"]),
+    "adapter": (("a=b", "c=d/e"), ["--adapter", "a=b", "--adapter", "c=d/e"]),
+    "adapter_root": (Path("/"), ["--adapter-root", "/"]),
     "allowed_origin": (("http://a",), ["--allowed-origin", "http://a"]),
     "metrics_prefix": ("vllm", ["--metrics-prefix", "vllm"]),
     "log_level": ("info", ["--log-level", "info"]),
@@ -108,6 +111,28 @@ def test_api_key_file_has_keys_beside_those_of_flags(tmp_path):
 def test_serve_missing_key_file_is_named_before_the_model_is_loaded(capsys, tmp_path):
     assert main(["serve", "/nowhere", "--port", "0", "--api-key-file", str(tmp_path / "none")]) == 2
     assert f"api_key_file = '{tmp_path / 'none'}': it can't be read: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"adapter": ("a",)}, "adapter = 'a': it must be NAME=FOLDER"),
+        ({"adapter": ("a=",)}, "adapter = 'a=': it must be NAME=FOLDER"),
+        ({"adapter": ("=b",)}, "adapter '': a name of 1 to 128 letters"),
+        ({"adapter": ("a b=c",)}, "adapter 'a b': a name of 1 to 128 letters"),
+        ({"adapter": ("a=b", "a=c")}, "adapter = 'a=c': b has this name, too"),
+        ({"adapter_root": Path(__file__)}, "test_config.py': there is no such folder"),
+    ],
+)
+def test_adapters_that_are_none_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ServerConfig(**fields)
+
+
+@pytest.mark.parametrize("flags", [["--adapter", "a=b"], ["--adapter-root", "/"]])
+def test_serve_adapters_without_room_is_an_error_before_the_model_is_loaded(flags, capsys):
+    assert main(["serve", "/nowhere", "--port", "0", *flags]) == 2
+    assert "max_adapters = 0: --adapter and --adapter-root need --max-adapters" in capsys.readouterr().err
 
 
 def test_version_ping_and_load_endpoints_answer(llm):

@@ -19,10 +19,16 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     config, limits = config_of(ServerConfig, args), config_of(ServerLimits, args)
+    engine = engine_config(args)
+    if not engine.max_adapters and (config.adapter or config.adapter_root):
+        raise ValueError("max_adapters = 0: --adapter and --adapter-root need --max-adapters, of 1 or more")
     keys = config.keys() or [key for key in [os.environ.get("QUIRE_API_KEY")] if key]
     with loading():
         from quire.server import EngineEnded, EngineProcess, bind
-    with bind(config.host, config.port) as bound, EngineProcess(args.model, engine_config(args)) as process:
+    with (
+        bind(config.host, config.port) as bound,
+        EngineProcess(args.model, engine, adapters=config.adapters()) as process,
+    ):
         try:
             _serve(process, config, limits, keys, bound)
         except EngineEnded as error:
@@ -36,7 +42,7 @@ def _serve(
 ) -> None:
     with loading():
         from quire.engine.chat import check_template
-        from quire.server import create_app, serve
+        from quire.server import allow_adapters, create_app, serve
 
         template = config.template()
         if template is not None:
@@ -56,6 +62,8 @@ def _serve(
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
     )
+    if config.adapter_root is not None:
+        allow_adapters(app, config.adapter_root)
     tls = None if config.ssl_certfile is None else (config.ssl_certfile, config.ssl_keyfile)
 
     def started(server: Server) -> None:

@@ -12,6 +12,7 @@ launches the next step late, at half of that time (`Engine.launch_at`), and take
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -82,6 +83,8 @@ class Engine:
         self.sampler = Sampler(self.model.device, self.scheduler.max_rows)
         self.reporter = Reporter(self.scheduler, self.stats)
         self.info = self._describe()
+        # Whoever changes the adapters of `info` has the lock.
+        self._describing = threading.Lock()
         self.prompts = PromptReader(self.info, self.model.tokenizer)
         self.grammars = Grammars(self.model)
         # The request of each row of the last launched step that samples, and whether any of them has a grammar.
@@ -181,7 +184,11 @@ class Engine:
         return adapter
 
     def _update_info(self) -> None:
-        self.info = self.prompts.info = replace(self.info, adapters=self.adapters.infos)
+        """Tell the adapters to those who check requests. When this returns, all listeners know them."""
+        with self._describing:
+            self.info = self.prompts.info = replace(self.info, adapters=self.adapters.infos)
+            for listener in self.reporter.listeners:
+                listener.adapters_changed()
 
     def drop_adapter(self, adapter: Adapter) -> None:
         """Let an adapter without a name go from the device, unless requests run with it, which do so when they end."""

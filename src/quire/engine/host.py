@@ -12,10 +12,13 @@ from quire.engine.embedding_request import EmbeddingRequest
 from quire.engine.grammar import Grammar
 from quire.engine.llm import LLM
 from quire.engine.messages import (
+    AdapterChanged,
+    Adapters,
     Cancel,
     Details,
     Frames,
     GetState,
+    LoadAdapter,
     NumberedUpdate,
     Prepare,
     Prepared,
@@ -26,6 +29,7 @@ from quire.engine.messages import (
     StepUpdates,
     ToClient,
     ToHost,
+    UnloadAdapter,
     as_failed,
     frame,
     receive,
@@ -42,7 +46,8 @@ class EngineHost:
     """Serves one client over a socket until either side ends; then the client's requests are cancelled.
 
     A thread reads messages and makes requests. The engine's thread sends what its steps have produced; where the client
-    does not read, it waits. Grammars are compiled in a third thread, one at a time.
+    does not read, it waits. Grammars are compiled in a third thread, one at a time,
+    and adapters are loaded in a fourth.
 
     Args:
         llm: has the engine.
@@ -67,6 +72,7 @@ class EngineHost:
         # What the step has produced so far; of the engine's thread.
         self._updates: list[Update] = []
         self._compiler = ThreadPoolExecutor(1, "quire-grammars")
+        self._loader = ThreadPoolExecutor(1, "quire-adapters")
         self._stop_listening = llm.listen(self)
 
     def start(self, received: Frames | None = None) -> None:
@@ -85,13 +91,17 @@ class EngineHost:
         self._engine_has_ended = True
         self._end()
 
+    def adapters_changed(self) -> None:
+        """Send the adapters that requests can name."""
+        self._send(Adapters(self._llm.adapters))
+
     def _serve(self, frames: Frames) -> None:
         while data := receive(self._sock):
             for content in frames.add(data):
                 self._handle(to_host.decode(content))
         self.closed = self.closed or not self._engine_has_ended
         self._stop_listening()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._end_threads()
         self._llm.cancel(list(self._requests.values()))
         self._end()
         self._sock.close()
@@ -100,7 +110,7 @@ class EngineHost:
         if isinstance(message, Start):
             self._start(message)
         elif isinstance(message, StartEmbedding):
-            self._submit(message, self._llm.embedding_requests(message.prompts, message.params, self._updates.append))
+            self._start_embedding(message)
         elif isinstance(message, Cancel):
             self._delayed.difference_update(message.numbers)
             self._llm.cancel([r for n in message.numbers if (r := self._requests.get(n)) is not None])
@@ -109,10 +119,16 @@ class EngineHost:
             self._send(State(message.key, self._llm.stats, log.now, log.steps(message.after)))
         elif isinstance(message, Prepare):
             self._prepare(message)
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            self._loader.submit(self._change_adapters, message)
         else:
             self.closed = True
-            self._compiler.shutdown(wait=False, cancel_futures=True)
+            self._end_threads()
             self._llm.close()
+
+    def _end_threads(self) -> None:
+        for pool in (self._compiler, self._loader):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, message: Start) -> None:
         """Begin to complete requests; those of a grammar that is not kept any more wait for it."""
@@ -141,10 +157,32 @@ class EngineHost:
         try:
             requests = self._llm.token_requests(message.requests, self._updates.append, grammar)
         except (ImportError, ValueError, RuntimeError) as error:
-            # The client has checked the requests, so this is not their fault.
+            # The client has checked the requests, so this is not their fault. An adapter may have gone since then.
             self._refuse(message, error)
         else:
             self._submit(message, requests)
+
+    def _start_embedding(self, message: StartEmbedding) -> None:
+        adapters = [message.adapter] * len(message.prompts)
+        try:
+            given = (message.prompts, message.params, self._updates.append, adapters)
+            requests = self._llm.embedding_requests(*given)
+        except ValueError as error:
+            self._refuse(message, error)
+        else:
+            self._submit(message, requests)
+
+    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        info = None
+        try:
+            if isinstance(message, LoadAdapter):
+                info = self._llm.load_adapter(message.name, message.folder)
+            else:
+                self._llm.unload_adapter(message.name)
+        except Exception as error:
+            self._send(AdapterChanged(message.key, refused=as_failed(error)))
+        else:
+            self._send(AdapterChanged(message.key, info))
 
     def _submit(self, message: Start | StartEmbedding, requests: Sequence[Request]) -> None:
         for number, request in zip(_numbers(message), requests, strict=True):
@@ -155,8 +193,12 @@ class EngineHost:
         with suppress(RuntimeError):
             self._llm.submit(requests)
 
-    def _refuse(self, message: Start, error: Exception) -> None:
-        details = Details("error", f"{type(error).__name__}: {error}")
+    def _refuse(self, message: Start | StartEmbedding, error: Exception) -> None:
+        first = message.requests[0] if isinstance(message, Start) else message
+        if first.adapter is None or any(info.name == first.adapter for info in self._llm.adapters):
+            details = Details("error", f"{type(error).__name__}: {error}")
+        else:
+            details = Details("error", f"adapter {first.adapter!r} was unloaded before the request began")
         self._send(StepUpdates([NumberedUpdate(number, [], details) for number in _numbers(message)]))
 
     def _prepare(self, message: Prepare) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from quire.engine.embedding import EmbeddingParams
-from quire.engine.model_info import ModelInfo
+from quire.engine.model_info import AdapterInfo, ModelInfo
 from quire.engine.params import SamplingParams
 from quire.engine.prompts import TokenRequest
 from quire.engine.stats import Stats
@@ -37,6 +37,7 @@ class StartEmbedding(msgspec.Struct, array_like=True, tag=True):
     first: int
     prompts: list[list[int]]
     params: EmbeddingParams
+    adapter: str | None = None
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=True):
@@ -58,6 +59,21 @@ class GetState(msgspec.Struct, array_like=True, tag=True):
 
     key: int
     after: int
+
+
+class LoadAdapter(msgspec.Struct, array_like=True, tag=True):
+    """Read an adapter and give it a name. The answer is `AdapterChanged`, after `Adapters` to all clients."""
+
+    key: int
+    name: str
+    folder: str
+
+
+class UnloadAdapter(msgspec.Struct, array_like=True, tag=True):
+    """Forget the name of an adapter. The answer is `AdapterChanged`, after `Adapters` to all clients."""
+
+    key: int
+    name: str
 
 
 class Close(msgspec.Struct, array_like=True, tag=True):
@@ -130,6 +146,20 @@ class State(msgspec.Struct, array_like=True, tag=True):
     steps: list[StepRecord]
 
 
+class Adapters(msgspec.Struct, array_like=True, tag=True):
+    """The adapters that requests can name from now on."""
+
+    infos: tuple[AdapterInfo, ...]
+
+
+class AdapterChanged(msgspec.Struct, array_like=True, tag=True):
+    """An adapter has been loaded, or unloaded, or why not."""
+
+    key: int
+    info: AdapterInfo | None = None
+    refused: Failed | None = None
+
+
 # What a caller of the engine may have to handle.
 _EXPECTED: dict[str, Callable[[str], Exception]] = {
     error.__name__: error
@@ -144,8 +174,8 @@ _EXPECTED: dict[str, Callable[[str], Exception]] = {
         RuntimeError,
     )
 }
-ToHost = Start | StartEmbedding | Cancel | Prepare | GetState | Close
-ToClient = StepUpdates | PromptLogprobs | Prepared | State | Ready | Failed
+ToHost = Start | StartEmbedding | Cancel | Prepare | GetState | LoadAdapter | UnloadAdapter | Close
+ToClient = StepUpdates | PromptLogprobs | Prepared | State | Adapters | AdapterChanged | Ready | Failed
 _encoder = msgspec.msgpack.Encoder()
 to_host = msgspec.msgpack.Decoder(ToHost)
 to_client = msgspec.msgpack.Decoder(ToClient)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from quire.engine.params import SamplingParams
 
+# Names of adapters that have numbers, so that whatever is counted for each of them is bounded.
+NUMBERED = 64
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterInfo:
@@ -18,6 +21,8 @@ class AdapterInfo:
         digest: of its contents; adapters with equal digests compute the same, whatever their names.
         rank: the largest of its layers.
         base_model_name: what it calls the model that it was trained on; "" if nothing.
+        number: of the name, from 0 on, in the order in which names came to the engine; a name keeps its number. None:
+            NUMBERED others came first.
     """
 
     name: str
@@ -25,6 +30,7 @@ class AdapterInfo:
     digest: str
     rank: int
     base_model_name: str
+    number: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.config import EngineConfig
@@ -31,7 +33,8 @@ def main(*descriptors: int) -> None:
     """Make an engine, and serve the processes at the other ends of sockets, until the engine or the first of them ends.
     The exit code is 0 if that one wanted it to end.
 
-    The first message of the first socket is a model and an `EngineConfig`, pickled.
+    The first message of the first socket is a model, an `EngineConfig`, and the folders of adapters by their names,
+    pickled.
 
     Args:
         descriptors: of the sockets.
@@ -97,13 +100,13 @@ def _end_later() -> None:
     os._exit(1)
 
 
-def _load(source: Any, config: EngineConfig) -> LLM:
+def _load(source: Any, config: EngineConfig, adapters: Mapping[str, str | Path]) -> LLM:
     """The engine of a checkpoint. It has completed a short and a long prompt, which compiles the CPU's kernels in a new
     installation: the first requests would wait for that.
     """
     from quire.engine.llm import LLM
 
-    llm = LLM(source, config)
+    llm = LLM(source, config, adapters=adapters)
     for length in sorted({min(length, llm.max_len - 1) for length in (1, _LONG)} - {0}):
         prompt = [llm.model.vocab_size // 3] * length
         if llm.model.is_headless:

@@ -19,13 +19,16 @@ Output = tuple[Request, Sequence[int], Sequence[dict[int, float] | None] | None]
 
 
 class StepListener(Protocol):
-    """What is called in the engine's thread, and must not raise."""
+    """What is called in the engine's thread, unless it says otherwise, and must not raise."""
 
     def updates_sent(self) -> None:
         """All updates of a step have been sent to the sinks of their requests."""
 
     def engine_ended(self) -> None:
         """The engine's thread ends; all requests have ended, unless an error ends it."""
+
+    def adapters_changed(self) -> None:
+        """An adapter has come or gone. Called in the thread that has loaded or unloaded it, one call at a time."""
 
 
 class Reporter:

@@ -14,6 +14,7 @@ from quire.server.config import ServerConfig
 from quire.server.limits import ServerLimits
 
 if TYPE_CHECKING:
+    from quire.server.adapters import allow_adapters
     from quire.server.app import create_app
     from quire.server.engine_client import EngineClient, EngineEnded
     from quire.server.engine_process import EngineProcess
@@ -25,6 +26,7 @@ __all__ = [
     "EngineProcess",
     "ServerConfig",
     "ServerLimits",
+    "allow_adapters",
     "bind",
     "create_app",
     "serve",
@@ -33,6 +35,7 @@ _MODULES = {
     "EngineClient": "engine_client",
     "EngineEnded": "engine_client",
     "EngineProcess": "engine_process",
+    "allow_adapters": "adapters",
     "bind": "run",
     "create_app": "app",
     "serve": "run",

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.server import chat, completions, embeddings, schemas
+from quire.server.adapters import add_models
 from quire.server.chat_output.markup import ChatMarkup
 from quire.server.counts import Counts
 from quire.server.engine_client import EngineClient, attached
@@ -57,7 +58,8 @@ def create_app(
             None: as its chat template says.
 
     Raises:
-        ValueError: a name is empty, a key is empty or not ASCII, the prefix is not a name, or a format is not known.
+        ValueError: a name is empty or that of an adapter, a key is empty or not ASCII, the prefix is not a name, or a
+            format is not known.
     """
     engine = llm if isinstance(llm, EngineClient) else attached(llm)
     keys, names = _listed(api_key), _listed(name) or [engine.name]
@@ -65,6 +67,9 @@ def create_app(
         raise ValueError("the API key must be a string of one or more ASCII characters")
     if not all(names):
         raise ValueError(f"name = {name!r}: a name of the model must have one or more characters")
+    taken = next((info.name for info in engine.adapters if info.name in names), None)
+    if taken is not None:
+        raise ValueError(f"adapter {taken!r} has a name of the model: requests could not name it")
     if not metrics_prefix.isidentifier():
         raise ValueError(f"metrics_prefix = {metrics_prefix!r}: it must have letters, digits and _ only")
     limits = limits or ServerLimits()
@@ -76,7 +81,7 @@ def create_app(
     app.include_router(chat.router)
     app.include_router(endpoint.router)
     app.include_router(embeddings.router)
-    _add_models(app, app.state.service)
+    add_models(app, app.state.service)
     _add_tokens(app, app.state.service, app.state.markup)
     _add_state(app, app.state.service)
     add_page(app)
@@ -91,28 +96,6 @@ def create_app(
 
 def _listed(value: str | Sequence[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
-
-
-def _add_models(app: FastAPI, service: Service) -> None:
-    common = {
-        "object": "model",
-        "created": service.created,
-        "owned_by": "quire",
-        "root": service.name,
-        "max_model_len": service.max_len,
-    }
-    listed = {name: {"id": name, **common} for name in service.names}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The model that is served, by each of its names."""
-        return {"object": "list", "data": list(listed.values())}
-
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
-        """The model of this name."""
-        service.check_model(name)
-        return listed[name]
 
 
 def _add_tokens(app: FastAPI, service: Service, markup: ChatMarkup) -> None:

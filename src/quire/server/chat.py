@@ -74,7 +74,7 @@ async def start_chat(service: Service, markup: ChatMarkup, body: ChatRequest) ->
         parser = markup.parser(text, use.allowed, constrained) if is_read else ContentParser()
         return ReadMessage(parser, use.several)
 
-    generation = service.start([tokens], params, "messages", body.asked_tokens)
+    generation = service.start([tokens], params, "messages", body.asked_tokens, body.model)
     return Chat(generation, message, logprobs)
 
 
@@ -145,7 +145,7 @@ class _ChatFormatter:
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
             "created": service.now(),
-            "model": service.name,
+            "model": chat.generation.model,
         }
 
     def choice(self, index: int, whole: Completion) -> dict[str, Any]:

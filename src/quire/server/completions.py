@@ -42,7 +42,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     whole = await asyncio.gather(*(service.encode(p, f"prompt {i}", any_length=cuts) for i, p in enumerate(given)))
     prompts = [params[0].truncated(tokens, service.max_len) for tokens in whole]
     # This refuses what are not tokens.
-    generation = service.start(prompts, params, "prompt", body.asked_tokens)
+    generation = service.start(prompts, params, "prompt", body.asked_tokens, body.model)
     uncut = [
         p if isinstance(p, str) and len(w) == len(t) else None for p, w, t in zip(given, whole, prompts, strict=True)
     ]
@@ -89,7 +89,7 @@ class _CompletionFormatter:
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": service.now(),
-            "model": service.name,
+            "model": generation.model,
         }
 
     def choice(self, index: int, whole: Completion) -> dict[str, Any]:

@@ -5,12 +5,16 @@ The command line derives its flags from it before anything is loaded, so it impo
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from quire.server.chat_output.formats import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES
+
+# Of adapters: what can stand in a URL, a label of metrics and a line of a log as it is.
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 
 
 def option(default: Any, help: str, **flag: Any) -> Any:
@@ -20,6 +24,14 @@ def option(default: Any, help: str, **flag: Any) -> Any:
 
 def _several(metavar: str, help: str) -> Any:
     return option((), f"{help} (may be given again)", action="append", metavar=metavar)
+
+
+def check_adapter_name(name: str) -> None:
+    """Raise a ValueError for a name that an adapter of a server must not have."""
+    if not _ADAPTER_NAME.fullmatch(name):
+        shown = name if len(name) <= 128 else f"{name[:40]}..."
+        what = "a name of 1 to 128 letters, digits and . _ : / @ + -, with a letter or a digit first, is expected"
+        raise ValueError(f"adapter {shown!r}: {what}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +49,8 @@ class ServerConfig:
         tool_format: how the model writes calls of tools, one of TOOL_FORMAT_NAMES; None: as its chat template says.
         reasoning_format: how it writes reasoning, one of REASONING_FORMAT_NAMES, where "none" leaves reasoning in the
             content; None: as its chat template says.
+        adapter: adapters that are loaded with the model, each as NAME=FOLDER.
+        adapter_root: a folder; requests may load adapters that are in it. None: they may not.
         allowed_origin: of web pages whose scripts may use the server (CORS); "*" for all.
         metrics_prefix: of the metrics' names.
         log_level: of uvicorn: "info" logs each request as text.
@@ -61,6 +75,8 @@ class ServerConfig:
     reasoning_format: str | None = option(
         None, "of its reasoning; default: by its chat template", type=str, choices=REASONING_FORMAT_NAMES
     )
+    adapter: tuple[str, ...] = _several("NAME=FOLDER", "an adapter (LoRA), which requests name as their model")
+    adapter_root: Path | None = option(None, "requests may load adapters within it", type=Path, metavar="FOLDER")
     allowed_origin: tuple[str, ...] = _several("URL", "of web pages that may use it")
     metrics_prefix: str = option("quire", 'of the names in /metrics; "vllm" for dashboards of vLLM')
     log_level: Literal["error", "warning", "info"] = option(
@@ -73,6 +89,9 @@ class ServerConfig:
     ssl_keyfile: Path | None = option(None, "their private key, if it is not there", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
+        self.adapters()
+        if self.adapter_root is not None and not self.adapter_root.is_dir():
+            raise ValueError(f"adapter_root = {str(self.adapter_root)!r}: there is no such folder")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError(f"ssl_keyfile = {str(self.ssl_keyfile)!r}: it needs ssl_certfile, the certificate's file")
         if self.ssl_certfile is not None:
@@ -84,6 +103,19 @@ class ServerConfig:
                 raise ValueError(f"{files}: they are not a certificate and its key in PEM ({error})") from None
             except OSError as error:
                 raise _unreadable("ssl_certfile or ssl_keyfile", error.filename, error) from None
+
+    def adapters(self) -> dict[str, str]:
+        """The folders of `adapter`, by their names."""
+        folders: dict[str, str] = {}
+        for each in self.adapter:
+            name, separator, folder = each.partition("=")
+            if not separator or not folder:
+                raise ValueError(f"adapter = {each!r}: it must be NAME=FOLDER")
+            check_adapter_name(name)
+            if name in folders:
+                raise ValueError(f"adapter = {each!r}: {folders[name]} has this name, too")
+            folders[name] = folder
+        return folders
 
     def keys(self) -> list[str]:
         """The keys of `api_key` and of `api_key_file`; empty if neither is given.

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import Embedding, EmbeddingParams, SamplingParams
+from quire.engine.model_info import AdapterInfo
 from quire.server.encoding import encode, in_thread
 from quire.server.errors import bad, invalid
 from quire.server.protocol import EmbeddingsRequest
@@ -43,19 +44,18 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     prompts = [cut.truncated(tokens, service.max_len) for tokens in await asyncio.gather(*encoded)]
     for prompt, name in zip(prompts, names, strict=True):
         service.check_length(name, prompt, None, 0, "input")
-    computed = await _embedded(service, prompts, params, request)
+    adapter = service.check_model(body.model)
+    computed = await _embedded(_Batch(service, prompts, params, adapter), request)
     if computed is None:
         # The client has disconnected, so this is not read.
         return Response(status_code=499)
-    content = await in_thread(_content, service.name, computed, body.encoding_format == "base64")
+    model = service.name if adapter is None else adapter.name
+    content = await in_thread(_content, model, computed, body.encoding_format == "base64")
     return Response(content, media_type="application/json")
 
 
-async def _embedded(
-    service: Service, prompts: list[list[int]], params: EmbeddingParams, request: Request
-) -> list[Embedding] | None:
-    """The embeddings of prompts; None if the client leaves before."""
-    batch = _Batch(service, prompts, params)
+async def _embedded(batch: _Batch, request: Request) -> list[Embedding] | None:
+    """The embeddings of a batch, which is closed then; None if the client leaves before."""
     try:
         return await while_connected(request.receive, batch.wait())
     finally:
@@ -67,14 +67,18 @@ class _Batch:
     than run at once: its prompts take turns with the requests of others.
     """
 
-    def __init__(self, service: Service, prompts: list[list[int]], params: EmbeddingParams) -> None:
+    def __init__(
+        self, service: Service, prompts: list[list[int]], params: EmbeddingParams, adapter: AdapterInfo | None
+    ) -> None:
         self._service, self._arrival = service, time.perf_counter()
+        self._adapter = adapter
         self._weight, self._left = min(len(prompts), service.engine.info.max_num_seqs), len(prompts)
         self._results: dict[int, Embedding] = {}
         self._ended = asyncio.Event()
         service.check_room(self._weight)
         try:
-            self._cancel = service.engine.start_embedding(prompts, params, self._add)
+            name = None if adapter is None else adapter.name
+            self._cancel = service.engine.start_embedding(prompts, params, self._add, name)
         except ValueError as error:
             raise invalid(error, "input") from None
         service.count_running(self._weight)
@@ -97,6 +101,8 @@ class _Batch:
         metrics.ended[embedding.finish_reason].inc()
         metrics.prompt.observe(len(embedding.prompt_token_ids))
         metrics.whole.observe(time.perf_counter() - self._arrival)
+        if self._adapter is not None:
+            metrics.adapters.add(self._adapter, len(embedding.prompt_token_ids), 0)
         self._results[index] = embedding
         self._left -= 1
         if not self._left:

@@ -6,17 +6,20 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from quire.engine import Completion, Embedding, EmbeddingParams, SamplingParams
+from quire.engine import Embedding, EmbeddingParams, SamplingParams
 from quire.engine.embedding import NO_OUTPUT
 from quire.engine.messages import (
+    AdapterChanged,
+    Adapters,
     Cancel,
     Close,
     Frames,
     GetState,
+    LoadAdapter,
     NumberedUpdate,
     Prepare,
     Prepared,
@@ -26,16 +29,18 @@ from quire.engine.messages import (
     State,
     StepUpdates,
     ToHost,
+    UnloadAdapter,
     as_error,
     connected_sockets,
     frame,
     receive,
     to_client,
 )
-from quire.engine.model_info import ModelInfo
+from quire.engine.model_info import AdapterInfo, ModelInfo
 from quire.engine.output_text import OutputText
-from quire.engine.prompts import PromptReader, TokenRequest
+from quire.engine.prompts import PromptReader
 from quire.engine.stats import Stats
+from quire.server.request_outputs import EmbeddingOutput, RequestOutput, Sink
 
 if TYPE_CHECKING:
     from quire.engine import LLM
@@ -47,9 +52,6 @@ _NO_STEP = 1 << 62
 
 class EngineEnded(RuntimeError):
     """The process of an engine has ended, although nobody wanted it to."""
-
-
-Sink = Callable[[int, Completion], None]
 
 
 class EngineClient:
@@ -64,10 +66,11 @@ class EngineClient:
         how_ended: waits for the end of the host's process, and returns how it has ended; None: the host is in this one.
 
     Attributes:
-        name, info: those.
+        name, info: those; `info` is another one when adapters have come or gone.
         prompts: checks requests.
         stats: the engine's counts, as `state` has last brought them.
         alive: whether requests are accepted: neither side has ended.
+        on_adapters: called with the adapters when some have come or gone, by whichever client.
         on_end: called when the host has ended although it was not closed.
         how_ended: that.
     """
@@ -84,13 +87,14 @@ class EngineClient:
         self.prompts = PromptReader(info, tokenizer)
         self.alive, self.stats = True, Stats()
         self.on_end: Callable[[], None] = lambda: None
+        self.on_adapters: Callable[[tuple[AdapterInfo, ...]], None] = lambda infos: None
         self.how_ended = how_ended
         self._sock, self._frames = sock, Frames()
         self._loop: asyncio.AbstractEventLoop | None = None
         # What the system has not taken yet.
         self._unsent: deque[memoryview] = deque()
         # The requests that have not ended, by their numbers, and answers that are waited for, by their keys.
-        self._outputs: dict[int, _Output | _EmbeddingOutput] = {}
+        self._outputs: dict[int, RequestOutput | EmbeddingOutput] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
 
@@ -98,6 +102,11 @@ class EngineClient:
     def tokenizer(self) -> Any:
         """The tokenizer of the model; None if it has none."""
         return self.prompts.tokenizer
+
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The adapters that requests can name."""
+        return self.info.adapters
 
     def attach(self) -> None:
         """Receive messages in the running event loop from now on; all that sends does so, too."""
@@ -115,7 +124,11 @@ class EngineClient:
         return self.prompts.encode(prompt, name)
 
     def start(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], sink: Sink
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        sink: Sink,
+        adapter: str | None = None,
     ) -> Callable[[], None]:
         """Begin to complete prompts, all at once, and return without waiting.
 
@@ -124,24 +137,29 @@ class EngineClient:
             params: of each prompt; they all have the same grammar, or none.
             sink: called with the index of a prompt and what a step added to it, with a finish_reason the last time.
                 That is "error" if the host ends.
+            adapter: the name of that of all prompts; None: the model alone.
 
         Returns:
             a function that cancels the requests that have not ended; each gets the finish_reason "cancelled".
 
         Raises:
-            ValueError: a prompt or its params are refused, see `PromptReader.request`.
+            ValueError: a prompt, its params or the adapter are refused, see `PromptReader.request`.
         """
         pairs = zip(prompts, params, strict=True)
-        requests = [self.prompts.request(prompt, p, f"prompt {i}") for i, (prompt, p) in enumerate(pairs)]
+        requests = [self.prompts.request(prompt, p, f"prompt {i}", adapter) for i, (prompt, p) in enumerate(pairs)]
         outputs = []
         for i, request in enumerate(requests):
-            outputs.append(_Output(i, request, OutputText(request, self.info, self.tokenizer), sink))
+            outputs.append(RequestOutput(i, request, OutputText(request, self.info, self.tokenizer), sink))
         numbers = self._number(outputs)
         self._send(Start(numbers.start, requests))
         return lambda: self._cancel(numbers)
 
     def start_embedding(
-        self, prompts: Sequence[Sequence[int]], params: EmbeddingParams, sink: Callable[[int, Embedding], None]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: EmbeddingParams,
+        sink: Callable[[int, Embedding], None],
+        adapter: str | None = None,
     ) -> Callable[[], None]:
         """Begin to compute embeddings, all at once, and return without waiting.
 
@@ -149,17 +167,19 @@ class EngineClient:
             prompts: tokens.
             params: of all prompts.
             sink: called once for each prompt, with its index and its embedding.
+            adapter: as for `start`.
 
         Returns:
             as for `start`.
 
         Raises:
-            ValueError: a prompt or the params are refused, see `PromptReader`.
+            ValueError: a prompt, the params or the adapter are refused, see `PromptReader`.
         """
+        self.prompts.check_adapter(adapter)
         resolved = self.prompts.embedding_params(params)
         checked = [self.prompts.read(prompt, NO_OUTPUT, f"prompt {i}") for i, prompt in enumerate(prompts)]
-        numbers = self._number([_EmbeddingOutput(i, prompt, sink) for i, prompt in enumerate(checked)])
-        self._send(StartEmbedding(numbers.start, checked, resolved))
+        numbers = self._number([EmbeddingOutput(i, prompt, sink) for i, prompt in enumerate(checked)])
+        self._send(StartEmbedding(numbers.start, checked, resolved, adapter))
         return lambda: self._cancel(numbers)
 
     async def prepared(self, params: SamplingParams, compiles: bool) -> bool:
@@ -180,6 +200,37 @@ class EngineClient:
         if answer.refused is not None:
             raise as_error(answer.refused.kind, answer.refused.message)
         return answer.kept
+
+    async def load_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
+        """Load an adapter, as `LLM.load_adapter` does, while requests go on. All clients know it then.
+
+        Args:
+            folder: as the host's process sees it.
+
+        Raises:
+            OSError, ValueError: as for that.
+            ConnectionError: the engine has ended.
+        """
+        answer = await self._change_adapters(lambda key: LoadAdapter(key, name, str(folder)))
+        assert answer.info is not None
+        return answer.info
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter, as `LLM.unload_adapter` does: its requests keep it, new ones of all clients are refused.
+
+        Raises:
+            ValueError: there is no adapter of this name.
+            ConnectionError: the engine has ended.
+        """
+        await self._change_adapters(lambda key: UnloadAdapter(key, name))
+
+    async def _change_adapters(self, message: Callable[[int], ToHost]) -> AdapterChanged:
+        answer: AdapterChanged | None = await self._ask(message)
+        if answer is None:
+            raise ConnectionError("the engine has ended")
+        if answer.refused is not None:
+            raise as_error(answer.refused.kind, answer.refused.message)
+        return answer
 
     async def state(self, after: int = _NO_STEP) -> State:
         """The engine's counts, and its last steps with larger numbers than `after`; no steps if it has ended."""
@@ -210,7 +261,7 @@ class EngineClient:
         self._send(message(key))
         return await answer
 
-    def _number(self, outputs: Sequence[_Output | _EmbeddingOutput]) -> range:
+    def _number(self, outputs: Sequence[RequestOutput | EmbeddingOutput]) -> range:
         """The numbers of outputs, which are open from now on."""
         first, self._next = self._next, self._next + len(outputs)
         numbers = range(first, self._next)
@@ -266,9 +317,12 @@ class EngineClient:
                 self._deliver(message.updates)
             elif isinstance(message, PromptLogprobs):
                 output = self._outputs.get(message.number)
-                if isinstance(output, _Output):
+                if isinstance(output, RequestOutput):
                     output.add_prompt(message)
-            elif isinstance(message, (Prepared, State)) and message.key in self._answers:
+            elif isinstance(message, Adapters):
+                self.info = self.prompts.info = replace(self.info, adapters=message.infos)
+                self.on_adapters(message.infos)
+            elif isinstance(message, (Prepared, State, AdapterChanged)) and message.key in self._answers:
                 answer = self._answers.pop(message.key)
                 if not answer.done():
                     answer.set_result(message)
@@ -318,79 +372,3 @@ def attached(llm: LLM) -> EngineClient:
     own, other = connected_sockets()
     EngineHost(llm, other).start()
     return EngineClient(own, llm.name, llm.info, llm.model.tokenizer)
-
-
-class _Output:
-    """A request, and what it has produced so far."""
-
-    def __init__(self, index: int, request: TokenRequest, text: OutputText, sink: Sink) -> None:
-        self._index, self._prompt = index, request.prompt
-        self._text, self._sink = text, sink
-        # What is known of the prompt since the first update.
-        self._num_cached_tokens = 0
-        self._logprobs: list[dict[int, float] | None] | None = None
-        self._ranks: list[int | None] | None = None
-
-    def add_prompt(self, part: PromptLogprobs) -> None:
-        """Add the log-probabilities of the prompt's next tokens."""
-        if self._logprobs is None or self._ranks is None:
-            self._logprobs, self._ranks = [], []
-        self._logprobs.extend(part.logprobs)
-        self._ranks.extend(part.ranks)
-
-    def add(self, update: NumberedUpdate) -> bool:
-        """Pass an update on to the sink; return whether it is the last one."""
-        details, tokens = update.details, update.token_ids
-        if details is None:
-            reason = error = logprobs = None
-        else:
-            reason, error = details.finish_reason, details.error
-            logprobs = details.logprobs
-            self._num_cached_tokens = max(self._num_cached_tokens, details.num_cached_tokens)
-        try:
-            text, count, reason = self._text.add(tokens, reason)
-        except Exception as raised:
-            # The tokenizer has raised.
-            text, count = "", len(tokens)
-            reason, error = "error", f"{type(raised).__name__}: {raised}"
-        if count < len(tokens):
-            tokens, logprobs = tokens[:count], logprobs and logprobs[:count]
-        self._pass(text, tokens, reason, logprobs, error)
-        return reason is not None
-
-    def end(self, reason: str, error: str | None) -> None:
-        """End without another token."""
-        self._pass("", [], reason, None, error)
-
-    def _pass(
-        self,
-        text: str,
-        tokens: list[int],
-        reason: str | None,
-        logprobs: list[dict[int, float]] | None,
-        error: str | None,
-    ) -> None:
-        prompt = (self._num_cached_tokens, error, self._logprobs, self._ranks)
-        self._sink(self._index, Completion(self._prompt, text, tokens, reason, logprobs, *prompt))
-
-
-class _EmbeddingOutput:
-    """A request for an embedding."""
-
-    def __init__(self, index: int, prompt: list[int], sink: Callable[[int, Embedding], None]) -> None:
-        self._index, self._prompt = index, prompt
-        self._sink = sink
-
-    def add(self, update: NumberedUpdate) -> bool:
-        """Pass the embedding on to the sink; return True, since there is one update."""
-        details = update.details
-        assert details is not None
-        assert details.finish_reason is not None
-        values = np.frombuffer(details.values, dtype="<f4")
-        known = (details.num_cached_tokens, details.error)
-        self._sink(self._index, Embedding(self._prompt, values, details.finish_reason, *known))
-        return True
-
-    def end(self, reason: str, error: str | None) -> None:
-        """End without an embedding."""
-        self._sink(self._index, Embedding(self._prompt, np.empty(0, dtype=np.float32), reason, error=error))

@@ -6,6 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,7 @@ class EngineProcess:
         model: the folder of a Hugging Face checkpoint, or its name on the hub; None: the bundled model.
         config: the configuration; by default that of `EngineConfig()`.
         clients: processes that use the engine. The client of this one is the first, with which the engine ends.
+        adapters: the folders of adapters that are loaded at once, by their names, as of `quire.engine.LLM`.
 
     Attributes:
         process: the engine's.
@@ -37,7 +39,13 @@ class EngineProcess:
             processes have them.
     """
 
-    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None, clients: int = 1) -> None:
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        config: EngineConfig | None = None,
+        clients: int = 1,
+        adapters: Mapping[str, str | Path] | None = None,
+    ) -> None:
         self._config = config or EngineConfig()
         pairs = [connected_sockets() for _ in range(clients)]
         self._sock, *self.further_sockets = (own for own, _ in pairs)
@@ -53,7 +61,7 @@ class EngineProcess:
             )
         # A process that has ended by now is noticed by `connect`.
         with suppress(OSError):
-            self._sock.sendall(frame(pickle.dumps((model, self._config))))
+            self._sock.sendall(frame(pickle.dumps((model, self._config, dict(adapters or {})))))
 
     def connect(self) -> EngineClient:
         """Wait until the model is loaded, and return the client; to be called once.

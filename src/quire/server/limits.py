@@ -25,6 +25,7 @@ class ServerLimits:
         max_grammar: characters of a JSON schema, a regular expression or a grammar.
         max_grammars: different ones that are compiled or wait for it, one at a time; more are answered 429.
         max_logprobs: most likely tokens that are reported for each token.
+        max_loaded_adapters: adapters at once; a request that would load one more is refused.
         max_connections: open connections; beyond them the one that has been without a request longest is closed.
         max_head: bytes of a request's line and headers, unless they arrive in one piece, of 256 KiB at most.
         header_timeout: seconds for these to arrive, after the connection was made or after the first of them.
@@ -50,6 +51,7 @@ class ServerLimits:
     max_grammar: int = 128 << 10
     max_grammars: int = 256
     max_logprobs: int = 20
+    max_loaded_adapters: int = 1024
     max_connections: int = 4096
     max_head: int = 64 << 10
     header_timeout: float = 10.0
@@ -62,7 +64,7 @@ class ServerLimits:
         sizes = ("max_body", "max_n", "max_stop", "max_stop_length", "max_bad_words", "max_grammar", "max_grammars")
         counts = ("max_inputs", "max_token_ids", "max_containers", "max_strings", "max_values", "max_connections")
         times = ("keep_alive", "header_timeout", "body_timeout", "send_timeout")
-        for name in (*sizes, *counts, "max_head", *times):
+        for name in (*sizes, *counts, "max_head", "max_loaded_adapters", *times):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: it must be above 0")
         for name in ("max_queue", "max_logprobs", "grace"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.engine.model_info import NUMBERED, AdapterInfo
 from quire.server.counts import Counts
 from quire.server.engine_client import EngineClient
 
@@ -18,6 +19,10 @@ _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 # The finish reasons of the engine, and vLLM's names for them.
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+
+
+# The label of adapters that have none of their own.
+_OTHER = "other"
 
 
 class EventCounter:
@@ -58,6 +63,36 @@ class ValueHistogram:
         return list(zip(bounds, accumulate(numbers), strict=True)), total
 
 
+class AdapterCounts:
+    """Requests that have ended, and their tokens, by adapter: of each name that has a number, and of all others. An
+    adapter that has been unloaded keeps its counts.
+    """
+
+    _KINDS = 3
+
+    def __init__(self, counts: Counts) -> None:
+        # Of each number, and last of the others: requests, tokens of prompts, generated tokens.
+        self._cells = counts.take(self._KINDS * (NUMBERED + 1))
+        self._names: dict[int, str] = {}
+
+    def know(self, infos: Iterable[AdapterInfo]) -> None:
+        """Take in the names of adapters."""
+        self._names |= {info.number: info.name for info in infos if info.number is not None and info.name != _OTHER}
+
+    def add(self, adapter: AdapterInfo, prompt: int, output: int) -> None:
+        """Count a request of so many tokens."""
+        known = adapter.number if adapter.number in self._names else None
+        start = self._KINDS * (NUMBERED if known is None else known)
+        for i, amount in enumerate((1, prompt, output), start):
+            self._cells.own[i] += amount
+
+    def totals(self) -> Iterator[tuple[str, list[float]]]:
+        """The counts of each name, and of the others."""
+        numbers, kinds = self._cells.totals(), self._KINDS
+        for place, name in (*self._names.items(), (NUMBERED, _OTHER)):
+            yield name, numbers[kinds * place : kinds * (place + 1)]
+
+
 class Metrics:
     """What a server counts, and the engine's state, in a registry of their own.
 
@@ -77,6 +112,8 @@ class Metrics:
         self.rejected = EventCounter(counts)
         self.late = EventCounter(counts)
         self.ended = {reason: EventCounter(counts) for reason in _REASONS}
+        self.adapters = AdapterCounts(counts)
+        self.adapters.know(engine.adapters)
         self.registry = CollectorRegistry()
         self.registry.register(_EngineState(engine, model, prefix))
         self.registry.register(_ServerCounts(self, counts.started, model, prefix))
@@ -121,6 +158,20 @@ class _ServerCounts(Collector):
         for reason, counter in metrics.ended.items():
             ended.add_metric([self._model, _REASONS[reason]], counter.total, self._started)
         yield ended
+        yield from self._of_adapters()
+
+    def _of_adapters(self) -> Iterator[Metric]:
+        totals = list(self._metrics.adapters.totals())
+        texts = {
+            "adapter_requests": "Completions and embeddings with an adapter that have ended.",
+            "adapter_prompt_tokens": "Tokens of their prompts.",
+            "adapter_generation_tokens": "Tokens that were generated for them.",
+        }
+        for i, (name, text) in enumerate(texts.items()):
+            family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name", "adapter"])
+            for adapter, counts in totals:
+                family.add_metric([self._model, adapter], counts[i], self._started)
+            yield family
 
 
 class _EngineState(Collector):
@@ -144,6 +195,7 @@ class _EngineState(Collector):
             "num_queue_reqs": ("num_requests_waiting, by SGLang's name.", stats.waiting),
             "token_usage": ("kv_cache_usage_perc, by SGLang's name.", _held(stats)),
             "cache_hit_rate": ("The part of the admitted prompts' tokens that was in the cache.", stats.hit_rate),
+            "num_adapters": ("Adapters that requests can name.", len(self._engine.adapters)),
             "num_pages": ("Pages of the cache.", stats.pages),
             "num_free_pages": ("Pages that neither a request nor the prefix tree holds.", stats.free_pages),
         }

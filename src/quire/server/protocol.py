@@ -264,6 +264,22 @@ class TokenizeRequest(BaseModel):
     tools: list[Tool] | None = None
 
 
+class LoadAdapterRequest(BaseModel):
+    """The body of /v1/load_lora_adapter."""
+
+    # Extra fields are kept, so that they can be refused by name.
+    model_config = ConfigDict(extra="allow")
+
+    lora_name: str
+    lora_path: Annotated[str, Field(max_length=4096)]
+
+
+class UnloadAdapterRequest(BaseModel):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
 class DetokenizeRequest(BaseModel):
     """The body of /detokenize."""
 

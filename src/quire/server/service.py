@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from quire.engine import Completion, Embedding, SamplingParams
+from quire.engine.model_info import AdapterInfo
 from quire.engine.prompt_size import check_size, context_length, longest_token
 from quire.engine.text import TokenBytes
 from quire.server.counts import Counts
@@ -48,6 +49,9 @@ class Service:
         self.counts, self.metrics = counts, Metrics(engine, counts, names[0], metrics_prefix)
         self.started = counts.started
         self.created = int(self.started)
+        self._adapters: dict[str, AdapterInfo] = {}
+        self._know(engine.adapters)
+        engine.on_adapters = self._know
         self._running, self._waiting_grammars = counts.take(), counts.take()
         self._draining = counts.take()
         self.room = engine.info.max_num_seqs + limits.max_queue
@@ -57,6 +61,11 @@ class Service:
         self._long_texts = ThreadPoolExecutor(1, "quire-long-texts")
         self._longest_token = longest_token(engine.tokenizer)
         self.token_bytes = lru_cache(1 << 16)(lambda token: self._token_bytes(token))
+
+    def _know(self, infos: tuple[AdapterInfo, ...]) -> None:
+        """Take in the adapters that requests can name."""
+        self._adapters = {info.name: info for info in infos}
+        self.metrics.adapters.know(infos)
 
     @property
     def running(self) -> int:
@@ -76,11 +85,14 @@ class Service:
         """Admit nothing from now on, in any process."""
         self._draining.own[0] = 1
 
-    def check_model(self, model: str | None) -> None:
-        """Raise the ApiError for a request to another model."""
-        if model is not None and model not in self.names:
+    def check_model(self, model: str | None) -> AdapterInfo | None:
+        """The adapter that a request names as its model; None: the model alone. An ApiError if it names another one."""
+        if model is None or model in self.names:
+            return None
+        if model not in self._adapters:
             shown = " or ".join(map(repr, self.names))
             raise ApiError(404, f"there is no model {model!r}: this is {shown}", "model", "model_not_found")
+        return self._adapters[model]
 
     @property
     def tokenizer(self) -> Any:
@@ -152,14 +164,14 @@ class Service:
         except (ImportError, ValueError) as error:
             raise bad(field, f"{field}: {error}") from None
         except ConnectionError:
-            raise self._ended() from None
+            raise self.ended() from None
 
     async def _compile(self, params: SamplingParams) -> None:
         key = params.constraint
         work = self._compiling.get(key)
         if work is None:
             if self.draining:
-                raise self._ended()
+                raise self.ended()
             most, waiting = self.limits.max_grammars, self._waiting_grammars.total
             if waiting >= most:
                 message = f"{waiting} grammars wait to be compiled, and {most} are the most"
@@ -184,6 +196,7 @@ class Service:
         params: list[SamplingParams],
         field: str,
         asked: tuple[str, int] | None = None,
+        model: str | None = None,
     ) -> Generation:
         """Begin to complete prompts, each once for every element of params.
 
@@ -193,9 +206,10 @@ class Service:
             field: the request's field that has the prompts.
             asked: the field with the most tokens of a completion, and its value, for which there must be room; None:
                 there is none, and completions have as many tokens as there is room for, at most those of params.
+            model: that the request names, which may be an adapter.
 
         Raises:
-            ApiError: a prompt is invalid or too long, or there is no room.
+            ApiError: a prompt is invalid or too long, there is no room, or there is no such model any more.
         """
         count = len(prompts) * len(params)
         if not count:
@@ -206,12 +220,12 @@ class Service:
             name = f"{field} {i}" if len(prompts) > 1 else field
             self.check_length(name, prompt, asked, 0 if params[0].max_tokens == 0 else 1, field)
         self.check_room(count)
-        return Generation(self, prompts, params, field)
+        return Generation(self, prompts, params, field, self.check_model(model))
 
     def check_room(self, count: int) -> None:
         """Raise the ApiError if `count` more completions cannot be admitted now."""
         if self.draining or not self.engine.alive:
-            raise self._ended()
+            raise self.ended()
         running = self.running
         if running + count > self.room:
             self.metrics.rejected.inc(count)
@@ -223,7 +237,7 @@ class Service:
         self.drain()
         self.engine.close()
 
-    def _ended(self) -> ApiError:
+    def ended(self) -> ApiError:
         """Why no requests are accepted any more."""
         return _unavailable("the server is being shut down" if self.draining else "the engine has ended")
 
@@ -253,6 +267,9 @@ class Generation:
 
     Iteration yields the index of a completion and what one step added to it, or several steps if the reader is late;
     completion j of prompt i has the index `i * len(params) + j`. An ApiError is raised when a completion fails.
+
+    Attributes:
+        model: the name that the answer has: that of the adapter, or of the model.
     """
 
     def __init__(
@@ -261,8 +278,10 @@ class Generation:
         prompts: list[list[int]],
         params: list[SamplingParams],
         field: str,
+        adapter: AdapterInfo | None = None,
     ) -> None:
         self._service, self._arrival = service, time.perf_counter()
+        self._adapter, self.model = adapter, service.name if adapter is None else adapter.name
         self.prompts, self.count = prompts, len(prompts) * len(params)
         self.output_tokens, self.cached_tokens = 0, [0] * len(prompts)
         self._open = set(range(self.count))
@@ -274,7 +293,8 @@ class Generation:
         self._arrival_of_more: asyncio.Future[None] | None = None
         repeated = [prompt for prompt in prompts for _ in params]
         try:
-            self._cancel = service.engine.start(repeated, params * len(prompts), self._add)
+            name = None if adapter is None else adapter.name
+            self._cancel = service.engine.start(repeated, params * len(prompts), self._add, name)
         except ValueError as error:
             raise invalid(error, field) from None
         service.count_running(self.count)
@@ -333,6 +353,8 @@ class Generation:
             metrics.whole.observe(now - self._arrival)
             metrics.prompt.observe(len(part.prompt_token_ids))
             metrics.output.observe(self._tokens[index])
+            if self._adapter is not None:
+                metrics.adapters.add(self._adapter, len(part.prompt_token_ids), self._tokens[index])
         self._parts.append((index, part))
         waited_for, self._arrival_of_more = self._arrival_of_more, None
         # The reader may have been cancelled.

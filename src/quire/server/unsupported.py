@@ -32,7 +32,9 @@ _NAMES = (
     "stop_sequences stop_strings min_new_tokens min_length no_repeat_ngram_size penalty_alpha bad_words_ids "
     "force_words_ids suppress_tokens begin_suppress_tokens sequence_bias "
     # Embeddings of Cohere, Jina, NVIDIA and others
-    "input_type instruction late_chunking prompt_name"
+    "input_type instruction late_chunking prompt_name "
+    # Loading adapters
+    "load_inplace is_3d_lora_weight"
 )
 _UNLESS_EMPTY = frozenset(_NAMES.split())
 _EMPTY: tuple[Any, ...] = (False, "", [], {})
@@ -93,6 +95,7 @@ _INSTEAD = {
     "stop": "stop_sequences stop_strings",
     "temperature": "do_sample",
     "n": "n_cmpl num_return_sequences",
+    "model": "lora lora_path adapter_id",
 }
 _HINTS = {name: f": use {ours}" for ours, names in _INSTEAD.items() for name in names.split()}
 

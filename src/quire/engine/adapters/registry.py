@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from quire.engine.adapters.adapter import Adapter
 from quire.engine.adapters.peft import read_adapter
 from quire.engine.adapters.pool import AdapterPool
-from quire.engine.model_info import AdapterInfo, unknown_adapter
+from quire.engine.model_info import NUMBERED, AdapterInfo, unknown_adapter
 
 
 class AdapterRegistry:
@@ -28,6 +29,7 @@ class AdapterRegistry:
         # Whoever changes the names has the lock; a dictionary of names is replaced, not changed.
         self._lock = threading.Lock()
         self._named: dict[str, tuple[AdapterInfo, Adapter]] = {}
+        self._numbers: dict[str, int] = {}
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
@@ -61,6 +63,9 @@ class AdapterRegistry:
             raise ValueError(f"{folder} can't be used as an adapter: {error}") from error
         with self._lock:
             if self._known(info) is None:
+                if len(self._numbers) < NUMBERED:
+                    self._numbers.setdefault(name, len(self._numbers))
+                info = replace(info, number=self._numbers.get(name))
                 self._named = {**self._named, name: (info, self._equal(info.digest) or adapter)}
             return self._named[name][0]
 

@@ -32,7 +32,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     except ApiError as error:
         raise renamed(error) from None
     generation = chat.generation
-    writer = ResponseWriter(body, service.name, generation, chat.message())
+    writer = ResponseWriter(body, generation.model, generation, chat.message())
     if body.stream:
         return EventStream(_events(generation, writer), generation)
     try:
