@@ -50,6 +50,7 @@ _HOME = {
         "apply_rope_with_cos_sin_cache_inplace",
     ),
     "quantization": ("packbits", "segment_packbits"),
+    "gemm": ("SegmentGEMMWrapper",),
     "norm": (
         "fused_add_rmsnorm",
         "fused_add_rmsnorm_quant",
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
     from quire.decode import CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper
     from quire.decode import fast_decode_plan as fast_decode_plan
     from quire.decode import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from quire.gemm import SegmentGEMMWrapper as SegmentGEMMWrapper
     from quire.mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
     from quire.norm import fused_add_rmsnorm as fused_add_rmsnorm
     from quire.norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant

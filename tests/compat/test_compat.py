@@ -67,6 +67,12 @@ def test_compat_modules_exist_where_quire_has_them(name, flashinfer):
         assert getattr(theirs, public) is getattr(ours, public)
 
 
+def test_compat_segment_gemm_is_that_of_quire(flashinfer):
+    assert flashinfer.SegmentGEMMWrapper is flashinfer.gemm.SegmentGEMMWrapper is quire.SegmentGEMMWrapper
+    with pytest.raises(NotImplementedError, match=r"flashinfer\.gemm\.bmm_fp8 is not part of Quire"):
+        flashinfer.gemm.bmm_fp8()
+
+
 def test_compat_missing_name_raises_and_names_quire(flashinfer):
     for name in ("trtllm_fp4_block_scale_moe", "_private", "cache", "engine", "moe_ep"):
         with pytest.raises(AttributeError, match=f"'flashinfer' has no attribute '{name}': Quire"):

@@ -22,6 +22,7 @@ COUNTS = {
     "face/test_activation.py": 15,
     "face/test_block_tables.py": 4,
     "face/test_cascade.py": 25,
+    "face/test_gemm.py": 5,
     "face/test_mla.py": 7,
     "face/test_norm.py": 21,
     "face/test_norm_rope_append.py": 16,

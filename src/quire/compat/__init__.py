@@ -32,6 +32,7 @@ _OPERATIONS = (
     "concat_ops",
     "core",
     "decode",
+    "gemm",
     "mla",
     "norm",
     "page",

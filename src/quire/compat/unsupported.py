@@ -17,7 +17,7 @@ _FP4 = (
 )
 _CUDNN_DECODE, _CUDNN_PREFILL = "cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"
 _ACTIVATION = "silu_and_mul_scaled_nvfp4_experts_quantize"
-_GEMM = "SegmentGEMMWrapper bmm_bf16 bmm_fp8 mm_bf16 mm_fp4 mm_fp8"
+_GEMM = "bmm_bf16 bmm_fp8 mm_bf16 mm_fp4 mm_fp8"
 _NORM = (
     "add_rmsnorm_fp4quant fused_add_rmsnorm_fp8_block_quant fused_dit_gate_residual_layernorm_gamma_beta "
     "fused_dit_gate_residual_layernorm_scale_shift fused_dit_residual_layernorm_scale_shift fused_qk_rmsnorm_rope "

@@ -1,16 +1,17 @@
-"""Products of rows and the matrices of their experts, in a mixture of experts: torch on the CPU, Triton on a GPU, and
-torch where an expert has many rows on a GPU for which it has a grouped product.
+"""Products of rows and the matrices of their experts, in a mixture of experts, or of their segments: torch on the CPU,
+Triton on a GPU, and torch where an expert has many rows on a GPU for which it has a grouped product.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.ops import on_triton
+from quire.kernels.ops import on_triton, operation
 
 # With more rows per expert than this, on average, torch multiplies if it can.
 _MANY = 64
@@ -79,6 +80,35 @@ def grouped_gemm(x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, 
 def _products(x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     rows = x if order is None else order
     return x.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
+
+
+@operation("segment_gemm", "out")
+def segment_gemm(
+    out: Tensor, x: Tensor, ends: Tensor, weight: Tensor, weight_indices: Tensor | None, transposed: bool
+) -> None:
+    """The product of each segment of rows and its matrix.
+
+    Args:
+        out: [rows, out_features] of the dtype of x, of which the rows of segments are written. The last dimension is
+            contiguous, as is that of x.
+        x: float16, bfloat16 or float32 [rows, in_features].
+        ends: int32 [segments], the end of each segment, where the next one begins; at most the number of rows.
+        weight: [num_weights, out_features, in_features] of the dtype of x; [num_weights, in_features, out_features] if
+            `transposed`.
+        weight_indices: int32 or int64 [segments], the matrix of each segment; None: its own number. On a GPU, the
+            nearest index is taken where there is no such matrix.
+    """
+    matrices = weight.mT if transposed else weight
+    if on_triton(x.device):
+        if min(len(x), len(ends)) > 0:
+            from quire.kernels.triton.grouped_gemm import grouped_gemm as grouped_gemm_on_gpu
+
+            grouped_gemm_on_gpu(out, x, None, ends, matrices, 1, weight_indices)
+        return
+    indices = range(len(ends)) if weight_indices is None else weight_indices.tolist()
+    for index, (start, end) in zip(indices, pairwise([0, *ends.tolist()]), strict=True):
+        if start < end:
+            torch.mm(x[start:end], matrices[index].T, out=out[start:end])
 
 
 def _torch_multiplies(x: Tensor, weight: Tensor) -> bool:

@@ -109,6 +109,7 @@ def test_grouped_gemm_compiles_for_every_architecture(target):
             c = replace(c, num_stages=2)  # as where torch is of ROCm
         name = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
         given = {"x": name, "order": order, "ends": "*i32", "weight": name, "out": name, "c": c}
+        given["weight_indices"] = "*i64" if order is None else None
         for contiguous in ("weight_column", "weight_row"):
             usage = check(multiply_groups, target, {**given, contiguous: 1}, c.num_warps)
             if target == "sm_90":

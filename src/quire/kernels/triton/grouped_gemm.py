@@ -101,10 +101,10 @@ def find_rows(ends, num_groups, block, c: tl.constexpr):
     return group, first, tl.sum(tl.where(mine, end, 0), 0)
 
 
-@triton.jit(do_not_specialize=["top_k", "num_experts"])
+@triton.jit(do_not_specialize=["top_k", "num_experts", "num_weights"])
 def multiply_groups(
-    x, order, ends, weight, out, top_k, num_experts,
-    out_features, in_features, x_row, weight_expert, weight_row, weight_column, c: tl.constexpr,
+    x, order, ends, weight, weight_indices, out, top_k, num_experts, num_weights,
+    out_features, in_features, x_row, out_row, weight_expert, weight_row, weight_column, c: tl.constexpr,
 ):  # fmt: skip
     wait_for_launch_before(c.launch_pdl)
     expert, first, end = find_rows(ends, num_experts, tl.program_id(1), c)
@@ -115,7 +115,11 @@ def multiply_groups(
     if order is not None:
         source = tl.load(order + m, m < end, 0) // top_k
     n, k = tl.program_id(0) * c.block_n + tl.arange(0, c.block_n), tl.arange(0, c.block_k)
-    w_at = weight + expert.to(tl.int64) * weight_expert
+    matrix = expert.to(tl.int64)
+    if weight_indices is not None:
+        # Whatever the table holds, a weight is read.
+        matrix = tl.minimum(tl.maximum(tl.load(weight_indices + expert).to(tl.int64), 0), num_weights - 1)
+    w_at = weight + matrix * weight_expert
     w_at += n.to(tl.int64)[:, None] * weight_row + k.to(tl.int64)[None, :] * weight_column
     x_at = x + source.to(tl.int64)[None, :] * x_row + k[:, None]
     total = tl.full((c.block_n, c.block_m), 0.0, tl.float32)
@@ -125,7 +129,7 @@ def multiply_groups(
         total = tl.dot(w, rows, total, input_precision="ieee")
         w_at += c.block_k * weight_column
         x_at += c.block_k
-    out_at = out + m.to(tl.int64)[None, :] * out_features + n[:, None]
+    out_at = out + m.to(tl.int64)[None, :] * out_row + n[:, None]
     tl.store(out_at, total.to(out.dtype.element_ty), (m < end)[None, :] & (n < out_features)[:, None])
 
 
@@ -158,11 +162,20 @@ def gemm_config(num_rows: int, num_experts: int, dtype: torch.dtype, device: tor
     )
 
 
-def grouped_gemm(out: Tensor, x: Tensor, order: Tensor | None, ends: Tensor, weight: Tensor, top_k: int) -> None:
-    """`quire.kernels.grouped_gemm.grouped_gemm` on a GPU."""
-    num_rows, (num_experts, out_features, in_features) = len(out), weight.shape
+def grouped_gemm(
+    out: Tensor,
+    x: Tensor,
+    order: Tensor | None,
+    ends: Tensor,
+    weight: Tensor,
+    top_k: int,
+    weight_indices: Tensor | None = None,
+) -> None:
+    """`quire.kernels.grouped_gemm.grouped_gemm` on a GPU, and `segment_gemm`, whose segments are the experts here."""
+    num_rows, num_experts, (num_weights, out_features, in_features) = len(out), len(ends), weight.shape
     c = gemm_config(num_rows, num_experts, weight.dtype, x.device)
     blocks = min(num_rows, min(num_experts, num_rows) + num_rows // c.block_m)
-    sizes = (out_features, in_features, x.stride(0), *weight.stride())
+    sizes = (out_features, in_features, x.stride(0), out.stride(0), *weight.stride())
     grid = (triton.cdiv(out_features, c.block_n), blocks)
-    _multiply(grid, (x, order, ends, weight, out), (top_k, num_experts), sizes, c)
+    tensors = (x, order, ends, weight, weight_indices, out)
+    _multiply(grid, tensors, (top_k, num_experts, num_weights), sizes, c)
