@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +13,13 @@ import torch
 
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from helpers.checkpoints import save
 from quire.bench import engine_timing, engines
 from quire.bench.figures import percentiles
+from quire.bench.random_adapters import write_adapters
 from quire.bench.workloads import SHAPES, LatencyCell, Work, as_range, random_work, read_work, write_shape
 from quire.cli.main import main
 
@@ -209,10 +213,15 @@ def test_vllm_engine_of_a_stand_in_counts_reported_tokens(monkeypatch):
 
     class Engine:
         def __init__(self):
-            self.left = {}
+            self.left, self.count = {}, {}
+            self.loaded, self.loras = [], []
 
-        def add_request(self, name, prompt, params):
+        def add_request(self, name, prompt, params, lora_request):
             self.left[name] = params["max_tokens"]
+            self.loras.append(lora_request)
+
+        def add_lora(self, lora_request):
+            self.loaded.append(lora_request)
 
         def has_unfinished_requests(self):
             return bool(self.left)
@@ -232,10 +241,78 @@ def test_vllm_engine_of_a_stand_in_counts_reported_tokens(monkeypatch):
                     del self.left[name]
             return found
 
-    engine = engines.VLLM.__new__(engines.VLLM)
-    engine.llm, engine.longest, engine.count = SimpleNamespace(llm_engine=Engine()), 50, 0
-    engine.llm.llm_engine.count = {}
-    monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    def llm(folder, **options):
+        given.update(options)
+        return SimpleNamespace(llm_engine=Engine())
+
+    given = {}
+    stand_in = SimpleNamespace(SamplingParams=dict, LLM=llm)
+    for name, module in (("vllm", stand_in), ("vllm.lora", stand_in), ("vllm.lora.request", stand_in)):
+        monkeypatch.setitem(sys.modules, name, module)
+    stand_in.LoRARequest = lambda *fields: fields
+    engine = engines.VLLM(Path("folder"), "cuda", 50, 4)
+    assert "enable_lora" not in given
     assert [len(times) for times in engine.run([Work([1], 3), Work([1, 2], 5)])] == [3, 5]
     assert len(engine.arrivals([Work([1], 1)] * 2, [Work([5], 1)] * 3)) == 3
     assert not engine.llm.llm_engine.left
+    assert set(engine.llm.llm_engine.loras) == {None}
+
+    adapters = {name: Path(name) for name in ("a", "b", "c")}
+    engine = engines.VLLM(Path("folder"), "cuda", 50, 4, adapters=adapters, max_adapters=2, max_adapter_rank=20)
+    loras = {"enable_lora": True, "max_lora_rank": 32, "max_loras": 2, "max_cpu_loras": 3}
+    assert {name: given[name] for name in loras} == loras
+    engine.run([Work([1], 3, "b"), Work([1], 3), Work([1], 3, "a")])
+    inner = engine.llm.llm_engine
+    assert inner.loaded == [("a", 1, "a"), ("b", 2, "b"), ("c", 3, "c")]
+    assert inner.loras == [inner.loaded[1], None, inner.loaded[0]]
+
+
+def test_write_adapters_are_of_all_linear_layers_and_differ(tmp_path):
+    folder = save("llama", tmp_path / "llama")
+    made = write_adapters(AutoConfig.from_pretrained(folder), tmp_path / "adapters", 3, 20, seed=1)
+    again = write_adapters(AutoConfig.from_pretrained(folder), tmp_path / "again", 3, 20, seed=1)
+    assert list(made) == ["adapter-0", "adapter-1", "adapter-2"]
+    with engines.LLM(folder, num_pages=64, max_adapters=3, adapter_rank_pages=6, adapters=made) as llm:
+        assert [info.rank for info in llm.adapters] == [20] * 3
+        digests = [info.digest for info in llm.adapters]
+        assert len(set(digests)) == 3
+        assert [llm.load_adapter(name, at).digest for name, at in again.items()] == digests
+        params = engines.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        done = llm.generate([[5, 6, 7]] * 4, params, adapter=[None, *made])
+        assert len({tuple(each.token_ids) for each in done}) > 1
+    tensors = load_file(made["adapter-0"] / "adapter_model.safetensors")
+    layers = [name for name, module in llm.model.network.named_modules() if name.endswith(("_proj",))]
+    assert {name.split(".lora_")[0] for name in tensors} == {f"base_model.model.{name}" for name in layers}
+    for count, rank, name in ((0, 4, "adapters"), (2, 0, "adapter_rank")):
+        with pytest.raises(ValueError, match=f"{name} = 0: it must be 1 or more"):
+            write_adapters(AutoConfig.from_pretrained(folder), tmp_path / "none", count, rank)
+
+
+def test_bench_throughput_and_latency_with_adapters_give_each_request_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("quire.bench.cpu.ceilings", lambda: {"read_gb_s": 10.0})
+    seen, generate = [], engines.LLM.generate
+
+    def noted(llm, prompts, params, *, adapter, on_update):
+        seen.append(adapter)
+        return generate(llm, prompts, params, adapter=adapter, on_update=on_update)
+
+    monkeypatch.setattr(engines.LLM, "generate", noted)
+    file, folder = tmp_path / "result.json", str(save("llama", tmp_path / "llama"))
+    common = ["--device", "cpu", "--model", folder, "--num-pages", "200", "--json", str(file)]
+    given = ["--adapters", "3", "--adapter-rank", "17"]
+    work = ["--requests", "7", "--input", "3:9", "--output", "2:5", "--peers", "transformers", "--max-adapters", "2"]
+    assert main(["bench", "throughput", *common, *given, *work]) == 0
+    result = json.loads(file.read_text())
+    assert (result["adapters"], result["adapter_rank"]) == (3, 17)
+    assert (result["options"]["max_adapters"], result["options"]["adapter_rank_pages"]) == ("2", "4")
+    ours, theirs = result["cells"]
+    assert ours["output_tokens_s"] > 0
+    assert theirs["failed"] == "ValueError: it is not timed with adapters"
+    names = [f"adapter-{i % 3}" for i in range(7)]
+    assert seen[-1] == names
+    cells = ["--cell", "4x5+6", "--cell", "4 into 2x5", "--rounds", "1"]
+    assert main(["bench", "latency", *common, *given, *cells]) == 0
+    assert names[:4] in seen
+    assert names[:2] in seen
+    assert main(["bench", "latency", *common, "--adapters", "a"]) == 2
+    assert "--adapters a: it must be a number" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import time
+from collections import Counter
 
 import pytest
 
@@ -14,6 +15,7 @@ pytest.importorskip("httpx")
 from helpers.openai_server import FakeServer
 from quire.bench import client, server_load
 from quire.bench.server_load import LatencyLimits, LoadRequest, RequestRecord
+from quire.bench.workloads import zipf
 from quire.cli.main import main
 
 
@@ -178,6 +180,43 @@ def test_bench_serve_with_a_file_reports_failures(server, tmp_path, capsys):
     work.write_text('{"prompt": [3], "max_tokens": 2}\n')
     assert main([*common, "--file", str(work)]) == 2
     assert "HTTP 500: too many" in capsys.readouterr().err
+
+
+def test_zipf_of_many_draws_has_the_frequencies_of_the_law(rng):
+    names, count, seed = [f"a{i}" for i in range(8)], 20000, rng.randrange(1 << 31)
+    drawn = zipf(names, count, seed)
+    assert drawn == zipf(names, count, seed) != zipf(names, count, seed + 1)
+    total = sum(1 / rank for rank in range(1, 9))
+    for rank, name in enumerate(names, 1):
+        assert drawn.count(name) / count == pytest.approx(1 / rank / total, abs=0.02)
+
+
+@pytest.mark.parametrize(("given", "names"), [("2", ["b", "a"]), ("c,a", ["c", "a"])])
+def test_bench_serve_with_adapters_draws_them_for_the_requests(server, tmp_path, given, names):
+    server.models += [{"id": name, "parent": "fake"} for name in ("b", "a", "c")] + [{"id": "x", "parent": None}]
+    file = tmp_path / "result.json"
+    common = ["bench", "serve", "--device", "cpu", "--url", server.url, "--json", str(file), "--seed", "3"]
+    given_work = ["--requests", "20", "--input", "3:9", "--output", "1:2", "--rate", "inf,100"]
+    assert main([*common, *given_work, "--adapters", given]) == 0
+    result = json.loads(file.read_text())
+    assert (result["model"], result["adapters"]) == ("fake", names)
+    expected = [Counter(zipf(names, 20, 3 + i)) for i in range(2)]
+    assert [row["adapters"] for row in result["runs"]] == expected
+    assert Counter(body["model"] for body in server.bodies[1:]) == expected[0] + expected[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("2", "--adapters 2: the server lists 1 adapters"),
+        ("0", "--adapters 0: the server lists 1 adapters"),
+        ("a,b", "--adapters a,b: the server lists no adapter 'b'"),
+    ],
+)
+def test_bench_serve_with_adapters_that_the_server_lacks_is_refused(server, given, message, capsys):
+    server.models.append({"id": "a", "parent": "fake"})
+    assert main(["bench", "serve", "--device", "cpu", "--url", server.url, "--adapters", given]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ class FakeServer:
         usage: whether tokens are counted.
         template: whether it can chat.
         text: of each part.
+        models: the answer of /v1/models.
     """
 
     def __init__(self, first: float = 0.0, gap: float = 0.0) -> None:
@@ -29,6 +30,7 @@ class FakeServer:
         self.scripts: dict[int, Any] = {}
         self.usage, self.text = True, "ab\u2028"
         self.template = True
+        self.models: list[dict[str, Any]] = [{"id": "fake", "object": "model"}]
         fake = self
 
         class Handler(_Handler):
@@ -64,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._whole(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+        self._whole(200, {"object": "list", "data": self.server_of.models})
 
     def do_POST(self) -> None:
         fake = self.server_of

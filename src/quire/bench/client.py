@@ -45,13 +45,30 @@ async def first_model(client: httpx.AsyncClient) -> str:
     Raises:
         Refused: it lists none, or does not answer.
     """
+    return (await _listed(client))[0][0]
+
+
+async def adapters(client: httpx.AsyncClient) -> list[str]:
+    """The names of the adapters that the server lists at /v1/models: those with a parent.
+
+    Raises:
+        Refused: it lists nothing, or does not answer.
+    """
+    return [name for name, parent in await _listed(client) if parent is not None]
+
+
+async def _listed(client: httpx.AsyncClient) -> list[tuple[str, str | None]]:
+    """The names of the models at /v1/models, at least one, and of their parents."""
     try:
         answer = await client.get("/v1/models", timeout=30)
         _accepted(answer)
-        return str(answer.json()["data"][0]["id"])
+        models = [(str(model["id"]), model.get("parent")) for model in answer.json()["data"]]
+        if not models:
+            raise LookupError
+        return models
     except httpx.HTTPError as error:
         raise Refused(kind_of(error), f"{client.base_url} ({error})") from error
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise Refused("no models", f"{client.base_url} lists none at /v1/models; name one") from None
 
 

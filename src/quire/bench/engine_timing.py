@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Setup:
         max_num_seqs: the largest number of requests that run at once, for all engines.
         options: further arguments of Quire's LLM, of which others take trust_remote_code, too.
         weights: the format of the weights, which follows the names of engines; None: it is not of interest.
+        adapters: the folders of adapters that requests have in turn, by their names; empty: they have none. Then
+            `options` has `max_adapters` and, as their rank, `max_adapter_rank`.
     """
 
     folder: Path
@@ -50,6 +52,11 @@ class Setup:
     max_num_seqs: int = 256
     options: dict[str, Any] = field(default_factory=dict)
     weights: str | None = None
+    adapters: dict[str, Path] = field(default_factory=dict)
+
+    def with_adapters(self, work: Sequence[Work]) -> list[Work]:
+        """Requests, of which each has the next adapter."""
+        return [replace(w, adapter=name) for w, name in zip(work, cycle([*self.adapters] or [None]), strict=False)]
 
     @property
     def config(self) -> Any:
@@ -66,19 +73,20 @@ def throughput(setup: Setup, work: Sequence[Work], name: str, context: Row) -> I
     result = _result(setup, context, "throughput")
     longest = max(len(w.prompt) + w.max_tokens for w in work)
     for engine, row in _loaded(setup, longest):
-        found = _measured(row, partial(_throughput, engine, work, setup.seed))
+        found = _measured(row, partial(_throughput, engine, setup.with_adapters(work), setup))
         result["cells"].append({"cell": name, **row, **found, **_named(setup, row)})
         yield result
 
 
-def _throughput(engine: Any, work: Sequence[Work], seed: int) -> Row:
+def _throughput(engine: Any, work: Sequence[Work], setup: Setup) -> Row:
     few = sorted(work, key=lambda w: len(w.prompt))[:: max(1, len(work) // 8)]
     vocab = 1 + max(token for w in work for token in w.prompt)
     warm = [
-        random_work(1, (len(w.prompt),) * 2, (min(8, w.max_tokens),) * 2, vocab, seed + i) for i, w in enumerate(few, 1)
+        random_work(1, (len(w.prompt),) * 2, (min(8, w.max_tokens),) * 2, vocab, setup.seed + i)
+        for i, w in enumerate(few, 1)
     ]
     # These prompts have the lengths that will be timed, and other tokens.
-    engine.run([w for (w,) in warm])
+    engine.run(setup.with_adapters([w for (w,) in warm]))
     times = engine.run(work)
     seconds = max(each[-1] for each in times)
     tokens = sum(map(len, times))
@@ -104,7 +112,7 @@ def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> It
         longest = max(longest, min(longest + _BACKGROUND, max_len))
     for engine, row in _loaded(setup, longest):
         for i, (name, cell) in enumerate(cells.items()):
-            found = _measured(row, partial(_latency, engine, cell, rounds, vocab, setup.seed + 1000 * i))
+            found = _measured(row, partial(_latency, engine, cell, rounds, vocab, setup, setup.seed + 1000 * i))
             if not cell.arriving and row["engine"] == "Quire":
                 size = floor_bytes(engine.llm.model, cell.batch, cell.input + cell.output // 2)
                 found["floor_ms"] = size / context["ceilings"]["read_gb_s"] / 1e6
@@ -112,11 +120,11 @@ def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> It
         yield result
 
 
-def _latency(engine: Any, cell: LatencyCell, rounds: int, vocab: int, seed: int) -> Row:
+def _latency(engine: Any, cell: LatencyCell, rounds: int, vocab: int, setup: Setup, seed: int) -> Row:
     """The times of a cell, after a round that is not timed."""
 
     def batch(round: int, count: int, length: int, output: int) -> list[Work]:
-        return random_work(count, (length, length), (output, output), vocab, seed + round)
+        return setup.with_adapters(random_work(count, (length, length), (output, output), vocab, seed + round))
 
     if cell.arriving:
         if not hasattr(engine, "arrivals"):
@@ -167,16 +175,21 @@ def floor_bytes(model: Any, batch: int, length: int) -> int:
 
 def _result(setup: Setup, context: Row, operation: str) -> Row:
     names = {"operation": operation, "model": setup.name, "seed": setup.seed, "max_num_seqs": setup.max_num_seqs}
+    if setup.adapters:
+        names |= {"adapters": len(setup.adapters), "adapter_rank": setup.options["max_adapter_rank"]}
     return {**context, **names, "options": {k: str(v) for k, v in setup.options.items()}, "cells": []}
 
 
 def _loaded(setup: Setup, longest: int) -> Iterator[tuple[Any, Row]]:
     """Each engine and the beginning of its row; for a peer that cannot be loaded, None and the reason."""
+    loras = {"adapters": setup.adapters} if setup.adapters else {}
     for name in setup.engines:
         kind = ENGINES[name]
         start = time.perf_counter()
         try:
-            engine = kind(setup.folder, setup.device, longest, setup.max_num_seqs, **setup.options)
+            if setup.adapters and not kind.takes_adapters:
+                raise ValueError("it is not timed with adapters")
+            engine = kind(setup.folder, setup.device, longest, setup.max_num_seqs, **setup.options, **loras)
         except Exception as error:
             if name == "quire":
                 raise

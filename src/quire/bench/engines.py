@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,9 @@ class _Enough(Exception):
 class Quire:
     """`quire.engine.LLM`.
 
+    Attributes:
+        takes_adapters: whether the options may have `adapters`, `max_adapters` and `max_adapter_rank`.
+
     Args:
         folder: a checkpoint, or only a config.json, whose model gets random weights.
         longest, max_num_seqs: the largest numbers of tokens of a request, and of requests that run at once.
@@ -33,6 +37,7 @@ class Quire:
     """
 
     title, package = "Quire", "quire"
+    takes_adapters = True
 
     def __init__(self, folder: Path, device: str, longest: int, max_num_seqs: int, **options: Any) -> None:
         self.llm = LLM(folder, device=device, load_format=_load_format(folder), max_num_seqs=max_num_seqs, **options)
@@ -50,7 +55,8 @@ class Quire:
         def note(i: int, part: Completion) -> None:
             times[i] += [time.perf_counter() - start] * len(part.token_ids)
 
-        done = self.llm.generate([w.prompt for w in work], [_params(w.max_tokens) for w in work], on_update=note)
+        params, adapters = [_params(w.max_tokens) for w in work], [w.adapter for w in work]
+        done = self.llm.generate([w.prompt for w in work], params, adapter=adapters, on_update=note)
         for completion in done:
             if completion.finish_reason != "length":
                 raise RuntimeError(f"a request of Quire ended by {completion.finish_reason}: {completion.error}")
@@ -70,7 +76,8 @@ class Quire:
 
         def decode() -> None:
             try:
-                self.llm.generate([w.prompt for w in background], _params(None), on_update=note)
+                adapters = [w.adapter for w in background]
+                self.llm.generate([w.prompt for w in background], _params(None), adapter=adapters, on_update=note)
                 raise RuntimeError("the background ended before all requests had arrived")
             except _Enough:
                 pass
@@ -84,7 +91,7 @@ class Quire:
         thread.start()
         busy.wait()
         try:
-            seconds = [self.run([Work(w.prompt, 1)])[0][0] for w in arriving] if not failures else []
+            seconds = [self.run([replace(w, max_tokens=1)])[0][0] for w in arriving] if not failures else []
         finally:
             enough.set()
             thread.join()
@@ -113,6 +120,7 @@ class Transformers:
     """Transformers' own engines: `generate` for requests of one length, and continuous batching for others."""
 
     title, package = "Transformers", "transformers"
+    takes_adapters = False
 
     def __init__(self, folder: Path, device: str, longest: int, max_num_seqs: int, **options: Any) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -181,6 +189,7 @@ class VLLM:
     """vLLM's `LLMEngine`, stepped in this process."""
 
     title, package = "vLLM", "vllm"
+    takes_adapters = True
 
     def __init__(self, folder: Path, device: str, longest: int, max_num_seqs: int, **options: Any) -> None:
         # The engine must end when it is closed.
@@ -198,24 +207,32 @@ class VLLM:
             # Quire caches prefixes by default, too.
             enable_prefix_caching=True,
             disable_log_stats=True,
+            **_lora_options(options),
         )
         self.longest, self.count = longest, 0
+        self.adapters: dict[str | None, Any] = {None: None}
+        for i, (name, path) in enumerate(options.get("adapters", {}).items(), 1):
+            from vllm.lora.request import LoRARequest
+
+            self.adapters[name] = LoRARequest(name, i, str(path))
+            # They are in the host's memory then, as Quire's are.
+            self.llm.llm_engine.add_lora(self.adapters[name])
 
     def run(self, work: Sequence[Work]) -> list[Times]:
         start = time.perf_counter()
-        names = [self._add(w.prompt, w.max_tokens) for w in work]
+        names = [self._add(w) for w in work]
         times: dict[str, Times] = {name: [] for name in names}
         self._step(times, start, lambda: not self.llm.llm_engine.has_unfinished_requests())
         return [times[name] for name in names]
 
     def arrivals(self, background: Sequence[Work], arriving: Sequence[Work]) -> Times:
-        names = [self._add(w.prompt, self.longest - len(w.prompt)) for w in background]
+        names = [self._add(replace(w, max_tokens=self.longest - len(w.prompt))) for w in background]
         times: dict[str, Times] = {name: [] for name in names}
         self._step(times, 0.0, lambda: all(times.values()))
         seconds = []
         for w in arriving:
             start = time.perf_counter()
-            name = self._add(w.prompt, 1)
+            name = self._add(replace(w, max_tokens=1))
             times[name] = []
             self._step(times, start, lambda new=times[name]: bool(new))  # type: ignore[misc]
             seconds.append(times[name][0])
@@ -223,13 +240,14 @@ class VLLM:
         self._step(times, 0.0, lambda: not self.llm.llm_engine.has_unfinished_requests())
         return seconds
 
-    def _add(self, prompt: list[int], max_tokens: int) -> str:
+    def _add(self, work: Work) -> str:
         import vllm
 
         self.count += 1
         name = str(self.count)
-        params = vllm.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        params = vllm.SamplingParams(temperature=0, max_tokens=work.max_tokens, ignore_eos=True, detokenize=False)
+        lora = self.adapters[work.adapter]
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": work.prompt}, params, lora_request=lora)
         return name
 
     def _step(self, times: dict[str, Times], start: float, done: Callable[[], bool]) -> None:
@@ -242,6 +260,15 @@ class VLLM:
     def close(self) -> None:
         del self.llm
         _free()
+
+
+def _lora_options(options: dict[str, Any]) -> dict[str, Any]:
+    """VLLM's options for the adapters of Quire's options."""
+    if "adapters" not in options:
+        return {}
+    ranks = next(size for size in (8, 16, 32, 64, 128, 256) if size >= options["max_adapter_rank"])
+    counts = {"max_loras": options["max_adapters"], "max_cpu_loras": len(options["adapters"])}
+    return {"enable_lora": True, "max_lora_rank": ranks, **counts}
 
 
 ENGINES: dict[str, Any] = {"quire": Quire, "invariant": Invariant, "transformers": Transformers, "vllm": VLLM}

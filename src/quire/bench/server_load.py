@@ -32,10 +32,11 @@ _TICK = 0.01
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A prompt, as text or token ids, and the number of tokens to generate."""
+    """A prompt, as text or token ids, the number of tokens to generate, and the adapter that does it, if one does."""
 
     prompt: str | list[int]
     max_tokens: int
+    adapter: str | None = None
 
 
 @dataclass(slots=True)
@@ -138,7 +139,7 @@ async def _send(client: httpx.AsyncClient, model: str, record: RequestRecord, ar
 async def _read(client: httpx.AsyncClient, model: str, record: RequestRecord, arrival: float) -> None:
     request = record.request
     body = {
-        "model": model,
+        "model": request.adapter or model,
         "prompt": request.prompt,
         "max_tokens": request.max_tokens,
         "temperature": 0,
@@ -208,6 +209,8 @@ def summary(
         "send_lag_ms": lag,
         "read_lag_ms": percentiles(late),
     }
+    if adapters := Counter(record.request.adapter for record in records if record.request.adapter is not None):
+        row["adapters"] = dict(adapters.most_common())
     row["behind"] = max(lag["p99"], row["read_lag_ms"].get("p99", 0.0)) > BEHIND_MS
     return row
 

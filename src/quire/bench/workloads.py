@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -108,10 +108,13 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request: the tokens of its prompt, and the number of tokens to generate, whatever these are."""
+    """A request: the tokens of its prompt, the number of tokens to generate, whatever these are, and the name of its
+    adapter, if it has one.
+    """
 
     prompt: list[int]
     max_tokens: int
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,11 @@ def random_work(count: int, inputs: Range, outputs: Range, vocab_size: int, seed
     last = vocab_size - first // 4
     lengths = [(random.randint(*inputs), random.randint(*outputs)) for _ in range(count)]
     return [Work([random.randrange(first, last) for _ in range(prompt)], output) for prompt, output in lengths]
+
+
+def zipf(names: Sequence[str], count: int, seed: int) -> list[str]:
+    """So many of the names, drawn by Zipf's law: the first is twice as likely as the second, thrice as the third."""
+    return Random(seed).choices(names, [1 / rank for rank in range(1, len(names) + 1)], k=count)
 
 
 def read_prompts(file: Path) -> Iterator[tuple[str, str | list[int], int]]:

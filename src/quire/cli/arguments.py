@@ -26,6 +26,10 @@ _PEERS = (
     "decode, prefill: a list of fa3, flashinfer, cudnn, flex (which is compiled for each cell) and sdpa; layers: of "
     "torch.compile and flashinfer; throughput, latency: of invariant (batch-invariant Quire), transformers and vllm"
 )
+_ADAPTERS = (
+    "requests have N adapters (LoRA) of random values in turn; serve: of the first N that the server lists, or of the "
+    "named ones (a,b,...), drawn by Zipf's law"
+)
 _SERVER = "--model (a name; default: the first it lists), --file, --requests, --input, --output, --seed hold here, too."
 _RATE = "requests per second, which arrive at random; inf: all at once; 1,2,4: one after the other (1)"
 _CHAT = (
@@ -200,6 +204,9 @@ def _bench(commands: Any) -> None:
     engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step of Quire computes")
     engine.add_argument("--page-size", type=int, help="of Quire's cache")
     engine.add_argument("--num-pages", type=int, help="in Quire's cache")
+    engine.add_argument("--adapters", metavar="N", help=_ADAPTERS)
+    engine.add_argument("--adapter-rank", type=int, default=16, metavar="R", help="of these random adapters (16)")
+    engine.add_argument("--max-adapters", type=int, metavar="N", help="that are on the device at once (all)")
 
     server = parser.add_argument_group("serve: a server with OpenAI's interface", _SERVER)
     server.add_argument("--url", default="http://127.0.0.1:8000", help="(http://127.0.0.1:8000)")

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
     for name in names:
         # Unknown cells are refused before any cell is timed.
         LatencyCell.parse(name)
-    with _folders(args) as (folders, model):
+    with _folders(args) as (folders, model), tempfile.TemporaryDirectory(prefix="quire-adapters-") as made:
         setups = [_setup(args, module, folder, model, ("quire", *peers), weights) for weights, folder in folders]
+        setups = [_with_adapters(args, setup, made) for setup in setups]
         context = {**module.machine(), "ceilings": module.ceilings()}
         cells: list[dict[str, Any]] = []
         result: dict[str, Any] = {}
@@ -73,6 +75,21 @@ def _setup(
         max_num_seqs = max(max_num_seqs, *(LatencyCell.parse(name).batch + 1 for name in args.cell or _LATENCY))
     device = "cpu" if module.__name__ == "quire.bench.cpu" else "cuda"
     return Setup(folder, model, device, engines, args.seed, max_num_seqs, options, weights)
+
+
+def _with_adapters(args: argparse.Namespace, setup: Any, folder: str) -> Any:
+    """What is timed, with the adapters that the arguments give, which are written to a folder."""
+    from quire.bench.random_adapters import write_adapters
+
+    if args.adapters is None:
+        return setup
+    if not args.adapters.isdecimal():
+        raise ValueError(f"--adapters {args.adapters}: it must be a number")
+    count, rank = int(args.adapters), args.adapter_rank
+    adapters = write_adapters(setup.config, Path(folder), count, rank, args.seed)
+    slots = min(count, args.max_adapters or count)
+    sizes = {"max_adapters": slots, "adapter_rank_pages": slots * -(-rank // 16), "max_adapter_rank": rank}
+    return replace(setup, options=setup.options | sizes, adapters=adapters)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,38 @@ async def _load(args: argparse.Namespace, works: Any, machine: dict[str, Any]) -
     )
     async with client.connected(args.url, args.api_key) as server:
         model = result["model"] = str(args.model) if args.model is not None else await client.first_model(server)
+        if args.adapters is not None:
+            result["adapters"] = await _adapters(args.adapters, server)
+            works = [(rate, _drawn(work, result["adapters"], args.seed + i)) for i, (rate, work) in enumerate(works)]
         async for row in server_load.sweep(server, model, works, limits, args.seed, args.timeout):
             result["runs"].append(row)
             print(f"rate {row['rate']}: {row['completed']} of {row['requests']} completed", file=sys.stderr, flush=True)
             if args.json is not None and args.json != Path("-"):
                 args.json.write_text(json.dumps(result, indent=2) + "\n")
     return result
+
+
+async def _adapters(given: str, server: Any) -> list[str]:
+    """The adapters that requests have, the most frequent one first: the named ones, or the first of the server."""
+    from quire.bench import client
+
+    listed = await client.adapters(server)
+    names = given.split(",")
+    if given.isdecimal():
+        if not 1 <= int(given) <= len(listed):
+            raise ValueError(f"--adapters {given}: the server lists {len(listed)} adapters, and at least 1 is needed")
+        return listed[: int(given)]
+    unknown = next((name for name in names if name not in listed), None)
+    if unknown is not None:
+        raise ValueError(f"--adapters {given}: the server lists no adapter {unknown!r}")
+    return names
+
+
+def _drawn(work: list[Any], adapters: list[str], seed: int) -> list[Any]:
+    """Requests, each with an adapter."""
+    from quire.bench.workloads import zipf
+
+    return [replace(request, adapter=name) for request, name in zip(work, zipf(adapters, len(work), seed), strict=True)]
 
 
 def _rate(text: str, given: str) -> float:
