@@ -73,6 +73,8 @@ class Scheduler:
         self._steps_left = 0
         # How many more log-probabilities of prompts the step can compute.
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
+        # What the last pass over the waiting requests began with, if none of them was ready.
+        self._none_ready: tuple[int, int] | None = None
         # Running requests that have nothing left to compute, and end when the host has read their embeddings.
         self._num_computed_requests = 0
 
@@ -247,12 +249,17 @@ class Scheduler:
         """Chunks of waiting requests, within the token budget, max_num_seqs and the free pages."""
         chunks: list[Chunk] = []
         max_running = self.max_num_seqs + self._num_computed_requests
+        state = None
         if self.adapters is not None and self.waiting:
+            state = self.adapters.poll(), self.waiting.num_changes
+            if state == self._none_ready:
+                return chunks
             self.adapters.begin_pass()
         in_turn = self.waiting.in_turn(self._is_ready)
         while budget > 0 and len(self.running) < max_running:
             request = next(in_turn, None)
             if request is None:
+                self._none_ready = state
                 return chunks
             # A request that was preempted waits until its tokens are known.
             if request.num_inflight_tokens:

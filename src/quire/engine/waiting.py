@@ -20,6 +20,9 @@ class WaitingQueue:
 
     Requests that cannot run yet are passed over. The first one of each group then comes before all groups, too, in the
     order in which they were passed over, so it runs as soon as it can.
+
+    Attributes:
+        num_changes: how often requests have come or gone.
     """
 
     def __init__(self) -> None:
@@ -28,6 +31,7 @@ class WaitingQueue:
         self._passed_over: dict[object, Request] = {}
         # The first group is the next one.
         self._groups: dict[object, deque[Request]] = {}
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return len(self._preempted) + len(self._passed_over) + sum(map(len, self._groups.values()))
@@ -49,10 +53,12 @@ class WaitingQueue:
 
     def append(self, request: Request) -> None:
         self._groups.setdefault(request.group, deque()).append(request)
+        self.num_changes += 1
 
     def appendleft(self, request: Request) -> None:
         """Put a request first that was preempted."""
         self._preempted.appendleft(request)
+        self.num_changes += 1
 
     def in_turn(self, is_ready: Callable[[Request], bool]) -> Iterator[Request]:
         """The requests that are ready, in the order in which they run. The caller takes each one before it asks for the
@@ -94,6 +100,7 @@ class WaitingQueue:
 
     def take(self, request: Request) -> None:
         """Take a request; its group is the last one from then on, if it came in turn."""
+        self.num_changes += 1
         if self._remove_early(request):
             return
         group = self._groups.pop(request.group)
@@ -103,6 +110,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request if it waits."""
+        self.num_changes += 1
         if not self._remove_early(request):
             self._remove_from_group(request)
 
@@ -125,6 +133,7 @@ class WaitingQueue:
             del self._groups[request.group]
 
     def clear(self) -> None:
+        self.num_changes += 1
         self._preempted.clear()
         self._passed_over.clear()
         self._groups.clear()

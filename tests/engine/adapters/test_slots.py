@@ -255,6 +255,36 @@ def test_schedule_while_an_adapter_is_copied_lets_others_go_on():
     assert step(scheduler) == [base, other, first]
 
 
+def test_schedule_while_nothing_changes_asks_no_waiting_request_again():
+    device = Device(1, 1, at_once=False)
+    scheduler = Scheduler(200, 4, 8, 100, adapters=device.slots)
+    scheduler.add(made(None, 3, 90))
+    for name in "abc":
+        scheduler.add(made(name, 3, 4))
+    asked_for, is_ready = [], device.slots.is_ready
+
+    def noted(adapter):
+        asked_for.append(adapter.digest)
+        return is_ready(adapter)
+
+    device.slots.is_ready = noted
+    for _ in range(3):
+        step(scheduler)
+    asked_for.clear()
+    assert len(step(scheduler)) == 1
+    assert asked_for == []
+    device.finish()
+    assert [r.namespace for r in step(scheduler)] == [None, "a"]
+    for _ in range(20):
+        step(scheduler)
+        device.finish()
+    assert device.loads == ["a", "b", "c"]
+    assert not scheduler.waiting
+    asked_for.clear()
+    step(scheduler)
+    assert asked_for == []
+
+
 def test_schedule_of_a_stream_of_requests_does_not_starve_another_adapter():
     """Two adapters have all slots, and their requests never end arriving; a third one comes."""
     device = Device(2, 2)

@@ -68,7 +68,9 @@ class AdapterSlots:
         self._free_slots, self._free_pages = list(range(num_slots))[::-1], list(range(num_pages))[::-1]
         # By digests, least recently used first.
         self._residents: OrderedDict[str, Resident] = OrderedDict()
-        self._pass = _Pass()
+        # Those whose copies have not ended, as far as is known.
+        self._loading: list[Resident] = []
+        self._pass, self._num_changes = _Pass(), 0
         self.num_held = self.num_loads = 0
 
     def __len__(self) -> int:
@@ -79,6 +81,17 @@ class AdapterSlots:
     def num_free_pages(self) -> int:
         """Rank pages without an adapter."""
         return len(self._free_pages)
+
+    def poll(self) -> int:
+        """A number that is another one if an adapter that was not ready may be so now."""
+        if self._loading:
+            self._loading = [each for each in self._loading if not self._has_loaded(each)]
+        return self._num_changes
+
+    def _has_loaded(self, resident: Resident) -> bool:
+        has_loaded = resident.is_loaded()
+        self._num_changes += has_loaded
+        return has_loaded
 
     def begin_pass(self) -> None:
         """Begin to ask for the adapters of the waiting requests, the first one's first."""
@@ -113,6 +126,7 @@ class AdapterSlots:
         self._residents.move_to_end(adapter.digest)
         resident.holders -= 1
         self.num_held -= 1
+        self._num_changes += 1
 
     def discard(self, adapter: Adapter) -> None:
         """Let an adapter go that has lost its name, or a request, if it has neither any more."""
@@ -125,6 +139,8 @@ class AdapterSlots:
         resident = Resident(adapter, self._free_slots.pop(), pages)
         self._residents[adapter.digest] = resident
         self.num_loads += 1
+        self._num_changes += 1
+        self._loading.append(resident)
         try:
             self._load(resident)
         except BaseException:
@@ -136,6 +152,7 @@ class AdapterSlots:
         del self._residents[resident.adapter.digest]
         self._free_slots.append(resident.slot)
         self._free_pages += resident.pages
+        self._num_changes += 1
 
     def _make_room(self, adapter: Adapter) -> bool:
         """Evict adapters until there is room for this one; False if requests have them, which are drained then."""
