@@ -64,7 +64,8 @@ class AdapterPool:
             products=products,
             head_has_rows=head_has_rows,
             rank_pages=torch.zeros(num_slots, width, **options),
-            num_rank_pages=torch.zeros(len(products), num_slots, **options),
+            # Kernels are launched at less cost where tables start at multiples of 16 bytes, as does each product's.
+            num_rank_pages=torch.zeros(len(products), -(-num_slots // 4) * 4, **options)[:, :num_slots],
             switch=AdapterSwitch(),
         )
         self.slots = AdapterSlots(num_slots, num_rank_pages, self._load)

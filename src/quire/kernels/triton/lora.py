@@ -8,6 +8,7 @@ there are is known on the device alone, so programs take one block after another
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -24,6 +25,8 @@ from quire.kernels.triton.grouped_gemm import count_blocks, find_rows, sort_by_g
 RANK_PAGE = 16
 # With more rows than this, blocks are large.
 _MANY = 512
+# Up to so many rows, so many programs share the columns of x.
+_SPLITS = ((16, 16), (_MANY, 8), (2048, 4), (math.inf, 2))
 # Programs of a launch for each multiprocessor, at most, unless there are more tiles of columns.
 _PROGRAMS = 8
 
@@ -200,9 +203,10 @@ def lora_configs(
     halves = dtype != torch.float32
     block_m = 64 if halves and num_rows > _MANY else 16
     block_k, max_ranks = 256 // dtype.itemsize, max_pages * len(part_ends) * RANK_PAGE
-    # Rows of few adapters leave most blocks empty, so that few rows are split whatever their adapters are.
-    wanted = max(2 * num_sms(device) // max_blocks(num_rows, num_slots, block_m), 8 if block_m == 16 else 1)
-    splits = _power_of_two(min(wanted, 16, max(in_features // 256, 1)))
+    # All rows may be of one adapter, and fill few blocks. A few numbers of splits are enough: kernels are compiled for
+    # each of them.
+    wanted = next(splits for rows, splits in _SPLITS if num_rows <= rows)
+    splits = _power_of_two(min(wanted, max(in_features // 256, 1)))
     split_size = triton.cdiv(triton.cdiv(in_features, splits), block_k) * block_k
     splits = triton.cdiv(in_features, split_size)
     common = {"max_pages": max_pages, "padded_groups": triton.next_power_of_2(num_slots), "block_m": block_m}
