@@ -23,11 +23,12 @@ from quire.engine import LLM
 def test_openapi_generated_requests_are_answered_as_documented(examples, tmp_path, rng):
     folder = with_chat_template(tmp_path / "model", "{% for m in messages %}# {{ m.content }}\n{% endfor %}")
     report = tmp_path / "report.json"
-    with LLM(folder, num_pages=300, max_model_len=128) as llm, served(llm) as url:
+    options = {"num_pages": 300, "max_model_len": 128, "max_adapters": 1}
+    with LLM(folder, **options) as llm, served(llm, adapter_root=tmp_path) as url:
         config = ["--config-file", str(ROOT / "tools" / "schemathesis.toml"), "--no-color"]
-        options = ["--max-examples", str(examples), "--seed", str(rng.randrange(1 << 32))]
+        given = ["--max-examples", str(examples), "--seed", str(rng.randrange(1 << 32))]
         reported = ["--report", "json", "--report-json-path", str(report)]
-        command = [sys.executable, "-m", "schemathesis.cli", *config, "run", f"{url}/openapi.json", *options, *reported]
+        command = [sys.executable, "-m", "schemathesis.cli", *config, "run", f"{url}/openapi.json", *given, *reported]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         until_idle(llm)
