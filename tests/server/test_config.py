@@ -20,6 +20,7 @@ import openai
 
 from helpers.checkpoints import with_chat_template
 from helpers.server import served, serving_process
+from helpers.tls import make_certificate
 from quire import __version__
 from quire.cli.arguments import parser
 from quire.cli.loading import config_of
@@ -30,6 +31,7 @@ from quire.server import ServerConfig, ServerLimits, create_app
 VALUES = {
     "host": ("0.0.0.0", ["--host", "0.0.0.0"]),
     "port": (81, ["--port", "81"]),
+    "api_processes": (3, ["--api-processes", "3"]),
     "served_model_name": (("a", "b"), ["--served-model-name", "a", "--served-model-name", "b"]),
     "api_key": (("k", "l"), ["--api-key", "k", "--api-key", "l"]),
     "api_key_file": (None, []),
@@ -55,15 +57,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory):
-    """A certificate for 127.0.0.1 that is its own authority, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=quire -addext subjectAltName=IP:127.0.0.1"
-    try:
-        subprocess.run([*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("there is no openssl")
-    return cert, key
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 def test_serve_without_flags_has_the_defaults():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from quire.server.config import ServerConfig
 from quire.server.limits import ServerLimits
 
 if TYPE_CHECKING:
+    from quire.server.app import AppOptions
     from quire.server.engine_process import EngineProcess
+    from quire.server.http_processes import HttpProcesses
     from quire.server.run import Server
 
 
@@ -25,35 +28,29 @@ def run(args: argparse.Namespace) -> int:
     keys = config.keys() or [key for key in [os.environ.get("QUIRE_API_KEY")] if key]
     with loading():
         from quire.server import EngineEnded, EngineProcess, bind
+        from quire.server.http_processes import HttpProcessEnded, HttpProcesses
     with (
         bind(config.host, config.port) as bound,
-        EngineProcess(args.model, engine, adapters=config.adapters()) as process,
+        EngineProcess(args.model, engine, config.api_processes, config.adapters()) as process,
+        HttpProcesses(bound, process.further_sockets) as others,
     ):
         try:
-            _serve(process, config, limits, keys, bound)
-        except EngineEnded as error:
+            _serve(process, others, config, _app_options(config, limits, keys), bound)
+        except (EngineEnded, HttpProcessEnded) as error:
             print(f"quire: error: {error}", file=sys.stderr, flush=True)
             return 1
     return 0
 
 
-def _serve(
-    process: EngineProcess, config: ServerConfig, limits: ServerLimits, keys: list[str], bound: socket.socket
-) -> None:
+def _app_options(config: ServerConfig, limits: ServerLimits, keys: list[str]) -> AppOptions:
     with loading():
         from quire.engine.chat import check_template
-        from quire.server import allow_adapters, create_app, serve
+        from quire.server.app import AppOptions
 
         template = config.template()
         if template is not None:
             check_template(template)
-        engine = process.connect()
-    if template is not None:
-        if engine.tokenizer is None:
-            raise ValueError(f"chat_template needs a tokenizer, but {engine.info.folder} has none")
-        engine.tokenizer.chat_template = template
-    app = create_app(
-        engine,
+    return AppOptions(
         name=config.served_model_name,
         limits=limits,
         api_key=keys,
@@ -61,10 +58,22 @@ def _serve(
         metrics_prefix=config.metrics_prefix,
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
+        chat_template=template,
+        adapter_root=config.adapter_root,
     )
-    if config.adapter_root is not None:
-        allow_adapters(app, config.adapter_root)
+
+
+def _serve(
+    process: EngineProcess, others: HttpProcesses, config: ServerConfig, options: AppOptions, bound: socket.socket
+) -> None:
+    with loading():
+        from quire.server.app import app_of
+        from quire.server.run import RunOptions, run_app
+
+        engine = process.connect()
+    app = app_of(engine, options, others.counts)
     tls = None if config.ssl_certfile is None else (config.ssl_certfile, config.ssl_keyfile)
+    run = RunOptions(log_level=config.log_level, access_log=config.access_log, tls=tls)
 
     def started(server: Server) -> None:
         host, port = server.address
@@ -72,4 +81,12 @@ def _serve(
         scheme = "http" if tls is None else "https"
         print(f"quire: serving {app.state.service.name} at {scheme}://{shown}:{port}", file=sys.stderr, flush=True)
 
-    serve(app, bound=bound, log_level=config.log_level, access_log=config.access_log, tls=tls, started=started)
+    if not len(others):
+        run_app(app, bound, run, started)
+        return
+    from quire.server.http_process import HttpJob
+    from quire.server.shared_server import serve_together
+
+    code = process.config.trust_remote_code
+    others.job = pickle.dumps(HttpJob(name=engine.name, info=engine.info, trust_remote_code=code, app=options, run=run))
+    serve_together(app, bound, others, run, started)

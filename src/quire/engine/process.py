@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
@@ -39,11 +38,6 @@ def main(*descriptors: int) -> None:
     Args:
         descriptors: of the sockets.
     """
-    # The other process ends this one. A signal to all processes of a group or a service is meant for that one, too.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
     socks, frames = [socket.socket(fileno=descriptor) for descriptor in descriptors], Frames()
     sock = socks[0]
     first = _first_message(sock, frames)
@@ -51,7 +45,6 @@ def main(*descriptors: int) -> None:
         return
     loaded = threading.Event()
     threading.Thread(target=_end_with_client, args=(sock, loaded), daemon=True).start()
-    gc.disable()
     try:
         llm = _load(*pickle.loads(first))
     except BaseException as error:

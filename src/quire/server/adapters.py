@@ -75,6 +75,7 @@ def allow_adapters(app: FastAPI, root: str | Path) -> None:
             async with loading:
                 _check_new(service, body.lora_name)
                 await service.engine.load_adapter(body.lora_name, folder)
+            await service.until_all_know()
         except ConnectionError:
             raise service.ended() from None
         except (OSError, ValueError) as error:
@@ -88,6 +89,7 @@ def allow_adapters(app: FastAPI, root: str | Path) -> None:
             raise bad("lora_name", f"lora_name = {body.lora_name!r}: this is the model itself")
         try:
             await service.engine.unload_adapter(body.lora_name)
+            await service.until_all_know()
         except ValueError:
             message = f"there is no adapter {body.lora_name!r}"
             raise ApiError(404, message, "lora_name", "model_not_found") from None

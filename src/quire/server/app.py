@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -15,7 +16,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.server import chat, completions, embeddings, schemas
-from quire.server.adapters import add_models
+from quire.server.adapters import add_models, allow_adapters
 from quire.server.chat_output.markup import ChatMarkup
 from quire.server.counts import Counts
 from quire.server.engine_client import EngineClient, attached
@@ -30,6 +31,26 @@ from quire.server.unsupported import refuse
 
 if TYPE_CHECKING:
     from quire.engine import LLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppOptions:
+    """How an engine is served: the arguments of `create_app`, and others.
+
+    Attributes:
+        chat_template: by which chats are rendered instead of by the checkpoint's; None: by that.
+        adapter_root: the folder of the adapters that requests may load; None: they may not.
+    """
+
+    name: str | Sequence[str] | None = None
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    api_key: str | Sequence[str] | None = None
+    allowed_origins: Sequence[str] = ()
+    metrics_prefix: str = "quire"
+    tool_format: str | None = None
+    reasoning_format: str | None = None
+    chat_template: str | None = None
+    adapter_root: Path | None = None
 
 
 def create_app(
@@ -61,37 +82,66 @@ def create_app(
         ValueError: a name is empty or that of an adapter, a key is empty or not ASCII, the prefix is not a name, or a
             format is not known.
     """
-    engine = llm if isinstance(llm, EngineClient) else attached(llm)
-    keys, names = _listed(api_key), _listed(name) or [engine.name]
-    if not all(key and key.isascii() for key in keys):
-        raise ValueError("the API key must be a string of one or more ASCII characters")
-    if not all(names):
-        raise ValueError(f"name = {name!r}: a name of the model must have one or more characters")
-    taken = next((info.name for info in engine.adapters if info.name in names), None)
-    if taken is not None:
-        raise ValueError(f"adapter {taken!r} has a name of the model: requests could not name it")
-    if not metrics_prefix.isidentifier():
-        raise ValueError(f"metrics_prefix = {metrics_prefix!r}: it must have letters, digits and _ only")
-    limits = limits or ServerLimits()
+    options = AppOptions(
+        name=name,
+        limits=limits or ServerLimits(),
+        api_key=api_key,
+        allowed_origins=allowed_origins,
+        metrics_prefix=metrics_prefix,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
+    )
+    return app_of(llm if isinstance(llm, EngineClient) else attached(llm), options, Counts())
+
+
+def app_of(engine: EngineClient, options: AppOptions, counts: Counts) -> FastAPI:
+    """The application of one process of a server; see `create_app`.
+
+    Args:
+        engine: of the process.
+        options: the same in all processes.
+        counts: of the server.
+    """
+    keys, names = _listed(options.api_key), _listed(options.name) or [engine.name]
+    _check(engine, options, keys, names)
+    if options.chat_template is not None:
+        engine.tokenizer.chat_template = options.chat_template
     # The pages that FastAPI has for the OpenAPI document load their scripts from a host on the internet.
     app = FastAPI(title="Quire", version=__version__, responses=schemas.ERRORS, docs_url=None, redoc_url=None)
-    app.state.service = Service(engine, names, limits, Counts(), metrics_prefix)
-    app.state.markup = ChatMarkup(engine.tokenizer, tool_format, reasoning_format)
+    app.state.service = Service(engine, names, options.limits, counts, options.metrics_prefix)
+    app.state.markup = ChatMarkup(engine.tokenizer, options.tool_format, options.reasoning_format)
     app.include_router(completions.router)
     app.include_router(chat.router)
     app.include_router(endpoint.router)
     app.include_router(embeddings.router)
     add_models(app, app.state.service)
+    if options.adapter_root is not None:
+        allow_adapters(app, options.adapter_root)
     _add_tokens(app, app.state.service, app.state.markup)
     _add_state(app, app.state.service)
     add_page(app)
     add_handlers(app)
-    app.add_middleware(RequestGuard, limits=limits, api_keys=keys)
-    if allowed_origins:
+    app.add_middleware(RequestGuard, limits=options.limits, api_keys=keys)
+    if options.allowed_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(allowed_origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
     return app
+
+
+def _check(engine: EngineClient, options: AppOptions, keys: list[str], names: list[str]) -> None:
+    """Raise the ValueError for options that are wrong; see `create_app`."""
+    if not all(key and key.isascii() for key in keys):
+        raise ValueError("the API key must be a string of one or more ASCII characters")
+    if not all(names):
+        raise ValueError(f"name = {options.name!r}: a name of the model must have one or more characters")
+    taken = next((info.name for info in engine.adapters if info.name in names), None)
+    if taken is not None:
+        raise ValueError(f"adapter {taken!r} has a name of the model: requests could not name it")
+    if not options.metrics_prefix.isidentifier():
+        raise ValueError(f"metrics_prefix = {options.metrics_prefix!r}: it must have letters, digits and _ only")
+    if options.chat_template is not None and engine.tokenizer is None:
+        raise ValueError(f"chat_template needs a tokenizer, but {engine.info.folder} has none")
 
 
 def _listed(value: str | Sequence[str] | None) -> list[str]:
@@ -173,6 +223,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "chat": bool(getattr(engine.tokenizer, "chat_template", None)),
             "device": info.device,
             "dtype": info.dtype,
+            "api_processes": service.counts.processes,
             "limits": asdict(service.limits),
             "stats": asdict(state.stats),
         }

@@ -15,6 +15,8 @@ from quire.server.chat_output.formats import REASONING_FORMAT_NAMES, TOOL_FORMAT
 
 # Of adapters: what can stand in a URL, a label of metrics and a line of a log as it is.
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
+# Each process looks at all others when it accepts a connection or a request.
+_MAX_PROCESSES = 64
 
 
 def option(default: Any, help: str, **flag: Any) -> Any:
@@ -40,6 +42,7 @@ class ServerConfig:
 
     Attributes:
         host, port: where to listen; port 0 takes a free one.
+        api_processes: that speak HTTP, all for the one engine.
         served_model_name: names of the model, of which answers have the first; by default that of the hub, or of the
             folder.
         api_key: keys of which requests must have one.
@@ -65,6 +68,7 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "where to listen; 0.0.0.0: on all interfaces")
     port: int = option(8000, "0: a free one")
+    api_processes: int = option(1, "that speak HTTP, for the one engine", metavar="N")
     served_model_name: tuple[str, ...] = _several("NAME", "default: that of the hub, or the folder's")
     api_key: tuple[str, ...] = _several("KEY", "that requests must have; default: QUIRE_API_KEY, if it is set")
     api_key_file: Path | None = option(None, "further keys, one per line", type=Path, metavar="FILE")
@@ -89,6 +93,8 @@ class ServerConfig:
     ssl_keyfile: Path | None = option(None, "their private key, if it is not there", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
+        if not 1 <= self.api_processes <= _MAX_PROCESSES:
+            raise ValueError(f"api_processes = {self.api_processes!r}: it must be from 1 to {_MAX_PROCESSES}")
         self.adapters()
         if self.adapter_root is not None and not self.adapter_root.is_dir():
             raise ValueError(f"adapter_root = {str(self.adapter_root)!r}: there is no such folder")

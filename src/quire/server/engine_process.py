@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,11 +12,11 @@ from typing import Any
 from quire.engine import EngineConfig
 from quire.engine.messages import Failed, Frames, Ready, as_error, connected_sockets, frame, receive, to_client
 from quire.engine.reading import import_tokenizers, load_tokenizer
+from quire.server.child_process import end_of, start_program
 from quire.server.engine_client import EngineClient
 
 # Seconds for the process to end by itself, more than it gives itself.
 _GRACE = 12.0
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.process import main; main(*{descriptors!r})"
 
 
 class EngineProcess:
@@ -34,6 +31,7 @@ class EngineProcess:
         adapters: the folders of adapters that are loaded at once, by their names, as of `quire.engine.LLM`.
 
     Attributes:
+        config: as given.
         process: the engine's.
         further_sockets: connected to the engine, for the other clients. This process is to close them when the other
             processes have them.
@@ -46,22 +44,15 @@ class EngineProcess:
         clients: int = 1,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
-        self._config = config or EngineConfig()
+        self.config = config or EngineConfig()
         pairs = [connected_sockets() for _ in range(clients)]
         self._sock, *self.further_sockets = (own for own, _ in pairs)
         with ExitStack() as others:
             descriptors = [others.enter_context(other).fileno() for _, other in pairs]
-            program = _PROGRAM.format(path=sys.path, descriptors=descriptors)
-            # In a session of its own, the process does not get the SIGINT of Ctrl-C.
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self.process = start_program("quire.engine.process", descriptors, descriptors)
         # A process that has ended by now is noticed by `connect`.
         with suppress(OSError):
-            self._sock.sendall(frame(pickle.dumps((model, self._config, dict(adapters or {})))))
+            self._sock.sendall(frame(pickle.dumps((model, self.config, dict(adapters or {})))))
 
     def connect(self) -> EngineClient:
         """Wait until the model is loaded, and return the client; to be called once.
@@ -76,20 +67,12 @@ class EngineProcess:
             raise as_error(ready.kind, ready.message)
         if not isinstance(ready, Ready):
             raise RuntimeError(f"{self.end()} before the model was loaded")
-        tokenizer = load_tokenizer(Path(ready.info.folder), self._config.trust_remote_code)
+        tokenizer = load_tokenizer(Path(ready.info.folder), self.config.trust_remote_code)
         return EngineClient(self._sock, ready.name, ready.info, tokenizer, self.end)
 
     def end(self) -> str:
         """Wait for the end of the process, which has begun, and return what it is."""
-        try:
-            code = self.process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            return "the engine's process did not end, and was killed"
-        if code < 0:
-            return f"the engine's process was ended by {signal.Signals(-code).name}"
-        return f"the engine's process ended with exit code {code}"
+        return end_of(self.process, "the engine's process", _GRACE)
 
     def close(self) -> None:
         """End the process."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -27,7 +27,7 @@ from quire.server.limits import ServerLimits
 from quire.server.service import Service
 
 # Seconds for sending answers after the grace time.
-_AFTER = 5.0
+AFTER = 5.0
 # Seconds for sending answers after a second SIGINT.
 _HURRY = 1.0
 # Files that the process opens besides its connections.
@@ -79,6 +79,15 @@ def _naming(host: str, port: int) -> Iterator[None]:
         raise named from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How an application is run; see `serve`."""
+
+    log_level: str = "warning"
+    access_log: str | None = None
+    tls: tuple[Path, Path | None] | None = None
+
+
 def serve(
     app: FastAPI,
     *,
@@ -112,34 +121,55 @@ def serve(
         OSError: the address is in use or is not there.
         ValueError: the port is not one.
     """
-    listener = bind(host, port) if bound is None else bound
+    options = RunOptions(log_level=log_level, access_log=access_log, tls=tls)
+    run_app(app, bind(host, port) if bound is None else bound, options, started)
+
+
+def run_app(
+    app: FastAPI, bound: socket.socket, options: RunOptions, started: Callable[[Server], None] | None = None
+) -> None:
+    """Do what `serve` does, at a socket of `bind`."""
+    config = uvicorn_config(app, options)
+    with bound:
+        listen(bound, config)
+        Server(config, app.state.service, bound.getsockname(), started).run_to_end(bound)
+
+
+def listen(listener: socket.socket, config: uvicorn.Config) -> None:
+    """Have the system accept connections at a bound socket. Another program may have bound to the port, and listen by
+    now.
+    """
+    with _naming(*listener.getsockname()[:2]):
+        listener.listen(config.backlog)
+
+
+def uvicorn_config(app: FastAPI, options: RunOptions) -> uvicorn.Config:
+    """The configuration of uvicorn for one process of a server."""
     service: Service = app.state.service
-    limits = _within_files(service.limits)
+    limits = _within_files(_of_process(service.limits, service.counts.processes))
     config = uvicorn.Config(
         app,
-        log_level=log_level,
-        access_log=access_log is not None or log_level in ("info", "debug", "trace"),
-        log_config=log_config(access_log),
-        ssl_certfile=tls and tls[0],
-        ssl_keyfile=tls and tls[1],
+        log_level=options.log_level,
+        access_log=options.access_log is not None or options.log_level in ("info", "debug", "trace"),
+        log_config=log_config(options.access_log),
+        ssl_certfile=options.tls and options.tls[0],
+        ssl_keyfile=options.tls and options.tls[1],
         server_header=False,
         http=bounded(limits),
         ws="none",
         h11_max_incomplete_event_size=limits.max_head + _RECEIVED,
         timeout_keep_alive=limits.keep_alive,
-        timeout_graceful_shutdown=int(limits.grace + _AFTER),
+        timeout_graceful_shutdown=int(limits.grace + AFTER),
     )
-    if access_log is not None:
+    if options.access_log is not None:
         # uvicorn has given this log the level of the others, at which lines about requests may be left out.
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    with listener:
-        # Another program may have bound to the port, and listen by now.
-        with _naming(*listener.getsockname()[:2]):
-            listener.listen(config.backlog)
-        server = Server(config, service, listener.getsockname(), started)
-        server.run(sockets=[listener])
-    if server.how_engine_ended is not None:
-        raise EngineEnded(server.how_engine_ended())
+    return config
+
+
+def _of_process(limits: ServerLimits, processes: int) -> ServerLimits:
+    """The limits of one process: connections are divided among all, since one cannot close those of another."""
+    return replace(limits, max_connections=-(-limits.max_connections // processes))
 
 
 def _within_files(limits: ServerLimits) -> ServerLimits:
@@ -174,19 +204,29 @@ class Server(uvicorn.Server):
         self.how_engine_ended: Callable[[], str] | None = None
         self.address: tuple[str, int] = name[:2]
 
+    def run_to_end(self, listener: socket.socket) -> None:
+        """Serve at a socket that listens, until the end.
+
+        Raises:
+            EngineEnded: the engine's process has ended.
+        """
+        self.run(sockets=[listener])
+        if self.how_engine_ended is not None:
+            raise EngineEnded(self.how_engine_ended())
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await self._accept(sockets)
         self._service.engine.on_end = self._follow_engine
         self._service.engine.attach()
         self._watching = asyncio.ensure_future(watch(self.server_state.connections))
-        if self._started is not None:
+        if self._started is not None and not self.should_exit:
             self._started(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.drain()
         failing = asyncio.ensure_future(self._fail_later())
         try:
-            await super().shutdown(sockets)
+            await self._answer_all(sockets)
         finally:
             failing.cancel()
             self._watching.cancel()
@@ -197,17 +237,32 @@ class Server(uvicorn.Server):
         self.how_engine_ended = self._service.engine.how_ended
         self.should_exit = self.should_exit or self.how_engine_ended is not None
 
+    async def _accept(self, sockets: list[socket.socket] | None) -> None:
+        """Begin to accept connections."""
+        await super().startup(sockets)
+
+    async def _answer_all(self, sockets: list[socket.socket] | None) -> None:
+        """Accept no more connections, and answer the requests in progress."""
+        await super().shutdown(sockets)
+
     async def _fail_later(self) -> None:
+        await self._until_failing()
+        self._fail_all()
+        if self._hurried:
+            await asyncio.sleep(_HURRY)
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+
+    async def _until_failing(self) -> None:
+        """Wait until the requests in progress have no more time."""
         end = time.monotonic() + self._service.limits.grace
         while time.monotonic() < end and not self._hurried:
             await asyncio.sleep(min(0.05, max(0.0, end - time.monotonic())))
         when = "at the second SIGINT" if self._hurried else "after the grace time"
         print(f"quire: {self._service.running} completions are ended {when}", file=sys.stderr, flush=True)
+
+    def _fail_all(self) -> None:
         self._service.fail_all()
-        if self._hurried:
-            await asyncio.sleep(_HURRY)
-            for connection in list(self.server_state.connections):
-                connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the orderly end, and hurry at a second SIGINT. At a third one uvicorn cancels what is left."""

@@ -38,6 +38,7 @@ class Service:
     Attributes:
         name: the first of the names, which answers have.
         metrics: what is reported of the counts.
+        connections: the open ones of each process, if there are several.
         started, created: the time of the server's start, in seconds since 1970, as float and as int.
     """
 
@@ -51,9 +52,11 @@ class Service:
         self.created = int(self.started)
         self._adapters: dict[str, AdapterInfo] = {}
         self._know(engine.adapters)
-        engine.on_adapters = self._know
+        engine.on_adapters = self._learn
+        # Lists of adapters that the engine has sent, which all processes get.
+        self._lists = counts.take()
         self._running, self._waiting_grammars = counts.take(), counts.take()
-        self._draining = counts.take()
+        self._draining, self.connections = counts.take(), counts.take()
         self.room = engine.info.max_num_seqs + limits.max_queue
         self._compiling: dict[tuple[str, str] | None, asyncio.Future[bool]] = {}
         # Long texts take seconds: they are tokenized one at a time, and short ones do not wait for them.
@@ -66,6 +69,16 @@ class Service:
         """Take in the adapters that requests can name."""
         self._adapters = {info.name: info for info in infos}
         self.metrics.adapters.know(infos)
+
+    def _learn(self, infos: tuple[AdapterInfo, ...]) -> None:
+        self._know(infos)
+        self._lists.add(1)
+
+    async def until_all_know(self) -> None:
+        """Wait until all processes of the server know the adapters that this one knows."""
+        known = self._lists.own[0]
+        while min(self._lists.others(), default=known) < known and self.engine.alive and not self.draining:
+            await asyncio.sleep(0.001)
 
     @property
     def running(self) -> int:
