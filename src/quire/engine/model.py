@@ -82,6 +82,7 @@ class Model:
         hidden_states: of the tokens of the last `logits`.
         is_headless: whether the checkpoint has no language-model head, so that only embeddings can be computed.
         pooling: `EngineConfig.pooling`.
+        chooses_rows: whether the network computes the logits of those rows alone that are needed, as far as is known.
         width: the number of tokens that `logits` computes in every step; None: those that the step has.
 
     Raises:
@@ -106,6 +107,7 @@ class Model:
         self.replacements: list[Replacement] = []
         self.compiled_layers = CompiledLayers([])
         self.width: int | None = None
+        self.chooses_rows = True
         self.is_headless, self.pooling = is_headless(network), "auto"
         self.hidden_states = HiddenStates(network)
 
@@ -187,8 +189,9 @@ class Model:
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
         )
         logits: Tensor = result.logits[0]
-        # Not all models support logits_to_keep.
-        return logits if len(logits) == len(rows) else logits[rows]
+        # Not all models support logits_to_keep. Those that do not show it in the first passes of two tokens.
+        self.chooses_rows = self.chooses_rows and len(logits) == len(rows)
+        return logits if self.chooses_rows else logits[rows]
 
     @torch.inference_mode()
     def transformers_logits(self, tokens: Tensor) -> Tensor:

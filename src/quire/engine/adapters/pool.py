@@ -49,8 +49,8 @@ class AdapterPool:
     """
 
     def __init__(self, model: Model, num_slots: int, num_rank_pages: int, max_rank: int) -> None:
-        self.targets, head_has_rows = seen_targets(model)
-        self.max_rank, targets = max_rank, self.targets
+        self.targets = targets = seen_targets(model)
+        self.max_rank = max_rank
         self.num_rank_pages, self._device = num_rank_pages, model.device
         merged = [part for part in model.replacements if isinstance(part, Merged) and part.on]
         groups = _groups(model, targets, merged)
@@ -62,7 +62,7 @@ class AdapterPool:
         options: Any = {"dtype": torch.int32, "device": model.device}
         self.tables = AdapterTables(
             products=products,
-            head_has_rows=head_has_rows,
+            head_has_rows=model.chooses_rows,
             rank_pages=torch.zeros(num_slots, width, **options),
             # Kernels are launched at less cost where tables start at multiples of 16 bytes, as does each product's.
             num_rank_pages=torch.zeros(len(products), -(-num_slots // 4) * 4, **options)[:, :num_slots],
@@ -178,7 +178,7 @@ def _groups(model: Model, targets: Mapping[str, Target], merged: Sequence[Merged
     """The paths of the modules of each product: of those that are merged, or of one module."""
     paths = {id(module): path for path, module in model.network.named_modules()}
     together = [[paths[id(linear)] for linear in each.linears] for each in merged]
-    group_of = {path: group for group in together for path in group}
+    group_of = {path: group for group in together if targets.keys() >= set(group) for path in group}
     groups = {id(group): group for group in (group_of.get(path, [path]) for path in targets)}
     # Every group is kept, so that none has the id of another.
     return list(groups.values())
@@ -219,8 +219,8 @@ def _hook(model: Model, products: Sequence[AdaptedProduct], merged: Sequence[Mer
     group_of = {id(linear): each for each in merged for linear in each.linears}
     for index, product in enumerate(products):
         module = model.network.get_submodule(product.paths[0])
-        hook, group = AdapterHook(switch, index), group_of.get(id(module))
-        if group is None:
+        hook = AdapterHook(switch, index)
+        if len(product.paths) == 1:
             hook_module(module, hook)
         else:
-            group.hook = hook
+            group_of[id(module)].hook = hook

@@ -17,24 +17,23 @@ from quire.engine.model import Model
 _TOKENS = 64
 
 
-def seen_targets(model: Model) -> tuple[dict[str, Target], bool]:
+def seen_targets(model: Model) -> dict[str, Target]:
     """The modules that adapters may change. Left out are those that compute other rows than those of the tokens, as an
-    expert of its own does, that compute in another dtype than the model's, or that are not called.
+    expert of its own does, that compute in another dtype than the model's, or that are not called. A head may compute
+    the rows alone whose logits are needed.
 
     Returns:
-        the modules by their paths, and whether the head computes the rows alone whose logits are needed, as modelling
-        code seldom does not.
+        the modules by their paths.
     """
     targets = adapter_targets(model.network)
     count = min(_TOKENS, model.context)
     rows = _rows_of_calls(model, targets, count)
-    found = {
+    return {
         path: target
         for path, target in targets.items()
         if set(rows[path]) in ({count}, {1} if target.kind == "head" else {count})
         and _dtype(model.network.get_submodule(path)) == model.dtype
     }
-    return found, not any(target.kind == "head" and rows[path] == [count] for path, target in found.items())
 
 
 def _rows_of_calls(model: Model, targets: Mapping[str, Target], count: int) -> dict[str, list[int]]:
