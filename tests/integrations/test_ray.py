@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 from ray.exceptions import ActorDiedError, ActorUnavailableError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError
 
+from helpers.paths import ROOT
 from quire.engine import SamplingParams
 from quire.integrations.ray import Settings, app
 from quire.integrations.ray.ingress import Ingress, affinity
@@ -197,12 +199,14 @@ def test_settings_given_as_text_are_converted():
         model="folder",
         num_replicas="2",
         engine='{"max_num_seqs": 8}',
+        adapters='{"sql": "adapters/sql"}',
         limits='{"max_n": 2}',
         ray_actor_options='{"num_gpus": 1}',
         queue_timeout="7.5",
     )
     assert settings.model is not None
     assert settings.model.startswith("/")
+    assert settings.adapters == {"sql": str(Path("adapters/sql").absolute())}
     assert Settings(model="Qwen/Qwen3-0.6B").model == "Qwen/Qwen3-0.6B"
     assert (settings.num_replicas, settings.queue_timeout, settings.limits.max_n) == (2, 7.5, 2)
     assert settings.max_ongoing_requests == 8
@@ -218,6 +222,7 @@ def test_settings_given_as_text_are_converted():
         ({"num_replicas": 0}, "num_replicas"),
         ({"engine": {"max_seqs": 4}}, "EngineConfig has no 'max_seqs': it has .*max_num_seqs"),
         ({"engine": "{"}, "engine"),
+        ({"adapters": {"a b": "folder"}}, "adapter 'a b': a name of 1 to 128 letters"),
         ({"limits": {"max_n": 0}}, "max_n = 0: it must be above 0"),
         ({"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}}, "max_replicas"),
         ({"num_replicas": 2, "autoscaling_config": {}}, "num_replicas and autoscaling_config: give one"),
@@ -242,7 +247,8 @@ def replica():
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ray.serve.get_replica_context", lambda: context)
-        replica = Replica(Settings(engine={"num_pages": 200}))
+        adapters = {"typed": ROOT / "examples" / "adapters" / "typed"}
+        replica = Replica(Settings(engine={"num_pages": 200, "max_adapters": 1}, adapters=adapters))
     yield replica
     replica._llm.close()
 
@@ -272,6 +278,15 @@ def test_answer_of_a_replica_has_its_name_and_the_text_of_its_engine(replica, ru
     text = replica._llm.generate("import os\n", SamplingParams(max_tokens=8))[0].text
     assert (name, status, json.loads(body)["choices"][0]["text"]) == ("a", 200, text)
     replica.check_health()
+
+
+def test_answer_of_a_replica_is_that_of_the_adapter_that_is_named(replica, run):
+    body = b'{"model": "typed", "prompt": "class Queue", "max_tokens": 8, "temperature": 0}'
+    _, status, body = run(answered_by(replica, body))
+    params, answer = SamplingParams(max_tokens=8, temperature=0), json.loads(body)
+    texts = [replica._llm.generate("class Queue", params, adapter=name)[0].text for name in ("typed", None)]
+    assert (status, answer["model"], answer["choices"][0]["text"]) == (200, "typed", texts[0])
+    assert texts[0] != texts[1]
 
 
 def test_metrics_of_a_replica_are_those_of_this_moment(replica, run):

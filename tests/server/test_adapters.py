@@ -272,6 +272,36 @@ def test_metrics_have_the_requests_and_tokens_of_each_adapter(llm, root):
     assert 'quire:num_adapters{model_name="base"} 1.0' in text
 
 
+def test_loading_by_a_server_that_ends_is_answered_503(llm, root):
+    async def run():
+        app = create_app(llm)
+        allow_adapters(app, root)
+        service = app.state.service
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+
+            async def answer(path, **body):
+                answer = await client.post(f"/v1/{path}", json=body)
+                return answer.status_code, answer.json()["error"]["message"]
+
+            service.engine.attach()
+            service.engine.leave()
+            assert await answer("load_lora_adapter", lora_name="new", lora_path="two") == (503, "the engine has ended")
+            assert await answer("unload_lora_adapter", lora_name="one") == (503, "the engine has ended")
+            service.drain()
+            status, message = await answer("load_lora_adapter", lora_name="new", lora_path="two")
+            assert (status, message) == (503, "the server is being shut down")
+
+    asyncio.run(run())
+    assert [info.name for info in llm.adapters] == ["one"]
+
+
+def test_engine_process_whose_adapters_are_refused_raises_that():
+    config = EngineConfig(device="cpu", num_pages=50, max_adapters=1)
+    wanted = pytest.raises(FileNotFoundError, match=r"/nowhere has no adapter_config\.json")
+    with EngineProcess(config=config, adapters={"a": "/nowhere"}) as process, wanted:
+        process.connect()
+
+
 def info(name, number):
     return AdapterInfo(name=name, folder="", digest="", rank=1, base_model_name="", number=number)
 

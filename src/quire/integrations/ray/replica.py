@@ -25,7 +25,7 @@ class Replica:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._llm = LLM(settings.model, **settings.engine)
+        self._llm = LLM(settings.model, adapters=settings.adapters, **settings.engine)
         self._app = create_app(
             self._llm,
             name=settings.served_model_name,

@@ -13,6 +13,7 @@ from ray.serve.config import AutoscalingConfig
 from quire.engine import EngineConfig
 from quire.engine.hub import is_hub_name
 from quire.server import ServerLimits
+from quire.server.config import check_adapter_name
 
 
 def _parsed(value: Any) -> Any:
@@ -31,6 +32,8 @@ class Settings(BaseModel):
             machine downloads to its cache; by default the bundled model.
         served_model_name: by default that of the hub, or of the folder.
         engine: fields of `quire.engine.EngineConfig`: {"device": "cuda"}.
+        adapters: folders of adapters, at the same paths on all machines, by their names: {"sql": "/models/sql"}.
+            `engine` needs `max_adapters` then.
         limits: fields of `quire.server.ServerLimits`; `grace` is also the time that a replica has to finish its
             requests when it is taken away. The queue of `limits.max_queue` is the one within a replica. Bounds of
             connections and of heads have no effect: Ray's proxy has its own.
@@ -56,6 +59,7 @@ class Settings(BaseModel):
     model: str | None = None
     served_model_name: str | None = None
     engine: _Options = {}
+    adapters: _Options = {}
     limits: Annotated[ServerLimits, BeforeValidator(_parsed)] = ServerLimits()
     api_key: str | None = None
     allowed_origins: Annotated[list[str], BeforeValidator(_parsed)] = []
@@ -88,6 +92,14 @@ class Settings(BaseModel):
         if unknown is not None:
             raise ValueError(f"EngineConfig has no {unknown!r}: it has {', '.join(sorted(known))}")
         return engine
+
+    @field_validator("adapters")
+    @classmethod
+    def _named(cls, adapters: dict[str, Any]) -> dict[str, Any]:
+        """The adapters with the absolute paths of their folders."""
+        for name in adapters:
+            check_adapter_name(name)
+        return {name: str(Path(folder).absolute()) for name, folder in adapters.items()}
 
     @model_validator(mode="before")
     @classmethod
