@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("msgspec")
 
+from helpers.paths import ROOT
 from helpers.server import serving_process
 from helpers.server_processes import clients_by_process, connections_to_each, engine_and_http
 from helpers.tls import make_certificate
@@ -41,6 +42,7 @@ TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
 def server():
     """The port of a server with two processes, and their ids."""
     arguments = ("--api-processes", "2", "--num-pages", "8000", "--max-num-seqs", "3", "--max-queue", "4")
+    arguments += ("--max-adapters", "1", "--adapter-root", str(ROOT / "examples" / "adapters"))
     with serving_process(*arguments, QUIRE_API_KEY="") as (process, url):
         yield int(url.rpartition(":")[2]), engine_and_http(process.pid)[1]
 
@@ -120,6 +122,23 @@ def test_requests_to_all_processes_have_equal_answers(connections):
     assert {status for status, _ in answers} == {200}
     assert len({answer["choices"][0]["text"] for _, answer in answers}) == 1
     assert all(answer["usage"]["completion_tokens"] == 12 for _, answer in answers)
+
+
+def test_adapters_that_one_process_loads_are_known_to_all_when_it_answers(connections):
+    (first, *_), (second, *_) = connections
+    body = {"prompt": "class Queue", "max_tokens": 1}
+    for i, (asked, other) in enumerate([(first, second), (second, first)] * 5):
+        name = f"a{i}"
+        loaded = asked.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "typed"})
+        answers = [each.post("/v1/completions", {**body, "model": name}) for each in (other, asked)]
+        unloaded = other.post("/v1/unload_lora_adapter", {"lora_name": name})
+        refused = [each.post("/v1/completions", {**body, "model": name})[0] for each in (asked, other)]
+        assert (loaded[0], unloaded[0], refused) == (200, 200, [404, 404])
+        assert [(status, answer["model"]) for status, answer in answers] == [(200, name)] * 2
+    for connection in (first, second):
+        text = connection.get("/metrics")[1]
+        counted = dict(re.findall(r'^quire:adapter_requests_total{adapter="(\w+)".*} (\S+)$', text, re.MULTILINE))
+        assert counted == {**{f"a{i}": "2.0" for i in range(10)}, "other": "0.0"}
 
 
 def test_metrics_and_state_of_each_process_are_those_of_the_server(connections):
