@@ -41,6 +41,7 @@ class Device:
     def check(self, holders):
         """Each slot and page is free or of one adapter, and holders are those of running requests."""
         residents = list(self.slots._residents.values())
+        assert all(each in residents for each in self.slots._loading)
         used = sorted(r.slot for r in residents) + sorted(self.slots._free_slots)
         assert sorted(used) == list(range(self.num_slots))
         pages = [page for r in residents for page in r.pages] + self.slots._free_pages

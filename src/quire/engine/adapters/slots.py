@@ -150,6 +150,8 @@ class AdapterSlots:
 
     def _evict(self, resident: Resident) -> None:
         del self._residents[resident.adapter.digest]
+        if resident in self._loading:
+            self._loading.remove(resident)
         self._free_slots.append(resident.slot)
         self._free_pages += resident.pages
         self._num_changes += 1
