@@ -189,22 +189,32 @@ def chatting_model(folder: Path) -> Path:
     return model
 
 
+# How requests may end when a process is killed: those of other processes that speak HTTP end with an error.
+_KILLED = {
+    "server": {"connection closed", "server unavailable"},
+    "engine": {"engine ended"},
+    "http": {"connection closed", "server unavailable"},
+}
+
+
+def _without(counts: dict[str, int], outcomes: set[str]) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if name not in outcomes}
+
+
 def is_right(result: dict[str, Any]) -> bool:
     """Whether all went as it should."""
     ends, streams, crowd = (result.get(name, {}) for name in ("ends", "streams", "random"))
     counters = [r["results"] for r in streams.get("rounds", [])] + list(crowd.get("counts", {}).values())
     counters += [end["after_restart"]["results"] for end in ends.values()]
     kills = result.get("kills", {"results": {}, "exit_codes": {}, "orphans": 0, "after_restart": {}})
-    expected_ends = {"server": "connection closed", "engine": "engine ended"}
-    expected_codes = {"server": -signal.SIGKILL, "engine": 1}
-    counters += [{x: n for x, n in r.items() if x != expected_ends[name]} for name, r in kills["results"].items()]
+    counters += [_without(ended, _KILLED[name]) for name, ended in kills["results"].items()]
     counters.append(kills["after_restart"])
-    if kills["orphans"] or any(set(codes) - {expected_codes[name]} for name, codes in kills["exit_codes"].items()):
+    codes = {"server": -signal.SIGKILL, "engine": 1, "http": 1}
+    if kills["orphans"] or any(set(found) - {codes[name]} for name, found in kills["exit_codes"].items()):
         return False
-    expected = {"SIGTERM": "server unavailable", "SIGKILL": "connection closed"}
-    codes = {"SIGTERM": 0, "SIGKILL": -signal.SIGKILL}
-    counters += [{x: n for x, n in end["results"].items() if x != expected[name]} for name, end in ends.items()]
-    if any(end["exit_code"] != codes[name] for name, end in ends.items()):
+    expected = {"SIGTERM": {"server unavailable"}, "SIGKILL": _KILLED["server"]}
+    counters += [_without(end["results"], expected[name]) for name, end in ends.items()]
+    if any(end["exit_code"] != {"SIGTERM": 0, "SIGKILL": -signal.SIGKILL}[name] for name, end in ends.items()):
         return False
     if result.get("openapi", {}).get("exit_code"):
         return False
@@ -224,6 +234,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=24, help="of the part random")
     parser.add_argument("--minutes", type=float, default=30, help="of the parts random and kills")
     parser.add_argument("--examples", type=int, default=2000, help="requests to each endpoint of the part openapi")
+    parser.add_argument("--api-processes", type=int, default=1, help="of the server")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--out", type=Path, help="a file for the result, whose other parts are kept")
     args = parser.parse_args()
@@ -233,18 +244,20 @@ def main() -> int:
     runs: dict[str, Any] = {}
     result |= {**machine(), "cores": os.cpu_count(), "model": "tiny-python"}
     result |= versions("fastapi", "uvicorn", "h11", "uvloop")
+    processes = ("--api-processes", str(args.api_processes))
+    result["api_processes"] = args.api_processes
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         for part in args.parts:
             if part == "ends":
-                runs[part] = asyncio.run(run_ends(log, cases, counted))
+                runs[part] = asyncio.run(run_ends(log, cases, counted, processes))
                 continue
             if part == "kills":
-                runs[part] = asyncio.run(run_kills(log, cases, rng, args.minutes, counted))
+                runs[part] = asyncio.run(run_kills(log, cases, rng, args.minutes, counted, processes))
                 continue
             options = {"random": ("--num-pages", "1000"), "openapi": ("--max-model-len", "128")}.get(part, ())
             model = (str(chatting_model(Path(folder))),) if part == "openapi" else ()
-            server = Server(log, options=(*model, *options))
+            server = Server(log, options=(*model, *options, *processes))
             try:
                 if part == "streams":
                     runs[part] = asyncio.run(run_streams(server, cases[: args.streams]))

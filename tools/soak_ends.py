@@ -1,4 +1,4 @@
-"""Ends of a server under load for tools/soak.py: by SIGTERM, and by SIGKILL of either of its processes."""
+"""Ends of a server under load for tools/soak.py: by SIGTERM, and by SIGKILL of any of its processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from soak_server import Server, connected
 # Counts outcomes, and says of each text that differs whether rounding explains that.
 Count = Callable[[Iterable[str | Differs]], Counter[str]]
 _LONG = Case({"prompt": "import os\n", "max_tokens": 2000, "ignore_eos": True}, ["?"])
-# Seconds in which a process must follow the other one.
+# Seconds in which all processes must follow the one that has ended.
 _SOON = 20.0
 
 
@@ -52,17 +52,17 @@ async def _ended_under_load(
         return await asyncio.gather(*tasks)
 
 
-async def run_ends(log: Path, cases: list[Case], count: Count) -> dict[str, Any]:
+async def run_ends(log: Path, cases: list[Case], count: Count, options: tuple[str, ...]) -> dict[str, Any]:
     """SIGTERM and SIGKILL, each while streams and whole answers, short and long ones, are on their way."""
     result: dict[str, Any] = {}
-    server = Server(log)
+    server = Server(log, options=options)
     try:
         for name, number in (("SIGTERM", signal.SIGTERM), ("SIGKILL", signal.SIGKILL)):
             begun = time.monotonic()
             results = count(await _ended_under_load(server, cases, server.process.pid, number))
             code = await asyncio.to_thread(server.process.wait, 60)
             result[name] = {"results": results, "exit_code": code, "seconds": round(time.monotonic() - begun, 1)}
-            server = Server(log, server.port)
+            server = Server(log, server.port, options)
             async with connected(server) as client:
                 again = count([await _outcome(whole(client, case)) for case in cases[:20]])
             result[name]["after_restart"] = {"results": again, "seconds_to_start": round(server.seconds, 1)}
@@ -71,23 +71,24 @@ async def run_ends(log: Path, cases: list[Case], count: Count) -> dict[str, Any]
     return result
 
 
-async def run_kills(log: Path, cases: list[Case], rng: random.Random, minutes: float, count: Count) -> dict[str, Any]:
-    """SIGKILL of the server's or of the engine's process, again and again, each time under load after a random time.
-    The other process must end soon, by itself, and a new server serves on the same port.
+async def run_kills(
+    log: Path, cases: list[Case], rng: random.Random, minutes: float, count: Count, options: tuple[str, ...]
+) -> dict[str, Any]:
+    """SIGKILL of any of the server's processes, again and again, each time under load after a random time. The others
+    must end soon, by themselves, and a new server serves on the same port.
     """
-    begun, outcomes = time.monotonic(), {"server": Counter[str](), "engine": Counter[str]()}
-    codes = {name: Counter[int]() for name in outcomes}
+    begun, server = time.monotonic(), Server(log, options=options)
+    names = [name for name, pids in server.processes.items() if pids]
+    outcomes, codes = {name: Counter[str]() for name in names}, {name: Counter[int]() for name in names}
     again, orphans = Counter[str](), 0
-    server = Server(log)
     try:
         while time.monotonic() - begun < minutes * 60:
-            name, engine = rng.choice(list(outcomes)), server.engine
-            victim = server.process.pid if name == "server" else engine
-            some = rng.sample(cases, len(cases))
+            name, pids = rng.choice(names), server.pids
+            victim, some = rng.choice(server.processes[name]), rng.sample(cases, len(cases))
             outcomes[name] += count(await _ended_under_load(server, some, victim, signal.SIGKILL, 2 * rng.random()))
             codes[name][await asyncio.to_thread(server.process.wait, _SOON)] += 1
-            orphans += not await _ends(engine)
-            server = Server(log, server.port)
+            orphans += sum([not await _ends(pid) for pid in pids])
+            server = Server(log, server.port, options)
             async with connected(server) as client:
                 again += count([await _outcome(whole(client, case)) for case in some[:5]])
     finally:

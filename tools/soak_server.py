@@ -38,20 +38,29 @@ class Server:
         self.port = int(self.url.rpartition(":")[2])
 
     @property
-    def engine(self) -> int:
-        """The engine's process."""
-        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(child)
+    def processes(self) -> dict[str, list[int]]:
+        """The processes by what they are: "server", the first that speaks HTTP, "engine", and "http", further ones."""
+        found: dict[str, list[int]] = {"server": [self.process.pid], "engine": [], "http": []}
+        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            program = Path(f"/proc/{child}/cmdline").read_text()
+            found["engine" if "quire.engine.process" in program else "http"].append(int(child))
+        return found
+
+    @property
+    def pids(self) -> list[int]:
+        """All processes."""
+        return [pid for pids in self.processes.values() for pid in pids]
 
     def memory(self) -> float:
-        """Memory of both processes in MiB, of which pages that they share are counted once."""
-        texts = (Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in (self.process.pid, self.engine))
+        """Memory of all processes in MiB, of which pages that they share are counted once."""
+        texts = (Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in self.pids)
         sizes = [int(text.partition("Pss:")[2].split()[0]) for text in texts]
         return sum(sizes) / 1024
 
     def files(self) -> int:
-        """Open file descriptors of the server's process."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        """Open file descriptors of the processes that speak HTTP."""
+        processes = self.processes
+        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in processes["server"] + processes["http"])
 
     async def state(self, client: httpx.AsyncClient) -> dict[str, Any]:
         """Memory, files and what the engine holds."""
