@@ -55,7 +55,7 @@ def test_command_without_a_device_takes_the_default(command, monkeypatch, capsys
 
 
 def test_serve_without_a_device_leaves_the_choice_to_the_process_of_the_engine(monkeypatch, capsys):
-    def refuse(self, model, config):
+    def refuse(self, model, config, *others):
         raise ValueError(f"device = {config.device!r}")
 
     monkeypatch.setattr("quire.server.EngineProcess.__init__", refuse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from fastapi import APIRouter
@@ -22,6 +23,8 @@ from quire.server.service import Service, check_end
 from quire.server.unsupported import refuse
 
 router = APIRouter()
+# Prompts that are tokenized at once.
+_SLICE = 64
 
 
 @router.post("/v1/embeddings", response_model=EmbeddingList)
@@ -38,10 +41,8 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         cut = SamplingParams(max_tokens=0, truncate_prompt_tokens=body.truncate_prompt_tokens)
     except ValueError as error:
         raise invalid(error) from None
-    cuts = cut.truncate_prompt_tokens is not None
     names = [f"input {i}" for i in range(len(given))] if len(given) > 1 else ["input"]
-    encoded = (service.encode(p, name, cuts, "input") for p, name in zip(given, names, strict=True))
-    prompts = [cut.truncated(tokens, service.max_len) for tokens in await asyncio.gather(*encoded)]
+    prompts = await _encoded(service, given, names, cut)
     for prompt, name in zip(prompts, names, strict=True):
         service.check_length(name, prompt, None, 0, "input")
     adapter = service.check_model(body.model)
@@ -52,6 +53,20 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     model = service.name if adapter is None else adapter.name
     content = await in_thread(_content, model, computed, body.encoding_format == "base64")
     return Response(content, media_type="application/json")
+
+
+async def _encoded(
+    service: Service, given: Sequence[str | list[int]], names: Sequence[str], cut: SamplingParams
+) -> list[list[int]]:
+    """The tokens of prompts, which are cut as `cut` says. Those of a slice are tokenized at once: tasks for all prompts
+    would hold the event loop for too long.
+    """
+    cuts, prompts = cut.truncate_prompt_tokens is not None, []
+    for start in range(0, len(given), _SLICE):
+        part = slice(start, start + _SLICE)
+        tasks = (service.encode(p, name, cuts, "input") for p, name in zip(given[part], names[part], strict=True))
+        prompts += [cut.truncated(tokens, service.max_len) for tokens in await asyncio.gather(*tasks)]
+    return prompts
 
 
 async def _embedded(batch: _Batch, request: Request) -> list[Embedding] | None:
