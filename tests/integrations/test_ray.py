@@ -290,6 +290,7 @@ def test_answer_of_a_replica_is_that_of_the_adapter_that_is_named(replica, run):
 
 
 def test_metrics_of_a_replica_are_those_of_this_moment(replica, run):
+    replica._llm.generate("x")
     name, metrics = run(replica.metrics())
     steps = next(metric for metric in metrics if metric.name == "quire:engine_steps")
     assert (name, steps.samples[0].value) == ("a", replica._llm.stats.steps)

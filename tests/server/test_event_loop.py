@@ -113,8 +113,8 @@ def test_request_leaves_the_event_loop_to_others(url, name):
     status, path, body = REQUESTS[name]
     content = json.dumps(body)
     held = []
-    # A collection of garbage may be in one of them.
-    while len(held) < 3 and min(held, default=1.0) > MAX_HELD:
+    # A collection of garbage may be in one of them, and other programs that use the processor's caches slow it down.
+    while len(held) < 10 and min(held, default=1.0) > MAX_HELD:
         httpx.get(f"{url}/held")
         done = httpx.post(f"{url}{path}", content=content, headers={"Content-Type": "application/json"}, timeout=120)
         assert done.status_code == status, done.text[:500]
