@@ -37,7 +37,7 @@ def write_adapters(config: Any, folder: Path, count: int, rank: int, seed: int =
         if value < 1:
             raise ValueError(f"{name} = {value}: it must be 1 or more")
     with torch.device("meta"):
-        targets = adapter_targets(AutoModelForCausalLM.from_config(config))
+        targets = adapter_targets(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
 
