@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.server import chat, completions, embeddings, schemas
 from quire.server.adapters import add_models, allow_adapters
+from quire.server.bodies import JsonRoute
 from quire.server.chat_output.markup import ChatMarkup
 from quire.server.counts import Counts
 from quire.server.engine_client import EngineClient, attached
@@ -108,6 +109,7 @@ def app_of(engine: EngineClient, options: AppOptions, counts: Counts) -> FastAPI
         engine.tokenizer.chat_template = options.chat_template
     # The pages that FastAPI has for the OpenAPI document load their scripts from a host on the internet.
     app = FastAPI(title="Quire", version=__version__, responses=schemas.ERRORS, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
     app.state.service = Service(engine, names, options.limits, counts, options.metrics_prefix)
     app.state.markup = ChatMarkup(engine.tokenizer, options.tool_format, options.reasoning_format)
     app.include_router(completions.router)
@@ -229,7 +231,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
         }
 
     @app.get("/engine_state")
-    async def engine_state(after: int = 0) -> dict[str, Any]:
+    async def engine_state(after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0) -> dict[str, Any]:
         """The engine at this moment: its counts, its pages, and those of its last 256 steps whose number is larger than
         `after`. Times are seconds since the engine started. A step lasts from its launch until its results have been
         read; on a GPU the next one is launched before that. `started` is another one after a restart.

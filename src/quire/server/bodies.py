@@ -1,10 +1,20 @@
-"""How much a body of JSON may hold, checked before it is parsed: parsing a million small lists takes a second, in which
-the server does nothing else.
+"""Bodies of JSON: how much they may hold, and how they are parsed.
+
+The event loop does nothing else meanwhile. Parsing a million small lists takes a second, so that their number is
+checked before.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
 
 from quire.server.errors import bad
 from quire.server.limits import ServerLimits
@@ -16,19 +26,37 @@ _SMALL = 1 << 16
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 
 
+class JsonRoute(APIRoute):
+    """A route that parses large bodies by msgspec, in a quarter of the time that `json` takes."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) <= _SMALL:
+            return await super().json()
+        try:
+            return msgspec.json.decode(body)
+        except msgspec.DecodeError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from None
+
+
 def check_body(body: bytes, limits: ServerLimits) -> None:
     """Raise the ApiError for a body of more values than the limits allow. What is no JSON is not refused here."""
     # These bounds include what is within strings, and most bodies are below the limits all the same.
     if len(body) <= _SMALL or (_fits(body, limits) and body.count(b'"') // 2 <= limits.max_strings):
         return
-    outside, end = [], 0
-    for count, string in enumerate(_STRING.finditer(body), 1):
-        if count > limits.max_strings:
-            raise _too_many("strings", limits.max_strings)
-        outside.append(body[end : string.start()])
-        end = string.end()
-    outside.append(body[end:])
-    rest = b"".join(outside)
+    rest, count = _STRING.subn(b"", body, limits.max_strings + 1)
+    if count > limits.max_strings:
+        raise _too_many("strings", limits.max_strings)
     if _containers(rest) > limits.max_containers:
         raise _too_many("lists and objects", limits.max_containers)
     if rest.count(b",") > limits.max_values:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import Completion, SamplingParams
+from quire.server.bodies import JsonRoute
 from quire.server.chat_output.markup import ChatMarkup
 from quire.server.chat_output.parser import ContentParser
 from quire.server.errors import bad
@@ -26,7 +27,7 @@ from quire.server.service import Generation, Service
 from quire.server.tokens import finite, id_name, prompt_report
 from quire.server.tools import ToolUse, shown, tool_use
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @dataclass(frozen=True)

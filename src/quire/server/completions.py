@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import Completion
+from quire.server.bodies import JsonRoute
 from quire.server.errors import bad
 from quire.server.protocol import CompletionRequest
 from quire.server.responses import answer
@@ -19,7 +20,7 @@ from quire.server.schemas import TextCompletion, completed
 from quire.server.service import Generation, Service
 from quire.server.tokens import Echo, Offsets, by_name, echo, finite, id_name, limited, prompt_report
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions", responses=completed(TextCompletion))

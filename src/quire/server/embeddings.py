@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from quire.engine import Embedding, EmbeddingParams, SamplingParams
 from quire.engine.model_info import AdapterInfo
+from quire.server.bodies import JsonRoute
 from quire.server.encoding import encode, in_thread
 from quire.server.errors import bad, invalid
 from quire.server.protocol import EmbeddingsRequest
@@ -22,7 +23,7 @@ from quire.server.schemas import EmbeddingList
 from quire.server.service import Service, check_end
 from quire.server.unsupported import refuse
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 # Prompts that are tokenized at once.
 _SLICE = 64
 

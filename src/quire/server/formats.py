@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.server.errors import bad
 
 _OBJECT = {"type": "object"}
+_quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class JsonSchema(BaseModel):
@@ -74,5 +75,5 @@ class StructuredOutputs(BaseModel):
         if name == "choice":
             if not value or "" in value:
                 raise bad(field, f"{field} has choice = {value}: it must be a list of strings that are not empty")
-            return {"grammar": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)}
+            return {"grammar": "start: " + " | ".join(map(_quoted, value))}
         return {"json_schema": _OBJECT} if name == "json_object" else {name.replace("json_", "json_schema"): value}

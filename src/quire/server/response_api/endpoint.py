@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.bodies import JsonRoute
 from quire.server.chat import start_chat
 from quire.server.errors import ApiError
 from quire.server.response_api.request import ResponsesRequest, renamed
@@ -19,7 +20,7 @@ from quire.server.responses import EventStream, while_connected
 from quire.server.schemas import ResponseObject, completed
 from quire.server.service import Generation, Service
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
