@@ -339,4 +339,6 @@ def test_engine_state_after_a_number_has_the_later_steps(llm, url):
     assert later["steps"] == steps[-2:]
     assert later["started"] == everything["started"]
     assert everything["accepts_requests"] is True
-    assert httpx.get(f"{url}/engine_state?after=x").json()["error"]["param"] == "after"
+    for wrong in ("x", -1, 1 << 63):
+        refused = httpx.get(f"{url}/engine_state", params={"after": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
