@@ -54,18 +54,20 @@ class CompiledLayers:
         self._output: Tensor | None = None
         self._normed: Tensor | None = None
         forwards = {type(layer): _handing_over(type(layer).forward) for layer in self.layers}
-        forwards |= {type(norm): type(norm).forward for norm in (*self._norms, *self._first.values())}
         self._compiled = {
-            (kind, with_adapters): torch.compile(_with_own_code(forward), fullgraph=True, dynamic=True, backend=backend)
+            (kind, with_adapters): _compiled(forward, backend)
             for kind, forward in forwards.items()
             for with_adapters in (False, True)
         }
+        norms = [*self._norms, *self._first.values()]
+        self._compiled_norms = {kind: _compiled(kind.forward, backend) for kind in {type(norm) for norm in norms}}
+        self._modules = [*self.layers, *norms]
 
     def enable(self, on: bool) -> None:
         """Run the layers compiled, or as Transformers has them."""
         self.on = on
         self._output = self._normed = None
-        for module in (*self.layers, *self._norms, *self._first.values()):
+        for module in self._modules:
             module.__dict__.pop("forward", None)
         if on:
             for layer in self.layers:
@@ -85,13 +87,13 @@ class CompiledLayers:
         """The norm of a tensor, which has been computed if that is the output of the last layer."""
         normed = self._normed if x is self._output else None
         self._output = self._normed = None
-        return self._compiled[type(norm), False](norm, x) if normed is None else normed
+        return self._compiled_norms[type(norm)](norm, x) if normed is None else normed
 
     def give_up(self, error: Exception) -> None:
         """Run the layers as Transformers has them from now on, and warn of the reason."""
         self.enable(False)
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
-        kinds = ", ".join(sorted({kind.__name__ for kind, _ in self._compiled}))
+        kinds = ", ".join(sorted({type(module).__name__ for module in self._modules}))
         message = f"{kinds} can't be compiled and run eagerly, which is slower: {type(error).__name__}: {reason}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
@@ -117,6 +119,10 @@ def _precomputed(norm: Any, x: Tensor) -> Tensor:
     """The `forward` of a norm that has been computed: see `_handing_over`."""
     normed: Tensor = norm.quire_normed
     return normed
+
+
+def _compiled(forward: Any, backend: str) -> Any:
+    return torch.compile(_with_own_code(forward), fullgraph=True, dynamic=True, backend=backend)
 
 
 def _with_own_code(function: Any) -> Any:
