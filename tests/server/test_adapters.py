@@ -1,4 +1,4 @@
-"""Adapters over HTTP: what requests that name one as their model get, and how they are loaded, unloaded and counted."""
+"""Adapters over HTTP: what requests that name one as their model get, and how they are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -15,19 +15,14 @@ pytest.importorskip("openai")
 pytest.importorskip("peft")
 
 import openai
-from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from helpers.adapters import change_config, save_adapter
 from helpers.checkpoints import with_chat_template
-from helpers.engines import until_idle
 from helpers.server import served
 from quire.engine import LLM, EmbeddingParams, EngineConfig, SamplingParams, shipped_model
-from quire.engine.model_info import NUMBERED, AdapterInfo
 from quire.server import EngineClient, EngineProcess, ServerLimits, allow_adapters, create_app
-from quire.server.counts import Counts
 from quire.server.engine_client import attached
-from quire.server.metrics import AdapterCounts
 
 PROMPT = "def add(a, b):\n"
 GREEDY = {"max_tokens": 12, "temperature": 0}
@@ -252,27 +247,6 @@ def test_root_of_an_engine_without_adapters_is_refused(root):
         allow_adapters(create_app(llm), root)
 
 
-def test_metrics_have_the_requests_and_tokens_of_each_adapter(llm, root):
-    with served(llm, name="base") as url:
-        for model, n in (("one", 2), ("base", 1), ("one", 1)):
-            body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "n": n, "ignore_eos": True}
-            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
-        assert httpx.post(f"{url}/v1/embeddings", json={"model": "one", "input": [5, 6]}).status_code == 200
-        text = httpx.get(f"{url}/metrics").text
-        assert httpx.get(f"{url}/load").json() == {"server_load": 0}
-    until_idle(llm)
-    found = {
-        (sample.name.removeprefix("quire:adapter_"), sample.labels["adapter"]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if "adapter" in sample.labels and sample.name.endswith("_total")
-    }
-    expected = {"requests_total": 4, "prompt_tokens_total": 11, "generation_tokens_total": 12}
-    assert {name: found[name, "one"] for name in expected} == expected
-    assert {name: found[name, "other"] for name in expected} == dict.fromkeys(expected, 0)
-    assert 'quire:num_adapters{model_name="base"} 1.0' in text
-
-
 def test_loading_by_a_server_that_ends_is_answered_503(llm, root):
     async def run():
         app = create_app(llm)
@@ -301,27 +275,6 @@ def test_engine_process_whose_adapters_are_refused_raises_that():
     wanted = pytest.raises(FileNotFoundError, match=r"/nowhere has no adapter_config\.json")
     with EngineProcess(config=config, adapters={"a": "/nowhere"}) as process, wanted:
         process.connect()
-
-
-def info(name, number):
-    return AdapterInfo(name=name, folder="", digest="", rank=1, base_model_name="", number=number)
-
-
-def test_adapter_counts_of_many_names_are_bounded():
-    first = Counts(2)
-    own, other = (AdapterCounts(counts) for counts in (first, Counts(2, 1, first.descriptor)))
-    infos = [info(f"a{i}", i if i < NUMBERED else None) for i in range(NUMBERED + 6)] + [info("other", 3)]
-    infos[3] = info("b", None)
-    for counts in (own, other):
-        counts.know(infos)
-        for each in infos:
-            counts.add(each, 5, 2)
-    found = dict(own.totals())
-    assert found == dict(other.totals())
-    assert len(found) == NUMBERED
-    assert found.pop("other") == [16, 80, 32]
-    assert all(values == [2, 10, 4] for values in found.values())
-    first.close()
 
 
 def test_registry_names_keep_their_numbers(llm, root):

@@ -100,6 +100,7 @@ class Scheduler:
 
     def snapshot(self) -> Stats:
         """The counts, and the numbers of requests and pages now; also for other threads."""
+        adapters = self.adapters
         return replace(
             self.stats,
             running=len(self.running),
@@ -108,6 +109,11 @@ class Scheduler:
             free_pages=self.allocator.num_free,
             cached_pages=len(self.tree),
             held_pages=self._held(),
+            passed_over=self.waiting.num_passed_over,
+            device_adapters=0 if adapters is None else len(adapters),
+            held_adapters=0 if adapters is None else adapters.num_held_adapters,
+            free_rank_pages=0 if adapters is None else adapters.num_free_pages,
+            adapter_copies=0 if adapters is None else adapters.num_loads,
         )
 
     def _held(self) -> int:

@@ -23,6 +23,12 @@ class Stats:
         pages, free_pages: pages of the cache, and those that neither a request nor the prefix tree holds.
         cached_pages: pages of the prefix tree, which requests may hold, too.
         held_pages: pages that running requests hold.
+        passed_over: requests that wait, while later ones may run, for their adapter to be on the device; one of each
+            call.
+        device_adapters: adapters on the device.
+        held_adapters: those of them that running requests have.
+        free_rank_pages: rank pages without an adapter.
+        adapter_copies: copies of adapters to the device, each of a whole one.
     """
 
     steps: int = 0
@@ -40,6 +46,11 @@ class Stats:
     free_pages: int = 0
     cached_pages: int = 0
     held_pages: int = 0
+    passed_over: int = 0
+    device_adapters: int = 0
+    held_adapters: int = 0
+    free_rank_pages: int = 0
+    adapter_copies: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -46,6 +46,11 @@ class WaitingQueue:
         for group in self._groups.values():
             yield from group
 
+    @property
+    def num_passed_over(self) -> int:
+        """The number of groups whose first request has been passed over."""
+        return len(self._passed_over)
+
     def next(self, count: int) -> list[Request]:
         """Some of the requests that come next, at most `count`."""
         firsts = (group[0] for group in self._groups.values())

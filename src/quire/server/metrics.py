@@ -186,7 +186,7 @@ class _EngineState(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
+        stats, slots = self._engine.stats, self._engine.info.max_adapters
         gauges = {
             "num_requests_running": ("Completions that the engine computes.", stats.running),
             "num_requests_waiting": ("Completions that wait for the engine.", stats.waiting),
@@ -196,6 +196,11 @@ class _EngineState(Collector):
             "token_usage": ("kv_cache_usage_perc, by SGLang's name.", _held(stats)),
             "cache_hit_rate": ("The part of the admitted prompts' tokens that was in the cache.", stats.hit_rate),
             "num_adapters": ("Adapters that requests can name.", len(self._engine.adapters)),
+            "num_device_adapters": ("Adapters on the device.", stats.device_adapters),
+            "lora_pool_slots_used": ("Adapters that running requests have.", stats.held_adapters),
+            "lora_pool_slots_total": ("The most adapters on the device.", slots),
+            "num_free_rank_pages": ("Rank pages on the device without an adapter.", stats.free_rank_pages),
+            "num_requests_passed_over": ("Requests that wait for their adapter.", stats.passed_over),
             "num_pages": ("Pages of the cache.", stats.pages),
             "num_free_pages": ("Pages that neither a request nor the prefix tree holds.", stats.free_pages),
         }
@@ -205,6 +210,7 @@ class _EngineState(Collector):
             "prefix_cache_queries": ("Tokens of admitted prompts.", stats.admitted_tokens),
             "prefix_cache_hits": ("Those of them that were in the cache.", stats.cached_tokens),
             "num_preemptions": ("Requests whose pages were released before they ended.", stats.preemptions),
+            "adapter_copies": ("Copies of adapters to the device.", stats.adapter_copies),
             "engine_steps": ("Steps that the engine has computed.", stats.steps),
         }
         for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):

@@ -250,10 +250,31 @@ def test_schedule_while_an_adapter_is_copied_lets_others_go_on():
         scheduler.add(each)
     assert step(scheduler) == [base]
     assert device.loads == ["a", "b"]
+    assert scheduler.snapshot().passed_over == 2
     device.loaded.add(("b", device.slots._residents["b"].slot))
     assert step(scheduler) == [base, other]
+    assert scheduler.snapshot().passed_over == 1
     device.finish()
     assert step(scheduler) == [base, other, first]
+    assert scheduler.snapshot().passed_over == 0
+
+
+def test_snapshot_counts_adapters_on_the_device_and_copies():
+    device, requests = Device(3, 5), [made(name, 3, tokens) for name, tokens in (("a", 2), ("a", 4), ("b", 4))]
+    scheduler = Scheduler(100, 4, 8, 100, adapters=device.slots)
+    for each in requests:
+        scheduler.add(each)
+    for on_device, held in ((2, 2), (2, 2), (2, 2), (2, 0)):
+        step(scheduler)
+        stats = scheduler.snapshot()
+        assert (stats.device_adapters, stats.held_adapters) == (on_device, held)
+        assert (stats.free_rank_pages, stats.adapter_copies) == (3, 2)
+    # Three others need all slots: c takes the free one, d and e those of a and b.
+    for name in "cde":
+        scheduler.add(made(name, 3, 2))
+    step(scheduler)
+    stats = scheduler.snapshot()
+    assert (stats.device_adapters, stats.held_adapters, stats.adapter_copies) == (3, 3, 5)
 
 
 def test_schedule_while_nothing_changes_asks_no_waiting_request_again():

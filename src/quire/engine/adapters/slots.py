@@ -78,6 +78,12 @@ class AdapterSlots:
         return len(self._residents)
 
     @property
+    def num_held_adapters(self) -> int:
+        """The number of adapters that running requests have; for any thread."""
+        # Of a copy, since the engine may change it meanwhile.
+        return sum(resident.holders > 0 for resident in list(self._residents.values()))
+
+    @property
     def num_free_pages(self) -> int:
         """Rank pages without an adapter."""
         return len(self._free_pages)
