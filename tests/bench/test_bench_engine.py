@@ -314,5 +314,12 @@ def test_bench_throughput_and_latency_with_adapters_give_each_request_one(tmp_pa
     assert main(["bench", "latency", *common, *given, *cells]) == 0
     assert names[:4] in seen
     assert names[:2] in seen
-    assert main(["bench", "latency", *common, "--adapters", "a"]) == 2
-    assert "--adapters a: it must be a number" in capsys.readouterr().err
+    seen.clear()
+    assert main(["bench", "latency", *common, "--adapters", "0,3,2", "--cell", "4x5+6", "--rounds", "1"]) == 0
+    assert seen[1::2] == [[None] * 4, [*names[:3], names[0]], names[:2] * 2]
+    rows = [(row["engine"], row["adapter_count"]) for row in json.loads(file.read_text())["cells"]]
+    assert rows == [(f"Quire, {count} adapters", count) for count in (0, 3, 2)]
+    for operation, wrong, reason in (("latency", "1,a", "must be a number"), ("throughput", "0,1", "only latency")):
+        assert main(["bench", operation, *common, "--adapters", wrong]) == 2
+        assert f"--adapters {wrong}: " in (error := capsys.readouterr().err)
+        assert reason in error

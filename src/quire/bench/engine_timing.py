@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Setup:
         weights: the format of the weights, which follows the names of engines; None: it is not of interest.
         adapters: the folders of adapters that requests have in turn, by their names; empty: they have none. Then
             `options` has `max_adapters` and, as their rank, `max_adapter_rank`.
+        adapter_counts: latencies are measured with each of these numbers of adapters, of which requests have the first
+            ones in turn; None: all of them.
     """
 
     folder: Path
@@ -53,10 +55,12 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
     weights: str | None = None
     adapters: dict[str, Path] = field(default_factory=dict)
+    adapter_counts: Sequence[int | None] = (None,)
 
-    def with_adapters(self, work: Sequence[Work]) -> list[Work]:
-        """Requests, of which each has the next adapter."""
-        return [replace(w, adapter=name) for w, name in zip(work, cycle([*self.adapters] or [None]), strict=False)]
+    def with_adapters(self, work: Sequence[Work], count: int | None = None) -> list[Work]:
+        """Requests, of which each has the next one of the first `count` adapters (None: of all)."""
+        names = [*self.adapters][:count] or [None]
+        return [replace(w, adapter=name) for w, name in zip(work, cycle(names), strict=False)]
 
     @property
     def config(self) -> Any:
@@ -111,20 +115,25 @@ def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> It
         max_len = getattr(config, "max_position_embeddings", None) or longest
         longest = max(longest, min(longest + _BACKGROUND, max_len))
     for engine, row in _loaded(setup, longest):
-        for i, (name, cell) in enumerate(cells.items()):
-            found = _measured(row, partial(_latency, engine, cell, rounds, vocab, setup, setup.seed + 1000 * i))
+        # No prompt comes twice, which a prefix cache would have.
+        for i, ((name, cell), count) in enumerate(product(cells.items(), setup.adapter_counts)):
+            seed = setup.seed + 1000 * i
+            found = _measured(row, partial(_latency, engine, cell, rounds, vocab, setup, count, seed))
             if not cell.arriving and row["engine"] == "Quire":
                 size = floor_bytes(engine.llm.model, cell.batch, cell.input + cell.output // 2)
                 found["floor_ms"] = size / context["ceilings"]["read_gb_s"] / 1e6
-            result["cells"].append({"cell": name, **row, **found, **_named(setup, row)})
+            result["cells"].append({"cell": name, **row, **found, **_named(setup, row, count)})
         yield result
 
 
-def _latency(engine: Any, cell: LatencyCell, rounds: int, vocab: int, setup: Setup, seed: int) -> Row:
+def _latency(
+    engine: Any, cell: LatencyCell, rounds: int, vocab: int, setup: Setup, adapter_count: int | None, seed: int
+) -> Row:
     """The times of a cell, after a round that is not timed."""
 
     def batch(round: int, count: int, length: int, output: int) -> list[Work]:
-        return setup.with_adapters(random_work(count, (length, length), (output, output), vocab, seed + round))
+        work = random_work(count, (length, length), (output, output), vocab, seed + round)
+        return setup.with_adapters(work, adapter_count)
 
     if cell.arriving:
         if not hasattr(engine, "arrivals"):
@@ -202,11 +211,14 @@ def _loaded(setup: Setup, longest: int) -> Iterator[tuple[Any, Row]]:
             engine.close()
 
 
-def _named(setup: Setup, row: Row) -> Row:
-    """The engine of a row with the format of its weights."""
-    if setup.weights is None:
-        return {}
-    return {"engine": f"{row['engine']}, {setup.weights}", "weights": setup.weights}
+def _named(setup: Setup, row: Row, adapter_count: int | None = None) -> Row:
+    """The engine of a row with the format of its weights and the number of adapters, if several are timed."""
+    engine, names = row["engine"], {}
+    if setup.weights is not None:
+        engine, names = f"{engine}, {setup.weights}", {"weights": setup.weights}
+    if adapter_count is not None:
+        engine, names = f"{engine}, {adapter_count} adapters", {**names, "adapter_count": adapter_count}
+    return {"engine": engine, **names}
 
 
 def _measured(row: Row, measure: Callable[[], Row]) -> Row:

@@ -27,8 +27,8 @@ _PEERS = (
     "torch.compile and flashinfer; throughput, latency: of invariant (batch-invariant Quire), transformers and vllm"
 )
 _ADAPTERS = (
-    "requests have N adapters (LoRA) of random values in turn; serve: of the first N that the server lists, or of the "
-    "named ones (a,b,...), drawn by Zipf's law"
+    "requests have N adapters (LoRA) of random values in turn; latency: or each of several numbers (0,1,8) of them; "
+    "serve: of the first N that the server lists, or of the named ones (a,b,...), drawn by Zipf's law"
 )
 _SERVER = "--model (a name; default: the first it lists), --file, --requests, --input, --output, --seed hold here, too."
 _RATE = "requests per second, which arrive at random; inf: all at once; 1,2,4: one after the other (1)"

@@ -83,13 +83,18 @@ def _with_adapters(args: argparse.Namespace, setup: Any, folder: str) -> Any:
 
     if args.adapters is None:
         return setup
-    if not args.adapters.isdecimal():
-        raise ValueError(f"--adapters {args.adapters}: it must be a number")
-    count, rank = int(args.adapters), args.adapter_rank
+    given = args.adapters.split(",")
+    if not all(count.isdecimal() for count in given):
+        raise ValueError(f"--adapters {args.adapters}: it must be a number, or several: 0,1,8")
+    if len(given) > 1 and args.operation != "latency":
+        raise ValueError(f"--adapters {args.adapters}: only latency is measured with several numbers of adapters")
+    counts, rank = [int(count) for count in given], args.adapter_rank
+    count = max(counts)
     adapters = write_adapters(setup.config, Path(folder), count, rank, args.seed)
     slots = min(count, args.max_adapters or count)
     sizes = {"max_adapters": slots, "adapter_rank_pages": slots * -(-rank // 16), "max_adapter_rank": rank}
-    return replace(setup, options=setup.options | sizes, adapters=adapters)
+    timed = counts if len(counts) > 1 else (None,)
+    return replace(setup, options=setup.options | sizes, adapters=adapters, adapter_counts=timed)
 
 
 @contextmanager
