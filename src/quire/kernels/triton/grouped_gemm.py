@@ -7,7 +7,7 @@ take 64 rows there, and the rows of x are the right one, which may be as few as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -146,6 +146,9 @@ _group, _multiply = SmallLauncher(group_rows), SmallLauncher(multiply_groups)
 def sort_by_group(groups: Tensor, order: Tensor, position: Tensor | None, ends: Tensor) -> None:
     """`quire.kernels.grouped_gemm.group_by_expert`, and `quire.kernels.lora.group_by_slot`, on a GPU."""
     c = group_config(len(groups), groups.device)
+    if position is None:
+        # The products of adapters read these tables without waiting for the launch that is before them.
+        c = replace(c, launch_pdl=False)
     _group((len(ends), 1), (groups, order, position, ends), (len(groups),), (), c)
 
 

@@ -1,5 +1,8 @@
 """The products of adapters on a GPU, in two launches: h = x A^T (shrink) and y += h B (expand).
 
+What is known before the launch before is read while that one runs: the tables, B and y. So nothing that writes tables
+lets the next launch overlap it.
+
 Programs of the first one share the columns of x, so that few rows, too, are spread over a GPU. Each writes its partial
 sums of h, in float32, and the second launch adds them up in their order: nothing is added atomically, and shapes alone
 decide on the order of a row's sums. Rows are those of `find_rows`: a block has rows of one adapter. How many blocks
@@ -25,9 +28,14 @@ from quire.kernels.triton.grouped_gemm import count_blocks, find_rows, sort_by_g
 RANK_PAGE = 16
 # With more rows than this, blocks are large.
 _MANY = 512
-# Up to so many rows, so many programs share the columns of x.
+# With at most _FEW rows, blocks of `expand` have _FEW_ROWS, as most adapters have few of the rows.
+_FEW = 128
+_FEW_ROWS = 2
+# Up to so many rows, so many programs share the columns of x, and twice as many if there are _LONG columns.
 _SPLITS = ((16, 16), (_MANY, 8), (2048, 4), (math.inf, 2))
-# Programs of a launch for each multiprocessor, at most, unless there are more tiles of columns.
+_LONG = 8192
+# Programs of a launch for each multiprocessor, at most, unless there are more tiles of columns; of `expand`, whose
+# programs are smaller, twice as many.
 _PROGRAMS = 8
 
 
@@ -69,6 +77,8 @@ class ExpandConfig:
     block_r: int
     # Partial sums of h.
     splits: int
+    # Tensor cores take 16 rows at least, and registers for them; fewer rows are multiplied without.
+    tensor_cores: bool
     # Tensor cores multiply float32 numbers by their upper bits, which are all that 16-bit numbers have.
     halves: bool
     num_warps: int
@@ -87,7 +97,6 @@ class ExpandConfig:
 @triton.jit(do_not_specialize=["num_slots"])
 def shrink(x, a, order, ends, rank_pages, num_rank_pages, h, num_slots, in_features, x_row, a_page, c: tl.constexpr):
     """Write h [rows, splits, max_pages, parts, RANK_PAGE], whose rows are sorted as in `order`."""
-    wait_for_launch_before(c.launch_pdl)
     split = tl.program_id(0) % c.splits
     first_k = split * c.split_size
     last_k = tl.minimum(first_k + c.split_size, in_features)
@@ -98,6 +107,7 @@ def shrink(x, a, order, ends, rank_pages, num_rank_pages, h, num_slots, in_featu
         row = tl.load(order + m, m < end, 0)
         h_rows = h + (m.to(tl.int64) * c.splits + split)[None, :] * (c.max_pages * c.parts * 16)
         pages = rank_pages + slot * c.max_pages
+        wait_for_launch_before(c.launch_pdl)
         for first_r in range(
             tl.program_id(0) // c.splits * c.block_r, ranks, tl.num_programs(0) // c.splits * c.block_r
         ):
@@ -113,6 +123,8 @@ def shrink(x, a, order, ends, rank_pages, num_rank_pages, h, num_slots, in_featu
                 a_at += c.block_k
                 x_at += c.block_k
             tl.store(h_rows + r[:, None], total, (r < ranks)[:, None] & (m < end)[None, :])
+    # Programs without a block must not end before, as the next launch waits for this one alone.
+    wait_for_launch_before(c.launch_pdl)
 
 
 @triton.jit
@@ -152,6 +164,14 @@ def load_h(h, m, end_m, first_r, ranks, part, c: tl.constexpr):
 @triton.jit
 def multiply_h(h, b, total, c: tl.constexpr):
     """The total and the product of h and B, with all bits of h."""
+    if not c.tensor_cores:
+        m = tl.arange(0, c.block_m)[:, None]
+        # An unrolled loop takes more registers than there are.
+        for i in tl.range(0, c.block_m, loop_unroll_factor=1):
+            own_h = tl.sum(tl.where(m == i, h, 0.0), 0)
+            product = tl.sum(own_h[:, None] * b.to(tl.float32), 0)
+            total = tl.where(m == i, total + product[None, :], total)
+        return total
     if c.halves:
         upper = (h.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         b = b.to(tl.float32)
@@ -162,9 +182,7 @@ def multiply_h(h, b, total, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_slots"])
 def expand(h, b, order, ends, rank_pages, num_rank_pages, y, num_slots, out_features, y_row, b_page, c: tl.constexpr):
-    """Add the products of h and B to y. All but h was complete before `shrink` began, so that no loads but those of h
-    wait for it.
-    """
+    """Add the products of h and B to y."""
     part, first_n, end_n = find_columns(tl.program_id(0), c)
     n = first_n + tl.arange(0, c.block_n)
     for block in range(tl.program_id(1), count_blocks(ends, num_slots, c), tl.num_programs(1)):
@@ -179,12 +197,10 @@ def expand(h, b, order, ends, rank_pages, num_rank_pages, y, num_slots, out_feat
         wait_for_launch_before(c.launch_pdl)
         total = tl.full((c.block_m, c.block_n), 0.0, tl.float32)
         for first_r in tl.range(0, ranks, c.block_r, num_stages=1):
-            following = load_b(b, pages, first_r + c.block_r, ranks, n, end_n, b_page, out_features, c)
             own_h = load_h(h, m, end, first_r, ranks, part, c)
             total = multiply_h(own_h, own_b, total, c)
-            own_b = following
+            own_b = load_b(b, pages, first_r + c.block_r, ranks, n, end_n, b_page, out_features, c)
         tl.store(at, (before.to(tl.float32) + total).to(y.dtype.element_ty), inside)
-    # Programs without a block must not end before, as the next launch waits for this one alone.
     wait_for_launch_before(c.launch_pdl)
 
 
@@ -205,15 +221,16 @@ def lora_configs(
     block_k, max_ranks = 256 // dtype.itemsize, max_pages * len(part_ends) * RANK_PAGE
     # All rows may be of one adapter, and fill few blocks. A few numbers of splits are enough: kernels are compiled for
     # each of them.
-    wanted = next(splits for rows, splits in _SPLITS if num_rows <= rows)
+    wanted = next(splits for rows, splits in _SPLITS if num_rows <= rows) * (2 if in_features >= _LONG else 1)
     splits = _power_of_two(min(wanted, max(in_features // 256, 1)))
     split_size = triton.cdiv(triton.cdiv(in_features, splits), block_k) * block_k
     splits = triton.cdiv(in_features, split_size)
-    common = {"max_pages": max_pages, "padded_groups": triton.next_power_of_2(num_slots), "block_m": block_m}
+    common = {"max_pages": max_pages, "padded_groups": triton.next_power_of_2(num_slots)}
     common |= {"splits": splits, "launch_pdl": has_dependent_launch(device)}
     block_r = min(triton.next_power_of_2(max_ranks), 64 if halves else 32)
     shrink_config = ShrinkConfig(
         parts=len(part_ends),
+        block_m=block_m,
         block_r=block_r,
         block_k=block_k,
         split_size=split_size,
@@ -221,11 +238,20 @@ def lora_configs(
         num_warps=8 if block_r == 64 else 4,
         **common,
     )
-    block_r = min(triton.next_power_of_2(max_pages), 2) * RANK_PAGE
-    block_n = 128 if halves and block_m == 16 else 64
-    return shrink_config, ExpandConfig(
-        part_ends=part_ends, block_n=block_n, block_r=block_r, halves=halves, num_warps=4, **common
+    few = num_rows <= _FEW
+    # Without tensor cores, a thread has all rows of a page of B in some columns, of 16 bytes.
+    block_n = 512 // dtype.itemsize if few else 128 if halves and block_m == 16 else 64
+    expand_config = ExpandConfig(
+        part_ends=part_ends,
+        block_m=_FEW_ROWS if few else block_m,
+        block_n=block_n,
+        block_r=RANK_PAGE * (1 if few else min(triton.next_power_of_2(max_pages), 2)),
+        tensor_cores=not few,
+        halves=halves,
+        num_warps=1 if few else 4,
+        **common,
     )
+    return shrink_config, expand_config
 
 
 def _power_of_two(number: int) -> int:
@@ -260,8 +286,8 @@ def add_lora(
     across = c.splits * min(triton.cdiv(ranks, c.block_r), max(most // 4 // (blocks * c.splits), 1))
     grid = across, min(blocks, max(most // across, 1))
     _shrink(grid, (x, a, *tables, h), (num_slots,), (in_features, x.stride(0), a.stride(0)), c)
-    across = expand_c.part_tiles[-1]
-    grid = across, min(blocks, max(most // across, 1))
+    across, blocks = expand_c.part_tiles[-1], max_blocks(num_rows, num_slots, expand_c.block_m)
+    grid = across, min(blocks, max(2 * most // across, 1))
     _expand(grid, (h, b, *tables, y), (num_slots,), (y.shape[1], y.stride(0), b.stride(0)), expand_c)
 
 
