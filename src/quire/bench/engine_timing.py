@@ -59,8 +59,8 @@ class Setup:
 
     def with_adapters(self, work: Sequence[Work], count: int | None = None) -> list[Work]:
         """Requests, of which each has the next one of the first `count` adapters (None: of all)."""
-        names = [*self.adapters][:count] or [None]
-        return [replace(w, adapter=name) for w, name in zip(work, cycle(names), strict=False)]
+        names: list[str | None] = [*self.adapters][:count]
+        return [replace(w, adapter=name) for w, name in zip(work, cycle(names or [None]), strict=False)]
 
     @property
     def config(self) -> Any:
@@ -213,7 +213,8 @@ def _loaded(setup: Setup, longest: int) -> Iterator[tuple[Any, Row]]:
 
 def _named(setup: Setup, row: Row, adapter_count: int | None = None) -> Row:
     """The engine of a row with the format of its weights and the number of adapters, if several are timed."""
-    engine, names = row["engine"], {}
+    engine: str = row["engine"]
+    names: Row = {}
     if setup.weights is not None:
         engine, names = f"{engine}, {setup.weights}", {"weights": setup.weights}
     if adapter_count is not None:
