@@ -59,8 +59,8 @@ class Setup:
 
     def with_adapters(self, work: Sequence[Work], count: int | None = None) -> list[Work]:
         """Requests, of which each has the next one of the first `count` adapters (None: of all)."""
-        names: list[str | None] = [*self.adapters][:count]
-        return [replace(w, adapter=name) for w, name in zip(work, cycle(names or [None]), strict=False)]
+        names: Sequence[str | None] = list(self.adapters)[:count] or [None]
+        return [replace(w, adapter=name) for w, name in zip(work, cycle(names), strict=False)]
 
     @property
     def config(self) -> Any:
