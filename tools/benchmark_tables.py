@@ -29,6 +29,8 @@ def rendered(names: str) -> str:
     if result.get("operation") == "products":
         return products([result, *(json.loads((ROOT / other).read_text()) for other in others)])
     operation = result.get("operation", "")
+    if operation == "lora":
+        return lora(result)
     if operation.startswith("transformers"):
         return transformers(result)
     if operation == "mini-sglang":
@@ -79,6 +81,23 @@ def products(results: list[dict[str, Any]]) -> str:
                 ours = cell["products"]["quire"]
                 texts[-1] = f"{ours['us']:,.0f} µs ({cell['floor_us'] / ours['us']:.0%}), {ours['error']:.0e}"
         lines.append(f"| {layout} | {shape} | {error:.1e} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def lora(result: dict[str, Any]) -> str:
+    """The machine, and the table of a result of tools/lora_products.py, over the four products of a layer."""
+    keys = ("model", "rows", "adapters", "rank")
+    lines = [
+        f"{result['device']}, torch {result['torch']}, triton {result['triton']}, {result['date']}; the floor is at "
+        f"{result['ceilings']['read_gb_s']:,.0f} GB/s:\n",
+        "| model | rows | adapters | rank | a layer's products µs | adapters add µs | floor µs |",
+        "|---|" + "--:|" * 6,
+    ]
+    for case in dict.fromkeys(tuple(cell[key] for key in keys) for cell in result["cells"]):
+        cells = [cell for cell in result["cells"] if tuple(cell[key] for key in keys) == case]
+        base, total, floor = (sum(cell[name] for cell in cells) for name in ("base_us", "with_us", "floor_us"))
+        times = f"{base:,.1f} | {total - base:,.1f} | {floor:,.1f}"
+        lines.append(f"| {' | '.join(str(value) for value in case)} | {times} |")
     return "\n".join(lines) + "\n"
 
 
