@@ -28,6 +28,7 @@ class DummyRunner:
     """A runner with the inputs of graphs, whose logits are random, but always the same."""
 
     overlaps = supports_all_logits = True
+    adapters = None
 
     def __init__(self, model: Any, num_pages: int, page_size: int, max_rows: int) -> None:
         self.model = model
@@ -77,9 +78,20 @@ def main() -> None:
     )
     context = args.length + args.steps + 64
     model = SimpleNamespace(
-        device=torch.device("cpu"), context=context, vocab_size=900, default_params=defaults, tokenizer=tokenizer,
-        end_ids=frozenset((1 << 20,)), folder="dummy", media_tokens={},
-    )  # fmt: skip
+        folder="dummy",
+        network=torch.nn.Module(),
+        tokenizer=tokenizer,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        context=context,
+        vocab_size=900,
+        default_params=defaults,
+        end_ids=frozenset((1 << 20,)),
+        media_tokens={},
+        is_headless=False,
+        pooling="auto",
+        hidden_states=SimpleNamespace(size=None),
+    )
     pages = args.requests * -(-context // 16)
     engine = Engine(DummyRunner(model, pages, 16, args.requests), args.requests, 8192)  # type: ignore[arg-type]
     # The tokens of plain requests are always the same; a graph would sample them in each step.
