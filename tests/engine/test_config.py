@@ -38,6 +38,8 @@ VALUES = {
     "max_adapters": (4, ["--max-adapters", "4"]),
     "adapter_rank_pages": (12, ["--adapter-rank-pages", "12"]),
     "max_adapter_rank": (64, ["--max-adapter-rank", "64"]),
+    "tensor_parallel_size": (2, ["--tensor-parallel-size", "2"]),
+    "tensor_parallel_timeout": (4.5, ["--tensor-parallel-timeout", "4.5"]),
     "pooling": ("mean", ["--pooling", "mean"]),
 }
 

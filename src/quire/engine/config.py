@@ -74,6 +74,10 @@ class EngineConfig:
         adapter_rank_pages: the memory for adapters on the device, in pages of 16 ranks: an adapter of rank 40 takes
             three. By default max_adapters, enough for as many of rank 16.
         max_adapter_rank: the largest rank of an adapter, at most 256.
+        tensor_parallel_size: the number of processes, the ranks, that compute the model together, each a part of every
+            layer (docs/parallel.md). They are started on this machine, whose CPU they share.
+        tensor_parallel_timeout: seconds in which every rank must answer the others. Otherwise, or if one ends, all
+            requests end with an error that names it, and so does the engine.
         pooling: what "auto" means in `EmbeddingParams`: "last" or "mean", or "auto" for what the checkpoint's files for
             sentence-transformers say.
 
@@ -121,11 +125,13 @@ class EngineConfig:
         None, "memory for adapters, in pages of 16 ranks; default: --max-adapters", type=int
     )
     max_adapter_rank: int = _option(MAX_ADAPTER_RANK, "the largest rank of an adapter")
+    tensor_parallel_size: int = _option(1, "processes that compute the model together, on the CPU", metavar="N")
+    tensor_parallel_timeout: float = _option(300.0, "in which each of these must answer the others", metavar="SECONDS")
     pooling: Literal["auto", "last", "mean"] = _option("auto", "of states to embeddings", choices=POOLINGS)
 
     def __post_init__(self) -> None:
         positive = ("page_size", "max_num_seqs", "num_pages", "max_model_len", "max_batched_tokens")
-        for name in (*positive, "adapter_rank_pages", "max_adapter_rank"):
+        for name in (*positive, "adapter_rank_pages", "max_adapter_rank", "tensor_parallel_size"):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < 1):
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
@@ -146,6 +152,8 @@ class EngineConfig:
             raise ValueError(f"pooling = {self.pooling!r}: it must be one of {', '.join(POOLINGS)}")
         if self.max_adapter_rank > MAX_ADAPTER_RANK:
             raise ValueError(f"max_adapter_rank = {self.max_adapter_rank}: {MAX_ADAPTER_RANK} is the largest")
+        if not self.tensor_parallel_timeout > 0:
+            raise ValueError(f"tensor_parallel_timeout = {self.tensor_parallel_timeout!r}: it must be above 0")
         self._check_cache()
 
     def _check_cache(self) -> None:

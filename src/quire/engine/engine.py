@@ -27,6 +27,7 @@ from quire.engine.batch import ForwardOutput, StepBatch
 from quire.engine.grammar import Grammar, Grammars
 from quire.engine.model_info import AdapterInfo, ModelInfo
 from quire.engine.multimodal import removed_parts
+from quire.engine.parallel.errors import RankError
 from quire.engine.params import SamplingParams
 from quire.engine.pooling import PooledStates, launch_pooling
 from quire.engine.prompt_logprobs import add_prompt_logprobs
@@ -212,6 +213,9 @@ class Engine:
         """Launch one step, and send the updates of the step before it (with depth 0, its own) to the sinks of its
         requests. An exception that one request causes ends that request with finish_reason "error" and a description;
         an exception without a known cause ends all requests.
+
+        Raises:
+            RankError: another process that computes a part of the model has ended. So have all requests.
         """
         try:
             batch = self.scheduler.schedule()
@@ -227,6 +231,8 @@ class Engine:
             self._pooled.clear()
             self.reporter.end_all(describe(error))
             self._send()
+            if isinstance(error, RankError):
+                raise
         finally:
             if not self._launched:
                 # It was that of other requests than those that come next, whose first token must not wait for it.
@@ -237,10 +243,28 @@ class Engine:
                 self._pause = _COPY_PAUSE
             self.launch_at = time.perf_counter() + self._pause
 
+    def check_ranks(self) -> None:
+        """End all requests and raise a RankError if another process that computes a part of the model has ended."""
+        if self.runner.leader is None:
+            return
+        try:
+            self.runner.leader.check()
+        except RankError as error:
+            self.reporter.end_all(describe(error))
+            self._send()
+            raise
+
+    def close(self) -> None:
+        """End the other processes that compute parts of the model."""
+        if self.runner.leader is not None:
+            self.runner.leader.close()
+
     def _forward(self, batch: StepBatch) -> ForwardOutput:
         """Start to compute a step; return the chunks that sample, and their logits."""
         try:
             output = self.runner.forward(batch, self.sampler.last)
+        except RankError:
+            raise
         except Exception as error:
             self._read()
             chunks = [c for c in batch if c.request.finish_reason is None]

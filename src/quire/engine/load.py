@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,8 +29,11 @@ from quire.engine.probe import check_kinds, check_layers, record
 from quire.engine.reading import load_tokenizer
 from quire.engine.runner import Runner
 from quire.engine.scales import Scales, read_scales
-from quire.engine.selfcheck import check_runner
+from quire.engine.selfcheck import check_runner, logits_differ
 from quire.steps import fp8_dtype
+
+if TYPE_CHECKING:
+    from quire.engine.parallel.ranks import Ranks
 
 
 def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] = Runner) -> Engine:
@@ -56,17 +60,68 @@ def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] =
     config = config.on(device)
     max_batched_tokens = config.max_batched_tokens
     assert max_batched_tokens is not None
-    model = load_model(source, device, config)
-    make = partial(_make_runner, runner, model, config, _cache_scales(model, config), _adapter_pool(model, config))
-    made = make(_num_pages(model, config, make))
-    check_runner(made, random_weights=config.load_format == "dummy")
+    if config.tensor_parallel_size > 1:
+        made = _load_led_runner(source, device, config, runner)
+    else:
+        made = load_runner(source, device, config, runner)
     engine = Engine(made, config.max_num_seqs, max_batched_tokens, speculative_tokens=config.speculative_tokens)
     if config.cuda_graphs:
         made.capture(engine.sampler, min(engine.scheduler.max_rows, max_batched_tokens), max_batched_tokens, _progress)
     return engine
 
 
-def load_model(source: str | Path, device: torch.device, config: EngineConfig | None = None) -> Model:
+def _load_led_runner(source: str | Path, device: torch.device, config: EngineConfig, runner: type[Runner]) -> Runner:
+    """The runner of the first of several ranks, which leads the others."""
+    refused = f"tensor_parallel_size = {config.tensor_parallel_size}"
+    if runner is not Runner:
+        raise ValueError(f"{refused}: {runner.__name__} computes all of a model")
+    if device.type != "cpu":
+        raise ValueError(f"{refused}: several ranks compute on the CPU alone (device = 'cpu')")
+    if config.max_adapters:
+        raise ValueError(f"{refused} is not supported with max_adapters = {config.max_adapters}")
+    from quire.engine.parallel.leader import Leader
+
+    folder = _fetch(source, config)[0]
+    config = replace(config, revision=None)
+    leader = Leader(folder, config)
+    try:
+        with leader.loading():
+            made = load_runner(folder, device, config, ranks=leader.ranks)
+    except BaseException:
+        leader.close()
+        raise
+    made.leader = leader
+    return made
+
+
+def load_runner(
+    source: str | Path,
+    device: torch.device,
+    config: EngineConfig,
+    runner: type[Runner] = Runner,
+    ranks: Ranks | None = None,
+) -> Runner:
+    """Load the model of a checkpoint, and make its runner with a cache.
+
+    Args:
+        source, device: as of `load_model`.
+        config: the configuration on the device.
+        runner: the class that computes steps.
+        ranks: those that compute the model together, of which each calls this function; None: this process alone.
+
+    Raises:
+        FileNotFoundError, OSError, ValueError: as `load_engine`.
+    """
+    model = load_model(source, device, config, ranks)
+    make = partial(_make_runner, runner, model, config, _cache_scales(model, config), _adapter_pool(model, config))
+    made = make(_num_pages(model, config, make, ranks))
+    check_runner(made, random_weights=config.load_format == "dummy")
+    return made
+
+
+def load_model(
+    source: str | Path, device: torch.device, config: EngineConfig | None = None, ranks: Ranks | None = None
+) -> Model:
     """Load the model of a checkpoint to a device.
 
     Args:
@@ -75,6 +130,7 @@ def load_model(source: str | Path, device: torch.device, config: EngineConfig | 
         device: of weights and cache, in place of that of the configuration.
         config: of which revision, dtype, max_model_len, compile, load_format, dequantize, trust_remote_code,
             batch_invariant and pooling are read.
+        ranks: those of whose models this one is a part; None: it is whole.
 
     Raises:
         FileNotFoundError: the checkpoint, its config.json or its weights are missing.
@@ -84,19 +140,15 @@ def load_model(source: str | Path, device: torch.device, config: EngineConfig | 
     config = (config or EngineConfig()).on(device)
     dummy, trusted = config.load_format == "dummy", config.trust_remote_code
     dtype = None if config.dtype == "auto" else as_dtype(config.dtype)
-    folder = checkpoint_folder(source, config.revision, trusted)
-    check_files(folder)
-    # What can't be run is refused before its weights are downloaded.
-    description = read_config(folder, trusted)
-    if not dummy:
-        download_weights(source, folder)
-        check_weights(folder)
+    folder, description = _fetch(source, config)
     on_gpu = device.type == "cuda"
     dequantize = not on_gpu if config.dequantize == "auto" else config.dequantize
     network = load_network(folder, description, device, dtype, dummy, trusted, dequantize=dequantize)
     network = network.to(device).eval().requires_grad_(False)
     model = Model(folder, network, load_tokenizer(folder, trusted), config.max_model_len)
     model.pooling = config.pooling
+    if ranks is not None:
+        _shard(model, ranks)
     if (on_gpu or not dequantize) and moe.can_replace(network):
         model.replacements.append(moe.ReplacedExperts(network))
     attentions = _find_layers(model)
@@ -106,6 +158,33 @@ def load_model(source: str | Path, device: torch.device, config: EngineConfig | 
         assert config.max_batched_tokens is not None
         model.pad_steps(config.max_batched_tokens)
     return model
+
+
+def _fetch(source: str | Path, config: EngineConfig) -> tuple[Path, Any]:
+    """The folder of a checkpoint, with its weights if they are to be read, and Transformers' configuration of it."""
+    folder = checkpoint_folder(source, config.revision, config.trust_remote_code)
+    check_files(folder)
+    # What can't be run is refused before its weights are downloaded.
+    description = read_config(folder, config.trust_remote_code)
+    if config.load_format != "dummy":
+        download_weights(source, folder)
+        check_weights(folder)
+    return folder, description
+
+
+def _shard(model: Model, ranks: Ranks) -> None:
+    """Keep this rank's part of a model, and check that the parts compute what the whole did. A plan may not fit a model
+    that does something between two layers.
+    """
+    from quire.engine.parallel.shard import shard
+
+    tokens = [(model.vocab_size // 3 + 7 * i * i) % model.vocab_size for i in range(min(5, model.context))]
+    rows = torch.tensor([tokens], device=model.device)
+    expected = model.transformers_logits(rows)
+    shard(model.network, ranks, model.folder)
+    if logits_differ(model.transformers_logits(rows), expected, exact=model.dtype == torch.float32):
+        what = "divided by Transformers' tensor-parallel plan, it has other logits than as a whole"
+        raise ValueError(f"{model.folder} can't be run with tensor_parallel_size = {ranks.size}: {what}")
 
 
 def _find_layers(model: Model) -> list[nn.Module]:
@@ -186,7 +265,7 @@ def _make_runner(
     return made
 
 
-def _num_pages(model: Model, config: EngineConfig, make: partial[Runner]) -> int:
+def _num_pages(model: Model, config: EngineConfig, make: partial[Runner], ranks: Ranks | None) -> int:
     """The pages of the cache, by default as many as fit, but not more than max_num_seqs full contexts."""
     if config.num_pages is not None:
         return config.num_pages
@@ -196,8 +275,11 @@ def _num_pages(model: Model, config: EngineConfig, make: partial[Runner]) -> int
         largest = StepShape(min(config.max_num_seqs, config.max_batched_tokens), config.max_batched_tokens)
         utilization = config.gpu_memory_utilization
         pages = profiled_pages(make, config.page_size, page_bytes, largest, utilization, config.cuda_graphs)
-    else:
+    elif ranks is None:
         pages = free_pages(page_bytes)
+    else:
+        # They share the memory, and have the same pages.
+        pages = ranks.least(max(1, free_pages(page_bytes) // ranks.size))
     return min(config.max_num_seqs * -(-model.context // config.page_size), pages)
 
 

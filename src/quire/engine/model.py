@@ -22,6 +22,7 @@ from quire.engine.generation import read_generation_config
 from quire.engine.headless import is_headless
 from quire.engine.hf_attention import NAME, PaddedAttention, StepAttention, running
 from quire.engine.multimodal import media_tokens
+from quire.engine.parallel.errors import RankError
 from quire.steps import Layer
 
 # Where a library's tiles do not divide the number of rows of a product, it may compute some rows otherwise than others,
@@ -226,7 +227,7 @@ class Model:
         """Turn exceptions of the modelling code into a ValueError that refuses the model."""
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RankError):
             raise
         except ValueError as error:
             raise ValueError(f"{self.folder} can't be run: {error}") from error

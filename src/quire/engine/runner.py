@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from quire.engine.sampler import Sampler
 from quire.engine.scales import Scales
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.steps import Heads, Layer, StepTables, fp8_dtype, plan, store, upload
+
+if TYPE_CHECKING:
+    from quire.engine.parallel.leader import Leader
 
 Wrappers = dict[Heads, BatchPrefillWithPagedKVCacheWrapper]
 
@@ -51,6 +55,7 @@ class Runner:
         caches: each layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim].
         scales: of each layer's keys and values.
         step_graphs: CUDA graphs of steps, if there are any; see `StepGraphs`.
+        leader: has the other ranks compute each step, too; None: there are no others, or this is one of them.
     """
 
     supports_overlap = True
@@ -58,6 +63,7 @@ class Runner:
     supports_adapters = True
     adapters: AdapterPool | None = None
     step_graphs: StepGraphs | None = None
+    leader: Leader | None = None
 
     def __init__(
         self,
@@ -124,7 +130,8 @@ class Runner:
         """`forward` without graphs; last_tokens is None if no token is in flight."""
         # A subclass may compute logits without the network.
         self.model.hidden_states.last = None
-        logits = self.run(batch, last_tokens) if self.supports_overlap else self.run(batch)
+        with nullcontext() if self.leader is None else self.leader.computing(batch):
+            logits = self.run(batch, last_tokens) if self.supports_overlap else self.run(batch)
         return ForwardOutput(batch, logits, hidden=self.model.hidden_states.last)
 
     def capture(self, sampler: Sampler, max_rows: int, max_batched_tokens: int, progress: Any = iter) -> None:

@@ -100,7 +100,7 @@ def _adapters_differ(runner: Runner) -> bool:
     plain, adapted = (probe_chunk(runner, tokens, 0, 0, size) for _ in range(2))
     expected = runner.run([plain])
     _give_slots([adapted])
-    return _differ(runner.run([adapted]), expected, exact=runner.kv_dtype == torch.float32)
+    return logits_differ(runner.run([adapted]), expected, exact=runner.kv_dtype == torch.float32)
 
 
 def _probe_request(tokens: list[int], params: SamplingParams) -> Request:
@@ -126,7 +126,7 @@ def _difference(runner: Runner, seed: int) -> str:
         for step in filter(None, steps):
             chunks = [probe_chunk(runner, tokens[b], b * pages, start, end) for b, start, end in step]
             differing += [
-                _differ(row, expected[b, end - 1], exact=runner.kv_dtype == torch.float32)
+                logits_differ(row, expected[b, end - 1], exact=runner.kv_dtype == torch.float32)
                 for row, (b, _, end) in zip(runner.run(chunks), step, strict=True)
             ]
         return differing
@@ -175,7 +175,7 @@ def _varies(runner: Runner) -> bool:
     return not all(torch.equal(alone.nan_to_num(), logits.nan_to_num()) for logits in found)
 
 
-def _differ(logits: Tensor, expected: Tensor, exact: bool) -> bool:
+def logits_differ(logits: Tensor, expected: Tensor, exact: bool) -> bool:
     """Whether logits differ from Transformers' by more than rounding, of 16-bit or 8-bit elements unless `exact`; False
     if Transformers' are not finite.
     """

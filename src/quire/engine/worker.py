@@ -13,12 +13,14 @@ from typing import Any
 
 from quire.engine.adapters.adapter import Adapter
 from quire.engine.engine import Engine
+from quire.engine.parallel.errors import RankError
 from quire.engine.request import Request, Update
 
 # A method of the engine, and the requests, or adapters, to call it with.
 _Command = tuple[Callable[[Any], None], Sequence[Any]]
 
-# Time without an update after which a waiting thread looks whether the engine's thread has ended.
+# Time without an update after which a waiting thread looks whether the engine's thread has ended, and without a command
+# after which an idle engine of several ranks looks whether these have ended.
 _POLL_SECONDS = 1.0
 _REMEDY = "Start processes by spawn or forkserver, or fork before the first LLM is made, and make one in each process"
 # The process that made the last worker: this one, or one that it was forked from.
@@ -46,9 +48,12 @@ class Worker:
 
     def __init__(self, engine: Engine) -> None:
         global _made_in
+        self._ended_by: list[RankError] = []
         self._engine, self._process = engine, os.getpid()
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=_work, args=(engine, self._inbox), name="quire-engine", daemon=True)
+        self.thread = threading.Thread(
+            target=_work, args=(engine, self._inbox, self._ended_by), name="quire-engine", daemon=True
+        )
         self.thread.start()
         self._closer = weakref.finalize(self, self._inbox.put, None)
         _made_in = self._process
@@ -103,17 +108,22 @@ class Worker:
         if self._process != os.getpid():
             what = "this LLM was made before this process was forked, which does not have the LLM's thread"
             return RuntimeError(f"{what}. {_REMEDY}")
-        return RuntimeError("the thread of this LLM has ended by an error")
+        what = "the thread of this LLM has ended by an error"
+        return RuntimeError(": ".join([what, *map(str, self._ended_by)]))
 
 
-def _work(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> None:
-    """The engine's thread."""
+def _work(engine: Engine, inbox: queue.SimpleQueue[_Command | None], ended_by: list[RankError]) -> None:
+    """The engine's thread. What has ended it is added to `ended_by`, if that was another process."""
     try:
         while _take_turn(engine, inbox):
             pass
+    except RankError as error:
+        ended_by.append(error)
+        print(f"quire: {error}", file=sys.stderr, flush=True)
     finally:
         for listener in engine.reporter.listeners:
             listener.engine_ended()
+        engine.close()
 
 
 def _take_turn(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> bool:
@@ -121,10 +131,14 @@ def _take_turn(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> boo
     The command None cancels all requests; False after that.
     """
     try:
-        wait = max(0.0, engine.launch_at - time.perf_counter()) if engine.busy else None
+        idle = None if engine.runner.leader is None else _POLL_SECONDS
+        wait = max(0.0, engine.launch_at - time.perf_counter()) if engine.busy else idle
         command = inbox.get(timeout=wait)
     except queue.Empty:
-        engine.step()
+        if engine.busy:
+            engine.step()
+        else:
+            engine.check_ranks()
         return True
     method, arguments = command or (engine.cancel, [*engine.scheduler.running, *engine.scheduler.waiting])
     for argument in arguments:

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Any
 
 from quire.engine import EngineConfig
+from quire.engine.child_process import end_of, start_program
 from quire.engine.messages import Failed, Frames, Ready, as_error, connected_sockets, frame, receive, to_client
 from quire.engine.reading import import_tokenizers, load_tokenizer
-from quire.server.child_process import end_of, start_program
 from quire.server.engine_client import EngineClient
 
 # Seconds for the process to end by itself, more than it gives itself.

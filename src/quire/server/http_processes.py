@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from quire.server.child_process import end_of, start_program
+from quire.engine.child_process import end_of, start_program
 from quire.server.counts import Counts
 
 # What a further process is told: to answer the requests that it has, and end.

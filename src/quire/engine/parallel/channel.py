@@ -1,0 +1,113 @@
+"""Messages between the leader, rank 0, and each follower, the other ranks: pickled objects on a socket."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.engine.batch import StepBatch
+from quire.engine.config import EngineConfig
+from quire.engine.inputs import logit_indices, token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a follower is to load.
+
+    Attributes:
+        folder: the checkpoint.
+        config: of the engine.
+        rank: of the follower.
+        port: of the store, on this machine.
+        seed: of random weights, which are equal in all ranks.
+        threads: that the follower computes in.
+    """
+
+    folder: Path
+    config: EngineConfig
+    rank: int
+    port: int
+    seed: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """A step as followers compute it.
+
+    Attributes:
+        ids: the tokens, int64 [tokens].
+        rows: the indices of those whose logits are needed, int64 [rows].
+        pages: each request's pages, which may be more than its tokens need, each as array("i").
+        lengths: the number of tokens of each request, including the new ones.
+        counts: the number of new tokens of each request.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray
+    pages: Sequence[Any]
+    lengths: list[int]
+    counts: list[int]
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> RankStep:
+        """The step of a batch without tokens in flight."""
+        pages = [request.pages for request in batch.requests]
+        return cls(token_ids(batch)[0], logit_indices(batch), pages, batch.ends.tolist(), batch.counts.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A follower has loaded its part, and waits for steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A follower runs, and joins the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    """A follower ends.
+
+    Attributes:
+        error: what it raised; a RankError if another rank was the reason.
+    """
+
+    error: BaseException
+
+
+class Channel:
+    """One end of a connection between two processes.
+
+    Args:
+        sock: connected.
+        timeout: seconds after which `send` and `receive` raise a TimeoutError; None: they wait for ever.
+    """
+
+    def __init__(self, sock: socket.socket, timeout: float | None = None) -> None:
+        sock.settimeout(timeout)
+        self.sock = sock
+        self._file = sock.makefile("rwb")
+
+    def send(self, message: object) -> None:
+        """Send an object; an OSError if the other process has ended, or does not read."""
+        pickle.dump(message, self._file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._file.flush()
+
+    def receive(self) -> Any:
+        """The next object; an EOFError if the other process has ended, or has closed its end."""
+        return pickle.load(self._file)
+
+    def close(self) -> None:
+        """Close this end. What could not be sent is lost."""
+        with suppress(OSError):
+            self._file.close()
+        self.sock.close()

@@ -1,0 +1,69 @@
+"""The program of a rank that is not the first: it loads its part of the model, and computes the steps of the leader."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import sys
+import warnings
+from contextlib import suppress
+
+import torch
+
+from quire.engine.load import load_runner
+from quire.engine.parallel.channel import Channel, Connected, Job, Loaded, RankFailed, RankStep
+from quire.engine.parallel.ranks import Ranks
+from quire.engine.runner import Runner
+from quire.steps import StepTables
+
+
+def main(descriptor: int) -> None:
+    """Serve the leader at the other end of a socket until it closes it. The exit code is 1 after an error, which the
+    leader is sent.
+    """
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        _serve(channel)
+    except BaseException as error:
+        # The leader may have ended, which ends this process, too.
+        with suppress(OSError):
+            channel.send(RankFailed(_sendable(error)))
+        sys.exit(1)
+
+
+def _serve(channel: Channel) -> None:
+    job: Job = channel.receive()
+    torch.set_num_threads(job.threads)
+    ranks = Ranks(job.rank, job.config.tensor_parallel_size, job.port)
+    channel.send(Connected())
+    ranks.connect()
+    torch.manual_seed(job.seed)
+    with warnings.catch_warnings():
+        # The leader warns of the same.
+        warnings.simplefilter("ignore")
+        runner = load_runner(job.folder, torch.device("cpu"), job.config, ranks=ranks)
+    ranks.timeout = job.config.tensor_parallel_timeout
+    channel.send(Loaded())
+    while True:
+        try:
+            step: RankStep = channel.receive()
+        except EOFError:
+            return
+        _compute(step, runner)
+
+
+def _compute(step: RankStep, runner: Runner) -> None:
+    """Compute a step together with the other ranks."""
+    tables = StepTables.from_host(step.pages, step.lengths, step.counts, runner.page_size, runner.num_pages)
+    runner.plan(runner.wrappers, tables.qo_indptr, tables.pages, tables.slots, max(step.counts))
+    ids, rows = torch.from_numpy(step.ids), torch.from_numpy(step.rows)
+    runner.model.logits(ids, tables.positions, rows, runner)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """The error, or one of its text if it cannot be pickled and read again."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,163 @@
+"""The first rank's part in starting the others, and in finding out which of them has failed."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quire.engine.batch import StepBatch
+from quire.engine.child_process import end_of, start_program
+from quire.engine.config import EngineConfig
+from quire.engine.parallel.channel import Channel, Connected, Job, Loaded, RankFailed, RankStep
+from quire.engine.parallel.errors import RankError
+from quire.engine.parallel.ranks import Ranks
+
+# Seconds in which a follower that has seen an error has reported it, and those for its end after that.
+_REPORT_SECONDS = 5.0
+_GRACE = 5.0
+# Seconds in which a process imports what it needs.
+_START_SECONDS = 120.0
+# How a rank sees that another one has ended or does not answer.
+_LOST = (RankError, OSError, EOFError)
+
+
+@dataclass(slots=True)
+class _Follower:
+    rank: int
+    process: subprocess.Popen[bytes]
+    channel: Channel
+
+
+class Leader:
+    """Starts the other ranks of an engine, and has them compute its steps. They end with this process, or by `close`.
+
+    Args:
+        folder: the checkpoint.
+        config: of the engine, with the device.
+
+    Attributes:
+        ranks: all of them; this process is rank 0.
+
+    Raises:
+        RankError: a process could not be started.
+    """
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        self._size, self._timeout = config.tensor_parallel_size, config.tensor_parallel_timeout
+        self._seed = torch.seed() % (1 << 63)
+        self.ranks = Ranks(0, self._size)
+        threads = max(1, torch.get_num_threads() // self._size)
+        job = Job(folder, config, 0, self.ranks.port, self._seed, threads)
+        self._followers = [self._start(replace(job, rank=rank)) for rank in range(1, self._size)]
+        try:
+            for follower in self._followers:
+                self._await(follower, Connected, _START_SECONDS)
+            self.ranks.connect()
+        except _LOST as error:
+            _, found = self._culprit(error)
+            self.close()
+            raise found from error
+
+    def _start(self, job: Job) -> _Follower:
+        own, other = socket.socketpair()
+        with other:
+            process = start_program("quire.engine.parallel.follower", [other.fileno()], [other.fileno()])
+        channel = Channel(own, self._timeout)
+        channel.send(job)
+        return _Follower(job.rank, process, channel)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context in which all ranks load their part of the model. Random numbers are those of the other ranks, and
+        an error of another rank is raised here.
+
+        Raises:
+            RankError: a rank has ended, or does not answer.
+        """
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed)
+                yield
+            for follower in self._followers:
+                self._await(follower, Loaded, self.ranks.timeout)
+            self.ranks.timeout = self._timeout
+        except _LOST as error:
+            raise self._culprit(error)[1] from error
+
+    @contextmanager
+    def computing(self, batch: StepBatch) -> Iterator[None]:
+        """A context in which all ranks compute a step.
+
+        Raises:
+            RankError: one of them could not; then none of them computes any more.
+        """
+        try:
+            step = RankStep.of(batch)
+            for follower in self._followers:
+                follower.channel.send(step)
+            yield
+        except Exception as error:
+            raise self._as_rank_error(error) from error
+
+    def check(self) -> None:
+        """Raise a RankError if a rank has ended."""
+        for follower in self._followers:
+            if follower.process.poll() is not None:
+                raise self._as_rank_error(RankError())
+
+    def close(self) -> None:
+        """End the other ranks."""
+        for follower in self._followers:
+            follower.channel.close()
+        end = time.monotonic() + _GRACE
+        for follower in self._followers:
+            end_of(follower.process, "", max(0.0, end - time.monotonic()))
+
+    def _await(self, follower: _Follower, expected: type, seconds: float) -> None:
+        """Receive a message of a follower that should be of the expected type."""
+        follower.channel.sock.settimeout(seconds)
+        message = follower.channel.receive()
+        follower.channel.sock.settimeout(self._timeout)
+        if isinstance(message, RankFailed):
+            raise message.error
+        assert isinstance(message, expected)
+
+    def _as_rank_error(self, error: Exception) -> RankError:
+        """What ends the engine after this rank has raised an exception in a step."""
+        name, found = self._culprit(error) if isinstance(error, _LOST) else ("rank 0", error)
+        return found if isinstance(found, RankError) else RankError(f"{name} failed: {type(found).__name__}: {found}")
+
+    def _culprit(self, seen: BaseException) -> tuple[str, BaseException]:
+        """What has happened if this rank saw that another one has ended or does not answer: the rank that failed, not
+        as the victim of another one, and its error; or else a RankError that names the ranks that are silent.
+        """
+        silent = []
+        end = time.monotonic() + _REPORT_SECONDS
+        for follower in self._followers:
+            name = f"rank {follower.rank}"
+            try:
+                error = self._failure(follower, max(0.1, end - time.monotonic()))
+            except TimeoutError:
+                silent.append(f"{name} has not answered for {self.ranks.timeout:g} s")
+            except (OSError, EOFError):
+                silent.append(end_of(follower.process, name, _GRACE))
+            else:
+                if not isinstance(error, RankError):
+                    return name, error
+        return "", RankError(" and ".join(silent) or f"the ranks have lost each other: {seen}")
+
+    @staticmethod
+    def _failure(follower: _Follower, seconds: float) -> BaseException:
+        """The error that a follower reports within some seconds."""
+        follower.channel.sock.settimeout(seconds)
+        while True:
+            message = follower.channel.receive()
+            if isinstance(message, RankFailed):
+                return message.error

@@ -1,0 +1,110 @@
+"""The processes that compute one model together, and what they exchange during a forward pass."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, ReduceOp, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions  # type: ignore[attr-defined]
+
+from quire.engine.parallel.errors import RankError
+
+_HOST = "127.0.0.1"
+# Ranks read a checkpoint and compile kernels at different speeds.
+_LOAD_SECONDS = 600.0
+
+
+class Ranks:
+    """One of `size` processes of this machine that call the same methods in the same order. Each method returns when
+    all have called it, and raises a RankError if one does not in time or its process has ended.
+
+    Args:
+        rank: of this process, 0 <= rank < size.
+        size: the number of ranks.
+        port: of the store where they find each other; None: this rank makes it.
+
+    Attributes:
+        port: of the store.
+        timeout: seconds within which every rank is to call a method; those for loading a model, until they are set.
+
+    Raises:
+        RankError: there is no store at the port.
+    """
+
+    def __init__(self, rank: int, size: int, port: int | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.timeout = _LOAD_SECONDS
+        self._options: dict[str, Any] = {"timeout": timedelta(seconds=_LOAD_SECONDS), "wait_for_workers": False}
+        with _exchanging():
+            self._store = TCPStore(_HOST, port or 0, is_master=port is None, **self._options)
+        self.port: int = self._store.port
+        self._number = next(_numbers)
+        _ranks[self._number] = self
+
+    def connect(self) -> None:
+        """Wait until all ranks have called this method, which is the first one."""
+        with _exchanging():
+            self._group: Any = ProcessGroupGloo(self._store, self.rank, self.size, self._options["timeout"])
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Replace a tensor by the sum of those of all ranks, which has equal bits in all of them, and return it."""
+        if torch.compiler.is_compiling():
+            torch.ops.quire.all_reduce(x, self._number)
+        else:
+            self.reduce(x, ReduceOp(ReduceOp.SUM))
+        return x
+
+    def concatenated(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, of equal shapes, one after another along the last dimension."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        with _exchanging():
+            self._group.allgather([parts], [x.contiguous()], self._with_timeout(AllgatherOptions())).wait()
+        return torch.cat(parts, dim=-1)
+
+    def least(self, number: int) -> int:
+        """The smallest of the numbers of all ranks."""
+        tensor = torch.tensor([number])
+        self.reduce(tensor, ReduceOp(ReduceOp.MIN))
+        return int(tensor)
+
+    def reduce(self, x: Tensor, operation: ReduceOp) -> None:
+        """Replace a tensor by what an operation makes of those of all ranks."""
+        options = self._with_timeout(AllreduceOptions())
+        options.reduceOp = operation
+        with _exchanging():
+            self._group.allreduce([x], options).wait()
+
+    def _with_timeout(self, options: Any) -> Any:
+        options.timeout = timedelta(seconds=self.timeout)
+        return options
+
+
+@contextmanager
+def _exchanging() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(str(error)) from error
+
+
+# An operation of torch takes numbers, and no objects.
+_numbers = itertools.count()
+_ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("quire::all_reduce", mutates_args=("x",))
+def _all_reduce(x: Tensor, ranks: int) -> None:
+    """`Ranks.sum` as one operation for torch.compile; `ranks` is the number of a `Ranks` of this process."""
+    _ranks[ranks].reduce(x, ReduceOp(ReduceOp.SUM))
+
+
+@_all_reduce.register_fake
+def _(x: Tensor, ranks: int) -> None:
+    return None

@@ -1,0 +1,113 @@
+"""The parts of a model that ranks keep, and models that are refused since they have none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from helpers.checkpoints import CONFIGS, FURTHER_CONFIGS
+from quire.engine.parallel.shard import RowwiseLinear, ShardedHead, shard
+
+CONFIGURATIONS = CONFIGS | FURTHER_CONFIGS
+
+
+def network(name, **changes):
+    config = CONFIGURATIONS[name]()
+    for attribute, value in changes.items():
+        setattr(config, attribute, value)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def parts(name, size, **changes):
+    """A network, and what each rank keeps of it."""
+    whole = network(name, **changes)
+    kept = []
+    for rank in range(size):
+        part = network(name, **changes)
+        part.load_state_dict(whole.state_dict())
+        shard(part, SimpleNamespace(rank=rank, size=size), "a folder")
+        kept.append(part.state_dict())
+    return whole.state_dict(), kept
+
+
+def test_shard_of_two_ranks_are_the_whole_side_by_side():
+    whole, kept = parts("llama", 2, attention_bias=True, mlp_bias=True)
+    assert whole.keys() == kept[0].keys()
+    for name, tensor in whole.items():
+        given = [part[name] for part in kept if name in part]
+        if name.endswith(("o_proj.bias", "down_proj.bias")):
+            # The sum of all ranks has the bias once.
+            assert len(given) == 1
+            assert torch.equal(given[0], tensor)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert torch.equal(torch.cat(given, dim=1), tensor)
+        elif "_proj" in name:
+            assert torch.equal(torch.cat(given), tensor)
+        elif name != "lm_head.weight":
+            assert all(torch.equal(each, tensor) for each in given)
+    # 97 tokens are not divisible, so that each rank has the whole head.
+    assert all(torch.equal(part["lm_head.weight"], whole["lm_head.weight"]) for part in kept)
+
+
+def test_shard_with_more_ranks_than_kv_heads_gives_neighbours_the_same_head():
+    whole, kept = parts("llama", 4)
+    keys = whole["model.layers.0.self_attn.k_proj.weight"]
+    given = [part["model.layers.0.self_attn.k_proj.weight"] for part in kept]
+    assert [torch.equal(each, keys[16 * head :][:16]) for each, head in zip(given, (0, 0, 1, 1), strict=True)] == [
+        True
+    ] * 4
+    queries = [part["model.layers.0.self_attn.q_proj.weight"] for part in kept]
+    assert torch.equal(torch.cat(queries), whole["model.layers.0.self_attn.q_proj.weight"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shard_of_a_head_that_can_be_divided_leaves_the_embedding_whole(tied):
+    part = network("qwen3", vocab_size=96, tie_word_embeddings=tied)
+    embedding = part.get_input_embeddings().weight.clone()
+    head = part.lm_head.weight.clone()
+    shard(part, SimpleNamespace(rank=1, size=2), "a folder")
+    assert torch.equal(part.get_input_embeddings().weight, embedding)
+    assert torch.equal(part.lm_head.weight, head[48:])
+    assert type(part.lm_head) is ShardedHead
+    assert type(part.model.layers[0].mlp.down_proj) is RowwiseLinear
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [
+        ("llama", 3, "its 4 query heads are not divisible by it"),
+        ("phi3", 2, 'has the style "colwise_gather_output" for layers.*.self_attn.qkv_proj, and colwise, rowwise are'),
+        ("olmo2", 2, 'has the style "colwise_gather_output" for layers.*.self_attn.q_proj'),
+        ("mixtral", 2, "Transformers' plan has the style"),
+        ("gpt-oss", 2, "a folder can't be run with tensor_parallel_size = 2: "),
+    ],
+)
+def test_shard_of_a_model_that_cannot_be_divided_says_why(name, size, reason):
+    with pytest.raises(ValueError, match="a folder can't be run with tensor_parallel_size") as caught:
+        shard(network(name), SimpleNamespace(rank=0, size=size), "a folder")
+    assert reason in str(caught.value)
+
+
+def test_shard_of_heads_and_features_that_do_not_divide_says_which():
+    with pytest.raises(ValueError, match="its 3 heads of keys and values can neither be divided nor replicated"):
+        shard(
+            network("llama", num_attention_heads=12, num_key_value_heads=3),
+            SimpleNamespace(rank=0, size=2),
+            "a folder",
+        )
+    with pytest.raises(ValueError, match=r"the 50 features of model\.layers\.0\.mlp\.gate_proj are not divisible"):
+        shard(network("llama", intermediate_size=50), SimpleNamespace(rank=0, size=4), "a folder")
+
+
+def test_shard_without_a_plan_says_so():
+    from transformers import GPT2Config
+
+    config = GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=10)
+    with pytest.raises(ValueError, match="has no tensor-parallel plan for GPT2LMHeadModel"):
+        shard(AutoModelForCausalLM.from_config(config), SimpleNamespace(rank=0, size=2), "a folder")

@@ -1,0 +1,204 @@
+"""Engines of several ranks, each in a process of its own: the tokens of one rank, and what happens when one ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from array import array
+
+import httpx
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from helpers.checkpoints import save
+from helpers.engines import pages_add_up, same, until_idle
+from helpers.server_processes import children_of, is_alive, until_ended
+from quire.engine import LLM, EmbeddingParams, SamplingParams, shipped_model
+from quire.engine.parallel.channel import RankStep
+from quire.engine.runner import Runner
+
+SMALL = {"device": "cpu", "num_pages": 160, "max_batched_tokens": 64}
+NINE = SamplingParams(max_tokens=9, ignore_eos=True)
+CODE = ["def add(a, b):", "import os\nimport sys\n", "class A", "x"]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists processes in /proc")
+
+
+def random_prompts(rng, count, vocab_size=97):
+    """Short and long prompts, some of which begin alike."""
+    first = [rng.randrange(1, vocab_size) for _ in range(40)]
+    return [
+        first[: rng.choice((0, 17, 40))] + [rng.randrange(1, vocab_size) for _ in range(rng.choice((1, 5, 33, 90)))]
+        for _ in range(count)
+    ]
+
+
+def check_tokens(folder, prompts, rng, **options):
+    """Compare the completions of an engine of several ranks with those of one rank."""
+    params = [
+        SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=i, max_tokens=rng.randint(1, 24), logprobs=2)
+        for i in range(len(prompts))
+    ]
+    ranks = {name: options.pop(name) for name in ("tensor_parallel_size",)}
+    with LLM(folder, **SMALL, **options) as one, LLM(folder, **SMALL, **options, **ranks) as several:
+        same(several.generate(prompts, params), one.generate(prompts, params), one, prompts, params)
+        until_idle(several)
+        assert pages_add_up(several)
+
+
+def test_llm_of_two_ranks_has_the_tokens_embeddings_and_log_probabilities_of_one(rng):
+    params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=1, prompt_logprobs=1)
+    with LLM(**SMALL) as one, LLM(**SMALL, tensor_parallel_size=2, speculative_tokens=3) as two:
+        assert children_of(os.getpid())
+        expected, found = one.generate(CODE, params), two.generate(CODE, params)
+        same(found, expected, one, CODE, [params] * len(CODE))
+        for a, b in zip(found, expected, strict=True):
+            for x, y in zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:], strict=True):
+                assert x == pytest.approx(y, abs=1e-4)
+        (a,), (b,) = (llm.embed(["import os"], EmbeddingParams("mean")) for llm in (two, one))
+        assert list(a.values) == pytest.approx(list(b.values), abs=1e-4)
+        until_idle(two)
+        assert pages_add_up(two)
+
+
+def test_llm_whose_rank_is_killed_ends_requests_with_an_error_that_names_it():
+    before = set(children_of(os.getpid()))
+    with LLM(**SMALL, tensor_parallel_size=2, tensor_parallel_timeout=30) as llm:
+        (process,) = set(children_of(os.getpid())) - before
+
+        def kill(index, update):
+            if not killed:
+                os.kill(process, signal.SIGKILL)
+                killed.append(process)
+
+        killed = []
+        params = SamplingParams(max_tokens=140, ignore_eos=True)
+        (completion,) = llm.generate(["import os\n"], params, on_update=kill)
+        assert completion.error == "RankError: rank 1 was ended by SIGKILL"
+        with pytest.raises(RuntimeError, match="has ended by an error: rank 1 was ended by SIGKILL"):
+            llm.generate("x")
+        assert not llm.alive
+    assert not is_alive(process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [("llama", 4), ("qwen3", 2), ("gemma2", 2), ("gemma3", 2), ("mistral", 4)])
+def test_llm_of_several_ranks_has_the_tokens_of_one(name, size, tmp_path, rng):
+    check_tokens(save(name, tmp_path), random_prompts(rng, 7), rng, tensor_parallel_size=size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"compile": True}, {"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}, {"batch_invariant": True}],
+    ids=str,
+)
+def test_llm_of_two_ranks_with_options_has_the_tokens_of_one(options, tmp_path, rng):
+    folder = save("llama", tmp_path, attention_bias=True, mlp_bias=True, vocab_size=96, tie_word_embeddings=True)
+    if options.get("dtype") == "bfloat16":
+        # Sums in another order are rounded otherwise, so that tokens may differ.
+        with LLM(folder, **SMALL, **options, tensor_parallel_size=2) as llm:
+            assert len(llm.generate([1, 2, 3], NINE)[0].token_ids) == 9
+        return
+    check_tokens(folder, random_prompts(rng, 5, 96), rng, tensor_parallel_size=2, **options)
+
+
+@pytest.mark.slow
+def test_llm_of_two_ranks_with_random_weights_has_the_same_in_both(tmp_path):
+    # The check of the parts compares the ranks' logits with those of the whole.
+    save("qwen3", tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    with LLM(tmp_path, **SMALL, tensor_parallel_size=2, load_format="dummy") as llm:
+        assert len(llm.generate([1, 2, 3], NINE)[0].token_ids) == 9
+
+
+@pytest.mark.slow
+def test_llm_whose_rank_hangs_ends_within_the_bound_and_names_it():
+    before = set(children_of(os.getpid()))
+    with LLM(**SMALL, tensor_parallel_size=4, tensor_parallel_timeout=8) as llm:
+        processes = set(children_of(os.getpid())) - before
+        assert len(processes) == 3
+        stopped = max(processes)
+        start = time.monotonic()
+        os.kill(stopped, signal.SIGSTOP)
+        (completion,) = llm.generate("import os\n", SamplingParams(max_tokens=20, ignore_eos=True))
+        assert completion.error == "RankError: rank 3 has not answered for 8 s"
+        assert time.monotonic() - start < 8 + 10
+    for process in processes:
+        until_ended(process)
+
+
+@pytest.mark.slow
+def test_llm_whose_rank_raises_ends_requests_with_its_error():
+    with LLM(**SMALL, tensor_parallel_size=2) as llm:
+        (follower,) = llm._engine.runner.leader._followers
+        beyond = np.array([llm.model.vocab_size + 7])
+        follower.channel.send(RankStep(beyond, np.zeros(1, dtype=np.int64), [array("i", [0])], [1], [1]))
+        (completion,) = llm.generate("x")
+    assert completion.error.startswith("RankError: rank 1 failed: IndexError: ")
+
+
+@pytest.mark.slow
+def test_llm_whose_rank_ends_while_nothing_runs_is_not_alive():
+    before = set(children_of(os.getpid()))
+    with LLM(**SMALL, tensor_parallel_size=2) as llm:
+        (process,) = set(children_of(os.getpid())) - before
+        os.kill(process, signal.SIGKILL)
+        end = time.monotonic() + 20
+        while llm.alive:
+            assert time.monotonic() < end, "the engine goes on"
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_ranks_whose_leader_is_killed_end():
+    program = "from quire.engine import LLM\nllm = LLM(device='cpu', num_pages=99, tensor_parallel_size=2)\n"
+    program += "print('ready', flush=True)\nllm.generate('x')\nimport time\ntime.sleep(99)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout.readline() == "ready\n"
+        followers = children_of(leader.pid)
+        assert followers
+        leader.kill()
+    until_ended(*followers)
+
+
+def test_llm_of_ranks_with_what_they_do_not_compute_says_so():
+    class Own(Runner):
+        pass
+
+    for options, reason in [
+        ({"runner": Own}, "Own computes all of a model"),
+        ({"max_adapters": 2}, "is not supported with max_adapters = 2"),
+    ]:
+        with pytest.raises(ValueError, match=f"tensor_parallel_size = 2.*{reason}"):
+            LLM(**SMALL, tensor_parallel_size=2, **options)
+    with pytest.raises(FileNotFoundError, match="there is no model folder"):
+        LLM("no such folder", **SMALL, tensor_parallel_size=2)
+    before = children_of(os.getpid())
+    # Four heads cannot be divided among three.
+    with pytest.raises(ValueError, match=f"{shipped_model()} can't be run with tensor_parallel_size = 3: its 4 query"):
+        LLM(**SMALL, tensor_parallel_size=3)
+    assert children_of(os.getpid()) == before
+
+
+@pytest.mark.slow
+def test_serve_whose_rank_is_killed_ends_with_an_error_that_names_it():
+    pytest.importorskip("fastapi")
+    from helpers.server import serving_process
+
+    flags = ("--num-pages", "200", "--tensor-parallel-size", "2")
+    with serving_process(*flags, QUIRE_API_KEY="") as (process, url):
+        body = {"prompt": "import os\n", "max_tokens": 2}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()["usage"]["completion_tokens"] == 2
+        (engine,) = children_of(process.pid)
+        (follower,) = children_of(engine)
+        os.kill(follower, signal.SIGKILL)
+        assert process.wait(20) == 1
+        assert "quire: rank 1 was ended by SIGKILL" in process.stderr.read()
+        until_ended(engine)
