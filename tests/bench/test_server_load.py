@@ -166,6 +166,22 @@ def test_bench_serve_with_several_rates_has_a_run_for_each(server, tmp_path, cap
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_serve_with_several_clients_sends_each_request_once(server, tmp_path):
+    file = tmp_path / "result.json"
+    given = ["--requests", "7", "--input", "3:9", "--output", "2:4", "--clients", "3", "--rate", "inf"]
+    assert main(["bench", "serve", "--device", "cpu", "--url", server.url, "--json", str(file), *given]) == 0
+    result = json.loads(file.read_text())
+    assert result["clients"] == 3
+    (row,) = result["runs"]
+    assert (row["requests"], row["completed"], row["failed"]) == (7, 7, 0)
+    assert row["ended_early"] == 0
+    timed = server.bodies[1:]
+    assert len({str(body["prompt"]) for body in timed}) == len(timed) == 7
+    # They begin together.
+    assert row["seconds"] < 5
+    assert row["send_lag_ms"]["p99"] < 1000
+
+
 def test_bench_serve_with_a_file_reports_failures(server, tmp_path, capsys):
     work = tmp_path / "work.jsonl"
     work.write_text('{"prompt": "hello", "max_tokens": 2}\n{"prompt": [3, 4], "max_tokens": 3}\n')
@@ -227,6 +243,7 @@ def test_bench_serve_with_adapters_that_the_server_lacks_is_refused(server, give
         (["--requests", "0"], "--requests 0"),
         (["--ttft-limit", "-1"], "--ttft-limit -1.0: it must be above 0"),
         (["--vocab-size", "1"], "--vocab-size 1"),
+        (["--clients", "0"], "--clients 0: it must be at least 1"),
         (["--url", "ftp://here"], "--url ftp://here: it must be like http"),
         (["--url", "http://127.0.0.1:9"], "no connection"),
     ],

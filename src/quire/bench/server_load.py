@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -166,8 +166,18 @@ async def sweep(
     limits: LatencyLimits,
     seed: int,
     timeout: float,
+    further: Callable[..., tuple[list[RequestRecord], list[float]]] | None = None,
 ) -> AsyncIterator[Row]:
     """Yield a row for each rate and its requests, after a request of one token that is not timed.
+
+    Args:
+        client: of the server.
+        model: its name.
+        works: rates, and their requests.
+        limits: of good requests.
+        seed: of arrivals.
+        timeout: as of `load`.
+        further: what loads the server in place of `load`, without a client, in a thread; None: this process does.
 
     Raises:
         Refused: the server does not answer that request.
@@ -176,7 +186,11 @@ async def sweep(
     await _read(client, model, RequestRecord(LoadRequest(first.prompt[:1], 1)), time.perf_counter())
     for i, (rate, requests) in enumerate(works):
         at = arrivals(len(requests), rate, seed + i)
-        yield summary(rate, *await load(client, model, requests, at, timeout), limits, at)
+        if further is None:
+            records, late = await load(client, model, requests, at, timeout)
+        else:
+            records, late = await asyncio.to_thread(further, model, requests, at, timeout)
+        yield summary(rate, records, late, limits, at)
 
 
 def summary(

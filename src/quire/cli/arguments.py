@@ -211,6 +211,7 @@ def _bench(commands: Any) -> None:
     server = parser.add_argument_group("serve: a server with OpenAI's interface", _SERVER)
     server.add_argument("--url", default="http://127.0.0.1:8000", help="(http://127.0.0.1:8000)")
     server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    server.add_argument("--clients", type=int, default=1, metavar="N", help="processes that send and read (1)")
     server.add_argument("--rate", default="1", metavar="R,...", help=_RATE)
     server.add_argument("--ttft-limit", type=float, metavar="MS", help="for the first token of a good request")
     server.add_argument("--itl-limit", type=float, metavar="MS", help="for each further one, in the mean of a request")

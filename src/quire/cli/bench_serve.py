@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} {value}: it must be above 0")
+    if args.clients < 1:
+        raise ValueError(f"--clients {args.clients}: it must be at least 1")
     if args.vocab_size < 4:
         raise ValueError(f"--vocab-size {args.vocab_size}: it must be at least 4")
     rates = [_rate(text, args.rate) for text in args.rate.split(",")]
@@ -48,6 +51,7 @@ async def _load(args: argparse.Namespace, works: Any, machine: dict[str, Any]) -
         **machine,
         "operation": "serve",
         "url": args.url,
+        "clients": args.clients,
         "seed": args.seed,
         "input": args.input if args.file is None else args.file.name,
         "output": args.output if args.file is None else args.file.name,
@@ -62,7 +66,12 @@ async def _load(args: argparse.Namespace, works: Any, machine: dict[str, Any]) -
         if args.adapters is not None:
             result["adapters"] = await _adapters(args.adapters, server)
             works = [(rate, _drawn(work, result["adapters"], args.seed + i)) for i, (rate, work) in enumerate(works)]
-        async for row in server_load.sweep(server, model, works, limits, args.seed, args.timeout):
+        further = None
+        if args.clients > 1:
+            from quire.bench.client_processes import load_by_processes
+
+            further = partial(load_by_processes, args.clients, (args.url, args.api_key))
+        async for row in server_load.sweep(server, model, works, limits, args.seed, args.timeout, further):
             result["runs"].append(row)
             print(f"rate {row['rate']}: {row['completed']} of {row['requests']} completed", file=sys.stderr, flush=True)
             if args.json is not None and args.json != Path("-"):

@@ -1,0 +1,51 @@
+"""Load from several processes, for servers that write faster than one process reads."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from quire.bench.client import connected
+from quire.bench.server_load import LoadRequest, RequestRecord, load
+
+# In a process of the pool, where all of them wait for each other.
+_barrier: Any = None
+
+
+def _begin(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def load_by_processes(
+    count: int, server: tuple[str, str | None], model: str, requests: Sequence[LoadRequest], at: Sequence[float],
+    timeout: float,
+) -> tuple[list[RequestRecord], list[float]]:  # fmt: skip
+    """What `load` returns, by processes that begin at the same time and send every `count`-th request each.
+
+    Args:
+        count: of processes.
+        server: its URL and its API key, if it has one.
+        model, requests, at, timeout: as of `load`.
+    """
+    context = multiprocessing.get_context("spawn")
+    records: list[Any] = [None] * len(requests)
+    late: list[float] = []
+    with ProcessPoolExecutor(count, context, _begin, (context.Barrier(count),)) as pool:
+        parts = [pool.submit(_part, server, model, requests[i::count], at[i::count], timeout) for i in range(count)]
+        for i, part in enumerate(parts):
+            records[i::count], waited = part.result()
+            late += waited
+    return records, late
+
+
+def _part(server: tuple[str, str | None], model: str, *work: Any) -> tuple[list[RequestRecord], list[float]]:
+    async def send() -> tuple[list[RequestRecord], list[float]]:
+        async with connected(*server) as client:
+            return await load(client, model, *work)
+
+    _barrier.wait()
+    return asyncio.run(send())
