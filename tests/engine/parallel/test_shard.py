@@ -66,6 +66,16 @@ def test_shard_with_more_ranks_than_kv_heads_gives_neighbours_the_same_head():
     assert torch.equal(torch.cat(queries), whole["model.layers.0.self_attn.q_proj.weight"])
 
 
+def test_shard_of_experts_has_parts_of_both_halves_and_of_the_inputs():
+    whole, kept = parts("mixtral", 2)
+    gate_up, down = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+    gate, up = whole[gate_up].chunk(2, dim=1)
+    for rank, part in enumerate(kept):
+        expected = torch.cat([gate[:, 24 * rank :][:, :24], up[:, 24 * rank :][:, :24]], dim=1)
+        assert torch.equal(part[gate_up], expected)
+    assert torch.equal(torch.cat([part[down] for part in kept], dim=2), whole[down])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_shard_of_a_head_that_can_be_divided_leaves_the_embedding_whole(tied):
     part = network("qwen3", vocab_size=96, tie_word_embeddings=tied)
@@ -82,10 +92,13 @@ def test_shard_of_a_head_that_can_be_divided_leaves_the_embedding_whole(tied):
     ("name", "size", "reason"),
     [
         ("llama", 3, "its 4 query heads are not divisible by it"),
-        ("phi3", 2, 'has the style "colwise_gather_output" for layers.*.self_attn.qkv_proj, and colwise, rowwise are'),
+        (
+            "phi3",
+            2,
+            'has the style "colwise_gather_output" for layers.*.self_attn.qkv_proj, and colwise, packed_colwise',
+        ),
         ("olmo2", 2, 'has the style "colwise_gather_output" for layers.*.self_attn.q_proj'),
-        ("mixtral", 2, "Transformers' plan has the style"),
-        ("gpt-oss", 2, "a folder can't be run with tensor_parallel_size = 2: "),
+        ("gpt-oss", 2, "Transformers has no tensor-parallel plan for GptOssForCausalLM"),
     ],
 )
 def test_shard_of_a_model_that_cannot_be_divided_says_why(name, size, reason):
@@ -101,6 +114,8 @@ def test_shard_of_heads_and_features_that_do_not_divide_says_which():
             SimpleNamespace(rank=0, size=2),
             "a folder",
         )
+    with pytest.raises(ValueError, match=r"the 100 features of model\.layers\.0\.mlp\.experts\.gate_up_proj are not"):
+        shard(network("mixtral", intermediate_size=50), SimpleNamespace(rank=0, size=4), "a folder")
     with pytest.raises(ValueError, match=r"the 50 features of model\.layers\.0\.mlp\.gate_proj are not divisible"):
         shard(network("llama", intermediate_size=50), SimpleNamespace(rank=0, size=4), "a folder")
 

@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, ReduceOp, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+)
 
 from quire.engine.parallel.errors import RankError
 
@@ -61,6 +65,15 @@ class Ranks:
             self.reduce(x, ReduceOp(ReduceOp.SUM))
         return x
 
+    def of_first(self, x: Tensor) -> Tensor:
+        """The tensor of rank 0, for one of the same shape."""
+        x = x.contiguous().clone()
+        if torch.compiler.is_compiling():
+            torch.ops.quire.broadcast(x, self._number)
+        else:
+            self.broadcast(x)
+        return x
+
     def concatenated(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, of equal shapes, one after another along the last dimension."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -80,6 +93,11 @@ class Ranks:
         options.reduceOp = operation
         with _exchanging():
             self._group.allreduce([x], options).wait()
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace a tensor by that of rank 0."""
+        with _exchanging():
+            self._group.broadcast([x], self._with_timeout(BroadcastOptions())).wait()
 
     def _with_timeout(self, options: Any) -> Any:
         options.timeout = timedelta(seconds=self.timeout)
@@ -105,6 +123,13 @@ def _all_reduce(x: Tensor, ranks: int) -> None:
     _ranks[ranks].reduce(x, ReduceOp(ReduceOp.SUM))
 
 
+@torch.library.custom_op("quire::broadcast", mutates_args=("x",))
+def _broadcast(x: Tensor, ranks: int) -> None:
+    """`Ranks.broadcast`, likewise."""
+    _ranks[ranks].broadcast(x)
+
+
 @_all_reduce.register_fake
+@_broadcast.register_fake
 def _(x: Tensor, ranks: int) -> None:
     return None

@@ -2,7 +2,9 @@
 
 The plan names linear layers of two styles. Those whose outputs are independent ("colwise") keep the outputs of this
 rank: its heads, and its part of the intermediate size. Those that follow them ("rowwise") keep the inputs of this rank,
-and their products are summed over all ranks. All other modules are computed by every rank.
+and their products are summed over all ranks. Experts have these parts of each expert's weights, where the first two of
+its products are one ("packed_colwise"), and the sum over the experts of a token is summed over all ranks
+("moe_tp_experts"). All other modules are computed by every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch.nn import functional as F
 from quire.engine.parallel.ranks import Ranks
 from quire.steps import product
 
-_SPLIT = ("colwise", "rowwise")
+_SPLIT = ("colwise", "packed_colwise", "rowwise", "moe_tp_experts")
 # Norms of single heads; the word for gradients is without meaning here.
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 
@@ -54,17 +56,26 @@ def shard(network: Any, ranks: Ranks, folder: object) -> None:
     """
     config, size = network.config.get_text_config(), ranks.size
     refused = f"{folder} can't be run with tensor_parallel_size = {size}"
-    layers = _planned_layers(network, getattr(config, "base_model_tp_plan", None) or {}, refused)
+    plan = _planned(network, getattr(config, "base_model_tp_plan", None) or {}, refused)
     _check_heads(config, size, refused)
-    for name, (style, linear) in layers.items():
-        features = linear.out_features if style == "colwise" else linear.in_features
+    for name, (style, part) in plan.items():
+        parent = network.get_submodule(name.rpartition(".")[0])
+        if style == "moe_tp_experts":
+            _exchange_of_experts(part, ranks)
+            continue
+        halves = 2 if style == "packed_colwise" else 1
         parts = min(size, config.num_key_value_heads) if name.endswith((".k_proj", ".v_proj")) else size
-        if features % parts:
+        weight = part if isinstance(part, nn.Parameter) else part.weight
+        features = weight.shape[-1 if style == "rowwise" else -2]
+        if features % (parts * halves):
             raise ValueError(f"{refused}: the {features} features of {name} are not divisible by it")
-        if style == "colwise":
-            _keep_rows(linear, *_part(features, parts, ranks))
+        first, count = _part(features // halves, parts, ranks)
+        if isinstance(part, nn.Parameter):
+            _set(parent, name.rpartition(".")[2], _kept(part, style, first, count))
+        elif style == "rowwise":
+            _keep_inputs(part, first, count, ranks)
         else:
-            _keep_columns(linear, *_part(features, parts, ranks), ranks)
+            _keep_outputs(part, first, count, halves)
     if config.num_key_value_heads < size:
         for module in network.modules():
             # Transformers' own attention repeats each head of keys so often.
@@ -72,28 +83,28 @@ def shard(network: Any, ranks: Ranks, folder: object) -> None:
                 module.num_key_value_groups = config.num_attention_heads // size
     head = network.get_output_embeddings()
     if type(head) is nn.Linear and head.out_features % size == 0:
-        _keep_rows(head, *_part(head.out_features, size, ranks), copy=False)
+        _keep_outputs(head, *_part(head.out_features, size, ranks), copy=False)
         head.__class__ = ShardedHead
         head.__dict__["ranks"] = ranks
 
 
-def _planned_layers(network: nn.Module, plan: dict[str, str], refused: str) -> dict[str, tuple[str, nn.Linear]]:
-    """The layers that are split, with their styles, by their names."""
-    found: dict[str, tuple[str, nn.Linear]] = {}
-    modules = dict(network.named_modules())
+def _planned(network: nn.Module, plan: dict[str, str], refused: str) -> dict[str, tuple[str, Any]]:
+    """The modules and parameters that are divided, with their styles, by their names."""
+    found: dict[str, tuple[str, Any]] = {}
+    everything: dict[str, Any] = {**dict(network.named_modules()), **dict(network.named_parameters())}
     for pattern, style in plan.items():
         expression = re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+"))
-        names = [name for name in modules if expression.fullmatch(name)]
+        names = [name for name in everything if expression.fullmatch(name)]
         if not names or style in _WHOLE:
             continue
         if style not in _SPLIT:
             what = f'Transformers\' plan has the style "{style}" for {pattern}, and {", ".join(_SPLIT)} are supported'
             raise ValueError(f"{refused}: {what}")
         for name in names:
-            module = modules[name]
-            if type(module) is not nn.Linear:
-                raise ValueError(f"{refused}: {name} is a {type(module).__name__}, and only linear layers are split")
-            found[name] = style, module
+            part = everything[name]
+            if style != "moe_tp_experts" and type(part) not in (nn.Linear, nn.Parameter):
+                raise ValueError(f"{refused}: {name} is a {type(part).__name__}, and only linear layers are divided")
+            found[name] = style, part
     if not found:
         raise ValueError(f"{refused}: Transformers has no tensor-parallel plan for {type(network).__name__}")
     return found
@@ -113,15 +124,25 @@ def _part(features: int, parts: int, ranks: Ranks) -> tuple[int, int]:
     return ranks.rank * parts // ranks.size * count, count
 
 
-def _keep_rows(linear: nn.Linear, first: int, count: int, copy: bool = True) -> None:
+def _kept(weight: Tensor, style: str, first: int, count: int) -> Tensor:
+    """Some inputs of a weight, or some outputs, of each half if there are two, [..., outputs, inputs]."""
+    if style == "rowwise":
+        return weight[..., first : first + count]
+    halves = weight.chunk(2 if style == "packed_colwise" else 1, dim=-2)
+    return torch.cat([half[..., first : first + count, :] for half in halves], dim=-2)
+
+
+def _keep_outputs(linear: nn.Linear, first: int, count: int, halves: int = 1, copy: bool = True) -> None:
     """Keep some outputs of a layer; without a copy, of a weight that is the embedding's, too."""
-    _set(linear, "weight", linear.weight[first : first + count], copy)
-    if linear.bias is not None:
-        _set(linear, "bias", linear.bias[first : first + count], copy)
-    linear.out_features = count
+    for name in ("weight", "bias"):
+        values = getattr(linear, name)
+        if values is not None:
+            kept = [half[first : first + count] for half in values.detach().chunk(halves)]
+            _set(linear, name, torch.cat(kept) if copy else kept[0])
+    linear.out_features = count * halves
 
 
-def _keep_columns(linear: nn.Linear, first: int, count: int, ranks: Ranks) -> None:
+def _keep_inputs(linear: nn.Linear, first: int, count: int, ranks: Ranks) -> None:
     """Keep some inputs of a layer."""
     _set(linear, "weight", linear.weight[:, first : first + count])
     if ranks.rank:
@@ -131,6 +152,22 @@ def _keep_columns(linear: nn.Linear, first: int, count: int, ranks: Ranks) -> No
     linear.__dict__["ranks"] = ranks
 
 
-def _set(linear: nn.Linear, name: str, values: Tensor, copy: bool = True) -> None:
-    values = values.detach().clone(memory_format=torch.contiguous_format) if copy else values.detach()
-    linear.register_parameter(name, nn.Parameter(values, requires_grad=False))
+def _exchange_of_experts(experts: nn.Module, ranks: Ranks) -> None:
+    """Choose the experts of a token by rank 0, since equal sums may be rounded otherwise in other ranks, and sum what
+    the parts of the experts return.
+    """
+
+    def choose(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states, index, weights = args
+        return states, ranks.of_first(index), ranks.of_first(weights)
+
+    def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return ranks.sum(output)
+
+    experts.register_forward_pre_hook(choose)
+    experts.register_forward_hook(add)
+
+
+def _set(module: nn.Module, name: str, values: Tensor) -> None:
+    """Replace a parameter. A part of a larger tensor is copied where it is not contiguous."""
+    module.register_parameter(name, nn.Parameter(values.detach().contiguous(), requires_grad=False))
