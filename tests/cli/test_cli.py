@@ -160,7 +160,10 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("moment", ["quire.cli.generate", "torch.nn", "transformers.modeling_utils"])
+@pytest.mark.parametrize(
+    "moment",
+    ["quire.cli.generate", "torch.nn", pytest.param("transformers.modeling_utils", marks=pytest.mark.slow)],
+)
 def test_ctrl_c_during_imports_ends_without_a_traceback(moment):
     """The signal comes while a module is imported: the command, a part of torch, what a model is loaded with."""
     code = f"""if True:
@@ -276,6 +279,7 @@ def test_calibrate_writes_scales_that_the_engine_loads(tmp_path, capsys):
         LLM(num_pages=20, kv_cache_dtype="fp8", kv_cache_scales=file).close()
 
 
+@pytest.mark.slow
 def test_check_with_a_seed_passes_and_repeats(capsys):
     assert main(["check", "--backend", "cpu", "--batches", "1", "--seed", "4", "--json"]) == 0
     first = json.loads(capsys.readouterr().out)

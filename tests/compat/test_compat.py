@@ -249,6 +249,7 @@ def test_compat_install_after_another_flashinfer_is_refused(monkeypatch):
     assert "flashinfer" in sys.modules
 
 
+@pytest.mark.slow
 def test_compat_installed_by_sitecustomize_serves_a_program(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import quire.compat, sys\nassert 'torch' not in sys.modules\n")
     program = tmp_path / "program.py"

@@ -271,6 +271,7 @@ def test_loading_by_a_server_that_ends_is_answered_503(llm, root):
     assert [info.name for info in llm.adapters] == ["one"]
 
 
+@pytest.mark.slow
 def test_engine_process_whose_adapters_are_refused_raises_that():
     config = EngineConfig(device="cpu", num_pages=50, max_adapters=1)
     wanted = pytest.raises(FileNotFoundError, match=r"/nowhere has no adapter_config\.json")
@@ -372,6 +373,7 @@ async def wait_for_adapters(client, names):
     pytest.fail(f"the adapters of the client are {client.adapters}")
 
 
+@pytest.mark.slow
 def test_engine_process_adapters_of_one_client_are_those_of_all(root):
     config = EngineConfig(device="cpu", num_pages=200, max_adapters=2)
     with EngineProcess(config=config, clients=2, adapters={"one": root / "one"}) as process:

@@ -81,6 +81,7 @@ def test_engine_killed_ends_requests_of_all_processes_with_errors():
     assert (code, printed) == (1, "quire: error: the engine's process was ended by SIGKILL\n")
 
 
+@pytest.mark.slow
 def test_first_process_killed_ends_requests_of_others_with_errors_and_all_processes():
     (first, *others), code, printed = killed(1)
     assert first == ["cut"] * 4
@@ -88,6 +89,7 @@ def test_first_process_killed_ends_requests_of_others_with_errors_and_all_proces
     assert (code, printed) == (-signal.SIGKILL, "")
 
 
+@pytest.mark.slow
 def test_further_process_killed_ends_requests_of_others_with_errors_and_the_server():
     (first, second, third), code, printed = killed(2)
     assert second == ["cut"] * 4
@@ -95,6 +97,7 @@ def test_further_process_killed_ends_requests_of_others_with_errors_and_the_serv
     assert (code, printed) == (1, "quire: error: HTTP process 2 of 3 was ended by SIGKILL\n")
 
 
+@pytest.mark.slow
 def test_sigterm_to_all_processes_answers_every_request():
     """As a service manager sends it. Short completions finish, long ones end with an error after the grace time."""
     with serving_process(*ARGUMENTS, "--grace", "4", QUIRE_API_KEY="") as (process, url):
@@ -109,6 +112,7 @@ def test_sigterm_to_all_processes_answers_every_request():
     assert printed == "quire: 6 completions are ended after the grace time\n"
 
 
+@pytest.mark.slow
 def test_second_sigint_ends_all_processes_at_once():
     with serving_process(*ARGUMENTS, "--grace", "300", QUIRE_API_KEY="") as (process, url):
         engine, pids = engine_and_http(process.pid)
@@ -124,6 +128,7 @@ def test_second_sigint_ends_all_processes_at_once():
         until_ended(engine, *pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 2])
 def test_process_killed_while_the_model_is_loaded_ends_all(index):
     """The first process, or a further one, of which the first learns when the model is loaded."""

@@ -202,6 +202,7 @@ def test_limit_of_connections_is_divided_among_processes():
             counts.close()
 
 
+@pytest.mark.slow
 def test_adapters_are_known_to_all_processes_when_the_answer_comes(tmp_path):
     pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -231,6 +232,7 @@ def test_adapters_are_known_to_all_processes_when_the_answer_comes(tmp_path):
             assert dict(counted) == {**dict.fromkeys("abcd", "2.0"), "first": "1.0", "other": "0.0"}
 
 
+@pytest.mark.slow
 def test_keys_template_names_and_log_are_those_of_every_process(tmp_path):
     (tmp_path / "keys").write_text("secret\n")
     arguments = (
@@ -260,6 +262,7 @@ def test_keys_template_names_and_log_are_those_of_every_process(tmp_path):
     assert len(lines) == 12
 
 
+@pytest.mark.slow
 def test_tls_is_spoken_by_every_process(tmp_path):
     cert, key = make_certificate(tmp_path)
     context = ssl.create_default_context(cafile=cert)

@@ -167,6 +167,7 @@ def test_tls_wrong_files_are_named_before_the_model_is_loaded(tls, tmp_path, cap
         assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_serve_chat_template_of_file_or_text_replaces_the_checkpoints(tmp_path):
     folder = with_chat_template(tmp_path / "model", "the checkpoint's")
     text = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
@@ -195,6 +196,7 @@ def test_serve_wrong_chat_template_is_refused_before_the_model_is_loaded(tmp_pat
         assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_serve_access_log_in_json_has_a_line_for_each_request(tls):
     given = ["--access-log", "json", "--ssl-certfile", str(tls[0]), "--ssl-keyfile", str(tls[1]), "--num-pages", "9"]
     with serving_process(*given, stdout=subprocess.PIPE) as (process, url):

@@ -96,6 +96,7 @@ def test_embeddings_of_long_texts_that_are_cut_are_those_of_their_last_tokens(cl
         np.testing.assert_allclose(values(answer)[0], llm.embed([kept])[0].values, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_embeddings_of_a_checkpoint_without_a_head_are_all_that_is_served(tmp_path):
     config = transformers.Qwen3Config(**{**SHAPE, "vocab_size": save_tokenizer(tmp_path)})
     transformers.Qwen3Model(config).save_pretrained(tmp_path)

@@ -77,7 +77,7 @@ def test_serve_engine_killed_ends_requests_with_errors_and_the_server():
         assert (error["code"], error["message"]) == ("engine_error", "the engine failed: its process has ended")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGABRT, marks=pytest.mark.slow)])
 def test_serve_server_killed_ends_the_engine(number):
     with serving_process(*SMALL, QUIRE_API_KEY="") as (process, url):
         engine = engine_of(process.pid)
@@ -92,6 +92,7 @@ def test_engine_process_client_left_while_loading_ends():
     assert process.wait(20) != 0
 
 
+@pytest.mark.slow
 def test_serve_signals_to_the_engine_alone_have_no_effect():
     with serving_process(*SMALL, QUIRE_API_KEY="") as (process, url):
         engine = engine_of(process.pid)
@@ -143,6 +144,7 @@ async def token_ids(engine, prompt, max_tokens):
     return [token for part in parts for token in part.token_ids], parts[-1].finish_reason
 
 
+@pytest.mark.slow
 def test_engine_process_of_three_clients_serves_each_and_ends_with_the_first():
     config = EngineConfig(device="cpu", num_pages=1000, batch_invariant=True)
     with EngineProcess(config=config, clients=3) as process:

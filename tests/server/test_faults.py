@@ -138,6 +138,7 @@ def test_requests_that_end_or_are_left_leave_no_objects(llm, url, rng):
     assert alive[asyncio.Task] < 10
 
 
+@pytest.mark.slow
 def test_sigkill_closes_connections_and_a_new_server_serves(rng):
     bodies = [
         {"prompt": "import os\n", "max_tokens": 1500, "ignore_eos": True, "stream": i % 2 == 0} for i in range(20)

@@ -58,7 +58,7 @@ def check(llm, networks, rng, count=12):
         {"max_batched_tokens": 5, "page_size": 2, "num_pages": 200},
         {"speculative_tokens": 4, "page_size": 4, "num_pages": 100},
         {"batch_invariant": True, "page_size": 4, "num_pages": 100},
-        {"compile": True, "page_size": 4, "num_pages": 100},
+        pytest.param({"compile": True, "page_size": 4, "num_pages": 100}, marks=pytest.mark.slow),
     ],
     ids=["chunks", "drafts", "batch_invariant", "compiled"],
 )

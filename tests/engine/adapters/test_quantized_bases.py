@@ -19,7 +19,7 @@ PROMPTS = [[1, 2, 3], [7] * 20, [40, 3, 1, 60, 11]]
 
 # Of the formats, one that merges projections, and one whose columns are in different orders, so that it does not.
 @pytest.mark.parametrize("name", ["fp8 block", "gptq act-order", "ct int4 asymmetric"])
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_llm_with_an_adapter_over_weights_that_stay_quantized_has_the_tokens_of_merged_ones(
     compile, name, llama, tmp_path
 ):

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.architectures import main_architectures
+from helpers.architectures import every_architecture
 
 MANTISSA = {"*fp8e4nv": 3, "*fp8e5": 2}
 
@@ -29,7 +29,7 @@ def check(kernel, target, given, num_warps, spills=0):
     return usage
 
 
-@main_architectures
+@every_architecture
 def test_norms_compile_for_every_architecture(target):
     from quire.kernels.triton.norm import norm_config, norm_rows
 
@@ -53,7 +53,7 @@ def test_norms_compile_for_every_architecture(target):
             assert all(".v4." in line for line in loads), "16 bytes each"
 
 
-@main_architectures
+@every_architecture
 def test_gemv_compiles_for_every_architecture(target):
     from quire.kernels.triton.gemv import gemv_config, multiply_rows
 
@@ -68,7 +68,7 @@ def test_gemv_compiles_for_every_architecture(target):
             assert all(".v4." in line for line in first), "16 bytes each"
 
 
-@main_architectures
+@every_architecture
 def test_topk_compiles_for_every_architecture(target):
     from quire.kernels.triton.topk import choose_largest, topk_config
 
@@ -77,7 +77,7 @@ def test_topk_compiles_for_every_architecture(target):
         check(choose_largest, target, {"x": dtype, "values": dtype, "indices": "*i64", "c": c}, c.num_warps)
 
 
-@main_architectures
+@every_architecture
 def test_page_table_copies_compile_for_every_architecture(target):
     from quire.kernels.triton.page_table import copy_pages, page_table_config
 
@@ -89,7 +89,7 @@ def test_page_table_copies_compile_for_every_architecture(target):
         check(copy_pages, target, given, c.num_warps)
 
 
-@main_architectures
+@every_architecture
 def test_grouped_gemm_compiles_for_every_architecture(target):
     from quire.kernels.triton.grouped_gemm import gemm_config, group_config, group_rows, multiply_groups
 
@@ -118,7 +118,7 @@ def test_grouped_gemm_compiles_for_every_architecture(target):
                 assert set(re.findall(r"cp\.async\.c[ag].*?, (0x\w+),", ptx)) == {"0x10"}, "16 bytes each"
 
 
-@main_architectures
+@every_architecture
 def test_products_of_adapters_compile_for_every_architecture(target):
     from quire.kernels.triton.lora import add_embeddings, embedding_config, expand, lora_configs, shrink
 
@@ -157,7 +157,7 @@ def test_products_of_adapters_compile_for_every_architecture(target):
     check(add_embeddings, target, given, c.num_warps)
 
 
-@main_architectures
+@every_architecture
 def test_most_likely_compiles_for_every_architecture(target):
     from quire.kernels.triton.greedy import first_largest_part, greedy_config, largest_of_parts
 
@@ -173,7 +173,7 @@ def test_most_likely_compiles_for_every_architecture(target):
             assert all(".v4." in line for line in loads), "16 bytes each"
 
 
-@main_architectures
+@every_architecture
 def test_activations_compile_for_every_architecture(target):
     from quire.kernels.triton.activation import activate_rows, activation_config
 
@@ -184,7 +184,7 @@ def test_activations_compile_for_every_architecture(target):
             check(activate_rows, target, given, c.num_warps)
 
 
-@main_architectures
+@every_architecture
 def test_norm_rope_append_compiles_for_every_architecture(target):
     from quire.kernels.triton.qk_norm_rope import norm_rotate_append, qk_config
 

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.architectures import every_architecture, main_architectures
+from helpers.architectures import every_architecture
 from quire.definition import attention_spec
 
 
-@main_architectures
+@every_architecture
 def test_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_attend
 
@@ -22,7 +22,7 @@ def test_kernels_compile_for_every_architecture(target):
         assert usage.spills <= 128, usage.spills
 
 
-@main_architectures
+@every_architecture
 def test_latent_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_attend
 
@@ -65,7 +65,7 @@ def test_appending_compiles_for_every_architecture(target):
         assert usage.spills == 0, usage.spills
 
 
-@main_architectures
+@every_architecture
 def test_merging_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.merge import merge_rows
@@ -80,7 +80,7 @@ def test_merging_compiles_for_every_architecture(target):
             assert usage.spills == 0, usage.spills
 
 
-@main_architectures
+@every_architecture
 def test_rotary_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton.rope import rope_config, rotate_heads
@@ -115,7 +115,7 @@ def test_packing_compiles_for_every_architecture(target):
         assert compile_kernel(pack_bytes, target, each).spills == 0
 
 
-@main_architectures
+@every_architecture
 def test_sampling_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
     from quire.kernels.triton import logprobs, sampling, speculative, threshold
