@@ -1,4 +1,4 @@
-"""The first rank's part in starting the others, and in finding out which of them has failed."""
+"""How the first rank starts the others, has them compute, and finds out which of them has failed."""
 
 from __future__ import annotations
 
@@ -55,23 +55,25 @@ class Leader:
         self.ranks = Ranks(0, self._size)
         threads = max(1, torch.get_num_threads() // self._size)
         job = Job(folder, config, 0, self.ranks.port, self._seed, threads)
-        self._followers = [self._start(replace(job, rank=rank)) for rank in range(1, self._size)]
+        self._followers: list[_Follower] = []
         try:
+            for rank in range(1, self._size):
+                self._start(replace(job, rank=rank))
             for follower in self._followers:
                 self._await(follower, Connected, _START_SECONDS)
             self.ranks.connect()
-        except _LOST as error:
-            _, found = self._culprit(error)
+        except BaseException as error:
+            found = self._culprit(error)[1] if isinstance(error, _LOST) else error
             self.close()
             raise found from error
 
-    def _start(self, job: Job) -> _Follower:
+    def _start(self, job: Job) -> None:
         own, other = socket.socketpair()
         with other:
             process = start_program("quire.engine.parallel.follower", [other.fileno()], [other.fileno()])
         channel = Channel(own, self._timeout)
+        self._followers.append(_Follower(job.rank, process, channel))
         channel.send(job)
-        return _Follower(job.rank, process, channel)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
