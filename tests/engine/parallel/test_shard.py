@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 from helpers.checkpoints import CONFIGS, FURTHER_CONFIGS
-from quire.engine.parallel.shard import RowwiseLinear, ShardedHead, shard
+from quire.engine.parallel.shard import GatheredLinear, RowwiseLinear, shard
 
 CONFIGURATIONS = CONFIGS | FURTHER_CONFIGS
 
@@ -76,6 +76,21 @@ def test_shard_of_experts_has_parts_of_both_halves_and_of_the_inputs():
     assert torch.equal(torch.cat([part[down] for part in kept], dim=2), whole[down])
 
 
+def test_shard_of_a_model_whose_outputs_are_gathered_divides_features_and_not_heads():
+    # 3 ranks have no equal parts of 4 heads, but of 192 features.
+    whole, kept = parts("phi3", 3, head_dim=24)
+    for name, dim in (("qkv_proj", 0), ("o_proj", 1)):
+        given = [part[f"model.layers.0.self_attn.{name}.weight"] for part in kept]
+        assert torch.equal(torch.cat(given, dim=dim), whole[f"model.layers.0.self_attn.{name}.weight"])
+
+
+def test_shard_with_a_style_that_is_not_supported_names_it():
+    part = network("llama")
+    part.config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "mla_kv_a_proj"}
+    with pytest.raises(ValueError, match=r'has the style "mla_kv_a_proj" for .*q_proj, which is not'):
+        shard(part, SimpleNamespace(rank=0, size=2), "a folder")
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_shard_of_a_head_that_can_be_divided_leaves_the_embedding_whole(tied):
     part = network("qwen3", vocab_size=96, tie_word_embeddings=tied)
@@ -84,7 +99,7 @@ def test_shard_of_a_head_that_can_be_divided_leaves_the_embedding_whole(tied):
     shard(part, SimpleNamespace(rank=1, size=2), "a folder")
     assert torch.equal(part.get_input_embeddings().weight, embedding)
     assert torch.equal(part.lm_head.weight, head[48:])
-    assert type(part.lm_head) is ShardedHead
+    assert type(part.lm_head) is GatheredLinear
     assert type(part.model.layers[0].mlp.down_proj) is RowwiseLinear
 
 
@@ -92,12 +107,6 @@ def test_shard_of_a_head_that_can_be_divided_leaves_the_embedding_whole(tied):
     ("name", "size", "reason"),
     [
         ("llama", 3, "its 4 query heads are not divisible by it"),
-        (
-            "phi3",
-            2,
-            'has the style "colwise_gather_output" for layers.*.self_attn.qkv_proj, and colwise, packed_colwise',
-        ),
-        ("olmo2", 2, 'has the style "colwise_gather_output" for layers.*.self_attn.q_proj'),
         ("gpt-oss", 2, "Transformers has no tensor-parallel plan for GptOssForCausalLM"),
     ],
 )

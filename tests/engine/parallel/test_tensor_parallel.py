@@ -92,7 +92,17 @@ def test_llm_whose_rank_is_killed_ends_requests_with_an_error_that_names_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "size"), [("llama", 4), ("qwen3", 2), ("gemma2", 2), ("gemma3", 2), ("mistral", 4), ("mixtral", 2)]
+    ("name", "size"),
+    [
+        ("llama", 4),
+        ("qwen3", 2),
+        ("gemma2", 2),
+        ("gemma3", 2),
+        ("mistral", 4),
+        ("mixtral", 2),
+        ("olmo2", 2),
+        ("phi3", 4),
+    ],
 )
 def test_llm_of_several_ranks_has_the_tokens_of_one(name, size, tmp_path, rng):
     check_tokens(save(name, tmp_path), random_prompts(rng, 7), rng, tensor_parallel_size=size)

@@ -76,10 +76,10 @@ class Ranks:
 
     def concatenated(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, of equal shapes, one after another along the last dimension."""
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        with _exchanging():
-            self._group.allgather([parts], [x.contiguous()], self._with_timeout(AllgatherOptions())).wait()
-        return torch.cat(parts, dim=-1)
+        if torch.compiler.is_compiling():
+            gathered: Tensor = torch.ops.quire.all_gather(x, self._number)
+            return gathered
+        return self.gather(x)
 
     def least(self, number: int) -> int:
         """The smallest of the numbers of all ranks."""
@@ -93,6 +93,13 @@ class Ranks:
         options.reduceOp = operation
         with _exchanging():
             self._group.allreduce([x], options).wait()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`concatenated`, outside of compiled layers."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        with _exchanging():
+            self._group.allgather([parts], [x.contiguous()], self._with_timeout(AllgatherOptions())).wait()
+        return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> None:
         """Replace a tensor by that of rank 0."""
@@ -127,6 +134,17 @@ def _all_reduce(x: Tensor, ranks: int) -> None:
 def _broadcast(x: Tensor, ranks: int) -> None:
     """`Ranks.broadcast`, likewise."""
     _ranks[ranks].broadcast(x)
+
+
+@torch.library.custom_op("quire::all_gather", mutates_args=())
+def _all_gather(x: Tensor, ranks: int) -> Tensor:
+    """`Ranks.concatenated`, likewise."""
+    return _ranks[ranks].gather(x)
+
+
+@_all_gather.register_fake
+def _(x: Tensor, ranks: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] * _ranks[ranks].size)
 
 
 @_all_reduce.register_fake

@@ -4,7 +4,9 @@ The plan names linear layers of two styles. Those whose outputs are independent 
 rank: its heads, and its part of the intermediate size. Those that follow them ("rowwise") keep the inputs of this rank,
 and their products are summed over all ranks. Experts have these parts of each expert's weights, where the first two of
 its products are one ("packed_colwise"), and the sum over the experts of a token is summed over all ranks
-("moe_tp_experts"). All other modules are computed by every rank.
+("moe_tp_experts"). Where a model needs all outputs of a layer between the two, as for a norm over all heads, they are
+gathered ("colwise_gather_output"), and the second one takes its part of them ("rowwise_split_input"). All other modules
+are computed by every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from torch.nn import functional as F
 from quire.engine.parallel.ranks import Ranks
 from quire.steps import product
 
-_SPLIT = ("colwise", "packed_colwise", "rowwise", "moe_tp_experts")
+_OUTPUTS = ("colwise", "packed_colwise", "colwise_gather_output")
+_INPUTS = ("rowwise", "rowwise_split_input")
+_EXPERTS = "moe_tp_experts"
+_OF_KV_HEADS = (".k_proj", ".v_proj")
 # Norms of single heads; the word for gradients is without meaning here.
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 
@@ -33,13 +38,27 @@ class RowwiseLinear(nn.Linear):
         return self.ranks.sum(product(input, self.weight, self.bias))
 
 
-class ShardedHead(nn.Linear):
-    """A language-model head with a part of the vocabulary, which returns the logits of all ranks."""
+class RowwiseLinearOfAll(RowwiseLinear):
+    """A `RowwiseLinear` that is given the inputs of all ranks."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.chunk(self.ranks.size, dim=-1)[self.ranks.rank])
+
+
+class GatheredLinear(nn.Linear):
+    """A linear layer, or a head, with a part of the outputs, which returns those of all ranks."""
 
     ranks: Ranks
 
     def forward(self, input: Tensor) -> Tensor:
         return self.ranks.concatenated(F.linear(input, self.weight, self.bias))
+
+
+_CLASSES = {
+    "rowwise": RowwiseLinear,
+    "rowwise_split_input": RowwiseLinearOfAll,
+    "colwise_gather_output": GatheredLinear,
+}
 
 
 def shard(network: Any, ranks: Ranks, folder: object) -> None:
@@ -57,26 +76,28 @@ def shard(network: Any, ranks: Ranks, folder: object) -> None:
     config, size = network.config.get_text_config(), ranks.size
     refused = f"{folder} can't be run with tensor_parallel_size = {size}"
     plan = _planned(network, getattr(config, "base_model_tp_plan", None) or {}, refused)
-    _check_heads(config, size, refused)
+    kv_heads = _divided_kv_heads(plan, config, size, refused)
     for name, (style, part) in plan.items():
         parent = network.get_submodule(name.rpartition(".")[0])
-        if style == "moe_tp_experts":
+        if style == _EXPERTS:
             _exchange_of_experts(part, ranks)
             continue
         halves = 2 if style == "packed_colwise" else 1
-        parts = min(size, config.num_key_value_heads) if name.endswith((".k_proj", ".v_proj")) else size
+        parts = min(size, kv_heads) if name.endswith(_OF_KV_HEADS) else size
         weight = part if isinstance(part, nn.Parameter) else part.weight
-        features = weight.shape[-1 if style == "rowwise" else -2]
+        features = weight.shape[-1 if style in _INPUTS else -2]
         if features % (parts * halves):
             raise ValueError(f"{refused}: the {features} features of {name} are not divisible by it")
         first, count = _part(features // halves, parts, ranks)
         if isinstance(part, nn.Parameter):
             _set(parent, name.rpartition(".")[2], _kept(part, style, first, count))
-        elif style == "rowwise":
+        elif style in _INPUTS:
             _keep_inputs(part, first, count, ranks)
         else:
             _keep_outputs(part, first, count, halves)
-    if config.num_key_value_heads < size:
+        if style in _CLASSES and not isinstance(part, nn.Parameter):
+            _replace_class(part, _CLASSES[style], ranks)
+    if kv_heads < size:
         for module in network.modules():
             # Transformers' own attention repeats each head of keys so often.
             if hasattr(module, "num_key_value_groups"):
@@ -84,8 +105,7 @@ def shard(network: Any, ranks: Ranks, folder: object) -> None:
     head = network.get_output_embeddings()
     if type(head) is nn.Linear and head.out_features % size == 0:
         _keep_outputs(head, *_part(head.out_features, size, ranks), copy=False)
-        head.__class__ = ShardedHead
-        head.__dict__["ranks"] = ranks
+        _replace_class(head, GatheredLinear, ranks)
 
 
 def _planned(network: nn.Module, plan: dict[str, str], refused: str) -> dict[str, tuple[str, Any]]:
@@ -97,12 +117,12 @@ def _planned(network: nn.Module, plan: dict[str, str], refused: str) -> dict[str
         names = [name for name in everything if expression.fullmatch(name)]
         if not names or style in _WHOLE:
             continue
-        if style not in _SPLIT:
-            what = f'Transformers\' plan has the style "{style}" for {pattern}, and {", ".join(_SPLIT)} are supported'
+        if style not in (*_OUTPUTS, *_INPUTS, _EXPERTS):
+            what = f'Transformers\' plan has the style "{style}" for {pattern}, which is not supported'
             raise ValueError(f"{refused}: {what}")
         for name in names:
             part = everything[name]
-            if style != "moe_tp_experts" and type(part) not in (nn.Linear, nn.Parameter):
+            if style != _EXPERTS and type(part) not in (nn.Linear, nn.Parameter):
                 raise ValueError(f"{refused}: {name} is a {type(part).__name__}, and only linear layers are divided")
             found[name] = style, part
     if not found:
@@ -110,12 +130,16 @@ def _planned(network: nn.Module, plan: dict[str, str], refused: str) -> dict[str
     return found
 
 
-def _check_heads(config: Any, size: int, refused: str) -> None:
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+def _divided_kv_heads(plan: dict[str, tuple[str, Any]], config: Any, size: int, refused: str) -> int:
+    """The heads of keys and values that the ranks divide among them; `size` if each has all."""
+    if not any(name.endswith(_OF_KV_HEADS) and style == "colwise" for name, (style, _) in plan.items()):
+        return size
+    heads, kv_heads = config.num_attention_heads, int(config.num_key_value_heads)
     if heads % size:
         raise ValueError(f"{refused}: its {heads} query heads are not divisible by it")
     if kv_heads % size and size % kv_heads:
         raise ValueError(f"{refused}: its {kv_heads} heads of keys and values can neither be divided nor replicated")
+    return kv_heads
 
 
 def _part(features: int, parts: int, ranks: Ranks) -> tuple[int, int]:
@@ -126,7 +150,7 @@ def _part(features: int, parts: int, ranks: Ranks) -> tuple[int, int]:
 
 def _kept(weight: Tensor, style: str, first: int, count: int) -> Tensor:
     """Some inputs of a weight, or some outputs, of each half if there are two, [..., outputs, inputs]."""
-    if style == "rowwise":
+    if style in _INPUTS:
         return weight[..., first : first + count]
     halves = weight.chunk(2 if style == "packed_colwise" else 1, dim=-2)
     return torch.cat([half[..., first : first + count, :] for half in halves], dim=-2)
@@ -148,7 +172,10 @@ def _keep_inputs(linear: nn.Linear, first: int, count: int, ranks: Ranks) -> Non
     if ranks.rank:
         linear.register_parameter("bias", None)
     linear.in_features = count
-    linear.__class__ = RowwiseLinear
+
+
+def _replace_class(linear: nn.Linear, kind: type[nn.Linear], ranks: Ranks) -> None:
+    linear.__class__ = kind
     linear.__dict__["ranks"] = ranks
 
 
