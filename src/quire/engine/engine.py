@@ -185,7 +185,7 @@ class Engine:
         return adapter
 
     def _update_info(self) -> None:
-        """Tell the adapters to those who check requests. When this returns, all listeners know them."""
+        """Report the adapters to those who check requests. When this returns, all listeners know them."""
         with self._describing:
             self.info = self.prompts.info = replace(self.info, adapters=self.adapters.infos)
             for listener in self.reporter.listeners:

@@ -27,7 +27,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Acceptor:
     """Takes connections at a listening socket in the running event loop, until `close`.
 
-    The system tells all processes of a new connection, and gives it to the first that asks. An event loop's own server
+    The system wakes all processes for a new connection, and gives it to the first that asks. An event loop's own server
     asks until there is none left: the first process to wake up would have all clients that come at the same time, and
     keep them. So a process that has more connections than another one leaves new ones to it, for a millisecond.
 

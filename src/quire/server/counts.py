@@ -1,4 +1,4 @@
-"""The numbers of a server that may consist of several processes, each of which can tell those of all."""
+"""The numbers of a server that may consist of several processes, each of which can report those of all."""
 
 from __future__ import annotations
 

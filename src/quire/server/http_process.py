@@ -77,7 +77,7 @@ def main(processes: int, index: int, listener: int, engine: int, counts: int, co
         server = FurtherServer(uvicorn_config(app, job.run), app.state.service, accepting.getsockname(), leader)
         with suppress(EngineEnded):
             server.run_to_end(accepting)
-    sys.exit(0 if server.was_told else 1)
+    sys.exit(0 if server.is_draining else 1)
 
 
 def _received(sock: socket.socket, size: int) -> bytes:
@@ -96,19 +96,19 @@ class FurtherServer(SharedServer):
         leader: connected to the first process.
 
     Attributes:
-        was_told: whether the first process has said that this one is to end.
+        is_draining: whether the first process has said that this one is to end.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, name: tuple[str, int], leader: socket.socket) -> None:
         super().__init__(config, service, name, None)
         self._leader, self._failing = leader, asyncio.Event()
-        self.was_told = False
+        self.is_draining = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._leader.setblocking(False)
         asyncio.get_running_loop().add_reader(self._leader, self._obey)
-        self._tell(READY)
+        self._report(READY)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -120,28 +120,28 @@ class FurtherServer(SharedServer):
 
     def _follow_engine(self) -> None:
         super()._follow_engine()
-        self._tell(ENGINE_ENDED)
+        self._report(ENGINE_ENDED)
 
     def _obey(self) -> None:
         """Do what the first process says, or end if it has ended."""
         try:
-            told = self._leader.recv(64)
+            received = self._leader.recv(64)
         except BlockingIOError:
             return
         except OSError:
-            told = b""
-        if not told:
+            received = b""
+        if not received:
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._leader)
             # Nobody ends this process any more, whatever it still waits for.
             loop.call_later(_LAST, lambda: setattr(self, "force_exit", True))
-        self.was_told = self.was_told or DRAIN in told
+        self.is_draining = self.is_draining or DRAIN in received
         self.should_exit = True
-        if not told or HURRY in told:
+        if not received or HURRY in received:
             self._hurried = True
-        if self._hurried or FAIL in told:
+        if self._hurried or FAIL in received:
             self._failing.set()
 
-    def _tell(self, what: bytes) -> None:
+    def _report(self, what: bytes) -> None:
         with suppress(OSError):
             self._leader.send(what)

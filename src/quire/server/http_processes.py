@@ -12,11 +12,11 @@ from types import TracebackType
 from quire.engine.child_process import end_of, start_program
 from quire.server.counts import Counts
 
-# What a further process is told: to answer the requests that it has, and end.
+# Commands to a further process: to answer the requests that it has, and end.
 DRAIN = b"d"
 # To end its requests with errors; or to do that in a hurry, as it does if the first process has ended.
 FAIL, HURRY = b"f", b"h"
-# What it tells: that it serves, and that its connection to the engine has ended, and so it does.
+# What it reports: that it serves, and that its connection to the engine has ended, and so it does.
 READY, ENGINE_ENDED = b"r", b"e"
 # Before all that comes the job, after its size.
 SIZE_BYTES = 8
@@ -107,17 +107,17 @@ class HttpProcesses:
             each.send(command)
 
     def _read(self, process: _HttpProcess) -> None:
-        """Take what a process tells, or note that it has ended."""
+        """Take what a process reports, or note that it has ended."""
         loop = asyncio.get_running_loop()
         try:
-            told = process.control.recv(64)
+            received = process.control.recv(64)
         except BlockingIOError:
             return
         except OSError:
-            told = b""
-        process.is_ready = process.is_ready or READY in told
-        process.engine_ended = process.engine_ended or ENGINE_ENDED in told
-        if told:
+            received = b""
+        process.is_ready = process.is_ready or READY in received
+        process.engine_ended = process.engine_ended or ENGINE_ENDED in received
+        if received:
             return
         loop.remove_reader(process.control)
         process.has_left = True

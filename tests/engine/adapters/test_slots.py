@@ -16,7 +16,7 @@ def adapter(name, num_pages=1):
 
 
 class Device:
-    """Loads adapters when it is told to, or at once."""
+    """Loads adapters on a command, or at once."""
 
     def __init__(self, num_slots, num_pages, at_once=True):
         self.at_once, self.loaded, self.loads = at_once, set(), []

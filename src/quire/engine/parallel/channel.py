@@ -18,7 +18,7 @@ from quire.engine.inputs import logit_indices, token_ids
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RankJob:
     """What a follower is to load.
 
     Attributes:

@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch
 
 from quire.engine.load import load_runner
-from quire.engine.parallel.channel import Channel, Connected, Job, Loaded, RankFailed, RankStep
+from quire.engine.parallel.channel import Channel, Connected, Loaded, RankFailed, RankJob, RankStep
 from quire.engine.parallel.ranks import Ranks
 from quire.engine.runner import Runner
 from quire.steps import StepTables
@@ -32,7 +32,7 @@ def main(descriptor: int) -> None:
 
 
 def _serve(channel: Channel) -> None:
-    job: Job = channel.receive()
+    job: RankJob = channel.receive()
     torch.set_num_threads(job.threads)
     ranks = Ranks(job.rank, job.config.tensor_parallel_size, job.port)
     channel.send(Connected())

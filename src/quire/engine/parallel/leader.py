@@ -15,7 +15,7 @@ import torch
 from quire.engine.batch import StepBatch
 from quire.engine.child_process import end_of, start_program
 from quire.engine.config import EngineConfig
-from quire.engine.parallel.channel import Channel, Connected, Job, Loaded, RankFailed, RankStep
+from quire.engine.parallel.channel import Channel, Connected, Loaded, RankFailed, RankJob, RankStep
 from quire.engine.parallel.errors import RankError
 from quire.engine.parallel.ranks import Ranks
 
@@ -54,7 +54,7 @@ class Leader:
         self._seed = torch.seed() % (1 << 63)
         self.ranks = Ranks(0, self._size)
         threads = max(1, torch.get_num_threads() // self._size)
-        job = Job(folder, config, 0, self.ranks.port, self._seed, threads)
+        job = RankJob(folder, config, 0, self.ranks.port, self._seed, threads)
         self._followers: list[_Follower] = []
         try:
             for rank in range(1, self._size):
@@ -67,7 +67,7 @@ class Leader:
             self.close()
             raise found from error
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: RankJob) -> None:
         own, other = socket.socketpair()
         with other:
             process = start_program("quire.engine.parallel.follower", [other.fileno()], [other.fileno()])
