@@ -83,6 +83,28 @@ def test_quantized_weights_alone_joined_and_stacked_multiply_by_the_numbers_of_m
     assert relative_error(stacked(weights).of_experts(x, order, ends)[position], expected) < 1e-5
 
 
+@pytest.mark.parametrize("layout", MATRICES)
+def test_parts_of_quantized_weights_multiply_by_the_numbers_of_their_rows_and_columns(layout):
+    matrix = random_matrix(layout, 384, 512)
+    weight, dense = QuantizedWeight.of(matrix, torch.float32), matrix.dequantized(torch.float32).double()
+    x = torch.randn(3, 512)
+    assert relative_error(weight.part(-2, 128, 128)(x), x.double() @ dense[128:256].T) < 1e-5
+    assert relative_error(weight.part(-1, 128, 256)(x[:, 128:384]), x[:, 128:384].double() @ dense[:, 128:384].T) < 1e-5
+    halves = joined([weight.part(-2, start, 128) for start in (0, 256)])
+    assert relative_error(halves(x), x.double() @ torch.cat([dense[:128], dense[256:]]).T) < 1e-5
+
+
+def test_parts_of_quantized_weights_that_are_not_whole_blocks_are_refused():
+    weight = QuantizedWeight.of(random_matrix("fp8 blocks", 384, 512), torch.float32)
+    with pytest.raises(ValueError, match="output features 64 to 191 of 384 are not whole blocks of 128"):
+        weight.part(-2, 64, 128)
+    with pytest.raises(ValueError, match="input features 0 to 63 of 512 are not whole blocks of 128"):
+        weight.part(-1, 0, 64)
+    ordered = replace(random_matrix("int4 groups", 128, 256), order=torch.randperm(256))
+    with pytest.raises(ValueError, match="its columns are in an order of their own"):
+        QuantizedWeight.of(ordered, torch.float32).part(-1, 0, 128)
+
+
 def test_weights_whose_rows_end_within_a_block_are_not_joined():
     weights = [QuantizedWeight.of(random_matrix("fp8 blocks", rows, 128), torch.float32) for rows in (128, 72, 128)]
     assert can_join(weights[:2])

@@ -147,10 +147,10 @@ def load_model(
     network = network.to(device).eval().requires_grad_(False)
     model = Model(folder, network, load_tokenizer(folder, trusted), config.max_model_len)
     model.pooling = config.pooling
-    if ranks is not None:
-        _shard(model, ranks)
     if (on_gpu or not dequantize) and moe.can_replace(network):
         model.replacements.append(moe.ReplacedExperts(network))
+    if ranks is not None:
+        _shard(model, ranks)
     attentions = _find_layers(model)
     if on_gpu if config.compile == "auto" else config.compile:
         _compile(model, attentions)

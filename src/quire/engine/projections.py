@@ -78,8 +78,8 @@ class Merged:
             linear.__class__ = _Part if on else self._kind
 
 
-def _product(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    """The product with a weight, or with a quantized one."""
+def multiply(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear` with a weight, which may be quantized."""
     output: Tensor = weight(x, bias) if isinstance(weight, nn.Module) else product(x, weight, bias)
     return output
 
@@ -93,12 +93,12 @@ class _Part(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         merged, place = self.quire_merged, self.quire_place
         if place == 0:
-            whole = _product(input, merged.weight, merged.bias)
+            whole = multiply(input, merged.weight, merged.bias)
             if merged.hook is not None:
                 merged.hook.add(whole, input)
             merged.input, merged.outputs = input, whole.split(merged.sizes, dim=-1)
         elif input is not merged.input:
-            own = _product(input, self.weight, self.bias)
+            own = multiply(input, self.weight, self.bias)
             if merged.hook is not None:
                 merged.hook.add(own, input, place)
             return own

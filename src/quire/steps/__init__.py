@@ -7,7 +7,14 @@ tensors that operations read, `store` writes the keys and values of the new toke
 window, soft cap and sinks are arguments of each run, so all layers with equal `Heads` share one plan.
 """
 
-from quire.kernels.code_product import code_product, grouped_code_product, multiplies_codes, pack_words
+from quire.kernels.code_product import (
+    PACKED,
+    code_product,
+    grouped_code_product,
+    multiplies_codes,
+    pack_words,
+    unpack_words,
+)
 from quire.kernels.grouped_gemm import group_by_expert, grouped_gemm
 from quire.kernels.lora import RANK_PAGE, add_lora, add_lora_embedding, group_by_slot
 from quire.kernels.sampling import greedy_rows
@@ -27,6 +34,7 @@ __all__ = [
     "StepTables",
     "add_lora",
     "add_lora_embedding",
+    "PACKED",
     "code_product",
     "fp8_dtype",
     "greedy_rows",
@@ -37,6 +45,7 @@ __all__ = [
     "multiplies_codes",
     "pack_mask",
     "pack_words",
+    "unpack_words",
     "plan",
     "prefix_window_mask",
     "product",

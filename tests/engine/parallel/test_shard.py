@@ -123,9 +123,9 @@ def test_shard_of_heads_and_features_that_do_not_divide_says_which():
             SimpleNamespace(rank=0, size=2),
             "a folder",
         )
-    with pytest.raises(ValueError, match=r"the 100 features of model\.layers\.0\.mlp\.experts\.gate_up_proj are not"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj: its 100 features are not"):
         shard(network("mixtral", intermediate_size=50), SimpleNamespace(rank=0, size=4), "a folder")
-    with pytest.raises(ValueError, match=r"the 50 features of model\.layers\.0\.mlp\.gate_proj are not divisible"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.gate_proj: its 50 features are not divisible"):
         shard(network("llama", intermediate_size=50), SimpleNamespace(rank=0, size=4), "a folder")
 
 

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from helpers import quantized
 from helpers.checkpoints import save
 from helpers.engines import pages_add_up, same, until_idle
 from helpers.server_processes import children_of, is_alive, until_ended
@@ -122,6 +123,23 @@ def test_llm_of_two_ranks_with_options_has_the_tokens_of_one(options, tmp_path, 
             assert len(llm.generate([1, 2, 3], NINE)[0].token_ids) == 9
         return
     check_tokens(folder, random_prompts(rng, 5, 96), rng, tensor_parallel_size=2, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("llama", "fp8 block"), ("llama", "ct int4 asymmetric"), ("llama", "modelopt FP8"), ("mixtral", "awq")],
+)
+def test_llm_of_two_ranks_with_weights_that_stay_quantized_has_the_tokens_of_one(model, name, tmp_path, rng, request):
+    folder, _ = quantized.quantize(request.getfixturevalue(model), tmp_path, name)
+    check_tokens(folder, random_prompts(rng, 4, 90), rng, tensor_parallel_size=2, dequantize=False)
+
+
+@pytest.mark.slow
+def test_llm_of_ranks_with_blocks_that_do_not_divide_says_so(llama, tmp_path):
+    folder, _ = quantized.quantize(llama, tmp_path, "gptq act-order")
+    with pytest.raises(ValueError, match="o_proj: its columns are in an order of their own"):
+        LLM(folder, **SMALL, tensor_parallel_size=2, dequantize=False)
 
 
 @pytest.mark.slow

@@ -12,14 +12,15 @@ are computed by every rank.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from quire.engine.parallel.ranks import Ranks
-from quire.steps import product
+from quire.engine.projections import multiply
+from quire.engine.weights.modules import QuantizedLinear, QuantizedWeight, can_join, joined
 
 _OUTPUTS = ("colwise", "packed_colwise", "colwise_gather_output")
 _INPUTS = ("rowwise", "rowwise_split_input")
@@ -35,7 +36,7 @@ class RowwiseLinear(nn.Linear):
     ranks: Ranks
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.ranks.sum(product(input, self.weight, self.bias))
+        return self.ranks.sum(multiply(input, self.weight, self.bias))
 
 
 class RowwiseLinearOfAll(RowwiseLinear):
@@ -51,61 +52,102 @@ class GatheredLinear(nn.Linear):
     ranks: Ranks
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.ranks.concatenated(F.linear(input, self.weight, self.bias))
+        return self.ranks.concatenated(multiply(input, self.weight, self.bias))
 
 
-_CLASSES = {
+# What computes a divided layer. Of other styles, the layer itself does.
+_CLASSES: dict[str, type[nn.Linear]] = {
     "rowwise": RowwiseLinear,
     "rowwise_split_input": RowwiseLinearOfAll,
     "colwise_gather_output": GatheredLinear,
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What this rank keeps of a weight [..., outputs, inputs].
+
+    Attributes:
+        dim: -2 for some outputs, -1 for some inputs.
+        starts: the first of them, or the first of each half.
+        count: of these, the number from each start.
+    """
+
+    dim: int
+    starts: tuple[int, ...]
+    count: int
+
+    @classmethod
+    def of(cls, weight: Any, style: str, parts: int, ranks: Ranks) -> _Part:
+        """The part of a weight that is divided into so many. With fewer parts than ranks, neighbours have the same.
+
+        Raises:
+            ValueError: the parts are not equal.
+        """
+        dim = -1 if style in _INPUTS else -2
+        if isinstance(weight, QuantizedWeight):
+            features = weight.columns if dim == -1 else weight.rows
+        else:
+            features = weight.shape[dim]
+        halves = 2 if style == "packed_colwise" else 1
+        if features % (parts * halves):
+            raise ValueError(f"its {features} features are not divisible by it")
+        half = features // halves
+        first = ranks.rank * parts // ranks.size * (half // parts)
+        return cls(dim, tuple(first + index * half for index in range(halves)), half // parts)
+
+    def kept(self, weight: Any) -> Any:
+        """A copy of this part of a weight; ValueError if it has no whole blocks of a quantized one."""
+        if not isinstance(weight, QuantizedWeight):
+            return self.of_tensor(weight, self.dim)
+        parts = [weight.part(self.dim, start, self.count) for start in self.starts]
+        if len(parts) == 1:
+            return parts[0]
+        if not can_join(parts):
+            raise ValueError(f"{self.count} of its rows are not whole blocks of {weight.block[0]}")
+        return joined(parts)
+
+    def of_tensor(self, x: Tensor, dim: int) -> nn.Parameter:
+        """A copy of the elements of a tensor that have this part's places in a dimension."""
+        parts = [x.detach().narrow(dim, start, self.count) for start in self.starts]
+        return nn.Parameter(torch.cat(parts, dim), requires_grad=False)
+
+
 def shard(network: Any, ranks: Ranks, folder: object) -> None:
     """Keep this rank's part of a network.
 
     Args:
-        network: Transformers' model, with weights that are not quantized.
+        network: Transformers' model, whose weights may be quantized.
         ranks: those that compute it.
         folder: the checkpoint, for messages.
 
     Raises:
         ValueError: Transformers has no plan for the model, or one with a style that is not supported; or a number of
-            heads or features is not divisible by that of ranks.
+            heads, features or blocks is not divisible by that of ranks.
     """
     config, size = network.config.get_text_config(), ranks.size
     refused = f"{folder} can't be run with tensor_parallel_size = {size}"
     plan = _planned(network, getattr(config, "base_model_tp_plan", None) or {}, refused)
     kv_heads = _divided_kv_heads(plan, config, size, refused)
-    for name, (style, part) in plan.items():
-        parent = network.get_submodule(name.rpartition(".")[0])
-        if style == _EXPERTS:
-            _exchange_of_experts(part, ranks)
-            continue
-        halves = 2 if style == "packed_colwise" else 1
+    for name, (style, found) in plan.items():
+        path, _, attribute = name.rpartition(".")
         parts = min(size, kv_heads) if name.endswith(_OF_KV_HEADS) else size
-        weight = part if isinstance(part, nn.Parameter) else part.weight
-        features = weight.shape[-1 if style in _INPUTS else -2]
-        if features % (parts * halves):
-            raise ValueError(f"{refused}: the {features} features of {name} are not divisible by it")
-        first, count = _part(features // halves, parts, ranks)
-        if isinstance(part, nn.Parameter):
-            _set(parent, name.rpartition(".")[2], _kept(part, style, first, count))
-        elif style in _INPUTS:
-            _keep_inputs(part, first, count, ranks)
-        else:
-            _keep_outputs(part, first, count, halves)
-        if style in _CLASSES and not isinstance(part, nn.Parameter):
-            _replace_class(part, _CLASSES[style], ranks)
+        try:
+            if style == _EXPERTS:
+                _exchange_of_experts(found, ranks)
+            elif isinstance(found, nn.Linear):
+                _divide_linear(found, style, parts, ranks)
+            else:
+                part = _Part.of(found, style, parts, ranks)
+                setattr(network.get_submodule(path), attribute, part.kept(found))
+        except ValueError as error:
+            raise ValueError(f"{refused}: {name}: {error}") from error
     if kv_heads < size:
         for module in network.modules():
             # Transformers' own attention repeats each head of keys so often.
             if hasattr(module, "num_key_value_groups"):
                 module.num_key_value_groups = config.num_attention_heads // size
-    head = network.get_output_embeddings()
-    if type(head) is nn.Linear and head.out_features % size == 0:
-        _keep_outputs(head, *_part(head.out_features, size, ranks), copy=False)
-        _replace_class(head, GatheredLinear, ranks)
+    _divide_head(network, ranks)
 
 
 def _planned(network: nn.Module, plan: dict[str, str], refused: str) -> dict[str, tuple[str, Any]]:
@@ -121,10 +163,10 @@ def _planned(network: nn.Module, plan: dict[str, str], refused: str) -> dict[str
             what = f'Transformers\' plan has the style "{style}" for {pattern}, which is not supported'
             raise ValueError(f"{refused}: {what}")
         for name in names:
-            part = everything[name]
-            if style != _EXPERTS and type(part) not in (nn.Linear, nn.Parameter):
-                raise ValueError(f"{refused}: {name} is a {type(part).__name__}, and only linear layers are divided")
-            found[name] = style, part
+            kind = type(everything[name])
+            if style != _EXPERTS and kind not in (nn.Linear, QuantizedLinear, nn.Parameter, QuantizedWeight):
+                raise ValueError(f"{refused}: {name} is a {kind.__name__}, and only linear layers are divided")
+            found[name] = style, everything[name]
     if not found:
         raise ValueError(f"{refused}: Transformers has no tensor-parallel plan for {type(network).__name__}")
     return found
@@ -142,36 +184,34 @@ def _divided_kv_heads(plan: dict[str, tuple[str, Any]], config: Any, size: int, 
     return kv_heads
 
 
-def _part(features: int, parts: int, ranks: Ranks) -> tuple[int, int]:
-    """The first feature of this rank and the number of them. With fewer parts than ranks, neighbours have the same."""
-    count = features // parts
-    return ranks.rank * parts // ranks.size * count, count
+def _divide_linear(linear: nn.Linear, style: str, parts: int, ranks: Ranks) -> None:
+    part = _Part.of(linear.weight, style, parts, ranks)
+    linear.weight = part.kept(linear.weight)
+    if part.dim == -1:
+        linear.in_features = part.count
+        if ranks.rank:
+            linear.register_parameter("bias", None)
+    else:
+        linear.out_features = part.count * len(part.starts)
+        if linear.bias is not None:
+            linear.bias = part.of_tensor(linear.bias, 0)
+    if style in _CLASSES:
+        _replace_class(linear, _CLASSES[style], ranks)
 
 
-def _kept(weight: Tensor, style: str, first: int, count: int) -> Tensor:
-    """Some inputs of a weight, or some outputs, of each half if there are two, [..., outputs, inputs]."""
-    if style in _INPUTS:
-        return weight[..., first : first + count]
-    halves = weight.chunk(2 if style == "packed_colwise" else 1, dim=-2)
-    return torch.cat([half[..., first : first + count, :] for half in halves], dim=-2)
-
-
-def _keep_outputs(linear: nn.Linear, first: int, count: int, halves: int = 1, copy: bool = True) -> None:
-    """Keep some outputs of a layer; without a copy, of a weight that is the embedding's, too."""
-    for name in ("weight", "bias"):
-        values = getattr(linear, name)
-        if values is not None:
-            kept = [half[first : first + count] for half in values.detach().chunk(halves)]
-            _set(linear, name, torch.cat(kept) if copy else kept[0])
-    linear.out_features = count * halves
-
-
-def _keep_inputs(linear: nn.Linear, first: int, count: int, ranks: Ranks) -> None:
-    """Keep some inputs of a layer."""
-    _set(linear, "weight", linear.weight[:, first : first + count])
-    if ranks.rank:
-        linear.register_parameter("bias", None)
-    linear.in_features = count
+def _divide_head(network: Any, ranks: Ranks) -> None:
+    """Keep a part of the head's vocabulary, if there are equal ones. A weight that is the embedding's, too, stays."""
+    head = network.get_output_embeddings()
+    if type(head) is not nn.Linear or head.out_features % ranks.size:
+        return
+    is_tied = head.weight is network.get_input_embeddings().weight
+    part = _Part.of(head.weight, "colwise", ranks.size, ranks)
+    own = head.weight.detach().narrow(0, part.starts[0], part.count)
+    head.weight = nn.Parameter(own if is_tied else own.clone(), requires_grad=False)
+    head.out_features = part.count
+    if head.bias is not None:
+        head.bias = part.of_tensor(head.bias, 0)
+    _replace_class(head, GatheredLinear, ranks)
 
 
 def _replace_class(linear: nn.Linear, kind: type[nn.Linear], ranks: Ranks) -> None:
@@ -193,8 +233,3 @@ def _exchange_of_experts(experts: nn.Module, ranks: Ranks) -> None:
 
     experts.register_forward_pre_hook(choose)
     experts.register_forward_hook(add)
-
-
-def _set(module: nn.Module, name: str, values: Tensor) -> None:
-    """Replace a parameter. A part of a larger tensor is copied where it is not contiguous."""
-    module.register_parameter(name, nn.Parameter(values.detach().contiguous(), requires_grad=False))

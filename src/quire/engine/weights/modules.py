@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.weights.layouts import Matrix
-from quire.steps import code_product, grouped_code_product, multiplies_codes, pack_words
+from quire.steps import PACKED, code_product, grouped_code_product, multiplies_codes, pack_words, unpack_words
 
 # Tiles of a product that several programs may share.
 _TILES = 1 << 14
@@ -77,6 +77,37 @@ class QuantizedWeight(nn.Module):
         """What weights must have in common to be stacked or joined."""
         order = None if self.order is None else self.order.cpu().numpy().tobytes()
         return self.kind, self.block, self.columns, self.dtype, self.codes.device, self.zero is None, order
+
+    def part(self, dim: int, first: int, count: int) -> QuantizedWeight:
+        """Some output features (dim = -2) or input features (dim = -1) as a weight of their own.
+
+        Raises:
+            ValueError: they are not whole blocks, or inputs of a weight whose columns are in another order.
+        """
+        is_input = dim == -1
+        size, columns = self.block[dim], count if is_input else self.columns
+        whole = self.columns if is_input else self.rows
+        if is_input and self.order is not None:
+            raise ValueError("its columns are in an order of their own")
+        is_divided = self.scale.shape[dim] > 1
+        if is_divided and (first % size or (count % size and first + count < whole)):
+            what = f"{first} to {first + count - 1} of {whole}"
+            raise ValueError(f"{'input' if is_input else 'output'} features {what} are not whole blocks of {size}")
+
+        def narrowed(values: Tensor) -> Tensor:
+            return values.narrow(dim, first // size, -(-count // size)) if is_divided else values
+
+        codes: Tensor = self.codes.detach()
+        if is_input and self.kind in PACKED:
+            codes = pack_words(unpack_words(codes, self.columns).narrow(dim, first, count))
+        else:
+            # In words, too, the last dimension but one is that of rows.
+            codes = codes.narrow(dim, first, count).clone(memory_format=torch.contiguous_format)
+        tensors: dict[str, Tensor | None] = {"codes": codes, "order": self.order, "zero": None}
+        tensors["scale"] = _arranged(narrowed(self.scale.detach()), self.block)
+        if self.zero is not None:
+            tensors["zero"] = _arranged(narrowed(self.zero.detach()), self.block)
+        return QuantizedWeight(tensors, self.kind, (self.block[0], min(self.block[1], columns)), columns, self.dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`torch.nn.functional.linear`: x [..., in_features], bias [out_features]; returns [..., out_features]."""
