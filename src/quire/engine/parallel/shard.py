@@ -64,7 +64,7 @@ _CLASSES: dict[str, type[nn.Linear]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Shard:
     """What this rank keeps of a weight [..., outputs, inputs].
 
     Attributes:
@@ -78,7 +78,7 @@ class _Part:
     count: int
 
     @classmethod
-    def of(cls, weight: Any, style: str, parts: int, ranks: Ranks) -> _Part:
+    def of(cls, weight: Any, style: str, parts: int, ranks: Ranks) -> _Shard:
         """The part of a weight that is divided into so many. With fewer parts than ranks, neighbours have the same.
 
         Raises:
@@ -138,7 +138,7 @@ def shard(network: Any, ranks: Ranks, folder: object) -> None:
             elif isinstance(found, nn.Linear):
                 _divide_linear(found, style, parts, ranks)
             else:
-                part = _Part.of(found, style, parts, ranks)
+                part = _Shard.of(found, style, parts, ranks)
                 setattr(network.get_submodule(path), attribute, part.kept(found))
         except ValueError as error:
             raise ValueError(f"{refused}: {name}: {error}") from error
@@ -185,7 +185,7 @@ def _divided_kv_heads(plan: dict[str, tuple[str, Any]], config: Any, size: int, 
 
 
 def _divide_linear(linear: nn.Linear, style: str, parts: int, ranks: Ranks) -> None:
-    part = _Part.of(linear.weight, style, parts, ranks)
+    part = _Shard.of(linear.weight, style, parts, ranks)
     linear.weight = part.kept(linear.weight)
     if part.dim == -1:
         linear.in_features = part.count
@@ -205,7 +205,7 @@ def _divide_head(network: Any, ranks: Ranks) -> None:
     if type(head) is not nn.Linear or head.out_features % ranks.size:
         return
     is_tied = head.weight is network.get_input_embeddings().weight
-    part = _Part.of(head.weight, "colwise", ranks.size, ranks)
+    part = _Shard.of(head.weight, "colwise", ranks.size, ranks)
     own = head.weight.detach().narrow(0, part.starts[0], part.count)
     head.weight = nn.Parameter(own if is_tied else own.clone(), requires_grad=False)
     head.out_features = part.count
