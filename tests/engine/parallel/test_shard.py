@@ -86,8 +86,8 @@ def test_shard_of_a_model_whose_outputs_are_gathered_divides_features_and_not_he
 
 def test_shard_with_a_style_that_is_not_supported_names_it():
     part = network("llama")
-    part.config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "mla_kv_a_proj"}
-    with pytest.raises(ValueError, match=r'has the style "mla_kv_a_proj" for .*q_proj, which is not'):
+    part.config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "local_params"}
+    with pytest.raises(ValueError, match=r'has the style "local_params" for .*q_proj, which is not'):
         shard(part, SimpleNamespace(rank=0, size=2), "a folder")
 
 

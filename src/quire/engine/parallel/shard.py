@@ -26,8 +26,8 @@ _OUTPUTS = ("colwise", "packed_colwise", "colwise_gather_output")
 _INPUTS = ("rowwise", "rowwise_split_input")
 _EXPERTS = "moe_tp_experts"
 _OF_KV_HEADS = (".k_proj", ".v_proj")
-# Norms of single heads; the word for gradients is without meaning here.
-_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+# Norms of single heads, and latent keys and values. What these styles say of gradients is without meaning here.
+_WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 
 
 class RowwiseLinear(nn.Linear):
