@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -79,8 +80,14 @@ def _load_led_runner(source: str | Path, device: torch.device, config: EngineCon
         raise ValueError(f"{refused}: several ranks compute on the CPU alone (device = 'cpu')")
     if config.max_adapters:
         raise ValueError(f"{refused} is not supported with max_adapters = {config.max_adapters}")
+    from quire.engine.parallel import torchrun
+    from quire.engine.parallel.follower import serve
     from quire.engine.parallel.leader import Leader
 
+    if torchrun.rank_of(config.tensor_parallel_size):
+        # The rest of the program is that of rank 0.
+        serve(torchrun.connect(), load_runner)
+        sys.exit(0)
     folder = _fetch(source, config)[0]
     config = replace(config, revision=None)
     leader = Leader(folder, config)

@@ -190,6 +190,36 @@ def test_llm_whose_rank_ends_while_nothing_runs_is_not_alive():
             time.sleep(0.05)
 
 
+def torchrun(tmp_path, processes, program):
+    """What torchrun has printed, and its exit code."""
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    done = subprocess.run([*command, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_processes_are_the_ranks_of_one_llm(tmp_path):
+    program = """
+from quire.engine import LLM, SamplingParams
+with LLM(device="cpu", num_pages=99, tensor_parallel_size=2) as llm:
+    print(llm.generate("import os", SamplingParams(temperature=0, max_tokens=9))[0].token_ids)
+"""
+    code, printed, errors = torchrun(tmp_path, 2, program)
+    assert code == 0, errors
+    with LLM(**SMALL) as llm:
+        (expected,) = llm.generate("import os", SamplingParams(temperature=0, max_tokens=9))
+    assert printed == f"{expected.token_ids}\n"
+
+
+@pytest.mark.slow
+def test_torchrun_with_another_number_of_processes_is_refused(tmp_path):
+    program = "from quire.engine import LLM\nLLM(device='cpu', num_pages=99, tensor_parallel_size=4)"
+    code, _, errors = torchrun(tmp_path, 2, program)
+    assert code != 0
+    assert "ValueError: tensor_parallel_size = 4: torchrun has started 2 processes" in errors
+
+
 @pytest.mark.slow
 def test_ranks_whose_leader_is_killed_end():
     program = "from quire.engine import LLM\nllm = LLM(device='cpu', num_pages=99, tensor_parallel_size=2)\n"

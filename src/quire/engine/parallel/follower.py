@@ -1,29 +1,31 @@
-"""The program of a rank that is not the first: it loads its part of the model, and computes the steps of the leader."""
+"""What a rank does that is not the first: it loads its part of the model, and computes the steps of the leader."""
 
 from __future__ import annotations
 
 import pickle
-import socket
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
-from quire.engine.load import load_runner
 from quire.engine.parallel.channel import Channel, Connected, Loaded, RankFailed, RankJob, RankStep
 from quire.engine.parallel.ranks import Ranks
 from quire.engine.runner import Runner
 from quire.steps import StepTables
 
 
-def main(descriptor: int) -> None:
-    """Serve the leader at the other end of a socket until it closes it. The exit code is 1 after an error, which the
-    leader is sent.
+def serve(channel: Channel, load: Callable[..., Runner]) -> None:
+    """Serve the leader at the other end of a channel until it closes it. After an error, which the leader is sent, the
+    process exits with 1.
+
+    Args:
+        channel: to the leader.
+        load: `quire.engine.load.load_runner`.
     """
-    channel = Channel(socket.socket(fileno=descriptor))
     try:
-        _serve(channel)
+        _serve(channel, load)
     except BaseException as error:
         # The leader may have ended, which ends this process, too.
         with suppress(OSError):
@@ -31,7 +33,7 @@ def main(descriptor: int) -> None:
         sys.exit(1)
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: Channel, load: Callable[..., Runner]) -> None:
     job: RankJob = channel.receive()
     torch.set_num_threads(job.threads)
     ranks = Ranks(job.rank, job.config.tensor_parallel_size, job.port)
@@ -41,7 +43,7 @@ def _serve(channel: Channel) -> None:
     with warnings.catch_warnings():
         # The leader warns of the same.
         warnings.simplefilter("ignore")
-        runner = load_runner(job.folder, torch.device("cpu"), job.config, ranks=ranks)
+        runner = load(job.folder, torch.device("cpu"), job.config, ranks=ranks)
     ranks.timeout = job.config.tensor_parallel_timeout
     channel.send(Loaded())
     while True:

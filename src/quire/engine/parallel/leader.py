@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import subprocess
 import time
@@ -15,6 +16,7 @@ import torch
 from quire.engine.batch import StepBatch
 from quire.engine.child_process import end_of, start_program
 from quire.engine.config import EngineConfig
+from quire.engine.parallel import torchrun
 from quire.engine.parallel.channel import Channel, Connected, Loaded, RankFailed, RankJob, RankStep
 from quire.engine.parallel.errors import RankError
 from quire.engine.parallel.ranks import Ranks
@@ -30,13 +32,25 @@ _LOST = (RankError, OSError, EOFError)
 
 @dataclass(slots=True)
 class _Follower:
+    """Another rank; process is None if torchrun has started it."""
+
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
     channel: Channel
+
+    def has_ended(self) -> bool:
+        """Whether it has failed, or has closed its end of the connection: between steps it sends nothing."""
+        return bool(select.select([self.channel.sock], [], [], 0)[0])
+
+    def end(self, seconds: float) -> str:
+        """Wait for its end so long, kill it then, and return what its end was."""
+        name = f"rank {self.rank}"
+        return f"{name} has ended" if self.process is None else end_of(self.process, name, seconds)
 
 
 class Leader:
-    """Starts the other ranks of an engine, and has them compute its steps. They end with this process, or by `close`.
+    """Starts the other ranks of an engine, unless torchrun has, and has them compute its steps. They end with this
+    process, or by `close`.
 
     Args:
         folder: the checkpoint.
@@ -57,8 +71,12 @@ class Leader:
         job = RankJob(folder, config, 0, self.ranks.port, self._seed, threads)
         self._followers: list[_Follower] = []
         try:
-            for rank in range(1, self._size):
-                self._start(replace(job, rank=rank))
+            if torchrun.rank_of(self._size) is None:
+                for rank in range(1, self._size):
+                    self._start(replace(job, rank=rank))
+            else:
+                for rank, sock in torchrun.accept(self._size):
+                    self._add(replace(job, rank=rank), None, sock)
             for follower in self._followers:
                 self._await(follower, Connected, _START_SECONDS)
             self.ranks.connect()
@@ -70,10 +88,12 @@ class Leader:
     def _start(self, job: RankJob) -> None:
         own, other = socket.socketpair()
         with other:
-            process = start_program("quire.engine.parallel.follower", [other.fileno()], [other.fileno()])
-        channel = Channel(own, self._timeout)
-        self._followers.append(_Follower(job.rank, process, channel))
-        channel.send(job)
+            process = start_program("quire.engine.parallel.process", [other.fileno()], [other.fileno()])
+        self._add(job, process, own)
+
+    def _add(self, job: RankJob, process: subprocess.Popen[bytes] | None, sock: socket.socket) -> None:
+        self._followers.append(_Follower(job.rank, process, Channel(sock, self._timeout)))
+        self._followers[-1].channel.send(job)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -111,7 +131,7 @@ class Leader:
     def check(self) -> None:
         """Raise a RankError if a rank has ended."""
         for follower in self._followers:
-            if follower.process.poll() is not None:
+            if follower.has_ended():
                 raise self._as_rank_error(RankError())
 
     def close(self) -> None:
@@ -120,7 +140,7 @@ class Leader:
             follower.channel.close()
         end = time.monotonic() + _GRACE
         for follower in self._followers:
-            end_of(follower.process, "", max(0.0, end - time.monotonic()))
+            follower.end(max(0.0, end - time.monotonic()))
 
     def _await(self, follower: _Follower, expected: type, seconds: float) -> None:
         """Receive a message of a follower that should be of the expected type."""
@@ -149,7 +169,7 @@ class Leader:
             except TimeoutError:
                 silent.append(f"{name} has not answered for {self.ranks.timeout:g} s")
             except (OSError, EOFError):
-                silent.append(end_of(follower.process, name, _GRACE))
+                silent.append(follower.end(_GRACE))
             else:
                 if not isinstance(error, RankError):
                     return name, error
