@@ -163,7 +163,8 @@ def test_llm_whose_rank_hangs_ends_within_the_bound_and_names_it():
         os.kill(stopped, signal.SIGSTOP)
         (completion,) = llm.generate("import os\n", SamplingParams(max_tokens=20, ignore_eos=True))
         assert completion.error == "RankError: rank 3 has not answered for 8 s"
-        assert time.monotonic() - start < 8 + 10
+        # What is beyond the bound is the time for a step, and for the reports of the others.
+        assert time.monotonic() - start < 8 + 30
     for process in processes:
         until_ended(process)
 
