@@ -22,7 +22,7 @@ from quire.engine.parallel.errors import RankError
 from quire.engine.parallel.ranks import Ranks
 
 # Seconds in which a follower that has seen an error has reported it, and those for its end after that.
-_REPORT_SECONDS = 5.0
+_REPORT_SECONDS = 10.0
 _GRACE = 5.0
 # Seconds in which a process imports what it needs.
 _START_SECONDS = 120.0
