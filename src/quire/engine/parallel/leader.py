@@ -40,7 +40,9 @@ class _Follower:
 
     def has_ended(self) -> bool:
         """Whether it has failed, or has closed its end of the connection: between steps it sends nothing."""
-        return bool(select.select([self.channel.sock], [], [], 0)[0])
+        poll = select.poll()
+        poll.register(self.channel.sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def end(self, seconds: float) -> str:
         """Wait for its end so long, kill it then, and return what its end was."""
