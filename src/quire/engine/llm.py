@@ -72,7 +72,8 @@ class LLM:
     Raises:
         FileNotFoundError: the checkpoint or its files are missing.
         OSError: a name of the hub could not be downloaded; a PermissionError if the model is gated.
-        RuntimeError: the process was forked from one in which an LLM was made.
+        RuntimeError: the process was forked from one in which an LLM was made; or, as a RankError, a process that
+            computes a part of the model has ended, or does not answer.
         TypeError: `EngineConfig` has no field of that name.
         ValueError: an argument is invalid, the checkpoint is broken, or the model is not supported (docs/engine.md).
     """

@@ -50,6 +50,7 @@ def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] =
         OSError: a name of the hub could not be downloaded (`quire.engine.hub`).
         ValueError: the configuration does not fit the machine, the runner or the model, or the checkpoint is broken or
             not supported.
+        RankError: one of several ranks has ended, or does not answer.
     """
     if config.speculative_tokens and not runner.supports_all_logits:
         what = f"{runner.__name__} computes the logits of the last token of each request only"

@@ -26,8 +26,6 @@ _REPORT_SECONDS = 10.0
 _GRACE = 5.0
 # Seconds in which a process imports what it needs.
 _START_SECONDS = 120.0
-# How a rank sees that another one has ended or does not answer.
-_LOST = (RankError, OSError, EOFError)
 
 
 @dataclass(slots=True)
@@ -82,10 +80,13 @@ class Leader:
             for follower in self._followers:
                 self._await(follower, Connected, _START_SECONDS)
             self.ranks.connect()
-        except BaseException as error:
-            found = self._culprit(error)[1] if isinstance(error, _LOST) else error
+        except RankError as error:
+            found = self._culprit(error)[1]
             self.close()
             raise found from error
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self, job: RankJob) -> None:
         own, other = socket.socketpair()
@@ -95,7 +96,7 @@ class Leader:
 
     def _add(self, job: RankJob, process: subprocess.Popen[bytes] | None, sock: socket.socket) -> None:
         self._followers.append(_Follower(job.rank, process, Channel(sock, self._timeout)))
-        self._followers[-1].channel.send(job)
+        self._send(self._followers[-1], job)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -112,7 +113,7 @@ class Leader:
             for follower in self._followers:
                 self._await(follower, Loaded, self.ranks.timeout)
             self.ranks.timeout = self._timeout
-        except _LOST as error:
+        except RankError as error:
             raise self._culprit(error)[1] from error
 
     @contextmanager
@@ -125,7 +126,7 @@ class Leader:
         try:
             step = RankStep.of(batch)
             for follower in self._followers:
-                follower.channel.send(step)
+                self._send(follower, step)
             yield
         except Exception as error:
             raise self._as_rank_error(error) from error
@@ -144,10 +145,23 @@ class Leader:
         for follower in self._followers:
             follower.end(max(0.0, end - time.monotonic()))
 
+    @staticmethod
+    def _send(follower: _Follower, message: object) -> None:
+        """Send a message to a follower; a RankError if it has ended, or does not read."""
+        try:
+            follower.channel.send(message)
+        except OSError as error:
+            raise RankError(str(error)) from error
+
     def _await(self, follower: _Follower, expected: type, seconds: float) -> None:
-        """Receive a message of a follower that should be of the expected type."""
+        """Receive a message of a follower that should be of the expected type; a RankError if there is none, and the
+        follower's error if it has failed.
+        """
         follower.channel.sock.settimeout(seconds)
-        message = follower.channel.receive()
+        try:
+            message = follower.channel.receive()
+        except (OSError, EOFError) as error:
+            raise RankError(str(error)) from error
         follower.channel.sock.settimeout(self._timeout)
         if isinstance(message, RankFailed):
             raise message.error
@@ -155,7 +169,7 @@ class Leader:
 
     def _as_rank_error(self, error: Exception) -> RankError:
         """What ends the engine after this rank has raised an exception in a step."""
-        name, found = self._culprit(error) if isinstance(error, _LOST) else ("rank 0", error)
+        name, found = self._culprit(error) if isinstance(error, RankError) else ("rank 0", error)
         return found if isinstance(found, RankError) else RankError(f"{name} failed: {type(found).__name__}: {found}")
 
     def _culprit(self, seen: BaseException) -> tuple[str, BaseException]:
