@@ -16,14 +16,19 @@ _barrier: Any = None
 
 
 def _begin(barrier: Any) -> None:
+    """Prepare a process of the pool."""
     global _barrier
     _barrier = barrier
 
 
 def load_by_processes(
-    count: int, server: tuple[str, str | None], model: str, requests: Sequence[LoadRequest], at: Sequence[float],
+    count: int,
+    server: tuple[str, str | None],
+    model: str,
+    requests: Sequence[LoadRequest],
+    at: Sequence[float],
     timeout: float,
-) -> tuple[list[RequestRecord], list[float]]:  # fmt: skip
+) -> tuple[list[RequestRecord], list[float]]:
     """What `load` returns, by processes that begin at the same time and send every `count`-th request each.
 
     Args:
@@ -43,6 +48,8 @@ def load_by_processes(
 
 
 def _part(server: tuple[str, str | None], model: str, *work: Any) -> tuple[list[RequestRecord], list[float]]:
+    """The part of one process, which sends when all others are ready, too."""
+
     async def send() -> tuple[list[RequestRecord], list[float]]:
         async with connected(*server) as client:
             return await load(client, model, *work)

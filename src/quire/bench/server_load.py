@@ -166,7 +166,7 @@ async def sweep(
     limits: LatencyLimits,
     seed: int,
     timeout: float,
-    further: Callable[..., tuple[list[RequestRecord], list[float]]] | None = None,
+    by_processes: Callable[..., tuple[list[RequestRecord], list[float]]] | None = None,
 ) -> AsyncIterator[Row]:
     """Yield a row for each rate and its requests, after a request of one token that is not timed.
 
@@ -177,7 +177,7 @@ async def sweep(
         limits: of good requests.
         seed: of arrivals.
         timeout: as of `load`.
-        further: what loads the server in place of `load`, without a client, in a thread; None: this process does.
+        by_processes: `load_by_processes` with its first arguments, which loads the server; None: this process does.
 
     Raises:
         Refused: the server does not answer that request.
@@ -186,10 +186,10 @@ async def sweep(
     await _read(client, model, RequestRecord(LoadRequest(first.prompt[:1], 1)), time.perf_counter())
     for i, (rate, requests) in enumerate(works):
         at = arrivals(len(requests), rate, seed + i)
-        if further is None:
+        if by_processes is None:
             records, late = await load(client, model, requests, at, timeout)
         else:
-            records, late = await asyncio.to_thread(further, model, requests, at, timeout)
+            records, late = await asyncio.to_thread(by_processes, model, requests, at, timeout)
         yield summary(rate, records, late, limits, at)
 
 

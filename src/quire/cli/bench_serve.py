@@ -66,12 +66,12 @@ async def _load(args: argparse.Namespace, works: Any, machine: dict[str, Any]) -
         if args.adapters is not None:
             result["adapters"] = await _adapters(args.adapters, server)
             works = [(rate, _drawn(work, result["adapters"], args.seed + i)) for i, (rate, work) in enumerate(works)]
-        further = None
+        by_processes = None
         if args.clients > 1:
             from quire.bench.client_processes import load_by_processes
 
-            further = partial(load_by_processes, args.clients, (args.url, args.api_key))
-        async for row in server_load.sweep(server, model, works, limits, args.seed, args.timeout, further):
+            by_processes = partial(load_by_processes, args.clients, (args.url, args.api_key))
+        async for row in server_load.sweep(server, model, works, limits, args.seed, args.timeout, by_processes):
             result["runs"].append(row)
             print(f"rate {row['rate']}: {row['completed']} of {row['requests']} completed", file=sys.stderr, flush=True)
             if args.json is not None and args.json != Path("-"):
