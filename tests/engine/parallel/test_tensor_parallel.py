@@ -41,14 +41,14 @@ def random_prompts(rng, count, vocab_size=97):
     ]
 
 
-def check_tokens(folder, prompts, rng, **options):
+def check_tokens(folder, prompts, rng, size, **options):
     """Compare the completions of an engine of several ranks with those of one rank."""
     params = [
         SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=i, max_tokens=rng.randint(1, 24), logprobs=2)
         for i in range(len(prompts))
     ]
-    ranks = {name: options.pop(name) for name in ("tensor_parallel_size",)}
-    with LLM(folder, **SMALL, **options) as one, LLM(folder, **SMALL, **options, **ranks) as several:
+    options |= SMALL
+    with LLM(folder, **options) as one, LLM(folder, **options, tensor_parallel_size=size) as several:
         same(several.generate(prompts, params), one.generate(prompts, params), one, prompts, params)
         until_idle(several)
         assert pages_add_up(several)
@@ -108,7 +108,7 @@ def test_llm_whose_rank_is_killed_ends_requests_with_an_error_that_names_it():
     ],
 )
 def test_llm_of_several_ranks_has_the_tokens_of_one(name, size, tmp_path, rng):
-    check_tokens(save(name, tmp_path), random_prompts(rng, 7), rng, tensor_parallel_size=size)
+    check_tokens(save(name, tmp_path), random_prompts(rng, 7), rng, size)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def biased(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"compile": True}, {"batch_invariant": True}], ids=str)
 def test_llm_of_two_ranks_with_options_has_the_tokens_of_one(options, biased, rng):
-    check_tokens(biased, random_prompts(rng, 5, 96), rng, tensor_parallel_size=2, **options)
+    check_tokens(biased, random_prompts(rng, 5, 96), rng, 2, **options)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_llm_of_two_ranks_with_few_bits_has_the_log_probabilities_of_one_up_to_r
 )
 def test_llm_of_two_ranks_with_weights_that_stay_quantized_has_the_tokens_of_one(model, name, tmp_path, rng, request):
     folder, _ = quantized.quantize(request.getfixturevalue(model), tmp_path, name)
-    check_tokens(folder, random_prompts(rng, 4, 90), rng, tensor_parallel_size=2, dequantize=False)
+    check_tokens(folder, random_prompts(rng, 4, 90), rng, 2, dequantize=False)
 
 
 @pytest.mark.slow
