@@ -118,6 +118,18 @@ def test_chat_auto_calls_are_read_whole_and_streamed(name, llm, client, rng):
         assert values(only.message.tool_calls) == calls[:1]
 
 
+def test_chat_auto_calls_after_content_are_read(name, llm, client, rng):
+    if name == "gpt_oss":
+        pytest.skip("content of this format is in a channel of its own")
+    mark = "<|python_tag|>"
+    calls, text = random_text(name, rng)
+    # Calls without a mark are calls at the start of the output alone.
+    text = mark + text.removeprefix(mark) if name == "llama3" else text
+    with saying(llm, f"Let me look.\n{text}"):
+        message = chat(client).choices[0].message
+    assert (message.content.strip(), values(message.tool_calls)) == ("Let me look.", calls)
+
+
 def test_chat_auto_text_is_content(name, llm, client):
     text = " It is sunny <in> [Rome].\n"
     with saying(llm, text):

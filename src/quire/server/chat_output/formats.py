@@ -5,7 +5,7 @@ The command line has their names, so this imports neither FastAPI nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ from quire.server.chat_output.deepseek import DeepSeekParser
 from quire.server.chat_output.gpt_oss import GptOssParser
 from quire.server.chat_output.hermes import HermesParser
 from quire.server.chat_output.llama3 import Llama3Parser
+from quire.server.chat_output.marked import MarkedCallParser
 from quire.server.chat_output.mistral import MistralParser
-from quire.server.chat_output.parser import OutputParser
 
 # The name of the format that Transformers' own parser reads, by the tokenizer's response_template.
 BY_TRANSFORMERS = "transformers"
@@ -51,7 +51,7 @@ class ToolFormat:
         form: how calls are written by a model whose chat template has this text.
     """
 
-    parser: Callable[[Collection[str]], OutputParser]
+    parser: type[MarkedCallParser] | type[GptOssParser]
     form: Callable[[str], CallForm]
 
 

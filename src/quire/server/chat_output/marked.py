@@ -21,7 +21,6 @@ class MarkedCallParser(OutputParser):
         names: of the functions that may be called.
 
     Attributes:
-        begin: what calls begin with.
         openers: marks before calls that are left out.
         closers: marks after calls that are left out.
         header: what is between `begin` and a JSON object; a group has the function's name, without which the JSON
@@ -31,7 +30,6 @@ class MarkedCallParser(OutputParser):
             functions that are there.
     """
 
-    begin: ClassVar[str]
     openers: ClassVar[tuple[str, ...]] = ()
     closers: ClassVar[tuple[str, ...]] = ()
     header: ClassVar[re.Pattern[str]] = re.compile(r"\s*")

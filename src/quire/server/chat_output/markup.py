@@ -143,7 +143,11 @@ class ChatMarkup:
             return False
         if self._by_transformers or self._in_channels:
             return True
-        text = "".join(self._reasoning or ()) + "".join(map(str, self._form if calls else ()))
+        text = "".join(self._reasoning or ())
+        if calls:
+            known = TOOL_FORMATS.get(self.tool_format or "")
+            # Calls of Llama 3 may be after a mark that a grammar does not write.
+            text += "".join(map(str, self._form)) + ("" if known is None else known.parser.begin)
         return any(mark in text for mark in self._special)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 class FunctionCall(NamedTuple):
@@ -32,7 +32,12 @@ class OutputParser(ABC):
 
     Text that may belong to a call is held until that is decided. A call that is not well-formed is content, as it was
     written. White space between calls, and between content and a call, is left out.
+
+    Attributes:
+        begin: the mark that calls begin with; "": they have none.
     """
+
+    begin: ClassVar[str] = ""
 
     def __init__(self) -> None:
         self._buffer = ""
