@@ -166,9 +166,12 @@ class Model:
         self.hidden_states.last = None
         if self.width is None:
             return self._computed(tokens, positions, rows, step)
-        num_rows, step = len(rows), PaddedAttention(step, len(tokens))
+        num_tokens, num_rows = len(tokens), len(rows)
         tokens, positions, rows = (_padded(x, self.width) for x in (tokens, positions, rows))
-        return self._computed(tokens, positions, rows, step)[:num_rows]
+        logits = self._computed(tokens, positions, rows, PaddedAttention(step, num_tokens))
+        if self.hidden_states.last is not None:
+            self.hidden_states.last = self.hidden_states.last[:num_tokens]
+        return logits[:num_rows]
 
     def _computed(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: StepAttention) -> Tensor:
         """`logits` of a step as it is."""
