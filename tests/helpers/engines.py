@@ -149,7 +149,7 @@ def captured_on_the_host(llm: LLM, max_tokens: int) -> None:
         lengths = inputs.last_page_len + (width - 1) * runner.page_size
         pages = PageTable.from_lengths(inputs.kv_indptr, inputs.kv_indices, lengths, runner.page_size)
         runner.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.max_row_tokens)
-        adapters = runner._step_adapters(inputs.adapter_slots, inputs.logit_indices)
+        adapters = runner.step_adapters(inputs.adapter_slots, inputs.logit_indices)
         logits = runner.model.logits(ids, inputs.positions, inputs.logit_indices, runner, adapters)
         return logits, runner.model.hidden_states.last
 

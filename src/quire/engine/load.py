@@ -79,8 +79,6 @@ def _load_led_runner(source: str | Path, device: torch.device, config: EngineCon
         raise ValueError(f"{refused}: {runner.__name__} computes all of a model")
     if device.type != "cpu":
         raise ValueError(f"{refused}: several ranks compute on the CPU alone (device = 'cpu')")
-    if config.max_adapters:
-        raise ValueError(f"{refused} is not supported with max_adapters = {config.max_adapters}")
     from quire.engine.parallel import torchrun
     from quire.engine.parallel.follower import serve
     from quire.engine.parallel.leader import Leader
@@ -99,6 +97,8 @@ def _load_led_runner(source: str | Path, device: torch.device, config: EngineCon
         leader.close()
         raise
     made.leader = leader
+    if made.adapters is not None:
+        made.adapters.leader = leader
     return made
 
 
@@ -121,7 +121,9 @@ def load_runner(
         FileNotFoundError, OSError, ValueError: as `load_engine`.
     """
     model = load_model(source, device, config, ranks)
-    make = partial(_make_runner, runner, model, config, _cache_scales(model, config), _adapter_pool(model, config))
+    make = partial(
+        _make_runner, runner, model, config, _cache_scales(model, config), _adapter_pool(model, config, ranks)
+    )
     made = make(_num_pages(model, config, make, ranks))
     check_runner(made, random_weights=config.load_format == "dummy")
     return made
@@ -248,12 +250,13 @@ def _cache_scales(model: Model, config: EngineConfig) -> Scales | None:
     return scales
 
 
-def _adapter_pool(model: Model, config: EngineConfig) -> AdapterPool | None:
+def _adapter_pool(model: Model, config: EngineConfig, ranks: Ranks | None) -> AdapterPool | None:
     """The memory for adapters, which is taken before pages of the cache are counted."""
     if not config.max_adapters:
         return None
     rank_pages = config.adapter_rank_pages or config.max_adapters
-    return AdapterPool(model, config.max_adapters, rank_pages, config.max_adapter_rank)
+    num_ranks = 1 if ranks is None else ranks.size
+    return AdapterPool(model, config.max_adapters, rank_pages, config.max_adapter_rank, num_ranks)
 
 
 def _make_runner(

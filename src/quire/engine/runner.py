@@ -130,7 +130,7 @@ class Runner:
         """`forward` without graphs; last_tokens is None if no token is in flight."""
         # A subclass may compute logits without the network.
         self.model.hidden_states.last = None
-        with nullcontext() if self.leader is None else self.leader.computing(batch):
+        with nullcontext() if self.leader is None else self.leader.computing(batch, self._has_adapters(batch)):
             logits = self.run(batch, last_tokens) if self.supports_overlap else self.run(batch)
         return ForwardOutput(batch, logits, hidden=self.model.hidden_states.last)
 
@@ -157,7 +157,7 @@ class Runner:
             ids = with_last_tokens(inputs.ids, inputs.source, sampler.last)
             pages = PageTable(inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len, page_size)
             self.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.max_row_tokens)
-            adapters = self._step_adapters(inputs.adapter_slots, inputs.logit_indices)
+            adapters = self.step_adapters(inputs.adapter_slots, inputs.logit_indices)
             logits = self.model.logits(ids, inputs.positions, inputs.logit_indices, self, adapters)
             for wrapper in wrappers.values():
                 # The graph will be replayed, which is safe: it reads the tables of `inputs` themselves, and the
@@ -178,7 +178,7 @@ class Runner:
         tables, batch = self.tables(chunks), StepBatch.of(chunks)
         self.begin(chunks, tables)
         slots = upload(adapter_slots(batch), self.model.device) if self._has_adapters(batch) else None
-        return self.model.logits(tokens, tables.positions, rows, self, self._step_adapters(slots, rows))
+        return self.model.logits(tokens, tables.positions, rows, self, self.step_adapters(slots, rows))
 
     def _has_adapters(self, batch: StepBatch) -> bool:
         """Whether a step is computed with adapters. Every step of a batch-invariant engine that has any is, so that the
@@ -186,7 +186,7 @@ class Runner:
         """
         return self.adapters is not None and (self.batch_invariant or self.adapters.are_in(batch.requests))
 
-    def _step_adapters(self, slots: Tensor | None, rows: Tensor) -> AdapterStep | None:
+    def step_adapters(self, slots: Tensor | None, rows: Tensor) -> AdapterStep | None:
         """The adapters of a step; None if it is computed without any, and there are no slots of its tokens."""
         if slots is None or self.adapters is None:
             return None

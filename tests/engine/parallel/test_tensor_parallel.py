@@ -251,7 +251,6 @@ def test_llm_of_ranks_with_what_they_do_not_compute_says_so():
 
     for options, reason in [
         ({"runner": Own}, "Own computes all of a model"),
-        ({"max_adapters": 2}, "is not supported with max_adapters = 2"),
     ]:
         with pytest.raises(ValueError, match=f"tensor_parallel_size = 2.*{reason}"):
             LLM(**SMALL, tensor_parallel_size=2, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,6 +32,7 @@ class Adapter:
         num_pages: the rank pages that it takes on the device.
         product_pages: int32 [products of the pool], how many of these each product has; 0 where the adapter has none.
         contents: the elements of the rank pages; those of products that the adapter does not have are left out.
+        other_contents: those of the ranks 1, 2, ... of a model that several compute.
     """
 
     digest: str
@@ -39,3 +40,8 @@ class Adapter:
     num_pages: int
     product_pages: Tensor
     contents: list[Values]
+    other_contents: list[list[Values]] = field(default_factory=list)
+
+    def of_rank(self, rank: int) -> Adapter:
+        """The adapter as another rank has it."""
+        return replace(self, contents=self.other_contents[rank - 1], other_contents=[])

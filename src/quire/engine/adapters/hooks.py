@@ -109,10 +109,13 @@ def hook_module(module: nn.Module, hook: AdapterHook) -> None:
 @lru_cache(maxsize=256)
 def _hooked(kind: Any) -> Any:
     """The class of modules of this class that call their hook."""
+    # A layer of several ranks computes the product of its part alone by another method.
+    name = "product" if hasattr(kind, "product") else "forward"
+    compute = getattr(kind, name)
 
-    def forward(self: Any, input: Tensor) -> Tensor:
-        output: Tensor = kind.forward(self, input)
+    def compute_and_add(self: Any, input: Tensor) -> Tensor:
+        output: Tensor = compute(self, input)
         self.quire_hook.add(output, input)
         return output
 
-    return type(f"{kind.__name__}WithAdapters", (kind,), {"forward": forward, "__module__": kind.__module__})
+    return type(f"{kind.__name__}WithAdapters", (kind,), {name: compute_and_add, "__module__": kind.__module__})

@@ -188,10 +188,12 @@ def _check_base_weight(name: str, tensor: Tensor, targets: Mapping[str, Target],
     base = targets[path].weight
     if base is None:
         raise ValueError(f"{name} can't be compared with the base's weight, which is quantized")
-    if tensor.shape != base.shape:
+    shape = targets[path].weight_shape
+    if tuple(tensor.shape) != shape:
         what = "the vocabulary was resized" if tensor.shape[1:] == base.shape[1:] else "it is of another base"
-        raise ValueError(f"{name} is {list(tensor.shape)}, and {list(base.shape)} in the base: {what}")
-    if not _is_same(tensor, base):
+        raise ValueError(f"{name} is {list(tensor.shape)}, and {list(shape)} in the base: {what}")
+    # The part of several ranks that this one has is the first one.
+    if not _is_same(tensor[: len(base)], base):
         raise ValueError(f"{name} differs from the base's weight: it was trained, or is of another base")
 
 

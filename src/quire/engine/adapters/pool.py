@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from quire.engine.adapters.adapter import Adapter, Values
 from quire.engine.adapters.hooks import AdapterHook, AdapterSwitch, hook_module
-from quire.engine.adapters.peft import AdapterTensors
+from quire.engine.adapters.peft import AdapterTensors, Factors
 from quire.engine.adapters.seen import seen_targets
 from quire.engine.adapters.slots import AdapterSlots, Resident
 from quire.engine.adapters.step import AdaptedProduct, AdapterTables
@@ -25,6 +25,9 @@ from quire.engine.model import Model
 from quire.engine.projections import Merged
 from quire.engine.request import Request
 from quire.steps import RANK_PAGE
+
+if TYPE_CHECKING:
+    from quire.engine.parallel.leader import Leader
 
 # Factors begin at multiples of so many elements of a page.
 _ALIGNMENT = 64
@@ -38,8 +41,10 @@ class AdapterPool:
         num_slots: the most adapters on the device.
         num_rank_pages: the rank pages there.
         max_rank: the largest rank of an adapter.
+        num_ranks: the processes that compute the model, of which each has such a pool for its part.
 
     Attributes:
+        leader: of this process, which has the other ranks copy the adapters that it copies; None: it has none.
         targets: the modules that adapters may change, by their paths.
         slots: which adapters are on the device.
         tables: what steps read.
@@ -48,7 +53,10 @@ class AdapterPool:
         ValueError: the device has no memory for the rank pages.
     """
 
-    def __init__(self, model: Model, num_slots: int, num_rank_pages: int, max_rank: int) -> None:
+    leader: Leader | None = None
+
+    def __init__(self, model: Model, num_slots: int, num_rank_pages: int, max_rank: int, num_ranks: int = 1) -> None:
+        self._num_ranks = num_ranks
         self.targets = targets = seen_targets(model)
         self.max_rank = max_rank
         self.num_rank_pages, self._device = num_rank_pages, model.device
@@ -68,7 +76,7 @@ class AdapterPool:
             num_rank_pages=torch.zeros(len(products), -(-num_slots // 4) * 4, **options)[:, :num_slots],
             switch=AdapterSwitch(),
         )
-        self.slots = AdapterSlots(num_slots, num_rank_pages, self._load)
+        self.slots = AdapterSlots(num_slots, num_rank_pages, self.load)
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         # The requests of the last step that was asked for, and whether any of them has an adapter.
         self._requests: Sequence[Request] = ()
@@ -101,10 +109,21 @@ class AdapterPool:
             for product in self.tables.products
         ]
         pages = torch.tensor([-(-rank // RANK_PAGE) for rank in ranks], dtype=torch.int32)
-        contents = [values for page in range(count) for values in self._packed(page, pages.tolist(), tensors)]
-        return Adapter(tensors.digest, rank, count, self._pinned(pages), contents)
+        contents = [
+            self._contents(count, pages.tolist(), self._factors_of(number, tensors))
+            for number in range(self._num_ranks)
+        ]
+        return Adapter(tensors.digest, rank, count, self._pinned(pages), contents[0], contents[1:])
 
-    def _packed(self, page: int, pages: Sequence[int], tensors: AdapterTensors) -> list[Values]:
+    def _factors_of(self, rank: int, tensors: AdapterTensors) -> Factors:
+        """The factors of a rank's part of the model."""
+        return {path: self.targets[path].factors_of_rank(rank, a, b) for path, (a, b) in tensors.factors.items()}
+
+    def _contents(self, count: int, pages: Sequence[int], factors: Factors) -> list[Values]:
+        """The elements of an adapter's `count` rank pages, of which the products have these numbers."""
+        return [values for page in range(count) for values in self._packed(page, pages, factors)]
+
+    def _packed(self, page: int, pages: Sequence[int], factors: Factors) -> list[Values]:
         """The elements of one of an adapter's rank pages, of which the products have these numbers."""
         runs: list[list[AdaptedProduct]] = []
         for product, count in zip(self.tables.products, pages, strict=True):
@@ -114,9 +133,9 @@ class AdapterPool:
                 runs[-1].append(product)
             else:
                 runs.append([product])
-        return [Values(page, run[0].start, self._filled(run, page, tensors)) for run in runs]
+        return [Values(page, run[0].start, self._filled(run, page, factors)) for run in runs]
 
-    def _filled(self, run: Sequence[AdaptedProduct], page: int, tensors: AdapterTensors) -> Tensor:
+    def _filled(self, run: Sequence[AdaptedProduct], page: int, factors: Factors) -> Tensor:
         """The elements of neighbouring products in a rank page."""
         on_gpu = self._stream is not None
         values = torch.zeros(run[-1].end - run[0].start, dtype=self._memory.dtype, pin_memory=on_gpu)
@@ -129,9 +148,9 @@ class AdapterPool:
             )
             starts = [0, *product.part_ends]
             for part, path in enumerate(product.paths):
-                if path not in tensors.factors:
+                if path not in factors:
                     continue
-                own_a, own_b = tensors.factors[path]
+                own_a, own_b = factors[path]
                 own_a, own_b = own_a[rows], own_b[:, rows].T
                 a[part, : len(own_a)] = own_a
                 b[: len(own_b), starts[part] : starts[part + 1]] = own_b
@@ -140,8 +159,10 @@ class AdapterPool:
     def _pinned(self, x: Tensor) -> Tensor:
         return x if self._stream is None else x.pin_memory()
 
-    def _load(self, resident: Resident) -> None:
+    def load(self, resident: Resident) -> None:
         """Begin to copy an adapter to its rank pages."""
+        if self.leader is not None:
+            self.leader.load_adapter(resident)
         if self._stream is None:
             self._copy(resident)
             resident.is_loaded = lambda: True
@@ -186,8 +207,8 @@ def _groups(model: Model, targets: Mapping[str, Target], merged: Sequence[Merged
 
 def _sizes(group: Sequence[str], targets: Mapping[str, Target]) -> tuple[int, int]:
     """The elements of A and of B of a product in a rank page."""
-    columns = sum(targets[path].out_features for path in group)
-    sizes = (len(group) * targets[group[0]].in_features, columns)
+    columns = sum(targets[path].shape_of_rank[1] for path in group)
+    sizes = (len(group) * targets[group[0]].shape_of_rank[0], columns)
     size_a, size_b = (-(-RANK_PAGE * size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
     return size_a, size_b
 
@@ -196,7 +217,7 @@ def _product(memory: Tensor, group: list[str], targets: Mapping[str, Target], st
     """The product of these modules, which begins there in each rank page."""
     of = [targets[path] for path in group]
     size_a, size_b = _sizes(group, targets)
-    ends = [sum(target.out_features for target in of[: i + 1]) for i in range(len(of))]
+    ends = [sum(target.shape_of_rank[1] for target in of[: i + 1]) for i in range(len(of))]
     return AdaptedProduct(
         kind=of[0].kind,
         paths=group,
@@ -204,7 +225,7 @@ def _product(memory: Tensor, group: list[str], targets: Mapping[str, Target], st
         start=start,
         start_b=start + size_a,
         end=start + size_a + size_b,
-        a=_part(memory, start, (len(of), RANK_PAGE, of[0].in_features)),
+        a=_part(memory, start, (len(of), RANK_PAGE, of[0].shape_of_rank[0])),
         b=_part(memory, start + size_a, (RANK_PAGE, ends[-1])),
     )
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from quire.engine.parallel.weight_shard import WeightShard
+
 # Modules that do nothing but hold a language model, by the names that they have in Transformers' classes. An adapter
 # has those of the class that it was trained with: another version, a model with an encoder of images or one without,
 # with a head or without one.
@@ -22,15 +24,39 @@ class Target:
         kind: "linear", "embedding" (that of the tokens) or "head" (the linear layer that computes logits).
         in_features: of an embedding, the size of the vocabulary.
         out_features: the columns of its output.
+        shard: which of these features each of several ranks has; None: each has all.
         output_scale: what the module multiplies its output by, which an adapter's output is multiplied by, too.
-        weight: [out_features, in_features], of an embedding [in_features, out_features]; None if it is quantized.
+        weight: [out_features, in_features], of an embedding [in_features, out_features]; of several ranks, this one's
+            part; None if it is quantized.
     """
 
     kind: Literal["linear", "embedding", "head"]
     in_features: int
     out_features: int
     output_scale: float = 1.0
+    shard: WeightShard | None = None
     weight: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """The shape of the weight of all ranks."""
+        sizes = self.out_features, self.in_features
+        return sizes[::-1] if self.kind == "embedding" else sizes
+
+    @property
+    def shape_of_rank(self) -> tuple[int, int]:
+        """The inputs and outputs that one rank has."""
+        if self.shard is None:
+            return self.in_features, self.out_features
+        return (self.shard.size, self.out_features) if self.shard.dim == -1 else (self.in_features, self.shard.size)
+
+    def factors_of_rank(self, rank: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """A rank's part of the factors of an adapter, A [r, in_features] and B [out_features, r]."""
+        if self.shard is None:
+            return a, b
+        if self.shard.dim == -1:
+            return self.shard.tensor_of(rank, a, 1), b
+        return a, self.shard.tensor_of(rank, b, 0)
 
 
 def adapter_targets(network: Any) -> dict[str, Target]:
@@ -41,12 +67,7 @@ def adapter_targets(network: Any) -> dict[str, Target]:
     found: dict[str, Target] = {}
     for path, module in network.named_modules():
         if isinstance(module, nn.Linear):
-            found[path] = Target(
-                kind="head" if module is head else "linear",
-                in_features=module.in_features,
-                out_features=module.out_features,
-                weight=_weight(module),
-            )
+            found[path] = _linear_target(module, "head" if module is head else "linear")
         elif module is embedding and isinstance(module, nn.Embedding):
             found[path] = Target(
                 kind="embedding",
@@ -56,6 +77,17 @@ def adapter_targets(network: Any) -> dict[str, Target]:
                 weight=_weight(module),
             )
     return found
+
+
+def _linear_target(module: nn.Linear, kind: Literal["linear", "head"]) -> Target:
+    shard: WeightShard | None = getattr(module, "quire_shard", None)
+    return Target(
+        kind=kind,
+        in_features=shard.features if shard is not None and shard.dim == -1 else module.in_features,
+        out_features=shard.features if shard is not None and shard.dim == -2 else module.out_features,
+        shard=shard,
+        weight=_weight(module),
+    )
 
 
 def _weight(module: nn.Module) -> Tensor | None:

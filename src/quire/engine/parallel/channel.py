@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from quire.engine.adapters.adapter import Adapter
 from quire.engine.batch import StepBatch
 from quire.engine.config import EngineConfig
-from quire.engine.inputs import logit_indices, token_ids
+from quire.engine.inputs import adapter_slots, logit_indices, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class RankStep:
         pages: each request's pages, which may be more than its tokens need, each as array("i").
         lengths: the number of tokens of each request, including the new ones.
         counts: the number of new tokens of each request.
+        slots: of each token's adapter (`adapter_slots`); None: the step is computed without adapters.
     """
 
     ids: np.ndarray
@@ -55,12 +57,33 @@ class RankStep:
     pages: Sequence[Any]
     lengths: list[int]
     counts: list[int]
+    slots: np.ndarray | None
 
     @classmethod
-    def of(cls, batch: StepBatch) -> RankStep:
-        """The step of a batch without tokens in flight."""
-        pages = [request.pages for request in batch.requests]
-        return cls(token_ids(batch)[0], logit_indices(batch), pages, batch.ends.tolist(), batch.counts.tolist())
+    def of(cls, batch: StepBatch, adapters: bool) -> RankStep:
+        """The step of a batch without tokens in flight, with adapters or without."""
+        return cls(
+            ids=token_ids(batch)[0],
+            rows=logit_indices(batch),
+            pages=[request.pages for request in batch.requests],
+            lengths=batch.ends.tolist(),
+            counts=batch.counts.tolist(),
+            slots=adapter_slots(batch) if adapters else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankAdapter:
+    """An adapter that is copied to the device, before the steps that compute with it.
+
+    Attributes:
+        adapter: as the follower has it.
+        slot, pages: where it is, as of `Resident`.
+    """
+
+    adapter: Adapter
+    slot: int
+    pages: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from contextlib import suppress
 
 import torch
 
-from quire.engine.parallel.channel import Channel, Connected, Loaded, RankFailed, RankJob, RankStep
+from quire.engine.adapters.slots import Resident
+from quire.engine.parallel.channel import Channel, Connected, Loaded, RankAdapter, RankFailed, RankJob, RankStep
 from quire.engine.parallel.ranks import Ranks
 from quire.engine.runner import Runner
 from quire.steps import StepTables
@@ -48,10 +49,14 @@ def _serve(channel: Channel, load: Callable[..., Runner]) -> None:
     channel.send(Loaded())
     while True:
         try:
-            step: RankStep = channel.receive()
+            message: RankStep | RankAdapter = channel.receive()
         except EOFError:
             return
-        _compute(step, runner)
+        if isinstance(message, RankStep):
+            _compute(message, runner)
+        else:
+            assert runner.adapters is not None
+            runner.adapters.load(Resident(message.adapter, message.slot, message.pages))
 
 
 def _compute(step: RankStep, runner: Runner) -> None:
@@ -59,7 +64,8 @@ def _compute(step: RankStep, runner: Runner) -> None:
     tables = StepTables.from_host(step.pages, step.lengths, step.counts, runner.page_size, runner.num_pages)
     runner.plan(runner.wrappers, tables.qo_indptr, tables.pages, tables.slots, max(step.counts))
     ids, rows = torch.from_numpy(step.ids), torch.from_numpy(step.rows)
-    runner.model.logits(ids, tables.positions, rows, runner)
+    slots = None if step.slots is None else torch.from_numpy(step.slots)
+    runner.model.logits(ids, tables.positions, rows, runner, runner.step_adapters(slots, rows))
 
 
 def _sendable(error: BaseException) -> BaseException:

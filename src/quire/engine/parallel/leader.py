@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
+from quire.engine.adapters.slots import Resident
 from quire.engine.batch import StepBatch
 from quire.engine.child_process import end_of, start_program
 from quire.engine.config import EngineConfig
 from quire.engine.parallel import torchrun
-from quire.engine.parallel.channel import Channel, Connected, Loaded, RankFailed, RankJob, RankStep
+from quire.engine.parallel.channel import Channel, Connected, Loaded, RankAdapter, RankFailed, RankJob, RankStep
 from quire.engine.parallel.errors import RankError
 from quire.engine.parallel.ranks import Ranks
 
@@ -117,18 +118,27 @@ class Leader:
             raise self._culprit(error)[1] from error
 
     @contextmanager
-    def computing(self, batch: StepBatch) -> Iterator[None]:
-        """A context in which all ranks compute a step.
+    def computing(self, batch: StepBatch, adapters: bool) -> Iterator[None]:
+        """A context in which all ranks compute a step, with adapters or without.
 
         Raises:
             RankError: one of them could not; then none of them computes any more.
         """
         try:
-            step = RankStep.of(batch)
+            step = RankStep.of(batch, adapters)
             for follower in self._followers:
                 self._send(follower, step)
             yield
         except Exception as error:
+            raise self._as_rank_error(error) from error
+
+    def load_adapter(self, resident: Resident) -> None:
+        """Have the other ranks copy an adapter to the device; a RankError if one has ended, or does not read."""
+        try:
+            for follower in self._followers:
+                adapter = resident.adapter.of_rank(follower.rank)
+                self._send(follower, RankAdapter(adapter, resident.slot, resident.pages))
+        except RankError as error:
             raise self._as_rank_error(error) from error
 
     def check(self) -> None:

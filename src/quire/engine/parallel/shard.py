@@ -12,15 +12,14 @@ are computed by every rank.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quire.engine.parallel.ranks import Ranks
+from quire.engine.parallel.weight_shard import WeightShard
 from quire.engine.projections import multiply
-from quire.engine.weights.modules import QuantizedLinear, QuantizedWeight, can_join, joined
+from quire.engine.weights.modules import QuantizedLinear, QuantizedWeight
 
 _OUTPUTS = ("colwise", "packed_colwise", "colwise_gather_output")
 _INPUTS = ("rowwise", "rowwise_split_input")
@@ -30,13 +29,21 @@ _OF_KV_HEADS = (".k_proj", ".v_proj")
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 
 
-class RowwiseLinear(nn.Linear):
-    """A linear layer with a part of the inputs, whose products are summed over all ranks. One rank has the bias."""
+class DividedLinear(nn.Linear):
+    """A linear layer that exchanges something with the other ranks before or after the product of its part."""
 
     ranks: Ranks
 
+    def product(self, input: Tensor) -> Tensor:
+        """The product of this rank's part, to which adapters add theirs."""
+        return multiply(input, self.weight, self.bias)
+
+
+class RowwiseLinear(DividedLinear):
+    """A linear layer with a part of the inputs, whose products are summed over all ranks. One rank has the bias."""
+
     def forward(self, input: Tensor) -> Tensor:
-        return self.ranks.sum(multiply(input, self.weight, self.bias))
+        return self.ranks.sum(self.product(input))
 
 
 class RowwiseLinearOfAll(RowwiseLinear):
@@ -46,71 +53,19 @@ class RowwiseLinearOfAll(RowwiseLinear):
         return super().forward(input.chunk(self.ranks.size, dim=-1)[self.ranks.rank])
 
 
-class GatheredLinear(nn.Linear):
+class GatheredLinear(DividedLinear):
     """A linear layer, or a head, with a part of the outputs, which returns those of all ranks."""
 
-    ranks: Ranks
-
     def forward(self, input: Tensor) -> Tensor:
-        return self.ranks.concatenated(multiply(input, self.weight, self.bias))
+        return self.ranks.concatenated(self.product(input))
 
 
 # What computes a divided layer. Of other styles, the layer itself does.
-_CLASSES: dict[str, type[nn.Linear]] = {
+_CLASSES: dict[str, type[DividedLinear]] = {
     "rowwise": RowwiseLinear,
     "rowwise_split_input": RowwiseLinearOfAll,
     "colwise_gather_output": GatheredLinear,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """What this rank keeps of a weight [..., outputs, inputs].
-
-    Attributes:
-        dim: -2 for some outputs, -1 for some inputs.
-        starts: the first of them, or the first of each half.
-        count: of these, the number from each start.
-    """
-
-    dim: int
-    starts: tuple[int, ...]
-    count: int
-
-    @classmethod
-    def of(cls, weight: Any, style: str, parts: int, ranks: Ranks) -> _Shard:
-        """The part of a weight that is divided into so many. With fewer parts than ranks, neighbours have the same.
-
-        Raises:
-            ValueError: the parts are not equal.
-        """
-        dim = -1 if style in _INPUTS else -2
-        if isinstance(weight, QuantizedWeight):
-            features = weight.columns if dim == -1 else weight.rows
-        else:
-            features = weight.shape[dim]
-        halves = 2 if style == "packed_colwise" else 1
-        if features % (parts * halves):
-            raise ValueError(f"its {features} features are not divisible by it")
-        half = features // halves
-        first = ranks.rank * parts // ranks.size * (half // parts)
-        return cls(dim, tuple(first + index * half for index in range(halves)), half // parts)
-
-    def kept(self, weight: Any) -> Any:
-        """A copy of this part of a weight; ValueError if it has no whole blocks of a quantized one."""
-        if not isinstance(weight, QuantizedWeight):
-            return self.of_tensor(weight, self.dim)
-        parts = [weight.part(self.dim, start, self.count) for start in self.starts]
-        if len(parts) == 1:
-            return parts[0]
-        if not can_join(parts):
-            raise ValueError(f"{self.count} of its rows are not whole blocks of {weight.block[0]}")
-        return joined(parts)
-
-    def of_tensor(self, x: Tensor, dim: int) -> nn.Parameter:
-        """A copy of the elements of a tensor that have this part's places in a dimension."""
-        parts = [x.detach().narrow(dim, start, self.count) for start in self.starts]
-        return nn.Parameter(torch.cat(parts, dim), requires_grad=False)
 
 
 def shard(network: Any, ranks: Ranks, folder: object) -> None:
@@ -138,8 +93,8 @@ def shard(network: Any, ranks: Ranks, folder: object) -> None:
             elif isinstance(found, nn.Linear):
                 _divide_linear(found, style, parts, ranks)
             else:
-                part = _Shard.of(found, style, parts, ranks)
-                setattr(network.get_submodule(path), attribute, part.kept(found))
+                own = _shard_of(found, style, parts, ranks).weight_of(ranks.rank, found)
+                setattr(network.get_submodule(path), attribute, own)
         except ValueError as error:
             raise ValueError(f"{refused}: {name}: {error}") from error
     if kv_heads < size:
@@ -184,19 +139,31 @@ def _divided_kv_heads(plan: dict[str, tuple[str, Any]], config: Any, size: int, 
     return kv_heads
 
 
+def _shard_of(weight: Any, style: str, parts: int, ranks: Ranks) -> WeightShard:
+    return WeightShard.of(
+        weight, -1 if style in _INPUTS else -2, parts, ranks.size, halves=2 if style == "packed_colwise" else 1
+    )
+
+
 def _divide_linear(linear: nn.Linear, style: str, parts: int, ranks: Ranks) -> None:
-    part = _Shard.of(linear.weight, style, parts, ranks)
-    linear.weight = part.kept(linear.weight)
+    part = _shard_of(linear.weight, style, parts, ranks)
+    linear.weight = part.weight_of(ranks.rank, linear.weight)
     if part.dim == -1:
-        linear.in_features = part.count
+        linear.in_features = part.size
         if ranks.rank:
             linear.register_parameter("bias", None)
     else:
-        linear.out_features = part.count * len(part.starts)
-        if linear.bias is not None:
-            linear.bias = part.of_tensor(linear.bias, 0)
+        _divide_outputs(linear, part, ranks.rank)
+    linear.__dict__["quire_shard"] = part
     if style in _CLASSES:
         _replace_class(linear, _CLASSES[style], ranks)
+
+
+def _divide_outputs(linear: nn.Linear, part: WeightShard, rank: int) -> None:
+    """Keep the attributes and the bias that go with some of the outputs."""
+    linear.out_features = part.size
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(part.tensor_of(rank, linear.bias.detach(), 0), requires_grad=False)
 
 
 def _divide_head(network: Any, ranks: Ranks) -> None:
@@ -205,16 +172,16 @@ def _divide_head(network: Any, ranks: Ranks) -> None:
     if type(head) is not nn.Linear or head.out_features % ranks.size:
         return
     is_tied = head.weight is network.get_input_embeddings().weight
-    part = _Shard.of(head.weight, "colwise", ranks.size, ranks)
-    own = head.weight.detach().narrow(0, part.starts[0], part.count)
+    part = _shard_of(head.weight, "colwise", ranks.size, ranks)
+    (start,) = part.starts(ranks.rank)
+    own = head.weight.detach().narrow(0, start, part.size)
     head.weight = nn.Parameter(own if is_tied else own.clone(), requires_grad=False)
-    head.out_features = part.count
-    if head.bias is not None:
-        head.bias = part.of_tensor(head.bias, 0)
+    _divide_outputs(head, part, ranks.rank)
+    head.__dict__["quire_shard"] = part
     _replace_class(head, GatheredLinear, ranks)
 
 
-def _replace_class(linear: nn.Linear, kind: type[nn.Linear], ranks: Ranks) -> None:
+def _replace_class(linear: nn.Linear, kind: type[DividedLinear], ranks: Ranks) -> None:
     linear.__class__ = kind
     linear.__dict__["ranks"] = ranks
 
