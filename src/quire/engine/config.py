@@ -16,6 +16,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "dummy")
 POOLINGS = ("auto", "last", "mean")
 MAX_ADAPTER_RANK = 256
+_RANKS = ("tensor_parallel_size", "context_parallel_size")
 
 
 def _option(default: Any, help: str, **flag: Any) -> Any:
@@ -76,6 +77,8 @@ class EngineConfig:
         max_adapter_rank: the largest rank of an adapter, at most 256.
         tensor_parallel_size: the number of processes, the ranks, that compute the model together, each a part of every
             layer (docs/parallel.md). They are started on this machine, whose CPU they share.
+        context_parallel_size: the number of processes, the ranks, that divide the pages of the cache among them
+            (docs/parallel.md). Each has the whole model; num_pages is that of all.
         tensor_parallel_timeout: seconds in which every rank must answer the others. Otherwise, or if one ends, all
             requests end with an error that names it, and so does the engine.
         pooling: what "auto" means in `EmbeddingParams`: "last" or "mean", or "auto" for what the checkpoint's files for
@@ -126,12 +129,13 @@ class EngineConfig:
     )
     max_adapter_rank: int = _option(MAX_ADAPTER_RANK, "the largest rank of an adapter")
     tensor_parallel_size: int = _option(1, "processes that compute the model together, on the CPU", metavar="N")
+    context_parallel_size: int = _option(1, "processes that divide the cache among them, on the CPU", metavar="N")
     tensor_parallel_timeout: float = _option(300.0, "in which each of these must answer the others", metavar="SECONDS")
     pooling: Literal["auto", "last", "mean"] = _option("auto", "of states to embeddings", choices=POOLINGS)
 
     def __post_init__(self) -> None:
         positive = ("page_size", "max_num_seqs", "num_pages", "max_model_len", "max_batched_tokens")
-        for name in (*positive, "adapter_rank_pages", "max_adapter_rank", "tensor_parallel_size"):
+        for name in (*positive, "adapter_rank_pages", "max_adapter_rank", *_RANKS):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < 1):
                 raise ValueError(f"{name} = {value!r}: it must be a positive integer")
@@ -154,7 +158,28 @@ class EngineConfig:
             raise ValueError(f"max_adapter_rank = {self.max_adapter_rank}: {MAX_ADAPTER_RANK} is the largest")
         if not self.tensor_parallel_timeout > 0:
             raise ValueError(f"tensor_parallel_timeout = {self.tensor_parallel_timeout!r}: it must be above 0")
+        self._check_context_parallel()
         self._check_cache()
+
+    def _check_context_parallel(self) -> None:
+        if self.context_parallel_size == 1:
+            return
+        for name, default in (("tensor_parallel_size", 1), ("kv_cache_dtype", "auto"), ("batch_invariant", False)):
+            value = getattr(self, name)
+            if value != default:
+                what = f"context_parallel_size = {self.context_parallel_size} is not supported"
+                raise ValueError(f"{what} with {name} = {value!r}")
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that compute the model together."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
+    def ranks_option(self) -> str:
+        """The option that asks for several of them, for messages."""
+        name = _RANKS[0] if self.tensor_parallel_size > 1 else _RANKS[1]
+        return f"{name} = {self.num_ranks}"
 
     def _check_cache(self) -> None:
         dtype, scales = self.kv_cache_dtype, self.kv_cache_scales

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] =
     config = config.on(device)
     max_batched_tokens = config.max_batched_tokens
     assert max_batched_tokens is not None
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         made = _load_led_runner(source, device, config, runner)
     else:
         made = load_runner(source, device, config, runner)
@@ -74,7 +74,7 @@ def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] =
 
 def _load_led_runner(source: str | Path, device: torch.device, config: EngineConfig, runner: type[Runner]) -> Runner:
     """The runner of the first of several ranks, which leads the others."""
-    refused = f"tensor_parallel_size = {config.tensor_parallel_size}"
+    refused = config.ranks_option
     if runner is not Runner:
         raise ValueError(f"{refused}: {runner.__name__} computes all of a model")
     if device.type != "cpu":
@@ -83,7 +83,7 @@ def _load_led_runner(source: str | Path, device: torch.device, config: EngineCon
     from quire.engine.parallel.follower import serve
     from quire.engine.parallel.leader import Leader
 
-    if torchrun.rank_of(config.tensor_parallel_size):
+    if torchrun.rank_of(config):
         # The rest of the program is that of rank 0.
         serve(torchrun.connect(), load_runner)
         sys.exit(0)
@@ -121,9 +121,8 @@ def load_runner(
         FileNotFoundError, OSError, ValueError: as `load_engine`.
     """
     model = load_model(source, device, config, ranks)
-    make = partial(
-        _make_runner, runner, model, config, _cache_scales(model, config), _adapter_pool(model, config, ranks)
-    )
+    scales, adapters = _cache_scales(model, config), _adapter_pool(model, config, ranks)
+    make = partial(_make_runner, _runner_class(runner, config, ranks), model, config, scales, adapters)
     made = make(_num_pages(model, config, make, ranks))
     check_runner(made, random_weights=config.load_format == "dummy")
     return made
@@ -160,7 +159,7 @@ def load_model(
     if (on_gpu or not dequantize) and moe.can_replace(network):
         model.replacements.append(moe.ReplacedExperts(network))
     if ranks is not None:
-        _shard(model, ranks)
+        _divide(model, config, ranks)
     attentions = _find_layers(model)
     if on_gpu if config.compile == "auto" else config.compile:
         _compile(model, attentions)
@@ -180,6 +179,17 @@ def _fetch(source: str | Path, config: EngineConfig) -> tuple[Path, Any]:
         download_weights(source, folder)
         check_weights(folder)
     return folder, description
+
+
+def _divide(model: Model, config: EngineConfig, ranks: Ranks) -> None:
+    """Keep this rank's part of a model, or all of it if the ranks divide the cache."""
+    if config.tensor_parallel_size > 1:
+        _shard(model, ranks)
+        return
+    from quire.engine.parallel.experts import choose_by_first
+
+    for experts in moe.expert_modules(model.network):
+        choose_by_first(experts, ranks)
 
 
 def _shard(model: Model, ranks: Ranks) -> None:
@@ -259,8 +269,17 @@ def _adapter_pool(model: Model, config: EngineConfig, ranks: Ranks | None) -> Ad
     return AdapterPool(model, config.max_adapters, rank_pages, config.max_adapter_rank, num_ranks)
 
 
+def _runner_class(runner: type[Runner], config: EngineConfig, ranks: Ranks | None) -> Callable[..., Runner]:
+    """What makes a runner of this class, or of ranks that divide the cache."""
+    if ranks is None or config.context_parallel_size == 1:
+        return runner
+    from quire.engine.parallel.context import ContextParallelRunner
+
+    return partial(ContextParallelRunner, ranks=ranks)
+
+
 def _make_runner(
-    runner: type[Runner],
+    runner: Callable[..., Runner],
     model: Model,
     config: EngineConfig,
     scales: Scales | None,
@@ -289,8 +308,8 @@ def _num_pages(model: Model, config: EngineConfig, make: partial[Runner], ranks:
     elif ranks is None:
         pages = free_pages(page_bytes)
     else:
-        # They share the memory, and have the same pages.
-        pages = ranks.least(max(1, free_pages(page_bytes) // ranks.size))
+        # They share the memory, and have the same pages or equally many.
+        pages = ranks.least(max(1, free_pages(page_bytes) // ranks.size)) * config.context_parallel_size
     return min(config.max_num_seqs * -(-model.context // config.page_size), pages)
 
 

@@ -194,14 +194,15 @@ class Runner:
 
     def tables(self, chunks: Sequence[Chunk], pad_to: int = 0) -> StepTables:
         """The tables of the chunks, on the model's device."""
+        pages = [c.request.pages for c in chunks]
+        return self.host_tables(pages, [c.start + c.count for c in chunks], [c.count for c in chunks], pad_to)
+
+    def host_tables(
+        self, pages: Sequence[Any], lengths: Sequence[int], counts: Sequence[int], pad_to: int = 0
+    ) -> StepTables:
+        """The tables of a step, on the model's device; the arguments are those of `StepTables.from_host`."""
         return StepTables.from_host(
-            [c.request.pages for c in chunks],
-            [c.start + c.count for c in chunks],
-            [c.count for c in chunks],
-            self.page_size,
-            self.num_pages,
-            self.model.device,
-            pad_to=pad_to,
+            pages, lengths, counts, self.page_size, self.num_pages, self.model.device, pad_to=pad_to
         )
 
     def inputs(self, chunks: Sequence[Chunk], last_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -248,6 +249,10 @@ class Runner:
 
     def _new_cache(self, layer: Layer) -> tuple[Tensor, Tensor]:
         heads = layer.heads
-        shape = (self.num_pages, self.page_size, heads.num_kv_heads)
+        shape = (self._cache_pages(), self.page_size, heads.num_kv_heads)
         options: Any = {"dtype": self.kv_dtype, "device": self.model.device}
         return torch.empty(*shape, heads.head_dim_qk, **options), torch.empty(*shape, heads.head_dim_vo, **options)
+
+    def _cache_pages(self) -> int:
+        """The pages that this process has of each layer's cache."""
+        return self.num_pages

@@ -109,11 +109,12 @@ class AdapterPool:
             for product in self.tables.products
         ]
         pages = torch.tensor([-(-rank // RANK_PAGE) for rank in ranks], dtype=torch.int32)
-        contents = [
-            self._contents(count, pages.tolist(), self._factors_of(number, tensors))
-            for number in range(self._num_ranks)
-        ]
-        return Adapter(tensors.digest, rank, count, self._pinned(pages), contents[0], contents[1:])
+        # Ranks that have the whole model have equal contents.
+        num_parts = self._num_ranks if any(target.shard is not None for target in self.targets.values()) else 1
+        parts = (self._factors_of(part, tensors) for part in range(num_parts))
+        contents = [self._contents(count, pages.tolist(), factors) for factors in parts]
+        others = contents[1:] if num_parts > 1 else contents * (self._num_ranks - 1)
+        return Adapter(tensors.digest, rank, count, self._pinned(pages), contents[0], others)
 
     def _factors_of(self, rank: int, tensors: AdapterTensors) -> Factors:
         """The factors of a rank's part of the model."""

@@ -14,7 +14,6 @@ from quire.engine.adapters.slots import Resident
 from quire.engine.parallel.channel import Channel, Connected, Loaded, RankAdapter, RankFailed, RankJob, RankStep
 from quire.engine.parallel.ranks import Ranks
 from quire.engine.runner import Runner
-from quire.steps import StepTables
 
 
 def serve(channel: Channel, load: Callable[..., Runner]) -> None:
@@ -37,7 +36,7 @@ def serve(channel: Channel, load: Callable[..., Runner]) -> None:
 def _serve(channel: Channel, load: Callable[..., Runner]) -> None:
     job: RankJob = channel.receive()
     torch.set_num_threads(job.threads)
-    ranks = Ranks(job.rank, job.config.tensor_parallel_size, job.port)
+    ranks = Ranks(job.rank, job.config.num_ranks, job.port)
     channel.send(Connected())
     ranks.connect()
     torch.manual_seed(job.seed)
@@ -61,7 +60,7 @@ def _serve(channel: Channel, load: Callable[..., Runner]) -> None:
 
 def _compute(step: RankStep, runner: Runner) -> None:
     """Compute a step together with the other ranks."""
-    tables = StepTables.from_host(step.pages, step.lengths, step.counts, runner.page_size, runner.num_pages)
+    tables = runner.host_tables(step.pages, step.lengths, step.counts)
     runner.plan(runner.wrappers, tables.qo_indptr, tables.pages, tables.slots, max(step.counts))
     ids, rows = torch.from_numpy(step.ids), torch.from_numpy(step.rows)
     slots = None if step.slots is None else torch.from_numpy(step.slots)

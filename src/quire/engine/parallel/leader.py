@@ -65,14 +65,14 @@ class Leader:
     """
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
-        self._size, self._timeout = config.tensor_parallel_size, config.tensor_parallel_timeout
+        self._size, self._timeout = config.num_ranks, config.tensor_parallel_timeout
         self._seed = torch.seed() % (1 << 63)
         self.ranks = Ranks(0, self._size)
         threads = max(1, torch.get_num_threads() // self._size)
         job = RankJob(folder, config, 0, self.ranks.port, self._seed, threads)
         self._followers: list[_Follower] = []
         try:
-            if torchrun.rank_of(self._size) is None:
+            if torchrun.rank_of(config) is None:
                 for rank in range(1, self._size):
                     self._start(replace(job, rank=rank))
             else:

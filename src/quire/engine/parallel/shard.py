@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from quire.engine.parallel.experts import choose_by_first
 from quire.engine.parallel.ranks import Ranks
 from quire.engine.parallel.weight_shard import WeightShard
 from quire.engine.projections import multiply
@@ -187,16 +188,10 @@ def _replace_class(linear: nn.Linear, kind: type[DividedLinear], ranks: Ranks) -
 
 
 def _exchange_of_experts(experts: nn.Module, ranks: Ranks) -> None:
-    """Choose the experts of a token by rank 0, since equal sums may be rounded otherwise in other ranks, and sum what
-    the parts of the experts return.
-    """
-
-    def choose(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        states, index, weights = args
-        return states, ranks.of_first(index), ranks.of_first(weights)
+    """Compute the same experts in all ranks, and sum what the parts of the experts return."""
 
     def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return ranks.sum(output)
 
-    experts.register_forward_pre_hook(choose)
+    choose_by_first(experts, ranks)
     experts.register_forward_hook(add)

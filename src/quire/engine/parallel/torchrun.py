@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from quire.engine.config import EngineConfig
 from quire.engine.parallel.channel import Channel
 from quire.engine.parallel.errors import RankError
 
@@ -18,18 +19,19 @@ _KEY = "quire/leader"
 _SECONDS = 120.0
 
 
-def rank_of(size: int) -> int | None:
+def rank_of(config: EngineConfig) -> int | None:
     """The rank that torchrun has given to this process; None if it was not started by torchrun.
 
     Raises:
-        ValueError: torchrun has started another number of processes than `size`, or some on other machines.
+        ValueError: torchrun has started another number of processes than the configuration's ranks, or some on other
+            machines.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     for variable, what in (("WORLD_SIZE", "processes"), ("LOCAL_WORLD_SIZE", "processes on this machine")):
         found = int(os.environ[variable])
-        if found != size:
-            raise ValueError(f"tensor_parallel_size = {size}: torchrun has started {found} {what}")
+        if found != config.num_ranks:
+            raise ValueError(f"{config.ranks_option}: torchrun has started {found} {what}")
     return int(os.environ["RANK"])
 
 

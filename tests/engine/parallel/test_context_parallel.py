@@ -1,0 +1,166 @@
+"""Engines whose ranks divide the cache among them: the tokens of one rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from helpers.checkpoints import save
+from helpers.engines import pages_add_up, same, until_idle
+from helpers.server_processes import children_of
+from quire.engine import LLM, EmbeddingParams, EngineConfig, SamplingParams
+from quire.engine.parallel.context import ContextParallelRunner
+
+SMALL = {"device": "cpu", "max_batched_tokens": 48, "page_size": 4}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists processes in /proc")
+
+
+def random_requests(rng, count):
+    """Prompts that begin alike, of which some are longer than a step, and parameters."""
+    first = [rng.randrange(1, 96) for _ in range(30)]
+    prompts = [
+        first[: rng.choice((0, 13, 30))] + [rng.randrange(1, 96) for _ in range(rng.choice((1, 4, 33, 90)))]
+        for _ in range(count)
+    ]
+    params = [
+        SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=i, max_tokens=rng.randint(1, 24), logprobs=2)
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def check_tokens(folder, rng, size, num_pages=1000, **options):
+    """Compare the completions of an engine of several ranks with those of one rank."""
+    prompts, params = random_requests(rng, 8)
+    options |= {**SMALL, "num_pages": num_pages}
+    with LLM(folder, **options) as one, LLM(folder, **options, context_parallel_size=size) as several:
+        expected = one.generate(prompts, params)
+        for _ in range(2):
+            # Pages of the prefix tree serve the second time.
+            same(several.generate(prompts, params), expected, one, prompts, params)
+        until_idle(several)
+        assert pages_add_up(several)
+        runner = several._engine.runner
+        assert all(len(cache[0]) == -(-num_pages // size) for cache in runner.caches)
+
+
+def test_llm_with_a_divided_cache_has_the_outputs_of_one(rng):
+    prompts = ["def add(a, b):", "import os\nimport sys\n" * 20, "class A", "x"]
+    params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=1, prompt_logprobs=1)
+    options = {**SMALL, "num_pages": 301}
+    with LLM(**options) as one, LLM(**options, context_parallel_size=2, speculative_tokens=3) as two:
+        assert children_of(os.getpid())
+        expected, found = one.generate(prompts, params), two.generate(prompts, params)
+        same(found, expected, one, prompts, [params] * len(prompts))
+        for a, b in zip(found, expected, strict=True):
+            for x, y in zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:], strict=True):
+                assert x == pytest.approx(y, abs=1e-4)
+        assert two.stats.accepted_tokens > 0
+        (a,), (b,) = (llm.embed(["import os"], EmbeddingParams("mean")) for llm in (two, one))
+        assert list(a.values) == pytest.approx(list(b.values), abs=1e-4)
+        until_idle(two)
+        assert pages_add_up(two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "num_pages"),
+    # With few pages, requests are preempted. Mixtral's experts are chosen by rank 0.
+    [("llama", 3, 1000), ("llama", 2, 40), ("qwen3", 4, 999), ("mixtral", 2, 1000), ("olmo2", 2, 1000)],
+)
+def test_llm_with_a_divided_cache_has_the_tokens_of_one(name, size, num_pages, tmp_path, rng):
+    options = {"sliding_window": None} if name == "mixtral" else {}
+    check_tokens(save(name, tmp_path, vocab_size=96, **options), rng, size, num_pages)
+
+
+@pytest.mark.slow
+def test_llm_with_a_divided_cache_and_compiled_layers_has_the_tokens_of_one(tmp_path, rng):
+    check_tokens(save("llama", tmp_path, vocab_size=96), rng, 2, compile=True)
+
+
+@pytest.mark.slow
+def test_llm_with_a_divided_cache_and_adapters_has_the_tokens_of_one(tmp_path, rng):
+    pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from helpers.adapters import save_adapter
+
+    base = save("llama", tmp_path / "base", vocab_size=96)
+    network = AutoModelForCausalLM.from_pretrained(base)
+    folder = save_adapter(network, tmp_path / "adapter", r=5, lora_alpha=5, target_modules=["q_proj", "down_proj"])
+    prompts, params = random_requests(rng, 6)
+    options = {**SMALL, "num_pages": 300, "max_adapters": 1, "adapters": {"own": folder}}
+    names = ["own", None] * 3
+    with LLM(base, **options) as one, LLM(base, **options, context_parallel_size=3) as several:
+        expected = one.generate(prompts, params, adapter=names)
+        same(several.generate(prompts, params, adapter=names), expected, one, prompts, params)
+
+
+@pytest.mark.slow
+def test_llm_with_a_divided_cache_whose_rank_is_killed_ends_requests():
+    before = set(children_of(os.getpid()))
+    with LLM(**SMALL, num_pages=300, context_parallel_size=2, tensor_parallel_timeout=30) as llm:
+        (process,) = set(children_of(os.getpid())) - before
+
+        def kill(index, update):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        (completion,) = llm.generate(["x"], params, on_update=kill)
+        assert completion.error == "RankError: rank 1 was ended by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    "options", [{"tensor_parallel_size": 2}, {"kv_cache_dtype": "fp8"}, {"batch_invariant": True}], ids=str
+)
+def test_divided_cache_with_what_it_does_not_support_is_refused(options):
+    with pytest.raises(ValueError, match=f"context_parallel_size = 2 is not supported with {next(iter(options))}"):
+        EngineConfig(context_parallel_size=2, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "reason"), [("mistral", "of its layers have a window"), ("gpt-oss", "have a window")])
+def test_model_with_windows_is_not_run_with_a_divided_cache(name, reason, tmp_path):
+    folder = save(name, tmp_path)
+    with pytest.raises(ValueError, match=f"{folder} can't be run with context_parallel_size = 2: .*{reason}"):
+        LLM(folder, **SMALL, num_pages=100, context_parallel_size=2)
+
+
+def test_pages_of_all_ranks_have_each_visible_token_once(rng):
+    """Of requests of random lengths and pages, and of steps with one new token each or several."""
+    size, page_size = rng.randint(1, 5), rng.randint(1, 5)
+    lengths = [rng.randint(1, 40) for _ in range(6)]
+    visible = np.array([length - rng.choice((0, 1, length)) for length in lengths], dtype=np.int32)
+    ids = rng.sample(range(500), 6 * 40)
+    pages = [np.array(ids[40 * i : 40 * i + 40], dtype=np.int32) for i in range(6)]
+    found = [[] for _ in lengths]
+    for rank in range(size):
+        table = rank_table(rank, size, page_size, pages, visible)
+        offsets, indices, last = (x.tolist() for x in (table.indptr, table.indices, table.last_page_len))
+        for request, own in enumerate(found):
+            first, end = offsets[request : request + 2]
+            for place in range(first, end):
+                count = last[request] if place == end - 1 else page_size
+                own += [(indices[place] * size + rank, offset) for offset in range(count)]
+    for own, used, count in zip(found, pages, visible, strict=True):
+        assert sorted(own) == sorted((int(used[i // page_size]), i % page_size) for i in range(count))
+
+
+def rank_table(rank, size, page_size, pages, visible):
+    """The pages that a rank has of requests."""
+
+    class Part(ContextParallelRunner):
+        def __init__(self):
+            self._ranks = type("Ranks", (), {"rank": rank, "size": size})
+            self.page_size, self.model = page_size, type("Model", (), {"device": "cpu"})
+
+    return Part()._own_pages(pages, visible)
