@@ -49,7 +49,7 @@ def key_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
         ValueError: more than 2**31 - 1 rows.
     """
     step = _row_step(key)
-    if step is None or step != _row_step(value):
+    if step is None or (key.stride() != value.stride() and step != _row_step(value)):
         key, value = key.contiguous(), value.contiguous()
         step = _row_step(key)
     assert step is not None
@@ -81,6 +81,8 @@ def _rows(x: Tensor, rows: int) -> Tensor:
 
 def flat_rows(x: Tensor) -> Tensor:
     """[batch_size, heads, length, head_dim] as [batch_size * length, heads, head_dim]: a view where strides allow."""
+    if x.shape[2] == 1:
+        return x.squeeze(2)
     return x.transpose(1, 2).flatten(0, 1)
 
 
