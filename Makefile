@@ -15,6 +15,9 @@ WORKERS ?= 2
 # A test that hangs fails after ten minutes, with the stacks of its threads.
 PYTEST := $(BIN)/python -m pytest --dist worksteal --timeout 600
 
+# Where it is set, each process compiles all that it imports, and tests start hundreds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-adapters test test-all test-random test-clients test-gpu test-gpu-kernels test-gpu-callers docs lint format clean
 
 demo: $(VENV)/ready

@@ -57,7 +57,7 @@ class RankStep:
     pages: Sequence[Any]
     lengths: list[int]
     counts: list[int]
-    slots: np.ndarray | None
+    slots: np.ndarray | None = None
 
     @classmethod
     def of(cls, batch: StepBatch, adapters: bool) -> RankStep:
