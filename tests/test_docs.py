@@ -69,6 +69,7 @@ def test_docstring_args_are_parameters_of_the_signature(name, value):
     assert not unknown, f"{name} describes parameters that it does not have: {unknown}"
 
 
+@pytest.mark.slow
 def test_site_builds_in_strict_mode(tmp_path):
     """A link that does not resolve, an anchor that does not exist, or an error in a docstring fails here."""
     pytest.importorskip("mkdocs", reason="building the site needs quire-attention[docs]")

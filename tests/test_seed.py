@@ -52,6 +52,7 @@ def test_choose_with_a_seed_in_the_environment_returns_that(tmp_path):
             choose(wrong, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "77"])
 def test_header_of_a_run_has_its_seed(given):
     variables = {name: value for name, value in os.environ.items() if name != "QUIRE_TEST_SEED"}

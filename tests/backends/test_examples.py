@@ -140,6 +140,7 @@ def driver(device, name, page_size, rng, monkeypatch):
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("device", DEVICES)

@@ -145,6 +145,7 @@ def test_bench_throughput_and_latency_write_their_results(tmp_path, capsys, monk
 SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "formats"), [("llama-3.1-8b", "bf16,fp8,fp8-block,int4"), ("gpt-oss-20b", "bf16,mxfp4")]
 )
@@ -288,6 +289,7 @@ def test_write_adapters_are_of_all_linear_layers_and_differ(tmp_path):
             write_adapters(AutoConfig.from_pretrained(folder), tmp_path / "none", count, rank)
 
 
+@pytest.mark.slow
 def test_bench_throughput_and_latency_with_adapters_give_each_request_one(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("quire.bench.cpu.ceilings", lambda: {"read_gb_s": 10.0})
     seen, generate = [], engines.LLM.generate

@@ -44,6 +44,7 @@ def pretended(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "kernels", "fa3"),
     [

@@ -292,6 +292,7 @@ def test_check_with_a_seed_passes_and_repeats(capsys):
     assert "60 rows, 0 missed; --seed 4 repeats this run" in table
 
 
+@pytest.mark.slow
 def test_check_with_a_wrong_kernel_fails(capsys, monkeypatch):
     from quire.kernels.cpu import host as cpu
 
@@ -334,6 +335,7 @@ def test_env_lists_versions_and_families(capsys):
     assert "available" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "cell"), [("decode", "8:2 d64 3x40"), ("prefill", "4:4 d64 2x33"), ("prefill", "4:2 d64 2x9@50")]
 )
@@ -394,6 +396,7 @@ def test_bench_on_cuda_without_a_gpu_is_refused(monkeypatch, capsys):
     assert "--device cuda: there is no GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench_interrupted_keeps_the_rows_so_far(monkeypatch, capsys, tmp_path):
     from quire.bench import cpu
 

@@ -273,6 +273,7 @@ print(flashinfer.single_decode_with_kv_cache(v[0], v, v).shape)
     assert "Error in sitecustomize" not in done.stderr
 
 
+@pytest.mark.slow
 def test_compat_in_child_processes_is_installed(tmp_path):
     program = """
 from flashinfer import single_decode_with_kv_cache

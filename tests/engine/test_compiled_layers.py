@@ -53,6 +53,7 @@ def test_compiled_layers_give_the_tokens_of_eager_ones_and_share_code(traced, tm
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])
 def test_compiled_layers_compute_the_norm_of_the_next_layer(traced, tmp_path, monkeypatch, name):
     """Only the first norm of a step is computed by itself. OLMo 2 has none at the start of its layers."""

@@ -39,6 +39,8 @@ VALUES = {
     "adapter_rank_pages": (12, ["--adapter-rank-pages", "12"]),
     "max_adapter_rank": (64, ["--max-adapter-rank", "64"]),
     "tensor_parallel_size": (2, ["--tensor-parallel-size", "2"]),
+    # It can't be combined with the one before.
+    "context_parallel_size": (1, []),
     "tensor_parallel_timeout": (4.5, ["--tensor-parallel-timeout", "4.5"]),
     "pooling": ("mean", ["--pooling", "mean"]),
 }
@@ -58,6 +60,12 @@ def test_command_with_all_flags_has_their_values(command):
     words = [word for _, given in VALUES.values() for word in given]
     found = engine_config(parser().parse_args([command, *COMMANDS[command], *words]))
     assert found == EngineConfig(**{name: value for name, (value, _) in VALUES.items()})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_with_a_divided_cache_has_the_number_of_ranks(command):
+    words = [command, *COMMANDS[command], "--context-parallel-size", "3"]
+    assert engine_config(parser().parse_args(words)) == EngineConfig(context_parallel_size=3)
 
 
 def test_command_with_scales_has_their_file(tmp_path):

@@ -138,6 +138,7 @@ def test_llm_with_drafts_of_repeated_text_takes_fewer_steps(rng):
                 same(ours, expected, llm, [text], [params])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_len", [1, 3, 4, 8])
 def test_prefix_tree_after_rejected_drafts_has_known_tokens_alone(folder, rng, prompt_len):
     """Prompts that continue an output find only pages with the keys and values of its own tokens."""

@@ -65,6 +65,7 @@ def requests_with_schemas(rng, count):
     return [rng.choice(PROMPTS) for _ in schemas], params, schemas
 
 
+@pytest.mark.slow
 def test_json_schema_in_any_batch_and_depth_gives_valid_outputs(folder, rng):
     """In a pool so small that requests are preempted, with results read at once and one step late."""
     sizes = {"page_size": 4, "num_pages": 44, "max_num_seqs": 12, "max_batched_tokens": 24, "max_model_len": 176}
@@ -314,6 +315,7 @@ def test_json_schema_without_a_usable_tokenizer_is_refused(tmp_path):
         assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
+@pytest.mark.slow
 def test_json_schema_without_llguidance_names_the_package():
     code = """
 import sys

@@ -164,6 +164,7 @@ def test_prepare_long_expression_follows_a_whole_output(llm, name):
     assert follow(llm, SamplingParams(regex=expression), output).state.is_accepting()
 
 
+@pytest.mark.slow
 def test_generate_after_a_lexer_is_full_compiles_the_grammar_anew(llm, monkeypatch):
     """All requests of a grammar share the states of its lexer, and their limit."""
     monkeypatch.setitem(grammar_compiler.LIMITS, "max_lexer_states", 1000)

@@ -288,12 +288,14 @@ def environment(hub, tmp_path):
     return {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", **cache}
 
 
+@pytest.mark.slow
 def test_serve_with_a_name_downloads_and_serves_it(hub, tmp_path):
     httpx = pytest.importorskip("httpx")
     with serving_process(NAME, "--num-pages", "64", **environment(hub, tmp_path)) as (_, url):
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == NAME
 
 
+@pytest.mark.slow
 def test_generate_with_a_name_prints_no_progress_to_a_pipe(hub, tmp_path):
     command = [sys.executable, "-m", "quire", "generate", "import os", "--model", NAME, "--revision", "main", "--json"]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment(hub, tmp_path)}

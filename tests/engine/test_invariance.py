@@ -68,6 +68,7 @@ def test_batch_invariant_requests_beside_others_have_equal_bits(folders, rng, na
         assert pages_add_up(llm)
 
 
+@pytest.mark.slow
 def test_batch_invariant_requests_with_drafts_and_graphs_have_equal_bits(folders, rng):
     prompts = [[rng.randrange(VOCAB) for _ in range(3)] * rng.randint(1, 9) for _ in range(24)]
     params = [SamplingParams(temperature=0.1, max_tokens=20, seed=i, logprobs=1) for i in range(24)]

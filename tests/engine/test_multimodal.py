@@ -86,6 +86,7 @@ def test_llm_with_dummy_weights_of_a_vision_language_model_runs(family, tmp_path
         assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == COUNT
 
 
+@pytest.mark.slow
 def test_llm_compiles_the_layers_of_a_vision_language_model(tmp_path, rng):
     folder, listed = save("Qwen3VL", tmp_path), prompts(rng)
     with LLM(folder, num_pages=64, compile=True) as llm:

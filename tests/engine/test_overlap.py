@@ -171,6 +171,7 @@ def test_overlapping_steps_have_the_text_and_stops_of_steps_read_at_once(rng, ho
         assert pages_add_up(llm)
 
 
+@pytest.mark.slow
 def test_overlapping_steps_of_1000_requests_lose_no_page(folder, rng, how):
     with LLM(folder, **{**SIZES, "num_pages": 24 if how != "eager" else 16}) as llm:  # fewer requests, fewer pages
         set_up(llm, how)

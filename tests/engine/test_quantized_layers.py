@@ -160,6 +160,7 @@ def test_experts_that_are_merged_stay_quantized(name, mixtral, tmp_path):
     assert relative_error(load_model(folder, CPU, KEPT).transformers_logits(torch.arange(1, 12)[None]), expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("model", ["llama", "mixtral", "gpt_oss"])
 def test_llm_with_weights_that_stay_quantized_has_the_tokens_of_dequantized_ones(model, compile, tmp_path, request):

@@ -133,6 +133,7 @@ def run(tmp_path, *arguments):
     return subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, env=variables, timeout=120)
 
 
+@pytest.mark.slow
 def test_command_with_code_runs_it_with_the_flag_alone(folder, marker, tmp_path):
     given = ["generate", "import os", "--max-tokens", "5", "--ignore-eos", "--json", "--model", str(folder)]
     expected = run(tmp_path, *given)
@@ -148,6 +149,7 @@ def test_command_with_code_runs_it_with_the_flag_alone(folder, marker, tmp_path)
     assert len(ours) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -131,6 +131,7 @@ def test_waiting_queue_removes_requests_that_were_passed_over():
     assert (list(queue), len(queue), bool(queue)) == ([], 0, False)
 
 
+@pytest.mark.slow
 def test_waiting_queue_looks_at_a_bounded_number_of_requests_that_are_not_ready():
     requests, queue = waiting(*range(5000))
     looked = []

@@ -23,6 +23,7 @@ from quire.engine.load import load_model
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*dequantized:RuntimeWarning")
 @pytest.mark.parametrize("name", FORMATS)
 def test_load_model_reads_what_the_library_of_a_format_writes(name, tmp_path):

@@ -132,6 +132,7 @@ def decoded(model, forward, tokens, mask, steps=5):
     return torch.stack(found, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device", "options"),
     [
@@ -155,6 +156,7 @@ def test_compile_decode_steps_are_one_graph_with_the_logits_of_eager(name, devic
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["mask", "positions"])
 def test_compile_a_prefill_is_one_graph_with_the_logits_of_eager(given):
     torch.compiler.reset()
@@ -175,6 +177,7 @@ def batching(**options):
     return ContinuousBatchingConfig(**{size: 8}, num_blocks=64, max_batch_tokens=16, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt-oss"])
 def test_generate_batch_gives_the_tokens_of_paged_eager(name, device, tmp_path):

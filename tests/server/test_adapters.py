@@ -134,6 +134,7 @@ def test_models_has_adapters_with_their_parent(client, root, two):
     assert client.models.retrieve("two") == listed["two"]
 
 
+@pytest.mark.slow
 def test_unload_of_an_adapter_ends_its_name_and_not_its_requests(client, post, llm, two):
     body = {"prompt": PROMPT, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
     stream = iter(client.completions.create(model="two", **body, stream=True))

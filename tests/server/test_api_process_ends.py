@@ -75,6 +75,7 @@ def killed(index):
         return list(results.values()), code, process.stderr.read()
 
 
+@pytest.mark.slow
 def test_engine_killed_ends_requests_of_all_processes_with_errors():
     results, code, printed = killed(0)
     assert results == [["engine_error"] * 4] * 3
@@ -153,6 +154,7 @@ def test_process_killed_while_the_model_is_loaded_ends_all(index):
         assert (code, printed) == (1, "quire: error: HTTP process 2 of 3 was ended by SIGKILL\n")
 
 
+@pytest.mark.slow
 def test_model_that_cannot_be_loaded_ends_all_processes(tmp_path):
     command = [sys.executable, "-m", "quire", "serve", str(tmp_path / "none"), "--port", "0", "--api-processes", "2"]
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "QUIRE_API_KEY": ""}

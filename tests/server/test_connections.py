@@ -120,6 +120,7 @@ def test_slow_head_is_answered_408_and_idle_connection_is_closed(url):
         assert all_of(silent) == b""
 
 
+@pytest.mark.slow
 def test_second_head_of_a_connection_has_the_same_time_limit(url):
     """The second head of a connection begins when its first byte comes, and nothing else ends it before that."""
     with connected(url) as client, connected(url) as idle:
@@ -204,6 +205,7 @@ def test_new_connection_beyond_the_limit_closes_the_longest_idle_one(url, llm):
     until_idle(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux lists the state of connections there")
 def test_client_that_stops_reading_is_disconnected(url, llm):
     """Streams and whole answers beyond what is buffered: the connection ends in the middle of the answer."""

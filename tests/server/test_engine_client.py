@@ -167,6 +167,7 @@ def test_messages_of_a_step_are_one_for_all_requests(llm, monkeypatch):
     assert Counter(sizes).most_common(1)[0][0] == 20
 
 
+@pytest.mark.slow
 def test_updates_of_a_client_that_reads_late_come_in_order_and_the_engine_waits(llm):
     """A client that sends by itself, and reads nothing until the engine waits for it."""
     own, other = m.connected_sockets()

@@ -109,6 +109,7 @@ def url(tmp_path_factory):
             process.terminate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 def test_request_leaves_the_event_loop_to_others(url, name):
     status, path, body = REQUESTS[name]

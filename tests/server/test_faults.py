@@ -104,6 +104,7 @@ def test_request_that_raises_in_a_step_ends_alone(llm, url, rng, monkeypatch):
     assert pages_add_up(llm)
 
 
+@pytest.mark.slow
 def test_requests_beyond_the_pool_wait_and_none_is_refused(llm, url, rng):
     """18 requests for up to 14 of the 40 pages each."""
     bodies = random_requests(rng, 18, 100)
@@ -117,6 +118,7 @@ def test_requests_beyond_the_pool_wait_and_none_is_refused(llm, url, rng):
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.slow
 def test_requests_that_end_or_are_left_leave_no_objects(llm, url, rng):
     async def left(bodies):
         async with httpx.AsyncClient(timeout=60) as client:

@@ -170,6 +170,7 @@ def test_sigterm_answers_every_request():
     assert [a.status_code for a in answers[11::2]] == [503] * 10
 
 
+@pytest.mark.slow
 def test_serve_with_a_key_in_the_environment_demands_it():
     with serving_process("--num-pages", "20", QUIRE_API_KEY="secret") as (process, url):
         assert url.startswith("http://127.0.0.1:")

@@ -251,6 +251,7 @@ def test_completions_new_grammars_wait_others_are_served(llm, monkeypatch):
         asyncio.run(attack(url))
 
 
+@pytest.mark.slow
 def test_completions_many_new_grammars_at_once_are_all_served(url):
     async def every():
         async with connections(url) as client:

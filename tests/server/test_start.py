@@ -68,6 +68,7 @@ def test_first_requests_of_a_new_installation_compile_nothing(tmp_path):
         assert files() == before
 
 
+@pytest.mark.slow
 def test_serve_two_sigints_answer_requests_and_print_no_traceback():
     """Also with a request whose body never arrives. Without the second SIGINT it would take 300 s."""
 

@@ -149,6 +149,7 @@ def test_latent_run_with_parameters_as_block_scales_returns_no_grad(device):
         wrapper.run(*q, held[0].requires_grad_(), held[1], ckv_scale_arr=scales, kpe_scale=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compiled_calls_refuse_tensors_that_require_grad(fullgraph):
     """Calls compiled for tensors without grad refuse, too. Where graphs must not break, torch raises its own error."""

@@ -179,6 +179,7 @@ def test_attend_one_passes_opcheck(device, monkeypatch):
     torch.library.opcheck(torch.ops.quire.attend_one.default, *calls[0])
 
 
+@pytest.mark.slow
 @pytest.mark.interpret(backend=["aot_eager"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -131,6 +131,7 @@ def single(lengths, page_size, heads, device):
     return Single(), (q, k, v), {"scale_q": torch.rand(heads[0], device=device), "k_scale": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [decode, paged, ragged, mixed, latent, cascade, blocks, blocks_of_heads, single])
 def test_compiled_run_with_changed_shapes_equals_eager(make, device):

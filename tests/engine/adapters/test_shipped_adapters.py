@@ -38,6 +38,7 @@ def model():
     return AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_example_prints_three_completions_of_each_prompt_in_their_styles():
     command = [sys.executable, str(EXAMPLES / "adapters.py"), "class Cache", "def parse_date("]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -69,6 +69,7 @@ def check_tokens(base, adapters, rng, size, **options):
         assert pages_add_up(several)
 
 
+@pytest.mark.slow
 def test_llm_of_two_ranks_with_adapters_has_the_tokens_of_one(tmp_path, rng):
     base, adapters = save_all(tmp_path, "llama", [*ATTENTION, *MLP], ["lm_head"], ["embed_tokens"], vocab_size=96)
     check_tokens(base, adapters, rng, 2)

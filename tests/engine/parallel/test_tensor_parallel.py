@@ -245,6 +245,7 @@ def test_ranks_whose_leader_is_killed_end():
     until_ended(*followers)
 
 
+@pytest.mark.slow
 def test_llm_of_ranks_with_what_they_do_not_compute_says_so():
     class Own(Runner):
         pass

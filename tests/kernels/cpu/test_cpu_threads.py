@@ -112,6 +112,7 @@ with LLM(num_pages=50) as llm:
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "layer"), [*((case, "default") for case in CALLS), ("the first thread", "workqueue")])
 def test_launch_uses_the_threads_of_torch_and_leaves_their_number(case, layer):
     if case == "the engine's thread":

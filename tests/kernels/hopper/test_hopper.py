@@ -370,6 +370,7 @@ def test_few_entries_of_small_batches_take_one_program_per_multiprocessor(rng):
     assert calls._few_entries(replace(c, span=replace(c.span, programs=1)), 132, 1) < 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_decode_kernels_compile_within_their_memory(dim):
     from helpers.triton_compile import compile_decode

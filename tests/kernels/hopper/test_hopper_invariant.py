@@ -244,6 +244,7 @@ def test_invariant_wrappers_on_hopper_choose_hopper(rng):
         assert torch.equal(decode.run(batch.q[last], cache), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "max_q_len", "spills"),
     [((128, BF16, 8, 4), 1, 16), ((64, BF16, 8, 4), 1, 16), ((128, E4M3, 8, 4), 1, 16), ((256, BF16, 8, 4), 1, 0),

@@ -50,6 +50,7 @@ def test_prefill_of_items_matches_the_oracle(change, kv_dtype, rng):
         assert relative_error(out, oracle_result(batch, items)[0]) < 3e-3
 
 
+@pytest.mark.slow
 def test_block_iterator_of_items_skips_blocks_that_no_row_sees(monkeypatch, rng):
     """A tile has all blocks of which a row sees a key and, if no row is in the prefix, no others."""
     left_out = 0

@@ -155,6 +155,7 @@ def test_auto_for_latent_decode_on_hopper_chooses_hopper():
         wrapper.run(query=q, kv_cache=shifted(cache))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [512, 256, 128])
 def test_latent_kernels_compile_within_their_memory(dim):
     from helpers.triton_compile import compile_latent

@@ -287,6 +287,7 @@ def scheduled(patch, configs, q_lens, kv_lens, window, programs, slots):
     return tiles[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [True, False])
 def test_work_tiles_cover_all_tiles(split, monkeypatch, rng):
     """Work tiles have each block that a row of their tile sees once; partial states have slots of their own; long
@@ -338,6 +339,7 @@ def test_work_tiles_cover_all_tiles(split, monkeypatch, rng):
     assert cut > 3 if split else cut == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["p16", "ragged", "p1", "fp8", "fp8 q", "d64", "d192", "d256", "all", "invariant"])
 def test_prefill_kernels_compile_without_spills_in_their_loops(name):
     """Registers last in the loop over keys, and the wait for PV stays behind the exponentials: see `_hold`. If

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,6 +42,7 @@ def _exponentials_before_wait() -> list[int]:
     return [x.count("MUFU.EX2") for x in re.findall(r"HGMMADEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", order)]
 
 
+@pytest.mark.slow
 def test_hold_in_prefill_keeps_wait_for_pv_behind_exponentials(monkeypatch, tmp_path):
     loops = _exponentials_before_wait()
     assert len(loops) == 6
@@ -49,6 +51,7 @@ def test_hold_in_prefill_keeps_wait_for_pv_behind_exponentials(monkeypatch, tmp_
     assert _exponentials_before_wait() == [0] * 6
 
 
+@pytest.mark.slow
 def test_opaque_zero_in_mla_saves_registers(monkeypatch, tmp_path):
     from helpers.triton_compile import compile_latent
 
