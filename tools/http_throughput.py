@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from soak_server import Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from quire.bench.workloads import write_shape
-
-QUIRE = (sys.executable, "-m", "quire")
 
 
 def write_tokenizer(folder: Path) -> int:
@@ -40,28 +36,9 @@ def write_tokenizer(folder: Path) -> int:
     return size
 
 
-@contextmanager
-def serving(words: list[str]) -> Iterator[str]:
-    """The address of a server that these words start, which ends with the context."""
-    with tempfile.NamedTemporaryFile("r") as log, open(log.name, "w") as written:
-        process = subprocess.Popen([*QUIRE, "serve", *words, "--port", "0"], stderr=written)
-        try:
-            while (found := re.search(r"at (http://\S+)", Path(log.name).read_text())) is None:
-                if process.poll() is not None:
-                    raise RuntimeError(f"the server has ended: {Path(log.name).read_text()}")
-                try:
-                    process.wait(0.2)
-                except subprocess.TimeoutExpired:
-                    continue
-            yield found[1]
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
 def bench(words: list[str], out: Path) -> dict[str, Any]:
     """The result of `quire bench`."""
-    subprocess.run([*QUIRE, "bench", *words, "--json", str(out)], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, "-m", "quire", "bench", *words, "--json", str(out)], check=True, stdout=sys.stderr)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
@@ -82,8 +59,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     options = ["--max-num-seqs", str(args.max_num_seqs), "--max-queue", str(2 * args.requests)]
     for count in args.api_processes:
         load = ["--clients", str(args.clients), "--rate", args.rate, "--vocab-size", str(size)]
-        with serving([*model, *device, *options, "--api-processes", str(count)]) as url:
-            found = bench(["serve", "--url", url, *load, *work], args.out)
+        server = Server(folder / "server.log", options=(*model, *device, *options, "--api-processes", str(count)))
+        try:
+            found = bench(["serve", "--url", server.url, *load, *work], args.out)
+        finally:
+            # The next server needs the memory of this one, which is free when all of its processes have ended.
+            server.process.terminate()
+            server.process.wait(60)
         rows += [{"api_processes": count, **row, "part": row["output_tokens_s"] / engine} for row in found["runs"]]
     return {**result, "operation": "http_throughput", "clients": args.clients, "runs": rows}
 

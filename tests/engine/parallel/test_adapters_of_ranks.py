@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from helpers.adapters import save_adapter
 from helpers.checkpoints import save
-from helpers.engines import pages_add_up, same, until_idle
+from helpers.ranks import check_completions, random_params, random_prompts
 from helpers.server_processes import children_of
-from quire.engine import LLM, SamplingParams
+from quire.engine import LLM
 from quire.engine.adapters.targets import Target
 from quire.engine.parallel.weight_shard import WeightShard
 
@@ -51,22 +51,18 @@ def save_all(root, name, *modules, **config):
 
 def check_tokens(base, adapters, rng, size, **options):
     """Compare the completions of an engine of several ranks with those of one rank."""
-    prompts = [[rng.randrange(1, 96) for _ in range(rng.choice((1, 5, 33, 90)))] for _ in range(9)]
+    prompts, params = random_prompts(rng, 9, 96), random_params(rng, 9)
     of_each = [None, *adapters]
     of_each += rng.choices(of_each, k=9 - len(of_each))
-    params = [SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=i, max_tokens=9, logprobs=2) for i in range(9)]
     options |= SMALL
     with (
         LLM(base, **options, adapters=adapters) as one,
         LLM(base, **options, adapters=adapters, tensor_parallel_size=size) as several,
     ):
-        expected = one.generate(prompts, params, adapter=of_each)
-        same(several.generate(prompts, params, adapter=of_each), expected, one, prompts, params)
+        expected = check_completions(one, several, prompts, params, adapter=of_each)
         # The adapters change what the model computes.
         alone = one.generate(prompts[1], params[1])[0]
         assert alone.logprobs != expected[1].logprobs
-        until_idle(several)
-        assert pages_add_up(several)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from helpers.checkpoints import save
 from helpers.engines import pages_add_up, same, until_idle
+from helpers.ranks import check_completions, random_params, random_prompts
 from helpers.server_processes import children_of
 from quire.engine import LLM, EmbeddingParams, EngineConfig, SamplingParams
 from quire.engine.parallel.context import ContextParallelRunner
@@ -23,31 +24,14 @@ SMALL = {"device": "cpu", "max_batched_tokens": 48, "page_size": 4}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists processes in /proc")
 
 
-def random_requests(rng, count):
-    """Prompts that begin alike, of which some are longer than a step, and parameters."""
-    first = [rng.randrange(1, 96) for _ in range(30)]
-    prompts = [
-        first[: rng.choice((0, 13, 30))] + [rng.randrange(1, 96) for _ in range(rng.choice((1, 4, 33, 90)))]
-        for _ in range(count)
-    ]
-    params = [
-        SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=i, max_tokens=rng.randint(1, 24), logprobs=2)
-        for i in range(count)
-    ]
-    return prompts, params
-
-
 def check_tokens(folder, rng, size, num_pages=1000, **options):
     """Compare the completions of an engine of several ranks with those of one rank."""
-    prompts, params = random_requests(rng, 8)
+    prompts, params = random_prompts(rng, 8, 96), random_params(rng, 8)
     options |= {**SMALL, "num_pages": num_pages}
     with LLM(folder, **options) as one, LLM(folder, **options, context_parallel_size=size) as several:
-        expected = one.generate(prompts, params)
         for _ in range(2):
             # Pages of the prefix tree serve the second time.
-            same(several.generate(prompts, params), expected, one, prompts, params)
-        until_idle(several)
-        assert pages_add_up(several)
+            check_completions(one, several, prompts, params)
         runner = several._engine.runner
         assert all(len(cache[0]) == -(-num_pages // size) for cache in runner.caches)
 
@@ -96,12 +80,11 @@ def test_llm_with_a_divided_cache_and_adapters_has_the_tokens_of_one(tmp_path, r
     base = save("llama", tmp_path / "base", vocab_size=96)
     network = AutoModelForCausalLM.from_pretrained(base)
     folder = save_adapter(network, tmp_path / "adapter", r=5, lora_alpha=5, target_modules=["q_proj", "down_proj"])
-    prompts, params = random_requests(rng, 6)
+    prompts, params = random_prompts(rng, 6, 96), random_params(rng, 6)
     options = {**SMALL, "num_pages": 300, "max_adapters": 1, "adapters": {"own": folder}}
     names = ["own", None] * 3
     with LLM(base, **options) as one, LLM(base, **options, context_parallel_size=3) as several:
-        expected = one.generate(prompts, params, adapter=names)
-        same(several.generate(prompts, params, adapter=names), expected, one, prompts, params)
+        check_completions(one, several, prompts, params, adapter=names)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 from helpers import quantized
 from helpers.checkpoints import save
 from helpers.engines import pages_add_up, same, until_idle
+from helpers.ranks import check_completions, random_params, random_prompts
 from helpers.server_processes import children_of, is_alive, until_ended
 from quire.bench.batches import relative_error
 from quire.engine import LLM, EmbeddingParams, SamplingParams, shipped_model
@@ -32,26 +33,11 @@ CODE = ["def add(a, b):", "import os\nimport sys\n", "class A", "x"]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists processes in /proc")
 
 
-def random_prompts(rng, count, vocab_size=97):
-    """Short and long prompts, some of which begin alike."""
-    first = [rng.randrange(1, vocab_size) for _ in range(40)]
-    return [
-        first[: rng.choice((0, 17, 40))] + [rng.randrange(1, vocab_size) for _ in range(rng.choice((1, 5, 33, 90)))]
-        for _ in range(count)
-    ]
-
-
 def check_tokens(folder, prompts, rng, size, **options):
     """Compare the completions of an engine of several ranks with those of one rank."""
-    params = [
-        SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=i, max_tokens=rng.randint(1, 24), logprobs=2)
-        for i in range(len(prompts))
-    ]
     options |= SMALL
     with LLM(folder, **options) as one, LLM(folder, **options, tensor_parallel_size=size) as several:
-        same(several.generate(prompts, params), one.generate(prompts, params), one, prompts, params)
-        until_idle(several)
-        assert pages_add_up(several)
+        check_completions(one, several, prompts, random_params(rng, len(prompts)))
 
 
 def test_llm_of_two_ranks_has_the_outputs_of_one(rng):

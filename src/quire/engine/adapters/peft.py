@@ -192,7 +192,7 @@ def _check_base_weight(name: str, tensor: Tensor, targets: Mapping[str, Target],
     if tuple(tensor.shape) != shape:
         what = "the vocabulary was resized" if tensor.shape[1:] == base.shape[1:] else "it is of another base"
         raise ValueError(f"{name} is {list(tensor.shape)}, and {list(shape)} in the base: {what}")
-    # The part of several ranks that this one has is the first one.
+    # Rank 0 reads adapters. Of a head that several ranks divide, it has the first rows.
     if not _is_same(tensor[: len(base)], base):
         raise ValueError(f"{name} differs from the base's weight: it was trained, or is of another base")
 
