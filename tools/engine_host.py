@@ -54,7 +54,8 @@ class DummyRunner:
         """Fill the inputs, as for a graph; a prompt is not computed."""
         shape = self.graphs.shape(batch)
         if shape is not None:
-            batch = self.inputs.fill(batch, shape)
+            batch, inputs = self.inputs.prepare(batch, shape)
+            self.inputs.copy(inputs)
         return ForwardOutput(batch, self.logits[: batch.num_rows], greedy_done=True)
 
 

@@ -80,7 +80,8 @@ def test_graph_inputs_of_random_schedules_equal_tables_made_anew(rng):
                 if not again or rng.random() < 0.2:
                     rows = rng.randint(len(chunks), most)
                     shape = StepShape(rows, rows if decodes else 64)
-                ordered = buffers.fill(chunks, shape)
+                ordered, inputs = buffers.prepare(chunks, shape)
+                buffers.copy(inputs)
                 assert sorted(ordered, key=by_request) == sorted(chunks, key=by_request)
                 buffers.views(shape).write_pages()  # as the step does
                 compare(buffers.views(shape), shape, ordered, size, width, sampled)

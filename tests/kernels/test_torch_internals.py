@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -23,6 +24,28 @@ def test_cuda_functions_are_declared_in_the_stub_of_torch():
     text = stub.read_text()
     assert "def _cuda_getDevice() -> _int: ..." in text
     assert "def _cuda_getCurrentRawStream(device: _int) -> _int: ..." in text
+
+
+def test_names_of_peer_memory_are_those_of_torch():
+    """Builds for CPUs have the stub of symmetric memory, but not its class."""
+    from torch.distributed import distributed_c10d
+
+    stub = (Path(torch.__file__).with_name("_C") / "_distributed_c10d.pyi").read_text()
+    for name in ("class _SymmetricMemory:", "def empty_strided_p2p(", "def rendezvous(", "class ProcessGroupNCCL("):
+        assert name in stub
+    assert callable(distributed_c10d._register_process_group)
+    for method in ("_set_default_backend", "_register_backend", "_set_group_name"):
+        assert callable(getattr(torch.distributed.ProcessGroup, method))
+
+
+def test_environment_of_a_group_is_restored(monkeypatch):
+    monkeypatch.setenv("QUIRE_SET", "kept")
+    monkeypatch.delenv("QUIRE_UNSET", raising=False)
+    with torch_internals._environment(QUIRE_SET="other", QUIRE_UNSET="added"):
+        assert os.environ["QUIRE_SET"] == "kept"
+        assert os.environ["QUIRE_UNSET"] == "added"
+    assert os.environ["QUIRE_SET"] == "kept"
+    assert "QUIRE_UNSET" not in os.environ
 
 
 @pytest.mark.gpu

@@ -204,6 +204,7 @@ class VLLM:
             skip_tokenizer_init=True,
             max_model_len=longest,
             max_num_seqs=max_num_seqs,
+            tensor_parallel_size=options.get("tensor_parallel_size", 1),
             # Quire caches prefixes by default, too.
             enable_prefix_caching=True,
             disable_log_stats=True,

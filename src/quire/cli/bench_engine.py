@@ -65,7 +65,9 @@ def _setup(
     from quire.bench.engine_timing import Setup
     from quire.bench.workloads import LatencyCell
 
-    options = {key: getattr(args, key) for key in ("max_batched_tokens", "page_size", "num_pages")}
+    options = {
+        key: getattr(args, key) for key in ("max_batched_tokens", "page_size", "num_pages", "tensor_parallel_size")
+    }
     options = {"backend": args.backend, **{key: value for key, value in options.items() if value is not None}}
     options |= {"trust_remote_code": True} if args.trust_remote_code else {}
     options |= {"dequantize": False} if weights is not None else {}

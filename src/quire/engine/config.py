@@ -76,7 +76,8 @@ class EngineConfig:
             three. By default max_adapters, enough for as many of rank 16.
         max_adapter_rank: the largest rank of an adapter, at most 256.
         tensor_parallel_size: the number of processes, the ranks, that compute the model together, each a part of every
-            layer (docs/parallel.md). They are started on this machine, whose CPU they share.
+            layer (docs/parallel.md). They are started on this machine, and have the GPUs from `device` on, or share the
+            CPU.
         context_parallel_size: the number of processes, the ranks, that divide the pages of the cache among them
             (docs/parallel.md). Each has the whole model; num_pages is that of all.
         tensor_parallel_timeout: seconds in which every rank must answer the others. Otherwise, or if one ends, all
@@ -128,7 +129,9 @@ class EngineConfig:
         None, "memory for adapters, in pages of 16 ranks; default: --max-adapters", type=int
     )
     max_adapter_rank: int = _option(MAX_ADAPTER_RANK, "the largest rank of an adapter")
-    tensor_parallel_size: int = _option(1, "processes that compute the model together, on the CPU", metavar="N")
+    tensor_parallel_size: int = _option(
+        1, "processes that compute the model together, each on a GPU of its own", metavar="N"
+    )
     context_parallel_size: int = _option(1, "processes that divide the cache among them, on the CPU", metavar="N")
     tensor_parallel_timeout: float = _option(300.0, "in which each of these must answer the others", metavar="SECONDS")
     pooling: Literal["auto", "last", "mean"] = _option("auto", "of states to embeddings", choices=POOLINGS)

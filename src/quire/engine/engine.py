@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -318,15 +319,22 @@ class Engine:
         while len(self._launched) > leave:
             batch, sampled = self._launched.popleft()
             start = time.perf_counter()
-            sampled.wait()
+            with self._waiting():
+                sampled.wait()
             if batch.decode_only:
                 self._spare = self._pause + time.perf_counter() - start
             self.reporter.report(batch, sampled)
 
+    def _waiting(self) -> AbstractContextManager[None]:
+        """A context in which the thread waits for the device, and perhaps for those of other processes."""
+        return nullcontext() if self.runner.leader is None else self.runner.leader.waiting()
+
     def _read_pooled(self, leave: int) -> None:
         """Wait for the embeddings of all launched steps but the last `leave` ones, and end their requests."""
         while self._pooled and self._pooled[0].step <= self.stats.steps - leave:
-            for request in self._pooled.popleft().read():
+            with self._waiting():
+                done = self._pooled.popleft().read()
+            for request in done:
                 if np.isfinite(request.values).all():
                     self.reporter.end(request, "stop")
                 else:

@@ -79,6 +79,21 @@ class CapturedInputs:
         self.kv_indices.scatter_(0, self.last_at, self.last_page)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class HostInputs:
+    """The inputs of one step on the host.
+
+    Attributes:
+        shape: of the step.
+        packed: the vectors of `CapturedInputs` but for the tables of pages, uint8.
+        pages: int64 [2, changes], the entries of the table of pages that have changed, and their pages; None: none has.
+    """
+
+    shape: StepShape
+    packed: np.ndarray
+    pages: np.ndarray | None
+
+
 class GraphInputs:
     """The memory of the inputs of all shapes, on a device.
 
@@ -122,9 +137,9 @@ class GraphInputs:
         table = self._offsets[: shape.rows + 1], self._table[: shape.rows * self.width]
         return CapturedInputs(*table, *_split(self._packed, shape))
 
-    def fill(self, batch: StepBatch, shape: StepShape) -> StepBatch:
-        """Start to copy the inputs of a step to the device; return its chunks in the order of their rows. The step fits
-        the shape, and the device executes what reads the inputs of the last step before the copy.
+    def prepare(self, batch: StepBatch, shape: StepShape) -> tuple[StepBatch, HostInputs]:
+        """The inputs of a step, and its chunks in the order of their rows. The step fits the shape. The inputs are
+        copied before those of the next step are prepared.
         """
         is_repeated = self._is_repeated(batch, shape)
         self._last = None
@@ -140,7 +155,7 @@ class GraphInputs:
             source[: len(row)] = row
         page, offset = np.divmod(position, self.page_size)
         last = page if batch.decode_only else (lengths - 1) // self.page_size
-        self._write_pages(last)
+        pages = self._changed_pages(last)
         positions[: len(page)] = position
         page_of_last = self._host_table[row, last]
         page_of_token = page_of_last if batch.decode_only else self._host_table[row_of, page]
@@ -148,12 +163,18 @@ class GraphInputs:
         last_at[: len(row)] = row * self.width + last
         last_page[: len(row)] = page_of_last
         last_page_len[: len(row)] = lengths - (self.width - 1) * self.page_size
-        # Torch does not give pinned memory to others before the copies from it have ended.
-        host = torch.empty(len(self._host), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        host.numpy()[:] = self._host
-        self._packed[: len(host)].copy_(host, non_blocking=True)
         self._last = batch if batch.decode_only else None
-        return batch
+        return batch, HostInputs(shape, self._host, pages)
+
+    def copy(self, inputs: HostInputs) -> None:
+        """Start to copy the inputs of a step to the device, which executes what reads those of the last step before."""
+        if inputs.pages is not None:
+            index, page = upload(inputs.pages, self.device)
+            self._table.scatter_(0, index, page.int())
+        # Torch does not give pinned memory to others before the copies from it have ended.
+        host = torch.empty(len(inputs.packed), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        host.numpy()[:] = inputs.packed
+        self._packed[: len(host)].copy_(host, non_blocking=True)
 
     def fill_padding(self, shape: StepShape) -> None:
         """Make the inputs of a shape those of a step without requests."""
@@ -230,14 +251,14 @@ class GraphInputs:
         self._written[:rows][np.logical_not(is_same)] = 0
         self._owners[:rows] = pages
 
-    def _write_pages(self, last: np.ndarray) -> None:
-        """Write the pages that requests have got since their rows were written, up to those of their last tokens, the
-        `last` ones, which the device writes itself.
+    def _changed_pages(self, last: np.ndarray) -> np.ndarray | None:
+        """The pages that requests have got since their rows were written, up to those of their last tokens, the `last`
+        ones, which the device writes itself: `HostInputs.pages`.
         """
         written, width = self._written, self.width
         new = np.flatnonzero(written[: len(last)] <= last)
         if not len(new):
-            return
+            return None
         places: list[range] = []
         pages: list[array[int]] = []
         for row, known, end in zip(new.tolist(), written[new].tolist(), last[new].tolist(), strict=True):
@@ -247,11 +268,11 @@ class GraphInputs:
                 places.append(range(row * width + known, row * width + end))
                 pages.append(all_pages[known:end])
         written[new] = last[new] + 1
-        if places:
-            both = np.array([list(chain(*places)), list(chain(*pages))], dtype=np.int64)
-            self._host_table.reshape(-1)[both[0]] = both[1]
-            index, page = upload(both, self.device)
-            self._table.scatter_(0, index, page.int())
+        if not places:
+            return None
+        both = np.array([list(chain(*places)), list(chain(*pages))], dtype=np.int64)
+        self._host_table.reshape(-1)[both[0]] = both[1]
+        return both
 
 
 @cache

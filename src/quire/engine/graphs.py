@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.batch import ForwardOutput, StepBatch
-from quire.engine.graph_inputs import CapturedInputs, GraphInputs, StepShape
+from quire.engine.graph_inputs import CapturedInputs, GraphInputs, HostInputs, StepShape
 
 # The largest steps that have graphs: their launches would take the host as long as they take the GPU, for small models.
 MAX_ROWS, MAX_TOKENS = 512, 8192
@@ -34,7 +34,7 @@ class StepGraphs:
         compute: computes the logits of a step, [shape.rows, vocab_size], from its inputs, and the hidden states of its
             tokens, [shape.tokens, hidden_size], or None.
         sample_greedy: samples a token for each row of the logits of decodes (`Sampler.sample_greedy`). Both are
-            captured.
+            captured. None: another process samples.
         inputs: the inputs of all shapes.
         max_num_seqs, max_tokens: the most rows, and the most tokens of a mixed step that has a graph.
         variants: whether there are graphs with adapters and without, in the order in which they are captured.
@@ -43,7 +43,7 @@ class StepGraphs:
     def __init__(
         self,
         compute: Callable[[CapturedInputs, StepShape], tuple[Tensor, Tensor | None]],
-        sample_greedy: Callable[[Tensor], None],
+        sample_greedy: Callable[[Tensor], None] | None,
         inputs: GraphInputs,
         max_num_seqs: int,
         max_tokens: int,
@@ -75,27 +75,38 @@ class StepGraphs:
             return None
         return StepShape(self._max_rows, self._mixed[bisect_left(self._mixed, tokens)], adapters)
 
-    def run(self, batch: StepBatch, adapters: bool = False) -> ForwardOutput | None:
-        """Replay the graph of a step, with adapters or without; None if there is no graph for it."""
+    def run(
+        self, batch: StepBatch, adapters: bool = False, announce: Callable[[HostInputs], None] | None = None
+    ) -> ForwardOutput | None:
+        """Replay the graph of a step, with adapters or without; None if there is no graph for it. `announce` is called
+        with its inputs before.
+        """
         shape = self.shape(batch, adapters)
         if shape is None or shape not in self._graphs:
             return None
         if shape.max_row_tokens > 1 and batch.num_rows > shape.rows:
             return None
         try:
-            batch = self._inputs.fill(batch, shape)
-            self._graphs[shape].replay()
+            batch, inputs = self._inputs.prepare(batch, shape)
+            if announce is not None:
+                announce(inputs)
+            self.replay(inputs)
         except BaseException:
             self._inputs.invalidate()
             raise
         logits, hidden = self._outputs[shape]
         return ForwardOutput(batch, logits[: batch.num_rows], shape.max_row_tokens == 1, hidden)
 
+    def replay(self, inputs: HostInputs) -> None:
+        """Replay the graph of a step with these inputs."""
+        self._inputs.copy(inputs)
+        self._graphs[inputs.shape].replay()
+
     def _compute(self, inputs: CapturedInputs, shape: StepShape) -> tuple[Tensor, Tensor | None]:
         inputs.write_pages()
         logits, hidden = self._forward(inputs, shape)
         logits = logits.contiguous()
-        if shape.max_row_tokens == 1:
+        if shape.max_row_tokens == 1 and self._sample_greedy is not None:
             self._sample_greedy(logits)
         return logits, None if hidden is None else hidden.contiguous()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,11 @@ def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] =
         made = load_runner(source, device, config, runner)
     engine = Engine(made, config.max_num_seqs, max_batched_tokens, speculative_tokens=config.speculative_tokens)
     if config.cuda_graphs:
-        made.capture(engine.sampler, min(engine.scheduler.max_rows, max_batched_tokens), max_batched_tokens, _progress)
+        from quire.engine.parallel.ranks import LOAD_SECONDS
+
+        with nullcontext() if made.leader is None else made.leader.waiting(LOAD_SECONDS):
+            rows = min(engine.scheduler.max_rows, max_batched_tokens)
+            made.capture(engine.sampler, rows, max_batched_tokens, _progress)
     return engine
 
 
@@ -77,8 +82,15 @@ def _load_led_runner(source: str | Path, device: torch.device, config: EngineCon
     refused = config.ranks_option
     if runner is not Runner:
         raise ValueError(f"{refused}: {runner.__name__} computes all of a model")
-    if device.type != "cpu":
-        raise ValueError(f"{refused}: several ranks compute on the CPU alone (device = 'cpu')")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        count = torch.cuda.device_count() - device.index
+        if count < config.num_ranks:
+            raise ValueError(f"{refused}: there are {count} GPUs from {device} on")
+        if config.context_parallel_size > 1:
+            raise ValueError(f"{refused}: a cache is divided among ranks on the CPU alone (device = 'cpu')")
+        if not config.cuda_graphs:
+            raise ValueError(f"{refused}: several GPUs compute steps with CUDA graphs alone (cuda_graphs = True)")
     from quire.engine.parallel import torchrun
     from quire.engine.parallel.follower import serve
     from quire.engine.parallel.leader import Leader
@@ -89,7 +101,7 @@ def _load_led_runner(source: str | Path, device: torch.device, config: EngineCon
         sys.exit(0)
     folder = _fetch(source, config)[0]
     config = replace(config, revision=None)
-    leader = Leader(folder, config)
+    leader = Leader(folder, config, device)
     try:
         with leader.loading():
             made = load_runner(folder, device, config, ranks=leader.ranks)
@@ -122,7 +134,7 @@ def load_runner(
     """
     model = load_model(source, device, config, ranks)
     scales, adapters = _cache_scales(model, config), _adapter_pool(model, config, ranks)
-    make = partial(_make_runner, _runner_class(runner, config, ranks), model, config, scales, adapters)
+    make = partial(_make_runner, _runner_class(runner, config, ranks), model, config, scales, adapters, ranks)
     made = make(_num_pages(model, config, make, ranks))
     check_runner(made, random_weights=config.load_format == "dummy")
     return made
@@ -284,6 +296,7 @@ def _make_runner(
     config: EngineConfig,
     scales: Scales | None,
     adapters: AdapterPool | None,
+    ranks: Ranks | None,
     num_pages: int,
 ) -> Runner:
     # Runners of serving backends do not take all options, so these are only passed if they are asked for.
@@ -291,7 +304,7 @@ def _make_runner(
     options |= {"batch_invariant": config.batch_invariant}
     asked = {name: value for name, value in options.items() if value not in ("auto", None, False)}
     made = runner(model, num_pages, config.page_size, config.backend, **asked)
-    made.adapters = adapters
+    made.adapters, made.ranks = adapters, ranks
     return made
 
 
@@ -305,6 +318,7 @@ def _num_pages(model: Model, config: EngineConfig, make: partial[Runner], ranks:
         largest = StepShape(min(config.max_num_seqs, config.max_batched_tokens), config.max_batched_tokens)
         utilization = config.gpu_memory_utilization
         pages = profiled_pages(make, config.page_size, page_bytes, largest, utilization, config.cuda_graphs)
+        pages = pages if ranks is None else ranks.least(pages) * config.context_parallel_size
     elif ranks is None:
         pages = free_pages(page_bytes)
     else:

@@ -24,7 +24,9 @@ from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.steps import Heads, Layer, StepTables, fp8_dtype, plan, store, upload
 
 if TYPE_CHECKING:
+    from quire.engine.parallel.channel import RankStep
     from quire.engine.parallel.leader import Leader
+    from quire.engine.parallel.ranks import Ranks
 
 Wrappers = dict[Heads, BatchPrefillWithPagedKVCacheWrapper]
 
@@ -55,6 +57,7 @@ class Runner:
         caches: each layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim].
         scales: of each layer's keys and values.
         step_graphs: CUDA graphs of steps, if there are any; see `StepGraphs`.
+        ranks: those that compute each step together; None: this process alone does.
         leader: has the other ranks compute each step, too; None: there are no others, or this is one of them.
     """
 
@@ -63,6 +66,7 @@ class Runner:
     supports_adapters = True
     adapters: AdapterPool | None = None
     step_graphs: StepGraphs | None = None
+    ranks: Ranks | None = None
     leader: Leader | None = None
 
     def __init__(
@@ -121,7 +125,8 @@ class Runner:
                 in flight.
         """
         if self.step_graphs is not None:
-            output = self.step_graphs.run(batch, self._has_adapters(batch))
+            announce = None if self.leader is None else self.leader.replay
+            output = self.step_graphs.run(batch, self._has_adapters(batch), announce)
             if output is not None:
                 return output
         return self.forward_eagerly(batch, last_tokens)
@@ -134,17 +139,20 @@ class Runner:
             logits = self.run(batch, last_tokens) if self.supports_overlap else self.run(batch)
         return ForwardOutput(batch, logits, hidden=self.model.hidden_states.last)
 
-    def capture(self, sampler: Sampler, max_rows: int, max_batched_tokens: int, progress: Any = iter) -> None:
-        """Capture CUDA graphs of steps, if the runner can. It is called once, after all checks of the runner.
+    def capture(self, sampler: Sampler | None, max_rows: int, max_batched_tokens: int, progress: Any = iter) -> None:
+        """Capture CUDA graphs of steps, if the runner can. It is called once, after all checks of the runner, and by
+        all ranks.
 
         Args:
-            sampler: samples the tokens of steps, in graphs too.
+            sampler: samples the tokens of steps, in graphs too; None: this is not the first rank.
             max_rows: the largest number of requests and drafts of a step.
             max_batched_tokens: the largest number of tokens of a step.
             progress: of `StepGraphs.capture`.
         """
         if not self.overlaps:
             return
+        if self.leader is not None:
+            self.leader.capture(max_rows, max_batched_tokens)
         rows, tokens = min(max_rows, MAX_ROWS), min(max_batched_tokens, MAX_TOKENS)
         page_size = self.page_size
         width = min(-(-self.model.context // page_size), self.num_pages)
@@ -154,7 +162,8 @@ class Runner:
         wrappers = self.new_wrappers()
 
         def compute(inputs: CapturedInputs, shape: StepShape) -> tuple[Tensor, Tensor | None]:
-            ids = with_last_tokens(inputs.ids, inputs.source, sampler.last)
+            ids = inputs.ids if sampler is None else with_last_tokens(inputs.ids, inputs.source, sampler.last)
+            ids = self._ids_of_leader(ids)
             pages = PageTable(inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len, page_size)
             self.plan(wrappers, inputs.qo_indptr, pages, inputs.slots, shape.max_row_tokens)
             adapters = self.step_adapters(inputs.adapter_slots, inputs.logit_indices)
@@ -166,8 +175,12 @@ class Runner:
             return logits, self.model.hidden_states.last
 
         variants = [False] if self.adapters is None else [True] if self.batch_invariant else [True, False]
-        graphs = StepGraphs(compute, sampler.sample_greedy, inputs, rows, tokens, variants)
-        if graphs.capture(progress):
+        sample_greedy = None if sampler is None else sampler.sample_greedy
+        graphs = StepGraphs(compute, sample_greedy, inputs, rows, tokens, variants)
+        are_captured = graphs.capture(progress)
+        if self.ranks is not None and not self.ranks.least(are_captured):
+            raise ValueError(f"{self.model.folder} can't be run on several GPUs without CUDA graphs of its steps")
+        if are_captured:
             self.step_graphs = graphs
 
     def run(self, chunks: Sequence[Chunk], last_tokens: Tensor | None = None) -> Tensor:
@@ -217,7 +230,19 @@ class Runner:
         if in_flight:
             assert last_tokens is not None, "the host does not know a token in flight"
             ids = with_last_tokens(ids, in_flight[0], last_tokens)
-        return ids, logits
+        return self._ids_of_leader(ids), logits
+
+    def _ids_of_leader(self, ids: Tensor) -> Tensor:
+        """The tokens of a step, of which the leader's GPU may have some alone."""
+        return ids if self.ranks is None or self.ranks.exchange is None else self.ranks.of_first(ids)
+
+    def compute_step(self, step: RankStep) -> None:
+        """Compute a step of the leader together with the other ranks."""
+        tables = self.host_tables(step.pages, step.lengths, step.counts)
+        self.plan(self.wrappers, tables.qo_indptr, tables.pages, tables.slots, max(step.counts))
+        ids, rows = (upload(vector, self.model.device) for vector in (step.ids, step.rows))
+        slots = None if step.slots is None else upload(step.slots, self.model.device)
+        self.model.logits(self._ids_of_leader(ids), tables.positions, rows, self, self.step_adapters(slots, rows))
 
     def begin(self, chunks: Sequence[Chunk], tables: StepTables) -> None:
         """Plan a step, for which `attend` is then called once per layer."""

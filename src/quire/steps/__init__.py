@@ -15,6 +15,7 @@ from quire.kernels.code_product import (
     pack_words,
     unpack_words,
 )
+from quire.kernels.exchange import Exchange
 from quire.kernels.grouped_gemm import group_by_expert, grouped_gemm
 from quire.kernels.lora import RANK_PAGE, add_lora, add_lora_embedding, group_by_slot
 from quire.kernels.sampling import greedy_rows
@@ -27,6 +28,7 @@ from quire.steps.storage import fp8_dtype, quantize, store
 from quire.steps.tables import StepTables, upload
 
 __all__ = [
+    "Exchange",
     "GraphBuffers",
     "Heads",
     "Layer",

@@ -143,7 +143,7 @@ def rank_table(rank, size, page_size, pages, visible):
 
     class Part(ContextParallelRunner):
         def __init__(self):
-            self._ranks = type("Ranks", (), {"rank": rank, "size": size})
+            self.ranks = type("Ranks", (), {"rank": rank, "size": size})
             self.page_size, self.model = page_size, type("Model", (), {"device": "cpu"})
 
     return Part()._own_pages(pages, visible)

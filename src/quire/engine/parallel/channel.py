@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from quire.engine.adapters.adapter import Adapter
 from quire.engine.batch import StepBatch
 from quire.engine.config import EngineConfig
+from quire.engine.graph_inputs import HostInputs
 from quire.engine.inputs import adapter_slots, logit_indices, token_ids
 
 
@@ -29,6 +31,7 @@ class RankJob:
         port: of the store, on this machine.
         seed: of random weights, which are equal in all ranks.
         threads: that the follower computes in.
+        device: of the follower.
     """
 
     folder: Path
@@ -37,6 +40,7 @@ class RankJob:
     port: int
     seed: int
     threads: int
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class RankStep:
     """A step as followers compute it.
 
     Attributes:
-        ids: the tokens, int64 [tokens].
+        ids: the tokens, int64 [tokens]; those on a GPU are the leader's, which may have them alone.
         rows: the indices of those whose logits are needed, int64 [rows].
         pages: each request's pages, which may be more than its tokens need, each as array("i").
         lengths: the number of tokens of each request, including the new ones.
@@ -61,7 +65,7 @@ class RankStep:
 
     @classmethod
     def of(cls, batch: StepBatch, adapters: bool) -> RankStep:
-        """The step of a batch without tokens in flight, with adapters or without."""
+        """The step of a batch, with adapters or without."""
         return cls(
             ids=token_ids(batch)[0],
             rows=logit_indices(batch),
@@ -70,6 +74,29 @@ class RankStep:
             counts=batch.counts.tolist(),
             slots=adapter_slots(batch) if adapters else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RankGraphs:
+    """CUDA graphs of steps are captured.
+
+    Attributes:
+        max_rows, max_batched_tokens: of `Runner.capture`.
+    """
+
+    max_rows: int
+    max_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReplay:
+    """A step that a CUDA graph computes.
+
+    Attributes:
+        inputs: those of the leader.
+    """
+
+    inputs: HostInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class ContextParallelRunner(Runner):
         if windows:
             what = f"{windows} of its layers have a window, and see other tokens than those of whole pages"
             raise ValueError(f"{model.folder} can't be run with context_parallel_size = {ranks.size}: {what}")
-        self._ranks = ranks
+        self.ranks: Ranks = ranks
         super().__init__(model, num_pages, page_size, backend)
         empty = torch.empty(0, dtype=torch.uint8, device=model.device)
         self._among_new = {
@@ -60,13 +60,13 @@ class ContextParallelRunner(Runner):
         visible = ends if max(counts) == 1 else ends - np.asarray(counts, dtype=np.int32)
         visible = np.pad(visible, (0, len(tables.lengths) - len(visible)))
         page, offset = tables.slots // self.page_size, tables.slots % self.page_size
-        size, rank = self._ranks.size, self._ranks.rank
+        size, rank = self.ranks.size, self.ranks.rank
         slots = torch.where(page % size == rank, page // size * self.page_size + offset, -1)
         return replace(tables, pages=self._own_pages(pages, visible), slots=slots)
 
     def _own_pages(self, pages: Sequence[Any], visible: np.ndarray) -> PageTable:
         """The pages of this rank with the first tokens of each request, of which `visible` says how many."""
-        size, rank = self._ranks.size, self._ranks.rank
+        size, rank = self.ranks.size, self.ranks.rank
         counts = -(-visible // self.page_size)
         last_page_len = np.full(len(counts), self.page_size, dtype=np.int32)
         own: list[np.ndarray] = []
@@ -112,10 +112,10 @@ class ContextParallelRunner(Runner):
         elements.
         """
         own = _packed(out, lse)
-        return self._ranks.concatenated(own).unflatten(-1, (self._ranks.size, own.shape[-1])).transpose(1, 2)
+        return self.ranks.concatenated(own).unflatten(-1, (self.ranks.size, own.shape[-1])).transpose(1, 2)
 
     def _cache_pages(self) -> int:
-        return -(-self.num_pages // self._ranks.size)
+        return -(-self.num_pages // self.ranks.size)
 
 
 def _packed(out: Tensor, lse: Tensor) -> Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import select
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,9 +15,22 @@ from contextlib import suppress
 import torch
 
 from quire.engine.adapters.slots import Resident
-from quire.engine.parallel.channel import Channel, Connected, Loaded, RankAdapter, RankFailed, RankJob, RankStep
+from quire.engine.parallel.channel import (
+    Channel,
+    Connected,
+    Loaded,
+    RankAdapter,
+    RankFailed,
+    RankGraphs,
+    RankJob,
+    RankReplay,
+    RankStep,
+)
 from quire.engine.parallel.ranks import Ranks
 from quire.engine.runner import Runner
+
+# Seconds from the end of the leader to that of a follower that does not end by itself.
+_END_SECONDS = 3.0
 
 
 def serve(channel: Channel, load: Callable[..., Runner]) -> None:
@@ -30,41 +47,65 @@ def serve(channel: Channel, load: Callable[..., Runner]) -> None:
         # The leader may have ended, which ends this process, too.
         with suppress(OSError):
             channel.send(RankFailed(_sendable(error)))
+        if torch.cuda.is_initialized():
+            # The GPU may wait for others, and the end of the interpreter for the GPU.
+            os._exit(1)
         sys.exit(1)
 
 
 def _serve(channel: Channel, load: Callable[..., Runner]) -> None:
     job: RankJob = channel.receive()
     torch.set_num_threads(job.threads)
-    ranks = Ranks(job.rank, job.config.num_ranks, job.port)
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+        _end_with(channel)
+    ranks = Ranks(job.rank, job.config.num_ranks, job.device, job.port)
     channel.send(Connected())
     ranks.connect()
     torch.manual_seed(job.seed)
     with warnings.catch_warnings():
         # The leader warns of the same.
         warnings.simplefilter("ignore")
-        runner = load(job.folder, torch.device("cpu"), job.config, ranks=ranks)
+        runner = load(job.folder, job.device, job.config, ranks=ranks)
     ranks.timeout = job.config.tensor_parallel_timeout
     channel.send(Loaded())
     while True:
         try:
-            message: RankStep | RankAdapter = channel.receive()
+            message: RankStep | RankReplay | RankGraphs | RankAdapter = channel.receive()
         except EOFError:
             return
-        if isinstance(message, RankStep):
-            _compute(message, runner)
-        else:
-            assert runner.adapters is not None
-            runner.adapters.load(Resident(message.adapter, message.slot, message.pages))
+        _follow(message, runner)
 
 
-def _compute(step: RankStep, runner: Runner) -> None:
-    """Compute a step together with the other ranks."""
-    tables = runner.host_tables(step.pages, step.lengths, step.counts)
-    runner.plan(runner.wrappers, tables.qo_indptr, tables.pages, tables.slots, max(step.counts))
-    ids, rows = torch.from_numpy(step.ids), torch.from_numpy(step.rows)
-    slots = None if step.slots is None else torch.from_numpy(step.slots)
-    runner.model.logits(ids, tables.positions, rows, runner, runner.step_adapters(slots, rows))
+def _follow(message: RankStep | RankReplay | RankGraphs | RankAdapter, runner: Runner) -> None:
+    """Do what the leader does."""
+    if isinstance(message, RankReplay):
+        assert runner.step_graphs is not None
+        runner.step_graphs.replay(message.inputs)
+    elif isinstance(message, RankStep):
+        runner.compute_step(message)
+    elif isinstance(message, RankGraphs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runner.capture(None, message.max_rows, message.max_batched_tokens)
+    else:
+        assert runner.adapters is not None
+        runner.adapters.load(Resident(message.adapter, message.slot, message.pages))
+
+
+def _end_with(channel: Channel) -> None:
+    """End this process soon after the leader has closed its end of the channel, even if the GPU waits for the leader's
+    and a thread for the GPU.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(channel.sock, select.POLLRDHUP)
+        poll.poll()
+        time.sleep(_END_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="quire-watch", daemon=True).start()
 
 
 def _sendable(error: BaseException) -> BaseException:

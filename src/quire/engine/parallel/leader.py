@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,19 @@ from quire.engine.adapters.slots import Resident
 from quire.engine.batch import StepBatch
 from quire.engine.child_process import end_of, start_program
 from quire.engine.config import EngineConfig
+from quire.engine.graph_inputs import HostInputs
 from quire.engine.parallel import torchrun
-from quire.engine.parallel.channel import Channel, Connected, Loaded, RankAdapter, RankFailed, RankJob, RankStep
+from quire.engine.parallel.channel import (
+    Channel,
+    Connected,
+    Loaded,
+    RankAdapter,
+    RankFailed,
+    RankGraphs,
+    RankJob,
+    RankReplay,
+    RankStep,
+)
 from quire.engine.parallel.errors import RankError
 from quire.engine.parallel.ranks import Ranks
 
@@ -27,6 +39,8 @@ _REPORT_SECONDS = 10.0
 _GRACE = 5.0
 # Seconds in which a process imports what it needs.
 _START_SECONDS = 120.0
+# Seconds between two looks at the other ranks while a GPU computes.
+_WATCH_SECONDS = 0.1
 
 
 @dataclass(slots=True)
@@ -39,8 +53,15 @@ class _Follower:
 
     def has_ended(self) -> bool:
         """Whether it has failed, or has closed its end of the connection: between steps it sends nothing."""
+        return self._has(select.POLLIN)
+
+    def has_closed(self) -> bool:
+        """Whether it has closed its end of the connection. It may have sent something before."""
+        return self._has(select.POLLRDHUP)
+
+    def _has(self, event: int) -> bool:
         poll = select.poll()
-        poll.register(self.channel.sock, select.POLLIN)
+        poll.register(self.channel.sock, event)
         return bool(poll.poll(0))
 
     def end(self, seconds: float) -> str:
@@ -49,13 +70,19 @@ class _Follower:
         return f"{name} has ended" if self.process is None else end_of(self.process, name, seconds)
 
 
+def _device_of(rank: int, first: torch.device) -> torch.device:
+    """The device of a rank; `first` is that of rank 0."""
+    return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first
+
+
 class Leader:
     """Starts the other ranks of an engine, unless torchrun has, and has them compute its steps. They end with this
     process, or by `close`.
 
     Args:
         folder: the checkpoint.
-        config: of the engine, with the device.
+        config: of the engine.
+        device: of this process; other ranks have the GPUs that follow it.
 
     Attributes:
         ranks: all of them; this process is rank 0.
@@ -64,23 +91,28 @@ class Leader:
         RankError: a process could not be started.
     """
 
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
+    def __init__(self, folder: Path, config: EngineConfig, device: torch.device) -> None:
         self._size, self._timeout = config.num_ranks, config.tensor_parallel_timeout
         self._seed = torch.seed() % (1 << 63)
-        self.ranks = Ranks(0, self._size)
+        self.ranks = Ranks(0, self._size, device)
+        # Until when this process waits for its GPU, and whether it has given up; see `_watch`.
+        self._deadline: float | None = None
+        self._is_abandoned = self._is_loaded = self._is_closed = False
         threads = max(1, torch.get_num_threads() // self._size)
-        job = RankJob(folder, config, 0, self.ranks.port, self._seed, threads)
+        job = RankJob(folder, config, 0, self.ranks.port, self._seed, threads, device)
         self._followers: list[_Follower] = []
         try:
             if torchrun.rank_of(config) is None:
                 for rank in range(1, self._size):
-                    self._start(replace(job, rank=rank))
+                    self._start(replace(job, rank=rank, device=_device_of(rank, device)))
             else:
                 for rank, sock in torchrun.accept(self._size):
-                    self._add(replace(job, rank=rank), None, sock)
+                    self._add(replace(job, rank=rank, device=_device_of(rank, device)), None, sock)
             for follower in self._followers:
                 self._await(follower, Connected, _START_SECONDS)
             self.ranks.connect()
+            if device.type == "cuda":
+                threading.Thread(target=self._watch, name="quire-watch", daemon=True).start()
         except RankError as error:
             found = self._culprit(error)[1]
             self.close()
@@ -108,12 +140,15 @@ class Leader:
             RankError: a rank has ended, or does not answer.
         """
         try:
-            with torch.random.fork_rng(devices=[]):
+            device = self.ranks.device
+            devices = [device] if device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices), self._watched(self.ranks.timeout):
                 torch.manual_seed(self._seed)
                 yield
             for follower in self._followers:
                 self._await(follower, Loaded, self.ranks.timeout)
             self.ranks.timeout = self._timeout
+            self._is_loaded = True
         except RankError as error:
             raise self._culprit(error)[1] from error
 
@@ -132,6 +167,64 @@ class Leader:
         except Exception as error:
             raise self._as_rank_error(error) from error
 
+    def capture(self, max_rows: int, max_batched_tokens: int) -> None:
+        """Have the other ranks capture CUDA graphs (`Runner.capture`)."""
+        for follower in self._followers:
+            self._send(follower, RankGraphs(max_rows, max_batched_tokens))
+
+    def replay(self, inputs: HostInputs) -> None:
+        """Have the other ranks replay a CUDA graph; a RankError if one has ended, or does not read."""
+        try:
+            for follower in self._followers:
+                self._send(follower, RankReplay(inputs))
+        except RankError as error:
+            raise self._as_rank_error(error) from error
+
+    @contextmanager
+    def waiting(self, seconds: float | None = None) -> Iterator[None]:
+        """A context in which this process may wait for its GPU, which may wait for those of other ranks, for so long;
+        None: `tensor_parallel_timeout`.
+
+        Raises:
+            RankError: another rank has ended, or does not answer in time.
+        """
+        try:
+            with self._watched(seconds or self._timeout):
+                yield
+        except RankError as error:
+            raise self._as_rank_error(error) from error
+
+    @contextmanager
+    def _watched(self, seconds: float) -> Iterator[None]:
+        """A context in which `_watch` lets the GPU go on if it must; a RankError after that."""
+        self._deadline = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._deadline = None
+            if self._is_abandoned:
+                raise RankError("the GPU has waited for another rank in vain")
+
+    def _watch(self) -> None:
+        """Let the GPU go on, with undefined results, if another rank has ended, or this process has waited for it too
+        long.
+        """
+        while not self._is_closed:
+            deadline = self._deadline
+            is_late = deadline is not None and time.monotonic() > deadline
+            if deadline is not None and (is_late or self._has_lost_one()):
+                assert self.ranks.exchange is not None
+                self._is_abandoned = True
+                self.ranks.exchange.abandon()
+                return
+            time.sleep(_WATCH_SECONDS)
+
+    def _has_lost_one(self) -> bool:
+        """Whether another rank has ended or failed. While it loads, it sends other messages, too."""
+        if self._is_loaded:
+            return any(follower.has_ended() for follower in self._followers)
+        return any(follower.has_closed() for follower in self._followers)
+
     def load_adapter(self, resident: Resident) -> None:
         """Have the other ranks copy an adapter to the device; a RankError if one has ended, or does not read."""
         try:
@@ -149,6 +242,7 @@ class Leader:
 
     def close(self) -> None:
         """End the other ranks."""
+        self._is_closed = True
         for follower in self._followers:
             follower.channel.close()
         end = time.monotonic() + _GRACE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,33 +20,42 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 from quire.engine.parallel.errors import RankError
+from quire.steps import Exchange
 
 _HOST = "127.0.0.1"
 # Ranks read a checkpoint and compile kernels at different speeds.
-_LOAD_SECONDS = 600.0
+LOAD_SECONDS = 600.0
+# The name of the group in the store. Each process has one group of a name.
+_GROUP = "quire/group"
 
 
 class Ranks:
-    """One of `size` processes of this machine that call the same methods in the same order. Each method returns when
-    all have called it, and raises a RankError if one does not in time or its process has ended.
+    """One of `size` processes of this machine that call the same methods in the same order. On CPUs, each method
+    returns when all have called it, and raises a RankError if one does not in time or its process has ended. On GPUs,
+    methods launch what waits for the others.
 
     Args:
         rank: of this process, 0 <= rank < size.
         size: the number of ranks.
+        device: of this rank: the CPU, or a GPU that no other rank has.
         port: of the store where they find each other; None: this rank makes it.
 
     Attributes:
         port: of the store.
+        exchange: how tensors on GPUs are exchanged; None on the CPU.
         timeout: seconds within which every rank is to call a method; those for loading a model, until they are set.
 
     Raises:
         RankError: there is no store at the port.
     """
 
-    def __init__(self, rank: int, size: int, port: int | None = None) -> None:
+    exchange: Exchange | None = None
+
+    def __init__(self, rank: int, size: int, device: torch.device, port: int | None = None) -> None:
         self.rank, self.size = rank, size
-        self.timeout = _LOAD_SECONDS
-        self._options: dict[str, Any] = {"timeout": timedelta(seconds=_LOAD_SECONDS), "wait_for_workers": False}
+        self.device = device
+        self.timeout = LOAD_SECONDS
+        self._options: dict[str, Any] = {"timeout": timedelta(seconds=LOAD_SECONDS), "wait_for_workers": False}
         with _exchanging():
             self._store = TCPStore(_HOST, port or 0, is_master=port is None, **self._options)
         self.port: int = self._store.port
@@ -56,23 +66,25 @@ class Ranks:
         """Wait until all ranks have called this method, which is the first one."""
         with _exchanging():
             self._group: Any = ProcessGroupGloo(self._store, self.rank, self.size, self._options["timeout"])
+            if self.device.type == "cuda":
+                if self.rank == 0:
+                    self._store.set(_GROUP, f"quire-{os.getpid()}-{self._number}")
+                group = self._store.get(_GROUP).decode()
+                self.exchange = Exchange(self.rank, self.size, self.device, self._store, group)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Replace a tensor by the sum of those of all ranks, which has equal bits in all of them, and return it."""
+        """The sum of the tensors of all ranks, which has equal bits in all of them. It may replace x."""
         if torch.compiler.is_compiling():
-            torch.ops.quire.all_reduce(x, self._number)
-        else:
-            self.reduce(x, ReduceOp(ReduceOp.SUM))
-        return x
+            total: Tensor = torch.ops.quire.all_reduce(x, self._number)
+            return total
+        return self.add(x)
 
     def of_first(self, x: Tensor) -> Tensor:
         """The tensor of rank 0, for one of the same shape."""
-        x = x.contiguous().clone()
         if torch.compiler.is_compiling():
-            torch.ops.quire.broadcast(x, self._number)
-        else:
-            self.broadcast(x)
-        return x
+            first: Tensor = torch.ops.quire.broadcast(x, self._number)
+            return first
+        return self.broadcast(x)
 
     def concatenated(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, of equal shapes, one after another along the last dimension."""
@@ -82,29 +94,42 @@ class Ranks:
         return self.gather(x)
 
     def least(self, number: int) -> int:
-        """The smallest of the numbers of all ranks."""
+        """The smallest of the numbers of all ranks, which may compile kernels before they call this."""
         tensor = torch.tensor([number])
-        self.reduce(tensor, ReduceOp(ReduceOp.MIN))
+        self._reduce(tensor, ReduceOp(ReduceOp.MIN), LOAD_SECONDS)
         return int(tensor)
 
-    def reduce(self, x: Tensor, operation: ReduceOp) -> None:
-        """Replace a tensor by what an operation makes of those of all ranks."""
-        options = self._with_timeout(AllreduceOptions())
-        options.reduceOp = operation
-        with _exchanging():
-            self._group.allreduce([x], options).wait()
+    def add(self, x: Tensor) -> Tensor:
+        """`sum`, outside of compiled layers."""
+        if self.exchange is not None:
+            return self.exchange.sum(x)
+        self._reduce(x, ReduceOp(ReduceOp.SUM), self.timeout)
+        return x
 
     def gather(self, x: Tensor) -> Tensor:
         """`concatenated`, outside of compiled layers."""
+        if self.exchange is not None:
+            return torch.cat(self.exchange.gather(x).unbind(), dim=-1)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with _exchanging():
             self._group.allgather([parts], [x.contiguous()], self._with_timeout(AllgatherOptions())).wait()
         return torch.cat(parts, dim=-1)
 
-    def broadcast(self, x: Tensor) -> None:
-        """Replace a tensor by that of rank 0."""
+    def broadcast(self, x: Tensor) -> Tensor:
+        """`of_first`, outside of compiled layers."""
+        if self.exchange is not None:
+            return self.exchange.gather(x)[0]
+        x = x.contiguous().clone()
         with _exchanging():
             self._group.broadcast([x], self._with_timeout(BroadcastOptions())).wait()
+        return x
+
+    def _reduce(self, x: Tensor, operation: ReduceOp, seconds: float) -> None:
+        options = AllreduceOptions()
+        options.timeout = timedelta(seconds=seconds)
+        options.reduceOp = operation
+        with _exchanging():
+            self._group.allreduce([x], options).wait()
 
     def _with_timeout(self, options: Any) -> Any:
         options.timeout = timedelta(seconds=self.timeout)
@@ -124,16 +149,16 @@ _numbers = itertools.count()
 _ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
 
 
-@torch.library.custom_op("quire::all_reduce", mutates_args=("x",))
-def _all_reduce(x: Tensor, ranks: int) -> None:
+@torch.library.custom_op("quire::all_reduce", mutates_args=())
+def _all_reduce(x: Tensor, ranks: int) -> Tensor:
     """`Ranks.sum` as one operation for torch.compile; `ranks` is the number of a `Ranks` of this process."""
-    _ranks[ranks].reduce(x, ReduceOp(ReduceOp.SUM))
+    return _ranks[ranks].add(x if x.is_cuda else x.clone())
 
 
-@torch.library.custom_op("quire::broadcast", mutates_args=("x",))
-def _broadcast(x: Tensor, ranks: int) -> None:
-    """`Ranks.broadcast`, likewise."""
-    _ranks[ranks].broadcast(x)
+@torch.library.custom_op("quire::broadcast", mutates_args=())
+def _broadcast(x: Tensor, ranks: int) -> Tensor:
+    """`Ranks.of_first`, likewise."""
+    return _ranks[ranks].broadcast(x)
 
 
 @torch.library.custom_op("quire::all_gather", mutates_args=())
@@ -142,12 +167,12 @@ def _all_gather(x: Tensor, ranks: int) -> Tensor:
     return _ranks[ranks].gather(x)
 
 
+@_all_reduce.register_fake
+@_broadcast.register_fake
+def _(x: Tensor, ranks: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 @_all_gather.register_fake
 def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] * _ranks[ranks].size)
-
-
-@_all_reduce.register_fake
-@_broadcast.register_fake
-def _(x: Tensor, ranks: int) -> None:
-    return None

@@ -27,7 +27,7 @@ _INPUTS = ("rowwise", "rowwise_split_input")
 _EXPERTS = "moe_tp_experts"
 _OF_KV_HEADS = (".k_proj", ".v_proj")
 # Norms of single heads, and latent keys and values. What these styles say of gradients is without meaning here.
-_WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+_WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "embedding_rowwise")
 
 
 class DividedLinear(nn.Linear):

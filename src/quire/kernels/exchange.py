@@ -1,0 +1,108 @@
+"""What GPUs of one machine exchange through each other's memory: sums and concatenations of their tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from quire.kernels.torch_internals import nccl_group, peer_memory
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Words of 32 bits in a slot of each kind. Tensors up to _SMALL words arrive sooner as numbered words.
+_SMALL, _LARGE = 1 << 17, 1 << 22
+_NUMBERED_SLOT = 1 << 20
+
+
+class Exchange:
+    """The exchanges of one rank, by memory that the others write to, or else by NCCL. All ranks call the same methods
+    in the same order, with tensors of equal shapes and dtypes.
+
+    Args:
+        rank: of this process.
+        num_ranks: the number of ranks, each of which has a GPU of this machine.
+        device: the GPU of this rank.
+        store: in which the ranks find each other.
+        group: a name that no other exchange of this process has.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, device: torch.device, store: Store, group: str) -> None:
+        from quire.kernels.triton.all_reduce import PROGRAMS
+
+        self.rank, self.num_ranks, self._device = rank, num_ranks, device
+        slots, self._programs = 2 * num_ranks, PROGRAMS
+        # Flags follow the slots of large tensors.
+        sizes = [8 * slots * _NUMBERED_SLOT, 4 * (slots * _LARGE + num_ranks * PROGRAMS)]
+        self._nccl = nccl_group(PrefixStore("nccl/", store), rank, num_ranks)
+        self._memory, addresses = peer_memory(sizes, rank, num_ranks, device, store, self._nccl, group)
+        self._numbered, self._whole = (torch.tensor(each, dtype=torch.int64, device=device) for each in addresses)
+        # The last element of each ends waiting if it is not 0.
+        self._states = torch.zeros(2, PROGRAMS + 1, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+
+    def abandon(self) -> None:
+        """Let kernels that wait for another rank end with undefined results. Any thread may call this."""
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device, priority=-1)):
+            self._states[:, -1] = 1
+        self._nccl.abort()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the tensors of all ranks, whose bits are equal in all of them."""
+        # With more ranks, each one writes more.
+        words = x.numel() * x.element_size() // 4
+        if x.dtype not in _DTYPES or not _is_whole(x) or (self.num_ranks > 2 and words * self.num_ranks > _LARGE):
+            total = x.clone(memory_format=torch.contiguous_format)
+            self._nccl.allreduce([total]).wait()
+            return total
+        out = torch.empty_like(x)
+        size = 4 * _LARGE // x.element_size()
+        for part, part_out in zip(x.view(-1).split(size), out.view(-1).split(size), strict=True):
+            self._sum(part, part_out)
+        return out
+
+    def _sum(self, x: Tensor, out: Tensor) -> None:
+        from quire.kernels.triton import all_reduce
+
+        words = x.numel() * x.element_size() // 4
+        if words <= _SMALL:
+            self._launch_words(all_reduce.launch_sum, x, out)
+            return
+        block = 4096
+        programs = min(132, -(-words // block))
+        flags = 2 * self.num_ranks * _LARGE
+        tensors = (x, out, self._whole, self._states[1])
+        all_reduce.launch_blocks(
+            (programs, 1), tensors, (), (words, _LARGE, flags), self._constants(x, block, 16, False)
+        )
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, [num_ranks, *x.shape]."""
+        from quire.kernels.triton import all_reduce
+
+        x = x.contiguous()
+        out = x.new_empty(self.num_ranks, *x.shape)
+        if _is_whole(x) and x.numel() * x.element_size() <= 4 * _SMALL:
+            self._launch_words(all_reduce.launch_gather, x, out)
+        else:
+            self._nccl.allgather([list(out.unbind())], [x]).wait()
+        return out
+
+    def _launch_words(self, launch: Any, x: Tensor, out: Tensor) -> None:
+        words, block = x.numel() * x.element_size() // 4, 512
+        tensors = (x, out, self._numbered, self._states[0])
+        grid = (-(-words // block), 1)
+        launch(grid, tensors, (), (words, _NUMBERED_SLOT), self._constants(x, block, 4, True))
+
+    def _constants(self, x: Tensor, block: int, num_warps: int, overlaps: bool) -> Any:
+        from quire.kernels.gpu.launch import has_dependent_launch
+        from quire.kernels.triton.all_reduce import AllReduceConfig
+
+        launch_pdl = overlaps and has_dependent_launch(self._device)
+        return AllReduceConfig(self.rank, self.num_ranks, block, x.element_size() == 2, num_warps, launch_pdl)
+
+
+def _is_whole(x: Tensor) -> bool:
+    """Whether a tensor is contiguous, of whole words, and not empty."""
+    return x.is_contiguous() and x.numel() > 0 and x.numel() * x.element_size() % 4 == 0

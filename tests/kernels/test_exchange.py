@@ -1,0 +1,111 @@
+"""Exchanges of ranks, each of which finds in its memory what the others write there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.triton_compile import compile_kernel
+from quire.kernels import exchange as module
+from quire.kernels.exchange import Exchange
+from quire.kernels.triton import all_reduce
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SLOT = 1 << 14
+
+
+class Memory:
+    """The memories of two ranks, and the exchange of one of them."""
+
+    def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "_NUMBERED_SLOT", SLOT)
+        monkeypatch.setattr(module, "_LARGE", SLOT)
+        self.rank, self.peer = rank, 1 - rank
+        self.numbered = torch.zeros(2, 2, 2, SLOT, dtype=torch.int64)
+        self.whole = torch.zeros(2, 4 * SLOT + 2 * all_reduce.PROGRAMS, dtype=torch.int32)
+        self.exchange = Exchange.__new__(Exchange)
+        self.exchange.rank, self.exchange.num_ranks, self.exchange._device = rank, 2, torch.device("cpu")
+        self.exchange._states = torch.zeros(2, all_reduce.PROGRAMS + 1, dtype=torch.int32)
+        self.exchange._numbered, self.exchange._whole = (
+            torch.tensor([part.data_ptr() for part in memory]) for memory in (self.numbered, self.whole)
+        )
+
+    def slot(self, memory: Tensor, of: int, writer: int, number: int) -> Tensor:
+        """Where a rank writes in the memory of a rank."""
+        return (
+            memory[of][: 4 * SLOT].view(2, 2, SLOT)[number % 2, writer]
+            if memory.ndim == 2
+            else memory[of, number % 2, writer]
+        )
+
+    def arrive(self, x: Tensor, number: int) -> None:
+        """Let a tensor of the other rank be in the memory of this one, in both formats."""
+        words = x.view(torch.int32).flatten()
+        numbered = (number << 32) | (words.long() & 0xFFFFFFFF)
+        self.slot(self.numbered, self.rank, self.peer, number)[: len(words)] = numbered
+        self.slot(self.whole, self.rank, self.peer, number)[: len(words)] = words
+        flags = self.whole[self.rank, 4 * SLOT :].view(2, all_reduce.PROGRAMS)
+        flags[self.peer] = number
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_of_two_ranks_is_that_of_their_tensors(dtype, is_small, rng, monkeypatch):
+    if not all_reduce_is_interpreted():
+        pytest.skip("Triton's kernels are interpreted in a run of their own")
+    rank = rng.randrange(2)
+    memory = Memory(rank, monkeypatch)
+    monkeypatch.setattr(module, "_SMALL", SLOT if is_small else 0)
+    for number in (1, 2, 3):
+        size = 2 * rng.randint(1, 3000)
+        own, other = torch.randn(2, size).to(dtype)
+        memory.arrive(other, number)
+        total = memory.exchange.sum(own)
+        expected = (own.double() + other.double()).to(dtype)
+        # The interpreter cuts bits off where a GPU rounds.
+        torch.testing.assert_close(total, expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
+        sent = memory.slot(memory.numbered if is_small else memory.whole, memory.peer, rank, number)
+        words = own.view(torch.int32)
+        assert torch.equal(sent[: len(words)].int() if not is_small else sent[: len(words)].to(torch.int32), words)
+        if is_small:
+            assert (sent[: len(words)] >> 32 == number).all()
+        assert (memory.exchange._states[0 if is_small else 1, :-1] == number).all()
+
+
+@pytest.mark.interpret
+def test_gather_of_two_ranks_has_the_bits_of_both(rng, monkeypatch):
+    if not all_reduce_is_interpreted():
+        pytest.skip("Triton's kernels are interpreted in a run of their own")
+    rank = rng.randrange(2)
+    memory = Memory(rank, monkeypatch)
+    for number in (1, 2, 3):
+        both = torch.randint(-(1 << 62), 1 << 62, (2, 2, rng.randint(1, 600)))
+        memory.arrive(both[1 - rank], number)
+        assert torch.equal(memory.exchange.gather(both[rank]), both)
+
+
+@pytest.mark.interpret
+def test_abandoned_exchange_does_not_wait(monkeypatch):
+    if not all_reduce_is_interpreted():
+        pytest.skip("Triton's kernels are interpreted in a run of their own")
+    memory = Memory(0, monkeypatch)
+    memory.exchange._states[:, -1] = 1
+    assert memory.exchange.sum(torch.ones(8)).shape == (8,)
+    monkeypatch.setattr(module, "_SMALL", 0)
+    assert memory.exchange.sum(torch.ones(8)).shape == (8,)
+
+
+def all_reduce_is_interpreted() -> bool:
+    from helpers.interpret import INTERPRETED
+
+    return INTERPRETED
+
+
+@pytest.mark.parametrize("kernel", ["sum_words", "gather_words", "sum_blocks"])
+def test_exchange_compiles_for_hopper(kernel):
+    constants = all_reduce.AllReduceConfig(1, 2, 512, True, 4, True)
+    sizes = {"num_words": "i32", "slot_words": "i32"} | ({"flags_at": "i32"} if kernel == "sum_blocks" else {})
+    given = {"x": "*bf16", "out": "*bf16", "memories": "*i64", "state": "*i32", **sizes, "c": constants}
+    compile_kernel(getattr(all_reduce, kernel), "sm_90", given, num_warps=4)
