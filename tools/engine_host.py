@@ -28,7 +28,7 @@ class DummyRunner:
     """A runner with the inputs of graphs, whose logits are random, but always the same."""
 
     overlaps = supports_all_logits = True
-    adapters = None
+    adapters = leader = None
 
     def __init__(self, model: Any, num_pages: int, page_size: int, max_rows: int) -> None:
         self.model = model
