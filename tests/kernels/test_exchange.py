@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.interpret import INTERPRETED
 from helpers.triton_compile import compile_kernel
 from quire.kernels import exchange as module
 from quire.kernels.exchange import Exchange
@@ -13,13 +14,16 @@ from quire.kernels.triton import all_reduce
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SLOT = 1 << 14
+on_the_cpu = pytest.mark.skipif(
+    not INTERPRETED, reason="memory of the CPU is that of kernels only if they are interpreted"
+)
 
 
 class Memory:
     """The memories of two ranks, and the exchange of one of them."""
 
     def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_NUMBERED_SLOT", SLOT)
+        monkeypatch.setattr(module, "_SMALL", SLOT)
         monkeypatch.setattr(module, "_LARGE", SLOT)
         self.rank, self.peer = rank, 1 - rank
         self.numbered = torch.zeros(2, 2, 2, SLOT, dtype=torch.int64)
@@ -32,12 +36,8 @@ class Memory:
         )
 
     def slot(self, memory: Tensor, of: int, writer: int, number: int) -> Tensor:
-        """Where a rank writes in the memory of a rank."""
-        return (
-            memory[of][: 4 * SLOT].view(2, 2, SLOT)[number % 2, writer]
-            if memory.ndim == 2
-            else memory[of, number % 2, writer]
-        )
+        """Where a rank writes the words of an exchange in the memory of a rank."""
+        return memory[of].flatten()[: 4 * SLOT].view(2, 2, SLOT)[number % 2, writer]
 
     def arrive(self, x: Tensor, number: int) -> None:
         """Let a tensor of the other rank be in the memory of this one, in both formats."""
@@ -50,14 +50,14 @@ class Memory:
 
 
 @pytest.mark.interpret
+@on_the_cpu
 @pytest.mark.parametrize("is_small", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_of_two_ranks_is_that_of_their_tensors(dtype, is_small, rng, monkeypatch):
-    if not all_reduce_is_interpreted():
-        pytest.skip("Triton's kernels are interpreted in a run of their own")
     rank = rng.randrange(2)
     memory = Memory(rank, monkeypatch)
-    monkeypatch.setattr(module, "_SMALL", SLOT if is_small else 0)
+    if not is_small:
+        monkeypatch.setattr(module, "_SMALL", 0)
     for number in (1, 2, 3):
         size = 2 * rng.randint(1, 3000)
         own, other = torch.randn(2, size).to(dtype)
@@ -68,16 +68,15 @@ def test_sum_of_two_ranks_is_that_of_their_tensors(dtype, is_small, rng, monkeyp
         torch.testing.assert_close(total, expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
         sent = memory.slot(memory.numbered if is_small else memory.whole, memory.peer, rank, number)
         words = own.view(torch.int32)
-        assert torch.equal(sent[: len(words)].int() if not is_small else sent[: len(words)].to(torch.int32), words)
+        assert torch.equal(sent[: len(words)].to(torch.int32), words)
         if is_small:
             assert (sent[: len(words)] >> 32 == number).all()
         assert (memory.exchange._states[0 if is_small else 1, :-1] == number).all()
 
 
 @pytest.mark.interpret
+@on_the_cpu
 def test_gather_of_two_ranks_has_the_bits_of_both(rng, monkeypatch):
-    if not all_reduce_is_interpreted():
-        pytest.skip("Triton's kernels are interpreted in a run of their own")
     rank = rng.randrange(2)
     memory = Memory(rank, monkeypatch)
     for number in (1, 2, 3):
@@ -87,20 +86,13 @@ def test_gather_of_two_ranks_has_the_bits_of_both(rng, monkeypatch):
 
 
 @pytest.mark.interpret
+@on_the_cpu
 def test_abandoned_exchange_does_not_wait(monkeypatch):
-    if not all_reduce_is_interpreted():
-        pytest.skip("Triton's kernels are interpreted in a run of their own")
     memory = Memory(0, monkeypatch)
     memory.exchange._states[:, -1] = 1
     assert memory.exchange.sum(torch.ones(8)).shape == (8,)
     monkeypatch.setattr(module, "_SMALL", 0)
     assert memory.exchange.sum(torch.ones(8)).shape == (8,)
-
-
-def all_reduce_is_interpreted() -> bool:
-    from helpers.interpret import INTERPRETED
-
-    return INTERPRETED
 
 
 @pytest.mark.parametrize("kernel", ["sum_words", "gather_words", "sum_blocks"])

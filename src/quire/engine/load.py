@@ -67,13 +67,16 @@ def load_engine(source: str | Path, config: EngineConfig, runner: type[Runner] =
         made = _load_led_runner(source, device, config, runner)
     else:
         made = load_runner(source, device, config, runner)
-    engine = Engine(made, config.max_num_seqs, max_batched_tokens, speculative_tokens=config.speculative_tokens)
-    if config.cuda_graphs:
-        from quire.engine.parallel.ranks import LOAD_SECONDS
-
-        with nullcontext() if made.leader is None else made.leader.waiting(LOAD_SECONDS):
-            rows = min(engine.scheduler.max_rows, max_batched_tokens)
-            made.capture(engine.sampler, rows, max_batched_tokens, _progress)
+    try:
+        engine = Engine(made, config.max_num_seqs, max_batched_tokens, speculative_tokens=config.speculative_tokens)
+        if config.cuda_graphs:
+            with nullcontext() if made.leader is None else made.leader.capturing():
+                rows = min(engine.scheduler.max_rows, max_batched_tokens)
+                made.capture(engine.sampler, rows, max_batched_tokens, _progress)
+    except BaseException:
+        if made.leader is not None:
+            made.leader.close()
+        raise
     return engine
 
 
@@ -318,7 +321,7 @@ def _num_pages(model: Model, config: EngineConfig, make: partial[Runner], ranks:
         largest = StepShape(min(config.max_num_seqs, config.max_batched_tokens), config.max_batched_tokens)
         utilization = config.gpu_memory_utilization
         pages = profiled_pages(make, config.page_size, page_bytes, largest, utilization, config.cuda_graphs)
-        pages = pages if ranks is None else ranks.least(pages) * config.context_parallel_size
+        pages = pages if ranks is None else ranks.least(pages)
     elif ranks is None:
         pages = free_pages(page_bytes)
     else:

@@ -178,7 +178,7 @@ class Runner:
         sample_greedy = None if sampler is None else sampler.sample_greedy
         graphs = StepGraphs(compute, sample_greedy, inputs, rows, tokens, variants)
         are_captured = graphs.capture(progress)
-        if self.ranks is not None and not self.ranks.least(are_captured):
+        if self.ranks is not None and not self.ranks.least(int(are_captured)):
             raise ValueError(f"{self.model.folder} can't be run on several GPUs without CUDA graphs of its steps")
         if are_captured:
             self.step_graphs = graphs

@@ -11,9 +11,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from quire.kernels.torch_internals import nccl_group, peer_memory
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Words of 32 bits in a slot of each kind. Tensors up to _SMALL words arrive sooner as numbered words.
+# Words of 32 bits in a slot for numbered words, and in one for words as they are. Small tensors arrive sooner with
+# numbers.
 _SMALL, _LARGE = 1 << 17, 1 << 22
-_NUMBERED_SLOT = 1 << 20
 
 
 class Exchange:
@@ -26,19 +26,22 @@ class Exchange:
         device: the GPU of this rank.
         store: in which the ranks find each other.
         group: a name that no other exchange of this process has.
+
+    Raises:
+        RuntimeError: another rank does not call this, or the GPUs can't write to each other's memory.
     """
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device, store: Store, group: str) -> None:
         from quire.kernels.triton.all_reduce import PROGRAMS
 
         self.rank, self.num_ranks, self._device = rank, num_ranks, device
-        slots, self._programs = 2 * num_ranks, PROGRAMS
+        slots = 2 * num_ranks
         # Flags follow the slots of large tensors.
-        sizes = [8 * slots * _NUMBERED_SLOT, 4 * (slots * _LARGE + num_ranks * PROGRAMS)]
+        sizes = [8 * slots * _SMALL, 4 * (slots * _LARGE + num_ranks * PROGRAMS)]
         self._nccl = nccl_group(PrefixStore("nccl/", store), rank, num_ranks)
         self._memory, addresses = peer_memory(sizes, rank, num_ranks, device, store, self._nccl, group)
         self._numbered, self._whole = (torch.tensor(each, dtype=torch.int64, device=device) for each in addresses)
-        # The last element of each ends waiting if it is not 0.
+        # A row for each kind of slot; the last element ends all waiting if it is not 0.
         self._states = torch.zeros(2, PROGRAMS + 1, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
 
@@ -49,7 +52,7 @@ class Exchange:
         self._nccl.abort()
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of the tensors of all ranks, whose bits are equal in all of them."""
+        """The sum of the tensors of all ranks, of any shape, which has equal bits in all of them."""
         # With more ranks, each one writes more.
         words = x.numel() * x.element_size() // 4
         if x.dtype not in _DTYPES or not _is_whole(x) or (self.num_ranks > 2 and words * self.num_ranks > _LARGE):
@@ -93,7 +96,7 @@ class Exchange:
         words, block = x.numel() * x.element_size() // 4, 512
         tensors = (x, out, self._numbered, self._states[0])
         grid = (-(-words // block), 1)
-        launch(grid, tensors, (), (words, _NUMBERED_SLOT), self._constants(x, block, 4, True))
+        launch(grid, tensors, (), (words, _SMALL), self._constants(x, block, 4, True))
 
     def _constants(self, x: Tensor, block: int, num_warps: int, overlaps: bool) -> Any:
         from quire.kernels.gpu.launch import has_dependent_launch

@@ -50,8 +50,8 @@ assert_async: Callable[[Tensor, str], None] = torch._assert_async
 
 
 def nccl_group(store: Store, rank: int, size: int) -> Any:
-    """A group of processes that exchange tensors on GPUs by NCCL. Torch would end the process in which an exchange does
-    not end in time, or whose thread that looks after that is late; this group leaves both to its user.
+    """A group of processes that exchange tensors on GPUs by NCCL. By default, torch ends a process whose exchange takes
+    too long; in this group, the caller has to end such exchanges by `abort`.
     """
     from torch.distributed import ProcessGroupNCCL
 

@@ -113,6 +113,10 @@ class RankAdapter:
     pages: list[int]
 
 
+RankTask = RankStep | RankReplay | RankGraphs | RankAdapter
+"""What followers do together with the leader."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A follower has loaded its part, and waits for steps."""

@@ -19,12 +19,12 @@ from quire.engine.parallel.channel import (
     Channel,
     Connected,
     Loaded,
-    RankAdapter,
     RankFailed,
     RankGraphs,
     RankJob,
     RankReplay,
     RankStep,
+    RankTask,
 )
 from quire.engine.parallel.ranks import Ranks
 from quire.engine.runner import Runner
@@ -48,7 +48,7 @@ def serve(channel: Channel, load: Callable[..., Runner]) -> None:
         with suppress(OSError):
             channel.send(RankFailed(_sendable(error)))
         if torch.cuda.is_initialized():
-            # The GPU may wait for others, and the end of the interpreter for the GPU.
+            # The end of the interpreter may wait for the GPU, which may wait for other ranks.
             os._exit(1)
         sys.exit(1)
 
@@ -71,14 +71,14 @@ def _serve(channel: Channel, load: Callable[..., Runner]) -> None:
     channel.send(Loaded())
     while True:
         try:
-            message: RankStep | RankReplay | RankGraphs | RankAdapter = channel.receive()
+            message: RankTask = channel.receive()
         except EOFError:
             return
         _follow(message, runner)
 
 
-def _follow(message: RankStep | RankReplay | RankGraphs | RankAdapter, runner: Runner) -> None:
-    """Do what the leader does."""
+def _follow(message: RankTask, runner: Runner) -> None:
+    """Do this rank's part of what the leader does."""
     if isinstance(message, RankReplay):
         assert runner.step_graphs is not None
         runner.step_graphs.replay(message.inputs)
@@ -94,8 +94,8 @@ def _follow(message: RankStep | RankReplay | RankGraphs | RankAdapter, runner: R
 
 
 def _end_with(channel: Channel) -> None:
-    """End this process soon after the leader has closed its end of the channel, even if the GPU waits for the leader's
-    and a thread for the GPU.
+    """End this process some seconds after the leader has closed its end of the channel, in case the main thread waits
+    for the GPU, and that for the leader's.
     """
 
     def watch() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from quire.engine.parallel.channel import (
     RankStep,
 )
 from quire.engine.parallel.errors import RankError
-from quire.engine.parallel.ranks import Ranks
+from quire.engine.parallel.ranks import LOAD_SECONDS, Ranks
 
 # Seconds in which a follower that has seen an error has reported it, and those for its end after that.
 _REPORT_SECONDS = 10.0
@@ -95,7 +95,7 @@ class Leader:
         self._size, self._timeout = config.num_ranks, config.tensor_parallel_timeout
         self._seed = torch.seed() % (1 << 63)
         self.ranks = Ranks(0, self._size, device)
-        # Until when this process waits for its GPU, and whether it has given up; see `_watch`.
+        # When `_watch` ends exchanges of the GPU, if this process waits for it; and whether it has ended them.
         self._deadline: float | None = None
         self._is_abandoned = self._is_loaded = self._is_closed = False
         threads = max(1, torch.get_num_threads() // self._size)
@@ -180,34 +180,41 @@ class Leader:
         except RankError as error:
             raise self._as_rank_error(error) from error
 
-    @contextmanager
-    def waiting(self, seconds: float | None = None) -> Iterator[None]:
-        """A context in which this process may wait for its GPU, which may wait for those of other ranks, for so long;
-        None: `tensor_parallel_timeout`.
-
-        Raises:
-            RankError: another rank has ended, or does not answer in time.
+    def waiting(self) -> AbstractContextManager[None]:
+        """A context in which this process may wait for its GPU, which may wait for those of other ranks. It raises a
+        RankError if another rank has ended, or does not answer in time.
         """
+        return self._attributed(self._timeout)
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """`waiting`, while all ranks capture CUDA graphs, for which kernels may be compiled."""
+        return self._attributed(LOAD_SECONDS)
+
+    @contextmanager
+    def _attributed(self, seconds: float) -> Iterator[None]:
+        """`_watched` with a RankError that names the rank that is the reason."""
         try:
-            with self._watched(seconds or self._timeout):
+            with self._watched(seconds):
                 yield
         except RankError as error:
             raise self._as_rank_error(error) from error
 
     @contextmanager
     def _watched(self, seconds: float) -> Iterator[None]:
-        """A context in which `_watch` lets the GPU go on if it must; a RankError after that."""
+        """A context in which the GPU may wait for other ranks, for so many seconds; a RankError if `_watch` had to end
+        that.
+        """
         self._deadline = time.monotonic() + seconds
         try:
             yield
         finally:
             self._deadline = None
             if self._is_abandoned:
-                raise RankError("the GPU has waited for another rank in vain")
+                raise RankError("the GPU has waited too long for another rank")
 
     def _watch(self) -> None:
-        """Let the GPU go on, with undefined results, if another rank has ended, or this process has waited for it too
-        long.
+        """End the exchanges of this rank's GPU, with undefined results, if another rank has ended, or if the GPU has
+        waited for one too long.
         """
         while not self._is_closed:
             deadline = self._deadline
