@@ -38,6 +38,8 @@ class StepGraphs:
         inputs: the inputs of all shapes.
         max_num_seqs, max_tokens: the most rows, and the most tokens of a mixed step that has a graph.
         variants: whether there are graphs with adapters and without, in the order in which they are captured.
+        announce: called with the inputs of each step before it is replayed, so that other ranks replay it, too; None:
+            there are none.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class StepGraphs:
         max_num_seqs: int,
         max_tokens: int,
         variants: Sequence[bool] = (False,),
+        announce: Callable[[HostInputs], None] | None = None,
     ) -> None:
+        self._announce = announce
         self._forward, self._sample_greedy = compute, sample_greedy
         self._inputs = inputs
         self._decodes = decode_sizes(max_num_seqs)
@@ -75,12 +79,8 @@ class StepGraphs:
             return None
         return StepShape(self._max_rows, self._mixed[bisect_left(self._mixed, tokens)], adapters)
 
-    def run(
-        self, batch: StepBatch, adapters: bool = False, announce: Callable[[HostInputs], None] | None = None
-    ) -> ForwardOutput | None:
-        """Replay the graph of a step, with adapters or without; None if there is no graph for it. `announce` is called
-        with its inputs before.
-        """
+    def run(self, batch: StepBatch, adapters: bool = False) -> ForwardOutput | None:
+        """Replay the graph of a step, with adapters or without; None if there is no graph for it."""
         shape = self.shape(batch, adapters)
         if shape is None or shape not in self._graphs:
             return None
@@ -88,8 +88,8 @@ class StepGraphs:
             return None
         try:
             batch, inputs = self._inputs.prepare(batch, shape)
-            if announce is not None:
-                announce(inputs)
+            if self._announce is not None:
+                self._announce(inputs)
             self.replay(inputs)
         except BaseException:
             self._inputs.invalidate()

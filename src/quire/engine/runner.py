@@ -125,8 +125,7 @@ class Runner:
                 in flight.
         """
         if self.step_graphs is not None:
-            announce = None if self.leader is None else self.leader.replay
-            output = self.step_graphs.run(batch, self._has_adapters(batch), announce)
+            output = self.step_graphs.run(batch, self._has_adapters(batch))
             if output is not None:
                 return output
         return self.forward_eagerly(batch, last_tokens)
@@ -176,7 +175,8 @@ class Runner:
 
         variants = [False] if self.adapters is None else [True] if self.batch_invariant else [True, False]
         sample_greedy = None if sampler is None else sampler.sample_greedy
-        graphs = StepGraphs(compute, sample_greedy, inputs, rows, tokens, variants)
+        announce = None if self.leader is None else self.leader.replay
+        graphs = StepGraphs(compute, sample_greedy, inputs, rows, tokens, variants, announce)
         are_captured = graphs.capture(progress)
         if self.ranks is not None and not self.ranks.least(int(are_captured)):
             raise ValueError(f"{self.model.folder} can't be run on several GPUs without CUDA graphs of its steps")
