@@ -79,8 +79,11 @@ def peer_memory(
     from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+    from quire.kernels.numbered_store import NumberedStore
+
     # Torch finds the ranks by the name of a group.
-    named = ProcessGroup(PrefixStore(f"{group}/", store), rank, num_ranks)
+    numbered = NumberedStore(store)
+    named = ProcessGroup(PrefixStore(f"{group}/", numbered), rank, num_ranks)
     named._set_default_backend(ProcessGroup.BackendType.NCCL)
     named._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
     named._set_group_name(group)
