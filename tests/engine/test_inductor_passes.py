@@ -12,7 +12,7 @@ import torch._inductor.config
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from quire.engine.inductor_passes import COMPILE_ERRORS, KNOWN_VERSIONS, ReplaceTopK, compiling
+from quire.engine.inductor_passes import COMPILE_ERRORS, KNOWN_VERSIONS, Replacements, compiling, replace_topk
 
 
 def test_known_version_is_installed():
@@ -29,7 +29,7 @@ def test_compiling_changes_the_settings_within_the_context_alone(tokens):
     before = settings()
     with compiling(tokens):
         assert settings() == (True, True, tokens == 1)
-        assert isinstance(torch._inductor.config.post_grad_custom_pre_pass, ReplaceTopK)
+        assert isinstance(torch._inductor.config.post_grad_custom_pre_pass, Replacements)
     assert settings() == before
 
 
@@ -63,7 +63,7 @@ def test_compile_errors_are_what_torch_compile_raises(limit):
 def test_replace_topk_of_largest_elements_of_rows_calls_quire(choose, replaced):
     x = torch.rand(5, 9)
     traced = make_fx(choose, tracing_mode="fake")(x)
-    ReplaceTopK()(traced.graph)
+    replace_topk(traced.graph)
     traced.recompile()
     targets = {node.target for node in traced.graph.nodes}
     assert (torch.ops.quire.topk.default in targets, torch.ops.aten.topk.default in targets) == (replaced, not replaced)

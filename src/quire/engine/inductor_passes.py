@@ -17,6 +17,9 @@ from torch import fx
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from quire.engine import fused_norms
+from quire.engine.fused_norms import fuse_norms
+
 # This import registers torch.ops.quire.topk.
 from quire.steps import topk  # noqa: F401
 
@@ -25,21 +28,27 @@ KNOWN_VERSIONS = ("2.11", "2.13")
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
 
-class ReplaceTopK(CustomGraphPass):
-    """Let `quire.steps.topk` choose experts. Inductor calls torch for it, which launches two kernels, each of which
-    takes longer than the kernel that computes probabilities.
-    """
+class Replacements(CustomGraphPass):
+    """What is replaced in the graph of a compiled layer."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default):
-            dim = node.args[2] if len(node.args) > 2 else -1
-            largest = len(node.args) < 4 or node.args[3]
-            if largest and dim in (-1, node.args[0].meta["val"].ndim - 1):
-                node.target, node.args = torch.ops.quire.topk.default, node.args[:2]
+        replace_topk(graph)
+        fuse_norms(graph)
 
     def uuid(self) -> bytes:
         """What Inductor's cache of compiled graphs knows the pass by."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, fused_norms.__file__))
+
+
+def replace_topk(graph: fx.Graph) -> None:
+    """Let `quire.steps.topk` choose experts. Inductor calls torch for it, which launches two kernels, each of which
+    takes longer than the kernel that computes probabilities.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default):
+        dim = node.args[2] if len(node.args) > 2 else -1
+        largest = len(node.args) < 4 or node.args[3]
+        if largest and dim in (-1, node.args[0].meta["val"].ndim - 1):
+            node.target, node.args = torch.ops.quire.topk.default, node.args[:2]
 
 
 @contextmanager
@@ -55,7 +64,7 @@ def compiling(tokens: int) -> Iterator[None]:
     options = {
         "combo_kernels": True,
         "inplace_buffers": False,
-        "post_grad_custom_pre_pass": ReplaceTopK(),
+        "post_grad_custom_pre_pass": Replacements(),
         "triton.enable_pdl": tokens == 1,
     }
     with torch._dynamo.config.patch(specialize_float=True), inductor.patch(options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Words of 32 bits in a slot for numbered words, and in one for words as they are. Small tensors arrive sooner with
 # numbers.
 _SMALL, _LARGE = 1 << 17, 1 << 22
+# The most words of a row whose norm a program computes.
+_MAX_ROW = 1 << 13
 
 
 class Exchange:
@@ -43,6 +46,8 @@ class Exchange:
         self._numbered, self._whole = (torch.tensor(each, dtype=torch.int64, device=device) for each in addresses)
         # A row for each kind of slot; the last element ends all waiting if it is not 0.
         self._states = torch.zeros(2, PROGRAMS + 1, dtype=torch.int32, device=device)
+        # `abandon` launches this kernel while others wait, when it could not be loaded any more.
+        self._states[:, -1] = 0
         torch.cuda.synchronize(device)
 
     def abandon(self) -> None:
@@ -80,6 +85,30 @@ class Exchange:
             (programs, 1), tensors, (), (words, _LARGE, flags), self._constants(x, block, 16, False)
         )
 
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The sum of the tensors x [..., features] of all ranks and of the residual, and its RMS norm (`add_norm`)."""
+        from quire.kernels.triton import all_reduce
+
+        given = (x, residual, weight)
+        if not all(each.dtype in _DTYPES and each.dtype == x.dtype and _is_whole(each) for each in given):
+            return add_norm(self.sum(x), residual, weight, eps)
+        rows, row = x.numel() // len(weight), weight.numel() * x.element_size() // 4
+        if row > _MAX_ROW:
+            return add_norm(self.sum(x), residual, weight, eps)
+        out, normed = torch.empty_like(x), torch.empty_like(x)
+        block = 1 << (row - 1).bit_length()
+        num_warps = min(max(block // 128, 1), 16)
+        # Few rows are sent sooner by several programs each.
+        parts = 4 if rows <= 16 and block >= 512 else 1
+        if rows * row > _SMALL or rows * parts > all_reduce.PROGRAMS:
+            constants = self._constants(x, block, num_warps, True)
+            all_reduce.launch_norm((rows, 1), (self.sum(x), residual, weight, out, normed), (eps,), (row,), constants)
+            return out, normed
+        tensors = (x, residual, weight, out, normed, self._numbered, self._states[0])
+        constants = replace(self._constants(x, block, num_warps, True), parts=parts)
+        all_reduce.launch_sum_norm((rows * parts, 1), tensors, (eps,), (row, _SMALL), constants)
+        return out, normed
+
     def gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, [num_ranks, *x.shape]."""
         from quire.kernels.triton import all_reduce
@@ -104,6 +133,15 @@ class Exchange:
 
         launch_pdl = overlaps and has_dependent_launch(self._device)
         return AllReduceConfig(self.rank, self.num_ranks, block, x.element_size() == 2, num_warps, launch_pdl)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of two tensors [..., features], and its RMS norm in float32, rounded and then multiplied by the weight
+    [features].
+    """
+    total = residual + x
+    wide = total.float()
+    return total, weight * (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(total.dtype)
 
 
 def _is_whole(x: Tensor) -> bool:

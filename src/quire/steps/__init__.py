@@ -1,6 +1,6 @@
 """Code that the engine and serving backends share: tables of a step, writes to the cache, plans, buffers of graphs,
-products of single tokens, of experts, of adapters and with quantized weights, the choice of experts, and the most
-likely tokens of logits.
+products of single tokens, of experts, of adapters and with quantized weights, the choice of experts, the most likely
+tokens of logits, and exchanges of GPUs.
 
 A scheduler knows each request's length, its number of new tokens and its pages. `StepTables` turns that into the
 tensors that operations read, `store` writes the keys and values of the new tokens, and `plan` plans a wrapper. Scale,
@@ -15,7 +15,7 @@ from quire.kernels.code_product import (
     pack_words,
     unpack_words,
 )
-from quire.kernels.exchange import Exchange
+from quire.kernels.exchange import Exchange, add_norm
 from quire.kernels.grouped_gemm import group_by_expert, grouped_gemm
 from quire.kernels.lora import RANK_PAGE, add_lora, add_lora_embedding, group_by_slot
 from quire.kernels.sampling import greedy_rows
@@ -36,6 +36,7 @@ __all__ = [
     "StepTables",
     "add_lora",
     "add_lora_embedding",
+    "add_norm",
     "PACKED",
     "code_product",
     "fp8_dtype",

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 from quire.engine.parallel.errors import RankError
-from quire.steps import Exchange
+from quire.steps import Exchange, add_norm
 
 _HOST = "127.0.0.1"
 # Ranks read a checkpoint and compile kernels at different speeds.
@@ -106,6 +106,12 @@ class Ranks:
         self._reduce(x, ReduceOp(ReduceOp.SUM), self.timeout)
         return x
 
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`sum` plus the residual, and the RMS norm of that (`quire.steps.add_norm`), outside of compiled layers."""
+        if self.exchange is not None:
+            return self.exchange.sum_norm(x, residual, weight, eps)
+        return add_norm(self.add(x.clone()), residual, weight, eps)
+
     def gather(self, x: Tensor) -> Tensor:
         """`concatenated`, outside of compiled layers."""
         if self.exchange is not None:
@@ -165,6 +171,17 @@ def _broadcast(x: Tensor, ranks: int) -> Tensor:
 def _all_gather(x: Tensor, ranks: int) -> Tensor:
     """`Ranks.concatenated`, likewise."""
     return _ranks[ranks].gather(x)
+
+
+@torch.library.custom_op("quire::all_reduce_norm", mutates_args=())
+def _all_reduce_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: int) -> tuple[Tensor, Tensor]:
+    """`Ranks.add_norm`, likewise."""
+    return _ranks[ranks].add_norm(x, residual, weight, eps)
+
+
+@_all_reduce_norm.register_fake
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(residual), torch.empty_like(residual)
 
 
 @_all_reduce.register_fake

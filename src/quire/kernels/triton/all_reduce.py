@@ -38,6 +38,8 @@ class AllReduceConfig:
     num_warps: int
     # If true, a launch overlaps the one before.
     launch_pdl: bool
+    # The number of programs that share a row. Each of them computes all of its norm, and sends and writes its part.
+    parts: int = 1
     # This is PROGRAMS.
     programs: int = PROGRAMS
 
@@ -115,10 +117,10 @@ def receive_words(memories, rank, at, inside, number, state, slot_words, c: tl.c
 
 
 @triton.jit
-def sum_of_words(word, kind: tl.constexpr, memories, at, inside, number, state, slot_words, c: tl.constexpr):
-    """The sums of the words of all ranks, as `widen` returns them."""
+def sum_of_words(word, kind: tl.constexpr, memories, at, inside, is_own, number, state, slot_words, c: tl.constexpr):
+    """The sums of the words of all ranks, as `widen` returns them. Of these, `is_own` are sent by this program."""
     ranks: tl.constexpr = c.num_ranks
-    send_words(word, memories, at, inside, number, slot_words, c)
+    send_words(word, memories, at, is_own, number, slot_words, c)
     low = tl.full((c.block,), 0.0, tl.float32)
     high = tl.full((c.block,), 0.0, tl.float32)
     for rank in tl.static_range(ranks):
@@ -145,9 +147,57 @@ def sum_words(x, out, memories, state, num_words, slot_words, c: tl.constexpr):
     wait_for_launch_before(c.launch_pdl)
     number = next_number(state)
     word = tl.load(words_of(x) + at, inside, 0)
-    low, high = sum_of_words(word, kind, memories, at, inside, number, state, slot_words, c)
+    low, high = sum_of_words(word, kind, memories, at, inside, inside, number, state, slot_words, c)
     tl.store(words_of(out) + at, narrow(low, high, kind, c), inside)
     keep_number(state, number, c)
+
+
+@triton.jit
+def store_norm(low, high, residual, weight, out, normed, at, column, inside, is_own, eps, row_words, c: tl.constexpr):
+    """Add a row of the residual to the elements of one, and write the sum and its RMS norm times the weight."""
+    kind: tl.constexpr = out.dtype.element_ty
+    of_low, of_high = widen(tl.load(words_of(residual) + at, inside, 0), kind, c)
+    total = narrow(low + of_low, high + of_high, kind, c)
+    tl.store(words_of(out) + at, total, is_own)
+    # The norm is that of the sum as it is rounded.
+    low, high = widen(total, kind, c)
+    if c.halves:
+        mean = tl.sum(low * low + high * high) / (2 * row_words)
+    else:
+        mean = tl.sum(low * low) / row_words
+    scale = tl.rsqrt(mean + eps)
+    low, high = widen(narrow(low * scale, high * scale, kind, c), kind, c)
+    of_low, of_high = widen(tl.load(words_of(weight) + column, inside, 0), kind, c)
+    tl.store(words_of(normed) + at, narrow(low * of_low, high * of_high, kind, c), is_own)
+
+
+@triton.jit
+def sum_norm_words(x, residual, weight, out, normed, memories, state, eps, row_words, slot_words, c: tl.constexpr):
+    """The sum of small tensors and of the residual, and its RMS norm; c.parts programs for each row."""
+    kind: tl.constexpr = x.dtype.element_ty
+    row, part = tl.program_id(0) // c.parts, tl.program_id(0) % c.parts
+    column = tl.arange(0, c.block)
+    inside = column < row_words
+    is_own = inside & (column // (c.block // c.parts) == part)
+    at = row * row_words + column
+    wait_for_launch_before(c.launch_pdl)
+    number = next_number(state)
+    word = tl.load(words_of(x) + at, inside, 0)
+    low, high = sum_of_words(word, kind, memories, at, inside, is_own, number, state, slot_words, c)
+    low, high = widen(narrow(low, high, kind, c), kind, c)
+    store_norm(low, high, residual, weight, out, normed, at, column, inside, is_own, eps, row_words, c)
+    keep_number(state, number, c)
+
+
+@triton.jit
+def add_norm(x, residual, weight, out, normed, eps, row_words, c: tl.constexpr):
+    """The sum of x and the residual, and its RMS norm; a program for each row."""
+    column = tl.arange(0, c.block)
+    inside = column < row_words
+    at = tl.program_id(0).to(tl.int64) * row_words + column
+    wait_for_launch_before(c.launch_pdl)
+    low, high = widen(tl.load(words_of(x) + at, inside, 0), x.dtype.element_ty, c)
+    store_norm(low, high, residual, weight, out, normed, at, column, inside, inside, eps, row_words, c)
 
 
 @triton.jit
@@ -215,5 +265,7 @@ def sum_blocks(x, out, memories, state, num_words, slot_words, flags_at, c: tl.c
 
 
 launch_sum = SmallLauncher(sum_words)
+launch_sum_norm = SmallLauncher(sum_norm_words)
+launch_norm = SmallLauncher(add_norm)
 launch_gather = SmallLauncher(gather_words)
 launch_blocks = SmallLauncher(sum_blocks)
