@@ -90,10 +90,6 @@ def _load_led_runner(source: str | Path, device: torch.device, config: EngineCon
         count = torch.cuda.device_count() - device.index
         if count < config.num_ranks:
             raise ValueError(f"{refused}: there are {count} GPUs from {device} on")
-        if config.context_parallel_size > 1:
-            raise ValueError(f"{refused}: a cache is divided among ranks on the CPU alone (device = 'cpu')")
-        if not config.cuda_graphs:
-            raise ValueError(f"{refused}: several GPUs compute steps with CUDA graphs alone (cuda_graphs = True)")
     from quire.engine.parallel import torchrun
     from quire.engine.parallel.follower import serve
     from quire.engine.parallel.leader import Leader
@@ -321,12 +317,11 @@ def _num_pages(model: Model, config: EngineConfig, make: partial[Runner], ranks:
         largest = StepShape(min(config.max_num_seqs, config.max_batched_tokens), config.max_batched_tokens)
         utilization = config.gpu_memory_utilization
         pages = profiled_pages(make, config.page_size, page_bytes, largest, utilization, config.cuda_graphs)
-        pages = pages if ranks is None else ranks.least(pages)
-    elif ranks is None:
-        pages = free_pages(page_bytes)
     else:
-        # They share the memory, and have the same pages or equally many.
-        pages = ranks.least(max(1, free_pages(page_bytes) // ranks.size)) * config.context_parallel_size
+        # Ranks on the CPU share its memory.
+        pages = max(1, free_pages(page_bytes) // config.num_ranks)
+    if ranks is not None:
+        pages = ranks.least(pages) * config.context_parallel_size
     return min(config.max_num_seqs * -(-model.context // config.page_size), pages)
 
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from quire.engine.parallel.leader import Leader
     from quire.engine.parallel.ranks import Ranks
 
-Wrappers = dict[Heads, BatchPrefillWithPagedKVCacheWrapper]
+# What plans and attends, by the kind of heads; subclasses may have others.
+Wrappers = dict[Heads, Any]
 
 
 class Runner:

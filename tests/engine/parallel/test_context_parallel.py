@@ -6,9 +6,12 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from itertools import accumulate
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -118,24 +121,39 @@ def test_model_with_windows_is_not_run_with_a_divided_cache(name, reason, tmp_pa
         LLM(folder, **SMALL, num_pages=100, context_parallel_size=2)
 
 
-def test_pages_of_all_ranks_have_each_visible_token_once(rng):
-    """Of requests of random lengths and pages, and of steps with one new token each or several."""
+@pytest.mark.parametrize("width", [None, 40])
+def test_pages_of_all_ranks_have_each_visible_token_once(width, rng):
+    """Of requests of random lengths and pages, and of steps with one new token each or several; in tables of their
+    pages alone, and in tables with as many entries for each request.
+    """
     size, page_size = rng.randint(1, 5), rng.randint(1, 5)
     lengths = [rng.randint(1, 40) for _ in range(6)]
-    visible = np.array([length - rng.choice((0, 1, length)) for length in lengths], dtype=np.int32)
-    ids = rng.sample(range(500), 6 * 40)
-    pages = [np.array(ids[40 * i : 40 * i + 40], dtype=np.int32) for i in range(6)]
+    visible = [length - rng.choice((0, 1, length)) for length in lengths]
+    pages = np.array(rng.sample(range(500), 6 * 40), dtype=np.int32).reshape(6, 40)
+    used = [-(-length // page_size) for length in lengths]
+    indices = np.concatenate([row[: width or n] for row, n in zip(pages, used, strict=True)])
+    widths = [width or n for n in used]
+    last = [length - (n - 1) * page_size for length, n in zip(lengths, widths, strict=True)]
+    table = SimpleNamespace(
+        indptr=int_tensor([0, *accumulate(widths)]), indices=int_tensor(indices), last_page_len=int_tensor(last)
+    )
     found = [[] for _ in lengths]
     for rank in range(size):
-        table = rank_table(rank, size, page_size, pages, visible)
-        offsets, indices, last = (x.tolist() for x in (table.indptr, table.indices, table.last_page_len))
+        own_pages = rank_table(rank, size, page_size, table, int_tensor(visible))
+        offsets, own_indices, own_last = (
+            x.tolist() for x in (own_pages.indptr, own_pages.indices, own_pages.last_page_len)
+        )
         for request, own in enumerate(found):
             first, end = offsets[request : request + 2]
             for place in range(first, end):
-                count = last[request] if place == end - 1 else page_size
-                own += [(indices[place] * size + rank, offset) for offset in range(count)]
-    for own, used, count in zip(found, pages, visible, strict=True):
-        assert sorted(own) == sorted((int(used[i // page_size]), i % page_size) for i in range(count))
+                count = own_last[request] if place == end - 1 else page_size
+                own += [(own_indices[place] * size + rank, offset) for offset in range(count)]
+    for own, row, count in zip(found, pages, visible, strict=True):
+        assert sorted(own) == sorted((int(row[i // page_size]), i % page_size) for i in range(count))
+
+
+def int_tensor(values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def rank_table(rank, size, page_size, pages, visible):
@@ -144,6 +162,6 @@ def rank_table(rank, size, page_size, pages, visible):
     class Part(ContextParallelRunner):
         def __init__(self):
             self.ranks = type("Ranks", (), {"rank": rank, "size": size})
-            self.page_size, self.model = page_size, type("Model", (), {"device": "cpu"})
+            self.page_size = page_size
 
     return Part()._own_pages(pages, visible)

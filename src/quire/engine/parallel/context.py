@@ -8,11 +8,8 @@ among the new tokens is causal, and is computed from their keys and values, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +18,20 @@ from quire.definition.pages import PageTable
 from quire.engine.model import Model
 from quire.engine.parallel.ranks import Ranks
 from quire.engine.runner import Runner, Wrappers
-from quire.prefill import BatchPrefillWithRaggedKVCacheWrapper
-from quire.steps import Layer, StepTables, plan, store, upload
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from quire.steps import Layer, plan, store
+
+
+class _ContextWrappers(NamedTuple):
+    """Wrappers for the earlier tokens, which are in pages, and for the new ones."""
+
+    pages: BatchPrefillWithPagedKVCacheWrapper
+    new_tokens: BatchPrefillWithRaggedKVCacheWrapper
+
+    def forget_cuda_graph(self) -> None:
+        """As of each wrapper."""
+        self.pages.forget_cuda_graph()
+        self.new_tokens.forget_cuda_graph()
 
 
 class ContextParallelRunner(Runner):
@@ -43,56 +52,49 @@ class ContextParallelRunner(Runner):
             raise ValueError(f"{model.folder} can't be run with context_parallel_size = {ranks.size}: {what}")
         self.ranks: Ranks = ranks
         super().__init__(model, num_pages, page_size, backend)
-        empty = torch.empty(0, dtype=torch.uint8, device=model.device)
-        self._among_new = {
-            heads: BatchPrefillWithRaggedKVCacheWrapper(empty, backend=backend) for heads in self.wrappers
+
+    def new_wrappers(self) -> Wrappers:
+        """For each kind of heads, a wrapper for the pages and one for the attention among new tokens."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.model.device)
+        return {
+            heads: _ContextWrappers(pages, BatchPrefillWithRaggedKVCacheWrapper(empty, backend=self._backend))
+            for heads, pages in super().new_wrappers().items()
         }
-        self._max_count = 1
-
-    def host_tables(
-        self, pages: Sequence[Any], lengths: Sequence[int], counts: Sequence[int], pad_to: int = 0
-    ) -> StepTables:
-        """The tables of a step; its pages are those of this rank with tokens that all new tokens see, and its slots are
-        -1 for tokens that other ranks store.
-        """
-        tables = super().host_tables(pages, lengths, counts, pad_to)
-        ends = np.asarray(lengths, dtype=np.int32)
-        visible = ends if max(counts) == 1 else ends - np.asarray(counts, dtype=np.int32)
-        visible = np.pad(visible, (0, len(tables.lengths) - len(visible)))
-        page, offset = tables.slots // self.page_size, tables.slots % self.page_size
-        size, rank = self.ranks.size, self.ranks.rank
-        slots = torch.where(page % size == rank, page // size * self.page_size + offset, -1)
-        return replace(tables, pages=self._own_pages(pages, visible), slots=slots)
-
-    def _own_pages(self, pages: Sequence[Any], visible: np.ndarray) -> PageTable:
-        """The pages of this rank with the first tokens of each request, of which `visible` says how many."""
-        size, rank = self.ranks.size, self.ranks.rank
-        counts = -(-visible // self.page_size)
-        last_page_len = np.full(len(counts), self.page_size, dtype=np.int32)
-        own: list[np.ndarray] = []
-        for index, count in enumerate(counts):
-            used = np.frombuffer(pages[index], dtype=np.int32)[:count] if count else np.zeros(0, dtype=np.int32)
-            is_own = used % size == rank
-            if count and is_own[-1]:
-                last_page_len[index] = visible[index] - (count - 1) * self.page_size
-            own.append(used[is_own] // size)
-        indptr = np.zeros(len(own) + 1, dtype=np.int32)
-        np.cumsum([len(each) for each in own], out=indptr[1:])
-        on_indptr, on_indices, on_last = (
-            upload(each, self.model.device) for each in (indptr, np.concatenate(own), last_page_len)
-        )
-        return PageTable(on_indptr, on_indices, on_last, self.page_size)
 
     def plan(self, wrappers: Wrappers, qo_indptr: Tensor, pages: PageTable, slots: Tensor, max_count: int) -> None:
-        """`Runner.plan` with the tables of `host_tables`."""
-        self._active, self._slots = wrappers, slots
-        self._max_count = max_count
+        """`Runner.plan` with the tables of all ranks."""
+        size, page, offset = self.ranks.size, slots // self.page_size, slots % self.page_size
+        is_own = (slots >= 0) & (page % size == self.ranks.rank)
+        self._slots = torch.where(is_own, page // size * self.page_size + offset, -1)
+        self._active, self._max_count = wrappers, max_count
+        lengths = (pages.indptr.diff() - 1) * self.page_size + pages.last_page_len
+        own_pages = self._own_pages(pages, lengths if max_count == 1 else lengths - qo_indptr.diff())
+        longest = {"max_token_per_sequence": max_count}
         for heads, wrapper in wrappers.items():
-            options: Any = {"causal": False, "max_token_per_sequence": max_count}
-            plan(wrapper, pages, heads, self.model.dtype, self.kv_dtype, qo_indptr, **options)
+            plan(wrapper.pages, own_pages, heads, self.model.dtype, self.kv_dtype, qo_indptr, causal=False, **longest)
             if max_count > 1:
                 sizes = (heads.num_qo_heads, heads.num_kv_heads, heads.head_dim_qk, heads.head_dim_vo)
-                self._among_new[heads].plan(qo_indptr, qo_indptr, *sizes, causal=True, q_data_type=self.model.dtype)
+                options: Any = {"causal": True, "q_data_type": self.model.dtype, **longest}
+                wrapper.new_tokens.plan(qo_indptr, qo_indptr, *sizes, **options)
+
+    def _own_pages(self, pages: PageTable, visible: Tensor) -> PageTable:
+        """The pages of this rank with the first tokens of each request, of which `visible` says how many.
+
+        The sizes of all tensors are those of the tables, so a CUDA graph may have this for tables with other contents.
+        """
+        size, rank = self.ranks.size, self.ranks.rank
+        used = (visible + self.page_size - 1) // self.page_size
+        entry = torch.arange(len(pages.indices), dtype=torch.int32, device=visible.device)
+        row = torch.bucketize(entry, pages.indptr[1:], right=True).clamp(max=len(visible) - 1)
+        is_own = (pages.indices % size == rank) & (entry - pages.indptr[row] < used[row])
+        ends = is_own.cumsum(0)
+        # Those of other ranks go to an entry after the last one.
+        own = torch.zeros(len(entry) + 1, dtype=torch.int32, device=visible.device)
+        own[torch.where(is_own, ends - 1, len(entry))] = pages.indices // size
+        indptr = torch.nn.functional.pad(ends, (1, 0))[pages.indptr].int()
+        last = (pages.indptr[:-1] + used - 1).clamp(0, max(len(entry) - 1, 0))
+        unused = torch.where((used > 0) & is_own[last], used * self.page_size - visible, 0) if len(entry) else 0 * used
+        return PageTable(indptr, own[:-1], (self.page_size - unused).int(), self.page_size)
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """`Runner.attend`; ValueError if the layer has sinks."""
@@ -101,9 +103,10 @@ class ContextParallelRunner(Runner):
         store(self.caches[index], k, v, self._slots)
         q = q.contiguous()
         options: Any = {"sm_scale": layer.sm_scale, "logits_soft_cap": layer.logits_soft_cap, "return_lse": True}
-        states = self._states_of_all(*self._active[layer.heads].run(q, self.caches[index], **options))
+        wrapper = self._active[layer.heads]
+        states = self._states_of_all(*wrapper.pages.run(q, self.caches[index], **options))
         if self._max_count > 1:
-            states = torch.cat([states, _packed(*self._among_new[layer.heads].run(q, k, v, **options))[:, None]], dim=1)
+            states = torch.cat([states, _packed(*wrapper.new_tokens.run(q, k, v, **options))[:, None]], dim=1)
         out, lse = states.split([layer.heads.head_dim_vo, 1], dim=-1)
         return merge_states(out.contiguous(), lse.squeeze(-1).contiguous())[0].to(q.dtype)
 
