@@ -163,7 +163,9 @@ class Leader:
             step = RankStep.of(batch, adapters)
             for follower in self._followers:
                 self._send(follower, step)
-            yield
+            # A launch may wait for the GPU.
+            with self._watched(self._timeout):
+                yield
         except Exception as error:
             raise self._as_rank_error(error) from error
 
@@ -220,11 +222,15 @@ class Leader:
             deadline = self._deadline
             is_late = deadline is not None and time.monotonic() > deadline
             if deadline is not None and (is_late or self._has_lost_one()):
-                assert self.ranks.exchange is not None
-                self._is_abandoned = True
-                self.ranks.exchange.abandon()
+                self._abandon()
                 return
             time.sleep(_WATCH_SECONDS)
+
+    def _abandon(self) -> None:
+        """Let the GPU go on without the other ranks, with undefined results, if there is one."""
+        if self.ranks.exchange is not None and not self._is_abandoned:
+            self._is_abandoned = True
+            self.ranks.exchange.abandon()
 
     def _has_lost_one(self) -> bool:
         """Whether another rank has ended or failed. While it loads, it sends other messages, too."""
@@ -279,7 +285,8 @@ class Leader:
         assert isinstance(message, expected)
 
     def _as_rank_error(self, error: Exception) -> RankError:
-        """What ends the engine after this rank has raised an exception in a step."""
+        """What ends the engine after this rank has raised an exception in a step. The GPU may wait for another rank."""
+        self._abandon()
         name, found = self._culprit(error) if isinstance(error, RankError) else ("rank 0", error)
         return found if isinstance(found, RankError) else RankError(f"{name} failed: {type(found).__name__}: {found}")
 
