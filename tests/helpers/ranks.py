@@ -1,9 +1,15 @@
-"""Requests to engines of several ranks, whose completions are those of one rank."""
+"""Requests to engines of several ranks, whose completions are those of one rank; and ranks that are threads."""
 
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from helpers.engines import pages_add_up, same, until_idle
 from quire.engine import LLM, Completion, SamplingParams
@@ -35,3 +41,39 @@ def check_completions(
     until_idle(several)
     assert pages_add_up(several)
     return expected
+
+
+class ThreadRank:
+    """A rank that is a thread, in place of `quire.engine.parallel.ranks.Ranks`."""
+
+    def __init__(self, rank: int, tensors: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(tensors)
+        self._tensors, self._barrier = tensors, barrier
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        self._tensors[self.rank] = x.clone()
+        self._barrier.wait()
+        found = list(self._tensors)
+        self._barrier.wait()
+        return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        return torch.stack(self._all(x)).sum(0)
+
+    def of_first(self, x: Tensor) -> Tensor:
+        return self._all(x)[0]
+
+    def concatenated(self, x: Tensor) -> Tensor:
+        return torch.cat(self._all(x), -1)
+
+
+def thread_ranks(size: int) -> list[ThreadRank]:
+    """Ranks for the threads of `in_threads`."""
+    tensors, barrier = [torch.empty(0)] * size, threading.Barrier(size, timeout=60)
+    return [ThreadRank(rank, tensors, barrier) for rank in range(size)]
+
+
+def in_threads(size: int, function: Callable[[int], Any]) -> list[Any]:
+    """What a function returns for each rank, which call it at the same time."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(function, range(size)))

@@ -128,8 +128,9 @@ def load_network(
     Args:
         folder: the checkpoint.
         config: what `read_config` returned.
-        device: where the model will run.
-        dtype: of the weights; None: float32 on the CPU, the checkpoint's dtype on other devices.
+        device: of the weights. On the CPU they are pages of the mapped files, unless they are cast or made of several
+            tensors.
+        dtype: of the weights; None: the checkpoint's.
         dummy: whether to make random weights instead of reading them.
         trust_remote_code: as for `read_config`.
         dequantize: whether quantized weights become weights of the dtype; else they are on the device as they are.
@@ -142,15 +143,12 @@ def load_network(
 
     AttentionInterface.register(NAME, attention)
     kind = auto_class(config)
-    if dtype is None and device.type == "cpu":
-        dtype = torch.float32
     if not dequantize and getattr(config, "quantization_config", None) is not None:
         config.quantization_config["device"] = device
     if dummy:
         return _text_part(folder, _random_network(folder, kind, config, device, dtype, trust_remote_code))
     headers = _read_headers(folder, config)
     _check_types(folder, config, headers)
-    # On the CPU, weights are pages of the mapped files, unless they are made of several tensors or cast.
     with reading(str(folder), trust_remote_code, _explained), _quiet(), reading_to(device):
         # Weights of other shapes are in the report, by which `_check_report` refuses them.
         network, report = kind.from_pretrained(

@@ -1,4 +1,6 @@
-"""Finding what is compiled in a network: its decoder layers, the norms beside them, and which norms follow a layer."""
+"""Finding decoder layers in a network: all of them, the first ones of all kinds, the norms beside them, and which norms
+follow a layer.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,47 @@ def decoder_layers(network: nn.Module, attentions: Iterable[nn.Module]) -> list[
                 layers[network.get_submodule(".".join(path[:end]))] = None
                 break
     return list(layers)
+
+
+def num_layers_of_all_kinds(network: Any) -> int:
+    """The smallest number of the first decoder layers among which there is one of every kind. Layers are of one kind if
+    their modules are of the same classes, their parameters have equal shapes and dtypes, and the configuration has the
+    same `layer_types` for them.
+    """
+    layers = _owner_of_layers(network).layers
+    types = [*(getattr(network.config.get_text_config(), "layer_types", None) or ()), *[None] * len(layers)]
+    kinds = [(_structure(layer), kind) for layer, kind in zip(layers, types, strict=False)]
+    return max(kinds.index(kind) for kind in kinds) + 1
+
+
+@contextmanager
+def first_layers(network: Any, count: int) -> Iterator[None]:
+    """A context in which the network has its first decoder layers alone, so many of them."""
+    owner = _owner_of_layers(network)
+    layers = owner.layers
+    owner.layers = layers[:count]
+    try:
+        yield
+    finally:
+        owner.layers = layers
+
+
+def _owner_of_layers(network: Any) -> Any:
+    """The module whose attribute `layers` is the list of the decoder layers, as Transformers' plans name it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for module in network.get_decoder().modules():
+        if isinstance(getattr(module, "layers", None), nn.ModuleList):
+            return module
+    raise ValueError(f"{type(network).__name__} has no list of decoder layers named layers")
+
+
+def _structure(layer: nn.Module) -> tuple[Any, ...]:
+    modules = ((name, type(module)) for name, module in layer.named_modules())
+    params = ((name, param.shape, param.dtype) for name, param in layer.named_parameters())
+    return *modules, *params
 
 
 def last_norms(network: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:

@@ -23,6 +23,7 @@ from quire.engine.headless import is_headless
 from quire.engine.hf_attention import NAME, PaddedAttention, StepAttention, running
 from quire.engine.multimodal import media_tokens
 from quire.engine.parallel.errors import RankError
+from quire.engine.weights.modules import move
 from quire.steps import Layer
 
 # Where a library's tiles do not divide the number of rows of a product, it may compute some rows otherwise than others,
@@ -119,6 +120,11 @@ class Model:
         if max_model_len is not None and max_model_len > longest:
             raise ValueError(f"max_model_len = {max_model_len}: the context of {self.folder} is {longest} tokens")
         return max_model_len or longest
+
+    def move(self, device: torch.device) -> None:
+        """Move the weights to a device, where the model computes from then on."""
+        move(self.network, device)
+        self.device = device
 
     @property
     def compiled(self) -> bool:

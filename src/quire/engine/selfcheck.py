@@ -175,12 +175,13 @@ def _varies(runner: Runner) -> bool:
     return not all(torch.equal(alone.nan_to_num(), logits.nan_to_num()) for logits in found)
 
 
-def logits_differ(logits: Tensor, expected: Tensor, exact: bool) -> bool:
+def logits_differ(logits: Tensor, expected: Tensor, exact: bool, is_deep: bool = True) -> bool:
     """Whether logits differ from Transformers' by more than rounding, of 16-bit or 8-bit elements unless `exact`; False
-    if Transformers' are not finite.
+    if Transformers' are not finite. Unless `is_deep`, they have passed a few layers alone.
     """
     expected = expected.float()
     error, size = (logits.float() - expected).norm(), (expected - expected.mean()).norm()
-    # 16-bit elements are rounded in many layers.
-    bound = 1e-3 if exact else 0.2
+    # 16-bit elements are rounded in many layers; in one to four they cause errors of 0.01.
+    rounding = 0.2 if is_deep else 0.05
+    bound = 1e-3 if exact else rounding
     return bool(expected.isfinite().all()) and not bool(error <= bound * size)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quire.engine.parallel.experts import choose_by_first
@@ -69,13 +70,15 @@ _CLASSES: dict[str, type[DividedLinear]] = {
 }
 
 
-def shard(network: Any, ranks: Ranks, folder: object) -> None:
-    """Keep this rank's part of a network.
+def shard(network: Any, ranks: Ranks, folder: object, device: torch.device) -> None:
+    """Keep this rank's part of a network. What is divided, one weight after another, and an embedding whose weight is
+    the head's, too, come to the device; all else stays where it is.
 
     Args:
         network: Transformers' model, whose weights may be quantized.
         ranks: those that compute it.
         folder: the checkpoint, for messages.
+        device: of the parts.
 
     Raises:
         ValueError: Transformers has no plan for the model, or one with a style that is not supported; or a number of
@@ -92,9 +95,9 @@ def shard(network: Any, ranks: Ranks, folder: object) -> None:
             if style == _EXPERTS:
                 _exchange_of_experts(found, ranks)
             elif isinstance(found, nn.Linear):
-                _divide_linear(found, style, parts, ranks)
+                _divide_linear(found, style, parts, ranks, device)
             else:
-                own = _shard_of(found, style, parts, ranks).weight_of(ranks.rank, found)
+                own = _shard_of(found, style, parts, ranks).weight_of(ranks.rank, found, device)
                 setattr(network.get_submodule(path), attribute, own)
         except ValueError as error:
             raise ValueError(f"{refused}: {name}: {error}") from error
@@ -103,7 +106,26 @@ def shard(network: Any, ranks: Ranks, folder: object) -> None:
             # Transformers' own attention repeats each head of keys so often.
             if hasattr(module, "num_key_value_groups"):
                 module.num_key_value_groups = config.num_attention_heads // size
-    _divide_head(network, ranks)
+    _divide_head(network, ranks, device)
+
+
+def _divide_head(network: Any, ranks: Ranks, device: torch.device) -> None:
+    """Keep a part of the head's vocabulary on a device, if there are equal ones. A weight that is the embedding's, too,
+    stays the same memory.
+    """
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    if type(head) is not nn.Linear or head.out_features % ranks.size:
+        return
+    part = _shard_of(head.weight, "colwise", ranks.size, ranks)
+    if head.weight is not embedding.weight:
+        head.weight = part.weight_of(ranks.rank, head.weight, device)
+    else:
+        embedding.to(device)
+        (start,) = part.starts(ranks.rank)
+        head.weight = nn.Parameter(embedding.weight.detach().narrow(0, start, part.size), requires_grad=False)
+    _divide_outputs(head, part, ranks.rank, device)
+    head.__dict__["quire_shard"] = part
+    _replace_class(head, GatheredLinear, ranks)
 
 
 def _planned(network: nn.Module, plan: dict[str, str], refused: str) -> dict[str, tuple[str, Any]]:
@@ -146,40 +168,25 @@ def _shard_of(weight: Any, style: str, parts: int, ranks: Ranks) -> WeightShard:
     )
 
 
-def _divide_linear(linear: nn.Linear, style: str, parts: int, ranks: Ranks) -> None:
+def _divide_linear(linear: nn.Linear, style: str, parts: int, ranks: Ranks, device: torch.device) -> None:
     part = _shard_of(linear.weight, style, parts, ranks)
-    linear.weight = part.weight_of(ranks.rank, linear.weight)
+    linear.weight = part.weight_of(ranks.rank, linear.weight, device)
     if part.dim == -1:
         linear.in_features = part.size
         if ranks.rank:
             linear.register_parameter("bias", None)
     else:
-        _divide_outputs(linear, part, ranks.rank)
+        _divide_outputs(linear, part, ranks.rank, device)
     linear.__dict__["quire_shard"] = part
     if style in _CLASSES:
         _replace_class(linear, _CLASSES[style], ranks)
 
 
-def _divide_outputs(linear: nn.Linear, part: WeightShard, rank: int) -> None:
+def _divide_outputs(linear: nn.Linear, part: WeightShard, rank: int, device: torch.device) -> None:
     """Keep the attributes and the bias that go with some of the outputs."""
     linear.out_features = part.size
     if linear.bias is not None:
-        linear.bias = nn.Parameter(part.tensor_of(rank, linear.bias.detach(), 0), requires_grad=False)
-
-
-def _divide_head(network: Any, ranks: Ranks) -> None:
-    """Keep a part of the head's vocabulary, if there are equal ones. A weight that is the embedding's, too, stays."""
-    head = network.get_output_embeddings()
-    if type(head) is not nn.Linear or head.out_features % ranks.size:
-        return
-    is_tied = head.weight is network.get_input_embeddings().weight
-    part = _shard_of(head.weight, "colwise", ranks.size, ranks)
-    (start,) = part.starts(ranks.rank)
-    own = head.weight.detach().narrow(0, start, part.size)
-    head.weight = nn.Parameter(own if is_tied else own.clone(), requires_grad=False)
-    _divide_outputs(head, part, ranks.rank)
-    head.__dict__["quire_shard"] = part
-    _replace_class(head, GatheredLinear, ranks)
+        linear.bias = nn.Parameter(part.tensor_of(rank, linear.bias.detach(), 0, device), requires_grad=False)
 
 
 def _replace_class(linear: nn.Linear, kind: type[DividedLinear], ranks: Ranks) -> None:

@@ -56,11 +56,12 @@ class WeightShard:
         first = rank * self.parts // self.num_ranks * (half // self.parts)
         return tuple(first + index * half for index in range(self.halves))
 
-    def weight_of(self, rank: int, weight: Any) -> Any:
-        """A copy of a rank's part of a weight; ValueError if it has no whole blocks of a quantized one."""
+    def weight_of(self, rank: int, weight: Any, device: torch.device) -> Any:
+        """A copy of a rank's part of a weight on a device; ValueError if it has no whole blocks of a quantized one."""
         if not isinstance(weight, QuantizedWeight):
-            return nn.Parameter(self.tensor_of(rank, weight.detach(), self.dim), requires_grad=False)
-        count = self.size // self.halves
+            return nn.Parameter(self.tensor_of(rank, weight.detach(), self.dim, device), requires_grad=False)
+        # Codes of 4 bits are unpacked for a part of the inputs, which takes long on a CPU.
+        weight, count = weight.on(device), self.size // self.halves
         parts = [weight.part(self.dim, start, count) for start in self.starts(rank)]
         if len(parts) == 1:
             return parts[0]
@@ -68,7 +69,7 @@ class WeightShard:
             raise ValueError(f"{count} of its rows are not whole blocks of {weight.block[0]}")
         return joined(parts)
 
-    def tensor_of(self, rank: int, x: Tensor, dim: int) -> Tensor:
-        """A copy of a tensor's elements that are a rank's in a dimension."""
+    def tensor_of(self, rank: int, x: Tensor, dim: int, device: torch.device | None = None) -> Tensor:
+        """A copy of a tensor's elements that are a rank's in a dimension, on a device; None: that of the tensor."""
         count = self.size // self.halves
-        return torch.cat([x.narrow(dim, start, count) for start in self.starts(rank)], dim)
+        return torch.cat([x.narrow(dim, start, count).to(device) for start in self.starts(rank)], dim)

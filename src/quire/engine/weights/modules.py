@@ -78,6 +78,13 @@ class QuantizedWeight(nn.Module):
         order = None if self.order is None else self.order.cpu().numpy().tobytes()
         return self.kind, self.block, self.columns, self.dtype, self.codes.device, self.zero is None, order
 
+    def on(self, device: torch.device) -> QuantizedWeight:
+        """The weight on a device."""
+        tensors: dict[str, Tensor | None] = {"codes": self.codes, "scale": self.scale}
+        tensors |= {"zero": self.zero, "order": self.order}
+        moved = {name: None if x is None else x.detach().to(device) for name, x in tensors.items()}
+        return QuantizedWeight(moved, self.kind, self.block, self.columns, self.dtype)
+
     def part(self, dim: int, first: int, count: int) -> QuantizedWeight:
         """Some output features (dim = -2) or input features (dim = -1) as a weight of their own.
 
@@ -215,3 +222,12 @@ def replace_parameters(network: nn.Module) -> None:
                 setattr(module, name, weight)
                 if isinstance(module, nn.Linear):
                     module.__class__ = QuantizedLinear
+
+
+def move(network: nn.Module, device: torch.device) -> None:
+    """Move a network to a device, whose weights may be quantized."""
+    for module in list(network.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, QuantizedWeight):
+                setattr(module, name, child.on(device))
+    network.to(device)
