@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from quire.engine.multimodal import auto_class, is_multimodal, keep_language_mod
 from quire.engine.reading import read_json, reading, untrusted
 from quire.engine.transformers_internals import conversion_errors, reading_to, without_load_report
 from quire.engine.weights.registry import find_format
+
+if TYPE_CHECKING:
+    from quire.engine.parallel.ranks import Ranks
 
 _CAN_RUN = "only causal language models of text can be run"
 _UNQUANTIZED = "such weights can be run only in formats that config.json names in quantization_config"
@@ -121,6 +124,7 @@ def load_network(
     dummy: bool,
     trust_remote_code: bool,
     dequantize: bool = True,
+    ranks: Ranks | None = None,
 ) -> Any:
     """Transformers' model of a checkpoint, with Quire's attention function. Its weights are on the device; buffers that
     are not in the checkpoint are on the CPU.
@@ -134,10 +138,11 @@ def load_network(
         dummy: whether to make random weights instead of reading them.
         trust_remote_code: as for `read_config`.
         dequantize: whether quantized weights become weights of the dtype; else they are on the device as they are.
+        ranks: those that divide a model of random weights, of which this rank's part is made; None: all of it is.
 
     Raises:
         FileNotFoundError: a file of the weights is missing.
-        ValueError: the weights are broken, quantized, or not those of the model.
+        ValueError: the weights are broken, quantized, or not those of the model; or the model can't be divided.
     """
     from transformers import AttentionInterface
 
@@ -146,7 +151,8 @@ def load_network(
     if not dequantize and getattr(config, "quantization_config", None) is not None:
         config.quantization_config["device"] = device
     if dummy:
-        return _text_part(folder, _random_network(folder, kind, config, device, dtype, trust_remote_code))
+        options = {"dtype": dtype or config.dtype or torch.float32, "trust_remote_code": trust_remote_code}
+        return _random_network(folder, kind, config, device, ranks, options)
     headers = _read_headers(folder, config)
     _check_types(folder, config, headers)
     with reading(str(folder), trust_remote_code, _explained), _quiet(), reading_to(device):
@@ -169,20 +175,33 @@ def load_network(
 
 
 def _random_network(
-    folder: Path, kind: Any, config: Any, device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool
+    folder: Path, kind: Any, config: Any, device: torch.device, ranks: Ranks | None, options: dict[str, Any]
 ) -> Any:
-    """Transformers' model with random weights, which are quantized if a checkpoint's would stay quantized."""
+    """Transformers' model, or this rank's part of it, with random weights, which are quantized if a checkpoint's would
+    stay quantized. Ranks draw equal numbers, since they have the same seed and parts of equal shapes.
+
+    Args:
+        options: of `from_config`, with `trust_remote_code`.
+    """
     settings = getattr(config, "quantization_config", None) or {}
     config.quantization_config = None
-    is_quantized = settings.get("device") is not None
-    options = {"dtype": dtype or config.dtype or torch.float32, "attn_implementation": NAME}
-    with reading(str(folder), trust_remote_code, _explained):
-        with torch.device("meta" if is_quantized else device):
-            network = kind.from_config(config, **options, trust_remote_code=trust_remote_code)
-        if is_quantized:
-            from quire.engine.weights.random_weights import fill
+    format = settings["format"] if settings.get("device") is not None else None
+    is_empty = format is not None or ranks is not None
+    with reading(str(folder), options["trust_remote_code"], _explained), torch.device("meta" if is_empty else device):
+        network = kind.from_config(config, attn_implementation=NAME, **options)
+    network = _text_part(folder, network)
+    if not is_empty:
+        return network
+    from quire.engine.parallel.shard import divide_head, shard
+    from quire.engine.weights.random_weights import fill
 
-            fill(network, settings["format"], device)
+    if ranks is not None:
+        shard(network, ranks, folder, torch.device("meta"))
+    with reading(str(folder), options["trust_remote_code"], _explained):
+        fill(network, format, device)
+    if ranks is not None:
+        # The head still is whole if its weight is the embedding's, too, which had no memory before.
+        divide_head(network, ranks, device)
     return network
 
 

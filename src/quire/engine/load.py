@@ -171,10 +171,10 @@ def load_model(
     dequantize = not on_gpu if config.dequantize == "auto" else config.dequantize
     if dtype is None and device.type == "cpu":
         dtype = torch.float32
+    parts = ranks if config.tensor_parallel_size > 1 else None
     # What ranks divide comes to their devices in parts, from the mapped files.
-    is_divided = config.tensor_parallel_size > 1 and not dummy
-    first = torch.device("cpu") if is_divided else device
-    network = load_network(folder, description, first, dtype, dummy, trusted, dequantize)
+    first = device if parts is None or dummy else torch.device("cpu")
+    network = load_network(folder, description, first, dtype, dummy, trusted, dequantize, parts)
     network = network.to(first).eval().requires_grad_(False)
     model = Model(folder, network, load_tokenizer(folder, trusted), config.max_model_len)
     model.pooling = config.pooling
@@ -204,9 +204,12 @@ def _fetch(source: str | Path, config: EngineConfig) -> tuple[Path, Any]:
 
 
 def _divide(model: Model, config: EngineConfig, ranks: Ranks, device: torch.device) -> None:
-    """Keep this rank's part of a model, or all of it if the ranks divide the cache."""
+    """Keep this rank's part of a model, or all of it if the ranks divide the cache. Random weights are divided already,
+    and there is no whole model with which to compare them.
+    """
     if config.tensor_parallel_size > 1:
-        _shard(model, ranks, device)
+        if config.load_format != "dummy":
+            _shard(model, ranks, device)
         return
     from quire.engine.parallel.experts import choose_by_first
 
@@ -216,7 +219,7 @@ def _divide(model: Model, config: EngineConfig, ranks: Ranks, device: torch.devi
 
 def _shard(model: Model, ranks: Ranks, device: torch.device) -> None:
     """Keep this rank's part of a model on a device, and check that the first layers of all kinds compute what those of
-    the whole model do. A plan may not fit a model that does something between two linear layers.
+    the whole model do on the CPU. A plan may not fit a model that does something between two linear layers.
     """
     from quire.engine.parallel.shard import shard
 

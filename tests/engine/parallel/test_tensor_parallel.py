@@ -141,8 +141,7 @@ def test_llm_of_ranks_with_blocks_that_do_not_divide_says_so(llama, tmp_path):
 
 
 @pytest.mark.slow
-def test_llm_of_two_ranks_with_random_weights_has_the_same_in_both(tmp_path):
-    # The check of the parts compares the ranks' logits with those of the whole.
+def test_llm_of_two_ranks_with_random_weights_generates(tmp_path):
     save("qwen3", tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()

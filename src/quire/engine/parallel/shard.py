@@ -106,12 +106,12 @@ def shard(network: Any, ranks: Ranks, folder: object, device: torch.device) -> N
             # Transformers' own attention repeats each head of keys so often.
             if hasattr(module, "num_key_value_groups"):
                 module.num_key_value_groups = config.num_attention_heads // size
-    _divide_head(network, ranks, device)
+    divide_head(network, ranks, device)
 
 
-def _divide_head(network: Any, ranks: Ranks, device: torch.device) -> None:
+def divide_head(network: Any, ranks: Ranks, device: torch.device) -> None:
     """Keep a part of the head's vocabulary on a device, if there are equal ones. A weight that is the embedding's, too,
-    stays the same memory.
+    stays the same memory; on the meta device, which has none, the head stays whole.
     """
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
     if type(head) is not nn.Linear or head.out_features % ranks.size:
@@ -119,6 +119,8 @@ def _divide_head(network: Any, ranks: Ranks, device: torch.device) -> None:
     part = _shard_of(head.weight, "colwise", ranks.size, ranks)
     if head.weight is not embedding.weight:
         head.weight = part.weight_of(ranks.rank, head.weight, device)
+    elif head.weight.is_meta:
+        return
     else:
         embedding.to(device)
         (start,) = part.starts(ranks.rank)

@@ -1,4 +1,4 @@
-"""Random quantized weights, for a model without a checkpoint."""
+"""Random weights, which may be quantized, for a network that has none."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine import moe
+from quire.engine.parallel.shard import DividedLinear
 from quire.engine.weights.format import Format
 from quire.engine.weights.layouts import Matrix
 from quire.engine.weights.modules import QuantizedWeight, can_multiply, replace_parameters
 
 
 @torch.no_grad()
-def fill(network: Any, format: Format, device: torch.device) -> None:
+def fill(network: Any, format: Format | None, device: torch.device) -> None:
     """Give a network on the meta device random weights: in a format for experts and, if it has a name for their
     weights, linear layers other than the head; for the others those that Transformers initializes.
+
+    Args:
+        network: Transformers' model, or a rank's part of it.
+        format: of the quantized weights; None: there are none.
+        device: of the weights.
 
     Raises:
         ValueError: no random weights are made in the format, or there is no kernel for them.
@@ -25,10 +31,12 @@ def fill(network: Any, format: Format, device: torch.device) -> None:
     head = network.get_output_embeddings()
     for module in network.modules():
         for name, param in module.named_parameters(recurse=False):
-            shape = _quantized_shape(module, name, format) if module is not head else None
+            shape = None
+            if format is not None and module is not head:
+                shape = _quantized_shape(module, name, format)
             if id(param) not in made:
                 made[id(param)] = nn.Parameter(_empty(param, device), requires_grad=False)
-                if shape is not None:
+                if format is not None and shape is not None:
                     made[id(param)] = param
                     # Transformers does not initialize it then.
                     param._is_hf_initialized = True
@@ -45,7 +53,9 @@ def _quantized_shape(module: nn.Module, name: str, format: Format) -> list[int] 
     shape = list(getattr(module, name).shape)
     if moe.is_experts(module) and name in moe.PROJECTIONS and len(shape) == 3:
         return [shape[0], shape[2], shape[1]] if module.is_transposed else shape
-    return shape if type(module) is nn.Linear and name == "weight" and "weight" in format.names else None
+    # Ranks have classes of their own for layers of which they keep a part.
+    is_linear = type(module) is nn.Linear or isinstance(module, DividedLinear)
+    return shape if is_linear and name == "weight" and "weight" in format.names else None
 
 
 def _weight(matrix: Matrix, dtype: torch.dtype) -> QuantizedWeight:
