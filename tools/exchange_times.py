@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, _symmetric_memory, init_process_group  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_group
 
 from quire.bench import gpu
 from quire.engine.inductor_passes import compiling
@@ -37,16 +39,9 @@ class Peer:
     """Sums of torch's symmetric memory, which are those of memory that torch allocates."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        from torch.distributed import (
-            PrefixStore,  # type: ignore[attr-defined]
-            _symmetric_memory,
-            distributed_c10d,
-            init_process_group,
-        )
-
         store = PrefixStore("peer", ranks._store)
         init_process_group("nccl", store=store, rank=ranks.rank, world_size=ranks.size, device_id=device)
-        group: Any = distributed_c10d._get_default_group().group_name
+        group: Any = _get_default_group().group_name
         self._memory = _symmetric_memory.empty(max(BYTES) // 2, dtype=torch.bfloat16, device=device)
         _symmetric_memory.rendezvous(self._memory, group)
         self._group = group
