@@ -99,13 +99,36 @@ def test_sum_norm_of_two_ranks_is_that_of_the_sum_and_the_residual(dtype, rows, 
 
 @pytest.mark.interpret
 @on_the_cpu
-def test_gather_of_two_ranks_has_the_bits_of_both(rng, monkeypatch):
+@pytest.mark.parametrize("is_small", [True, False])
+def test_gather_of_two_ranks_has_the_bits_of_both(is_small, rng, monkeypatch):
     rank = rng.randrange(2)
     memory = Memory(rank, monkeypatch)
+    if not is_small:
+        monkeypatch.setattr(module, "_SMALL", 0)
     for number in (1, 2, 3):
-        both = torch.randint(-(1 << 62), 1 << 62, (2, 2, rng.randint(1, 600)))
+        both = torch.randint(-(1 << 62), 1 << 62, (2, 2, rng.randint(1, 3000)))
         memory.arrive(both[1 - rank], number)
         assert torch.equal(memory.exchange.gather(both[rank]), both)
+
+
+@pytest.mark.interpret
+@on_the_cpu
+def test_gather_of_tensors_larger_than_a_slot_has_the_bits_of_both(rng, monkeypatch):
+    memory = Memory(0, monkeypatch)
+    monkeypatch.setattr(module, "_SMALL", 0)
+    own, other = torch.randint(-(1 << 31), 1 << 31, (2, SLOT + rng.randint(1, SLOT))).int()
+    # The second part has the next number, and so the other slot.
+    memory.arrive(other[SLOT:], 2)
+    memory.arrive(other[:SLOT], 1)
+    flags = memory.whole[0, 4 * SLOT :].view(2, all_reduce.PROGRAMS)
+    launch = all_reduce.launch_gather_blocks
+
+    def launch_part(*args):
+        launch(*args)
+        flags[1] = 2
+
+    monkeypatch.setattr(all_reduce, "launch_gather_blocks", launch_part)
+    assert torch.equal(memory.exchange.gather(own), torch.stack([own, other]))
 
 
 @pytest.mark.interpret
@@ -118,10 +141,12 @@ def test_abandoned_exchange_does_not_wait(monkeypatch):
     assert memory.exchange.sum(torch.ones(8)).shape == (8,)
 
 
-@pytest.mark.parametrize("kernel", ["sum_words", "gather_words", "sum_blocks"])
+@pytest.mark.parametrize("kernel", ["sum_words", "gather_words", "sum_blocks", "gather_blocks"])
 def test_exchange_compiles_for_hopper(kernel):
     constants = all_reduce.AllReduceConfig(1, 2, 512, True, 4, True)
-    sizes = {"num_words": "i32", "slot_words": "i32"} | ({"flags_at": "i32"} if kernel == "sum_blocks" else {})
+    sizes = {"num_words": "i32", "slot_words": "i32"}
+    sizes |= {"flags_at": "i32"} if kernel.endswith("blocks") else {}
+    sizes |= {"out_words": "i32"} if kernel == "gather_blocks" else {}
     given = {"x": "*bf16", "out": "*bf16", "memories": "*i64", "state": "*i32", **sizes, "c": constants}
     compile_kernel(getattr(all_reduce, kernel), "sm_90", given, num_warps=4)
 

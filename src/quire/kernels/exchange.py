@@ -39,7 +39,6 @@ class Exchange:
 
         self.rank, self.num_ranks, self._device = rank, num_ranks, device
         slots = 2 * num_ranks
-        # Flags follow the slots of large tensors.
         sizes = [8 * slots * _SMALL, 4 * (slots * _LARGE + num_ranks * PROGRAMS)]
         self._nccl = nccl_group(PrefixStore("nccl/", store), rank, num_ranks)
         self._memory, addresses = peer_memory(sizes, rank, num_ranks, device, store, self._nccl, group)
@@ -77,13 +76,7 @@ class Exchange:
         if words <= _SMALL:
             self._launch_words(all_reduce.launch_sum, x, out)
             return
-        block = 4096
-        programs = min(132, -(-words // block))
-        flags = 2 * self.num_ranks * _LARGE
-        tensors = (x, out, self._whole, self._states[1])
-        all_reduce.launch_blocks(
-            (programs, 1), tensors, (), (words, _LARGE, flags), self._constants(x, block, 16, False)
-        )
+        self._launch_blocks(all_reduce.launch_sum_blocks, x, out)
 
     def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum of the tensors x [..., features] of all ranks and of the residual, and its RMS norm (`add_norm`)."""
@@ -115,10 +108,16 @@ class Exchange:
 
         x = x.contiguous()
         out = x.new_empty(self.num_ranks, *x.shape)
-        if _is_whole(x) and x.numel() * x.element_size() <= 4 * _SMALL:
+        if not _is_whole(x):
+            self._nccl.allgather([list(out.unbind())], [x]).wait()
+        elif x.numel() * x.element_size() <= 4 * _SMALL:
             self._launch_words(all_reduce.launch_gather, x, out)
         else:
-            self._nccl.allgather([list(out.unbind())], [x]).wait()
+            size = 4 * _LARGE // x.element_size()
+            parts, parts_out = x.view(-1).split(size), out.view(self.num_ranks, -1).split(size, dim=1)
+            for part, part_out in zip(parts, parts_out, strict=True):
+                out_words = x.numel() * x.element_size() // 4
+                self._launch_blocks(all_reduce.launch_gather_blocks, part, part_out, out_words)
         return out
 
     def _launch_words(self, launch: Any, x: Tensor, out: Tensor) -> None:
@@ -126,6 +125,13 @@ class Exchange:
         tensors = (x, out, self._numbered, self._states[0])
         grid = (-(-words // block), 1)
         launch(grid, tensors, (), (words, _SMALL), self._constants(x, block, 4, True))
+
+    def _launch_blocks(self, launch: Any, x: Tensor, out: Tensor, *sizes: int) -> None:
+        words, block = x.numel() * x.element_size() // 4, 4096
+        tensors = (x, out, self._whole, self._states[1])
+        # Flags follow the slots.
+        sizes = (words, _LARGE, 2 * self.num_ranks * _LARGE, *sizes)
+        launch((min(132, -(-words // block)), 1), tensors, (), sizes, self._constants(x, block, 16, False))
 
     def _constants(self, x: Tensor, block: int, num_warps: int, overlaps: bool) -> Any:
         from quire.kernels.gpu.launch import has_dependent_launch

@@ -63,7 +63,8 @@ class ContextParallelRunner(Runner):
 
     def plan(self, wrappers: Wrappers, qo_indptr: Tensor, pages: PageTable, slots: Tensor, max_count: int) -> None:
         """`Runner.plan` with the tables of all ranks."""
-        size, page, offset = self.ranks.size, slots // self.page_size, slots % self.page_size
+        page, offset = slots // self.page_size, slots % self.page_size
+        size = self.ranks.size
         is_own = (slots >= 0) & (page % size == self.ranks.rank)
         self._slots = torch.where(is_own, page // size * self.page_size + offset, -1)
         self._active, self._max_count = wrappers, max_count

@@ -220,14 +220,11 @@ def gather_words(x, out, memories, state, num_words, slot_words, c: tl.constexpr
 
 
 @triton.jit
-def sum_blocks(x, out, memories, state, num_words, slot_words, flags_at, c: tl.constexpr):
-    """The sum of large tensors. A program writes all its blocks to the other ranks, and adds all of them up then."""
-    kind: tl.constexpr = x.dtype.element_ty
+def exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at, c: tl.constexpr):
+    """Write this program's blocks of a large tensor to the other ranks, and wait for theirs."""
     ranks: tl.constexpr = c.num_ranks
-    program, step = tl.program_id(0), tl.num_programs(0) * c.block
-    wait_for_launch_before(c.launch_pdl)
-    number = next_number(state)
-    for start in range(program * c.block, num_words, step):
+    program = tl.program_id(0)
+    for start in range(program * c.block, num_words, tl.num_programs(0) * c.block):
         at = start + tl.arange(0, c.block)
         word = tl.load(words_of(x) + at, at < num_words, 0)
         for peer in tl.static_range(ranks):
@@ -248,19 +245,50 @@ def sum_blocks(x, out, memories, state, num_words, slot_words, flags_at, c: tl.c
             while is_late > tl.load(state + c.programs, volatile=True):
                 is_late = (tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number).to(tl.int32)
     tl.debug_barrier()
-    for start in range(program * c.block, num_words, step):
+
+
+@triton.jit
+def block_of(x, memories, rank, at, number, num_words, slot_words, c: tl.constexpr):
+    """Words of a large tensor of a rank, after `exchange_blocks`."""
+    if rank == c.rank:
+        part = tl.load(words_of(x) + at, at < num_words, 0)
+    else:
+        slot = slot_at(memory_of(memories, c.rank, tl.int32), rank, number, slot_words, c)
+        part = tl.load(slot + at, at < num_words, 0, volatile=True)
+    return part
+
+
+@triton.jit
+def sum_blocks(x, out, memories, state, num_words, slot_words, flags_at, c: tl.constexpr):
+    """The sum of large tensors."""
+    kind: tl.constexpr = x.dtype.element_ty
+    ranks: tl.constexpr = c.num_ranks
+    wait_for_launch_before(c.launch_pdl)
+    number = next_number(state)
+    exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at, c)
+    for start in range(tl.program_id(0) * c.block, num_words, tl.num_programs(0) * c.block):
         at = start + tl.arange(0, c.block)
         low = tl.full((c.block,), 0.0, tl.float32)
         high = tl.full((c.block,), 0.0, tl.float32)
         for rank in tl.static_range(ranks):
-            if rank == c.rank:
-                part = tl.load(words_of(x) + at, at < num_words, 0)
-            else:
-                slot = slot_at(memory, rank, number, slot_words, c)
-                part = tl.load(slot + at, at < num_words, 0, volatile=True)
-            of_low, of_high = widen(part, kind, c)
+            of_low, of_high = widen(block_of(x, memories, rank, at, number, num_words, slot_words, c), kind, c)
             low, high = low + of_low, high + of_high
         tl.store(words_of(out) + at, narrow(low, high, kind, c), at < num_words)
+    keep_number(state, number, c)
+
+
+@triton.jit
+def gather_blocks(x, out, memories, state, num_words, slot_words, flags_at, out_words, c: tl.constexpr):
+    """Large tensors of all ranks, each of which begins `out_words` after the one before."""
+    ranks: tl.constexpr = c.num_ranks
+    wait_for_launch_before(c.launch_pdl)
+    number = next_number(state)
+    exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at, c)
+    for start in range(tl.program_id(0) * c.block, num_words, tl.num_programs(0) * c.block):
+        at = start + tl.arange(0, c.block)
+        for rank in tl.static_range(ranks):
+            part = block_of(x, memories, rank, at, number, num_words, slot_words, c)
+            tl.store(words_of(out) + tl.cast(rank, tl.int64) * out_words + at, part, at < num_words)
     keep_number(state, number, c)
 
 
@@ -268,4 +296,5 @@ launch_sum = SmallLauncher(sum_words)
 launch_sum_norm = SmallLauncher(sum_norm_words)
 launch_norm = SmallLauncher(add_norm)
 launch_gather = SmallLauncher(gather_words)
-launch_blocks = SmallLauncher(sum_blocks)
+launch_sum_blocks = SmallLauncher(sum_blocks)
+launch_gather_blocks = SmallLauncher(gather_blocks)
