@@ -70,7 +70,8 @@ def check(ranks: Ranks, exchange: Exchange, device: torch.device) -> float:
         return torch.randn(*shape, generator=generator, device=device).bfloat16()
 
     for rows in np.random.default_rng(0).integers(1, 400, 300).tolist():
-        x, residual, weight = draw(ranks.size, rows, FEATURES), draw(rows, FEATURES), draw(FEATURES)
+        x = draw(ranks.size, rows, FEATURES)
+        residual, weight = draw(rows, FEATURES), draw(FEATURES)
         exact = x.double().sum(0)
         worst = max(worst, error(exchange.sum(x[ranks.rank]), exact))
         total, normed = exchange.sum_norm(x[ranks.rank], residual, weight, 1e-5)
@@ -109,6 +110,20 @@ def timed(ranks: Ranks, run: Callable[[], Any], rounds: int) -> float:
         end.synchronize()
         found.append(start.elapsed_time(end) * 1e3 / 4 / CALLS)
     return median(found)
+
+
+def peer_copy_gb_s(x: Tensor) -> float:
+    """The rate of copies of a tensor on the first GPU to the second one, in GB/s."""
+    remote = torch.empty_like(x, device="cuda:1")
+    seconds = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        remote.copy_(x)
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return x.numel() * x.element_size() / median(seconds) / 1e9
 
 
 def measure(ranks: Ranks, rounds: int, device: torch.device) -> dict[str, Any]:
@@ -152,8 +167,9 @@ def main() -> None:
     ranks.connect()
     result = measure(ranks, args.rounds, device)
     if other is not None:
-        result = {**gpu.machine(), "operation": "exchanges", "gpus": 2, **result}
-        print(json.dumps({name: result[name] for name in ("error", "cells", "norms")}, indent=1))
+        ceilings = {"peer_copy_gb_s": peer_copy_gb_s(torch.empty(1 << 28, dtype=torch.uint8, device=device))}
+        result = {**gpu.machine(), "operation": "exchanges", "gpus": 2, "seed": 0, "ceilings": ceilings, **result}
+        print(json.dumps(result, indent=1))
         with open(args.json, "w") as file:
             json.dump(result, file, indent=1)
         assert other.wait() == 0

@@ -132,7 +132,7 @@ class EngineConfig:
     tensor_parallel_size: int = _option(
         1, "processes that compute the model together, each on a GPU of its own", metavar="N"
     )
-    context_parallel_size: int = _option(1, "processes that divide the cache among them, on the CPU", metavar="N")
+    context_parallel_size: int = _option(1, "processes that divide the cache among them", metavar="N")
     tensor_parallel_timeout: float = _option(300.0, "in which each of these must answer the others", metavar="SECONDS")
     pooling: Literal["auto", "last", "mean"] = _option("auto", "of states to embeddings", choices=POOLINGS)
 
