@@ -71,6 +71,9 @@ def test_write_shape_of_each_name_is_a_configuration_of_its_size(name, tmp_path)
     assert config.dtype == torch.bfloat16
     assert (config.num_attention_heads, config.head_dim) in ((16, 128), (32, 128), (64, 128), (64, 64))
     assert config.rope_parameters["rope_theta"] == SHAPES[name]["rope_theta"]
+    assert config.max_position_embeddings == SHAPES[name]["max_position_embeddings"]
+    longer = AutoConfig.from_pretrained(write_shape(name, tmp_path, context=1 << 20))
+    assert longer.max_position_embeddings == 1 << 20
     with pytest.raises(ValueError, match="--shape large: it must be one of"):
         write_shape("large", tmp_path)
 
@@ -184,6 +187,7 @@ def test_bench_engine_with_wrong_arguments_names_them(capsys, tmp_path):
         (["latency", "--shape", "qwen3-8b", "--weights", "fp8,fp4"], "--weights fp4: it must be of bf16, fp8,"),
         (["latency", "--shape", "qwen3-8b", "--weights", "mxfp4"], "of experts, which qwen3-8b does not have"),
         (["latency", "--cell", "gqa4 8x2k"], "it must be like 64x1k"),
+        (["latency", "--context-parallel-size", "2", "--peers", "vllm"], "--peers don't divide a cache"),
     ):
         assert main(["bench", *arguments, "--device", "cpu"]) == 2
         assert message in capsys.readouterr().err

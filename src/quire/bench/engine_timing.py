@@ -120,7 +120,9 @@ def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> It
             seed = setup.seed + 1000 * i
             found = _measured(row, partial(_latency, engine, cell, rounds, vocab, setup, count, seed))
             if not cell.arriving and row["engine"] == "Quire":
-                size = floor_bytes(engine.llm.model, cell.batch, cell.input + cell.output // 2)
+                # Of this rank, if there are several.
+                length = (cell.input + cell.output // 2) // setup.options.get("context_parallel_size", 1)
+                size = floor_bytes(engine.llm.model, cell.batch, length)
                 found["floor_ms"] = size / context["ceilings"]["read_gb_s"] / 1e6
             result["cells"].append({"cell": name, **row, **found, **_named(setup, row, count)})
         yield result

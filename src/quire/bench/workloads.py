@@ -221,13 +221,14 @@ def read_work(file: Path, tokenizer: Any) -> list[Work]:
     return work
 
 
-def write_shape(name: str, folder: Path, weights: str = "bf16") -> Path:
+def write_shape(name: str, folder: Path, weights: str = "bf16", context: int = 0) -> Path:
     """Write the config.json of a shape of `SHAPES`, which engines give random weights, into a folder.
 
     Args:
         name: of the shape.
         folder: that exists.
         weights: the format of the weights, of `WEIGHTS`.
+        context: the number of tokens that requests may have, if it is more than the shape has.
 
     Raises:
         ValueError: there is no such shape or format, or the shape has no weights that the format is for.
@@ -237,6 +238,7 @@ def write_shape(name: str, folder: Path, weights: str = "bf16") -> Path:
     if weights not in WEIGHTS:
         raise ValueError(f"--weights {weights}: it must be of {', '.join(WEIGHTS)}")
     shape = SHAPES[name] | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    shape["max_position_embeddings"] = max(shape["max_position_embeddings"], context)
     if weights == "mxfp4" and not any("experts" in key for key in shape):
         raise ValueError(f"--weights mxfp4: it is a format of experts, which {name} does not have")
     settings = WEIGHTS[weights]

@@ -204,6 +204,7 @@ def _bench(commands: Any) -> None:
     engine.add_argument("--max-batched-tokens", type=int, help="tokens that a step of Quire computes")
     engine.add_argument("--page-size", type=int, help="of Quire's cache")
     engine.add_argument("--tensor-parallel-size", type=int, metavar="N", help="GPUs that compute the model together")
+    engine.add_argument("--context-parallel-size", type=int, metavar="N", help="GPUs that divide Quire's cache")
     engine.add_argument("--num-pages", type=int, help="in Quire's cache")
     engine.add_argument("--adapters", metavar="N", help=_ADAPTERS)
     engine.add_argument("--adapter-rank", type=int, default=16, metavar="R", help="of these random adapters (16)")

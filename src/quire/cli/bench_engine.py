@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _LATENCY = ("1x1k+128", "64x1k+128", "1k into 64x1k")
+# Arguments that are options of Quire's engine.
+_OPTIONS = ("max_batched_tokens", "page_size", "num_pages", "tensor_parallel_size", "context_parallel_size")
 
 
 def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
@@ -30,11 +32,13 @@ def run(args: argparse.Namespace, module: Any, plot: Any) -> int:
     unknown = next((name for name in peers if name not in ENGINES or name == "quire"), None)
     if unknown is not None:
         raise ValueError(f"--peers {unknown}: it must be of {', '.join(name for name in ENGINES if name != 'quire')}")
+    if args.context_parallel_size is not None and peers:
+        raise ValueError(f"--context-parallel-size {args.context_parallel_size}: --peers don't divide a cache")
     names = args.cell or _LATENCY
-    for name in names:
-        # Unknown cells are refused before any cell is timed.
-        LatencyCell.parse(name)
-    with _folders(args) as (folders, model), tempfile.TemporaryDirectory(prefix="quire-adapters-") as made:
+    # Unknown cells are refused before any cell is timed.
+    cells_of_names = [LatencyCell.parse(name) for name in names]
+    longest = max(cell.input + cell.output for cell in cells_of_names)
+    with _folders(args, longest) as (folders, model), tempfile.TemporaryDirectory(prefix="quire-adapters-") as made:
         setups = [_setup(args, module, folder, model, ("quire", *peers), weights) for weights, folder in folders]
         setups = [_with_adapters(args, setup, made) for setup in setups]
         context = {**module.machine(), "ceilings": module.ceilings()}
@@ -65,9 +69,7 @@ def _setup(
     from quire.bench.engine_timing import Setup
     from quire.bench.workloads import LatencyCell
 
-    options = {
-        key: getattr(args, key) for key in ("max_batched_tokens", "page_size", "num_pages", "tensor_parallel_size")
-    }
+    options = {key: getattr(args, key) for key in _OPTIONS}
     options = {"backend": args.backend, **{key: value for key, value in options.items() if value is not None}}
     options |= {"trust_remote_code": True} if args.trust_remote_code else {}
     options |= {"dequantize": False} if weights is not None else {}
@@ -100,8 +102,8 @@ def _with_adapters(args: argparse.Namespace, setup: Any, folder: str) -> Any:
 
 
 @contextmanager
-def _folders(args: argparse.Namespace) -> Iterator[tuple[list[tuple[str | None, Path]], str]]:
-    """The folders of the model, with the formats of their weights, and its name."""
+def _folders(args: argparse.Namespace, context: int) -> Iterator[tuple[list[tuple[str | None, Path]], str]]:
+    """The folders of the model, with the formats of their weights, and its name; a shape has at least this context."""
     from quire.bench.workloads import write_shape
     from quire.engine import shipped_model
     from quire.engine.hub import checkpoint_folder, download_weights, model_name
@@ -121,7 +123,7 @@ def _folders(args: argparse.Namespace) -> Iterator[tuple[list[tuple[str | None, 
         for weights in [None] if args.weights is None else args.weights.split(","):
             folder = Path(made) / str(weights)
             folder.mkdir(exist_ok=True)
-            folders.append((weights, write_shape(args.shape, folder, weights or "bf16")))
+            folders.append((weights, write_shape(args.shape, folder, weights or "bf16", context)))
         yield folders, args.shape
 
 
