@@ -164,6 +164,32 @@ def test_cluster_serve_run_with_a_route_prefix_serves_there(server):
     serve.delete("second")
 
 
+def test_cluster_replica_of_two_ranks_is_replaced_if_one_is_killed(server, texts):
+    short = [{"prompt": prompt, **SAMPLING, "max_tokens": 8} for prompt in PROMPTS]
+    serve.delete("default")
+    engine = {"num_pages": 2048, "tensor_parallel_size": 2}
+    server.deploy(num_replicas=1, health_check_period_s=1.0, engine=engine)
+    ((name, replica),) = server.replicas().items()
+    check_beginnings(load(server.url, short), texts)
+    os.kill(follower_of(replica["pid"]), signal.SIGKILL)
+    server.until_replicas(1, name)
+    check_beginnings(load(server.url, short), texts)
+
+
+def check_beginnings(answers, texts):
+    for answer, text in zip(answers, texts, strict=True):
+        assert (answer.status, answer.text) == (200, text[: len(answer.text)])
+        assert answer.text
+
+
+def follower_of(pid):
+    """The process of the second rank of a replica, which one of the replica's threads has started."""
+    lists = (path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    children = [int(child) for each in lists for child in each]
+    (follower,) = [c for c in children if "parallel.process" in Path(f"/proc/{c}/cmdline").read_text()]
+    return follower
+
+
 def test_cluster_under_load_adds_replicas(server, texts):
     serve.delete("default")
     server.deploy(autoscaling_config={"max_replicas": 2, "target_ongoing_requests": 4, "upscale_delay_s": 1})

@@ -48,7 +48,8 @@ class Settings(BaseModel):
         max_tries: replicas that a request is sent to, one after the other, as long as none has answered and each dies.
         prefix_length: characters of prompts that are compared; a quarter of that for tokens. Prompts that agree in
             these go to the same replica.
-        ray_actor_options: what a replica needs: {"num_gpus": 1}; by default one CPU.
+        ray_actor_options: what a replica needs: {"num_gpus": 1}, or one GPU for each rank of its engine; by default one
+            CPU.
         health_check_period_s: seconds between looks at whether a replica's engine lives.
         ingress_replicas: processes that speak HTTP.
         ingress_actor_options: what one of them needs; by default nothing.
