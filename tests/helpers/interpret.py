@@ -35,7 +35,7 @@ COUNTS = {
     # A case for each setting of a layer, where `mask` stands for its own.
     "kernels/test_families.py": sum(f.init for f in fields(AttentionSpec)) - 1 + len(fields(MaskSpec)),
     "kernels/test_code_product.py": 33,
-    "kernels/test_exchange.py": 19,
+    "kernels/test_exchange.py": 23,
     "kernels/test_gemv.py": 3,
     "kernels/test_grouped_gemm.py": 5,
     "kernels/test_kernels.py": 24,

@@ -133,6 +133,59 @@ def test_gather_of_tensors_larger_than_a_slot_has_the_bits_of_both(rng, monkeypa
 
 @pytest.mark.interpret
 @on_the_cpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_sum_of_three_ranks_is_in_two_steps(dtype, rng, monkeypatch):
+    """Of three tensors, this rank sums its part, and finds the sums of the other parts in its memory."""
+    for name in ("_SMALL", "_LARGE"):
+        monkeypatch.setattr(module, name, 0 if name == "_SMALL" else SLOT)
+    rank = rng.randrange(3)
+    whole = torch.zeros(3, 6 * SLOT + 3 * all_reduce.PROGRAMS, dtype=torch.int32)
+    exchange = Exchange.__new__(Exchange)
+    exchange.rank, exchange.num_ranks, exchange._device = rank, 3, torch.device("cpu")
+    exchange._states = torch.zeros(2, all_reduce.PROGRAMS + 1, dtype=torch.int32)
+    exchange._whole = torch.tensor([part.data_ptr() for part in whole])
+    slots, flags = whole[rank, : 6 * SLOT].view(2, 3, SLOT), whole[rank, 6 * SLOT :].view(3, all_reduce.PROGRAMS)
+    words = rng.randint(1, SLOT // 3)
+    x = torch.randn(3, 3 * words * 4 // dtype.itemsize).to(dtype)
+    parts = x.view(torch.int32).view(3, 3, words)
+    sums = x.double().sum(0).to(dtype)
+    others = [other for other in range(3) if other != rank]
+    for other in others:
+        slots[1, other, :words] = parts[other, rank]
+        slots[0, other, :words] = sums.view(torch.int32).view(3, words)[other]
+    flags[others] = 1
+    launch = all_reduce.launch_sum_blocks
+
+    def launch_first(*args):
+        launch(*args)
+        flags[others] = 2
+
+    monkeypatch.setattr(all_reduce, "launch_sum_blocks", launch_first)
+    # The interpreter cuts bits off where a GPU rounds.
+    torch.testing.assert_close(exchange.sum(x[rank]), sums, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    for other in others:
+        sent = whole[other, : 6 * SLOT].view(2, 3, SLOT)[1, rank, :words]
+        assert torch.equal(sent, parts[rank, other])
+
+
+@pytest.mark.interpret
+@on_the_cpu
+def test_exchange_of_tensors_that_are_not_whole_words_has_all_elements(rng, monkeypatch):
+    memory = Memory(0, monkeypatch)
+    size = 2 * rng.randint(1, 50) + 1
+    own, other = torch.randn(2, size).bfloat16()
+    memory.arrive(torch.nn.functional.pad(other, (0, 1)), 1)
+    torch.testing.assert_close(memory.exchange.sum(own), own + other, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-7)
+    memory.arrive(torch.nn.functional.pad(other, (0, 1)), 2)
+    assert torch.equal(memory.exchange.gather(own), torch.stack([own, other]))
+    assert memory.exchange.sum(own[:0]).shape == (0,)
+    assert memory.exchange.gather(own[:0]).shape == (2, 0)
+    with pytest.raises(ValueError, match=r"tensors of torch.int64 are not summed over GPUs"):
+        memory.exchange.sum(torch.ones(2, dtype=torch.int64))
+
+
+@pytest.mark.interpret
+@on_the_cpu
 def test_abandoned_exchange_does_not_wait(monkeypatch):
     memory = Memory(0, monkeypatch)
     memory.exchange._states[:, -1] = 1
@@ -146,7 +199,7 @@ def test_exchange_compiles_for_hopper(kernel):
     constants = all_reduce.AllReduceConfig(1, 2, 512, True, 4, True)
     sizes = {"num_words": "i32", "slot_words": "i32"}
     sizes |= {"flags_at": "i32"} if kernel.endswith("blocks") else {}
-    sizes |= {"out_words": "i32"} if kernel == "gather_blocks" else {}
+    sizes |= {{"sum_blocks": "stride", "gather_blocks": "out_words"}[kernel]: "i32"} if "flags_at" in sizes else {}
     given = {"x": "*bf16", "out": "*bf16", "memories": "*i64", "state": "*i32", **sizes, "c": constants}
     compile_kernel(getattr(all_reduce, kernel), "sm_90", given, num_warps=4)
 

@@ -20,8 +20,8 @@ _MAX_ROW = 1 << 13
 
 
 class Exchange:
-    """The exchanges of one rank, by memory that the others write to, or else by NCCL. All ranks call the same methods
-    in the same order, with tensors of equal shapes and dtypes.
+    """The exchanges of one rank, by memory that the others write to. All ranks call the same methods in the same order,
+    with tensors of equal shapes and dtypes.
 
     Args:
         rank: of this process.
@@ -56,13 +56,15 @@ class Exchange:
         self._nccl.abort()
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of the tensors of all ranks, of any shape, which has equal bits in all of them."""
-        # With more ranks, each one writes more.
-        words = x.numel() * x.element_size() // 4
-        if x.dtype not in _DTYPES or not _is_whole(x) or (self.num_ranks > 2 and words * self.num_ranks > _LARGE):
-            total = x.clone(memory_format=torch.contiguous_format)
-            self._nccl.allreduce([total]).wait()
-            return total
+        """The sum of the tensors of all ranks, of any shape, which has equal bits in all of them; ValueError for other
+        dtypes than bfloat16, float16 and float32.
+        """
+        if x.dtype not in _DTYPES:
+            raise ValueError(f"tensors of {x.dtype} are not summed over GPUs: it must be bfloat16, float16 or float32")
+        if not x.numel():
+            return torch.empty_like(x)
+        if not _is_whole(x):
+            return self.sum(_padded(x))[: x.numel()].view(x.shape)
         out = torch.empty_like(x)
         size = 4 * _LARGE // x.element_size()
         for part, part_out in zip(x.view(-1).split(size), out.view(-1).split(size), strict=True):
@@ -75,8 +77,13 @@ class Exchange:
         words = x.numel() * x.element_size() // 4
         if words <= _SMALL:
             self._launch_words(all_reduce.launch_sum, x, out)
-            return
-        self._launch_blocks(all_reduce.launch_sum_blocks, x, out)
+        elif self.num_ranks == 2 or words % self.num_ranks:
+            self._launch_blocks(all_reduce.launch_sum_blocks, x, out, words, 0)
+        else:
+            part = words // self.num_ranks
+            own = torch.empty_like(x.view(self.num_ranks, -1)[0])
+            self._launch_blocks(all_reduce.launch_sum_blocks, x, own, part, part)
+            self._launch_blocks(all_reduce.launch_gather_blocks, own, out, part, part)
 
     def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum of the tensors x [..., features] of all ranks and of the residual, and its RMS norm (`add_norm`)."""
@@ -106,18 +113,20 @@ class Exchange:
         """The tensors of all ranks, [num_ranks, *x.shape]."""
         from quire.kernels.triton import all_reduce
 
-        x = x.contiguous()
+        if x.numel() and not _is_whole(x):
+            return self.gather(_padded(x))[:, : x.numel()].reshape(self.num_ranks, *x.shape)
         out = x.new_empty(self.num_ranks, *x.shape)
-        if not _is_whole(x):
-            self._nccl.allgather([list(out.unbind())], [x]).wait()
-        elif x.numel() * x.element_size() <= 4 * _SMALL:
+        if not x.numel():
+            return out
+        words = x.numel() * x.element_size() // 4
+        if words <= _SMALL:
             self._launch_words(all_reduce.launch_gather, x, out)
-        else:
-            size = 4 * _LARGE // x.element_size()
-            parts, parts_out = x.view(-1).split(size), out.view(self.num_ranks, -1).split(size, dim=1)
-            for part, part_out in zip(parts, parts_out, strict=True):
-                out_words = x.numel() * x.element_size() // 4
-                self._launch_blocks(all_reduce.launch_gather_blocks, part, part_out, out_words)
+            return out
+        size = 4 * _LARGE // x.element_size()
+        parts, parts_out = x.view(-1).split(size), out.view(self.num_ranks, -1).split(size, dim=1)
+        for part, part_out in zip(parts, parts_out, strict=True):
+            part_words = part.numel() * part.element_size() // 4
+            self._launch_blocks(all_reduce.launch_gather_blocks, part, part_out, part_words, words)
         return out
 
     def _launch_words(self, launch: Any, x: Tensor, out: Tensor) -> None:
@@ -126,11 +135,12 @@ class Exchange:
         grid = (-(-words // block), 1)
         launch(grid, tensors, (), (words, _SMALL), self._constants(x, block, 4, True))
 
-    def _launch_blocks(self, launch: Any, x: Tensor, out: Tensor, *sizes: int) -> None:
-        words, block = x.numel() * x.element_size() // 4, 4096
+    def _launch_blocks(self, launch: Any, x: Tensor, out: Tensor, words: int, stride: int) -> None:
+        """Exchange so many words of each rank; stride is that of the kernel."""
+        block = 4096
         tensors = (x, out, self._whole, self._states[1])
         # Flags follow the slots.
-        sizes = (words, _LARGE, 2 * self.num_ranks * _LARGE, *sizes)
+        sizes = (words, _LARGE, 2 * self.num_ranks * _LARGE, stride)
         launch((min(132, -(-words // block)), 1), tensors, (), sizes, self._constants(x, block, 16, False))
 
     def _constants(self, x: Tensor, block: int, num_warps: int, overlaps: bool) -> Any:
@@ -148,6 +158,12 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
     total = residual + x
     wide = total.float()
     return total, weight * (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(total.dtype)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """The elements of a tensor as a vector of whole words of 32 bits, with zeros after them."""
+    per_word = max(1, 4 // x.element_size())
+    return torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % per_word))
 
 
 def _is_whole(x: Tensor) -> bool:

@@ -4,6 +4,9 @@ Each rank writes its tensor to a slot of its own in the memory of every other ra
 memory. So an exchange takes the time of one transfer. All ranks add up in the order of the ranks, and have the same
 bits.
 
+Large sums of more than two ranks are in two steps: each rank sums its part of the tensor, and all gather the sums. So a
+rank is sent less than two tensors, whatever the number of ranks.
+
 Small tensors are written as words of 64 bits, whose upper half is the number of the exchange: a word that has arrived
 says so itself. Large ones are written as they are, and then the number to one flag per program.
 
@@ -220,15 +223,17 @@ def gather_words(x, out, memories, state, num_words, slot_words, c: tl.constexpr
 
 
 @triton.jit
-def exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at, c: tl.constexpr):
-    """Write this program's blocks of a large tensor to the other ranks, and wait for theirs."""
+def exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at, stride, c: tl.constexpr):
+    """Write this program's blocks of a large tensor to the other ranks, and wait for theirs. What a rank is sent begins
+    `stride` words after what the rank before is sent.
+    """
     ranks: tl.constexpr = c.num_ranks
     program = tl.program_id(0)
     for start in range(program * c.block, num_words, tl.num_programs(0) * c.block):
         at = start + tl.arange(0, c.block)
-        word = tl.load(words_of(x) + at, at < num_words, 0)
         for peer in tl.static_range(ranks):
             if peer != c.rank:
+                word = tl.load(words_of(x) + tl.cast(peer, tl.int64) * stride + at, at < num_words, 0)
                 slot = slot_at(memory_of(memories, peer, tl.int32), c.rank, number, slot_words, c)
                 tl.store(slot + at, word, at < num_words)
     # The release covers what all threads of the program have written before the barrier.
@@ -248,10 +253,10 @@ def exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at,
 
 
 @triton.jit
-def block_of(x, memories, rank, at, number, num_words, slot_words, c: tl.constexpr):
-    """Words of a large tensor of a rank, after `exchange_blocks`."""
+def block_of(x, memories, rank, at, number, num_words, slot_words, stride, c: tl.constexpr):
+    """Words that this rank has got from a rank, or has itself, after `exchange_blocks`."""
     if rank == c.rank:
-        part = tl.load(words_of(x) + at, at < num_words, 0)
+        part = tl.load(words_of(x) + tl.cast(rank, tl.int64) * stride + at, at < num_words, 0)
     else:
         slot = slot_at(memory_of(memories, c.rank, tl.int32), rank, number, slot_words, c)
         part = tl.load(slot + at, at < num_words, 0, volatile=True)
@@ -259,19 +264,22 @@ def block_of(x, memories, rank, at, number, num_words, slot_words, c: tl.constex
 
 
 @triton.jit
-def sum_blocks(x, out, memories, state, num_words, slot_words, flags_at, c: tl.constexpr):
-    """The sum of large tensors."""
+def sum_blocks(x, out, memories, state, num_words, slot_words, flags_at, stride, c: tl.constexpr):
+    """The sum of large tensors if stride is 0, and otherwise that of this rank's part of each, where parts begin
+    `stride` words after each other.
+    """
     kind: tl.constexpr = x.dtype.element_ty
     ranks: tl.constexpr = c.num_ranks
     wait_for_launch_before(c.launch_pdl)
     number = next_number(state)
-    exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at, c)
+    exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at, stride, c)
     for start in range(tl.program_id(0) * c.block, num_words, tl.num_programs(0) * c.block):
         at = start + tl.arange(0, c.block)
         low = tl.full((c.block,), 0.0, tl.float32)
         high = tl.full((c.block,), 0.0, tl.float32)
         for rank in tl.static_range(ranks):
-            of_low, of_high = widen(block_of(x, memories, rank, at, number, num_words, slot_words, c), kind, c)
+            part = block_of(x, memories, rank, at, number, num_words, slot_words, stride, c)
+            of_low, of_high = widen(part, kind, c)
             low, high = low + of_low, high + of_high
         tl.store(words_of(out) + at, narrow(low, high, kind, c), at < num_words)
     keep_number(state, number, c)
@@ -283,11 +291,11 @@ def gather_blocks(x, out, memories, state, num_words, slot_words, flags_at, out_
     ranks: tl.constexpr = c.num_ranks
     wait_for_launch_before(c.launch_pdl)
     number = next_number(state)
-    exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at, c)
+    exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at, 0, c)
     for start in range(tl.program_id(0) * c.block, num_words, tl.num_programs(0) * c.block):
         at = start + tl.arange(0, c.block)
         for rank in tl.static_range(ranks):
-            part = block_of(x, memories, rank, at, number, num_words, slot_words, c)
+            part = block_of(x, memories, rank, at, number, num_words, slot_words, 0, c)
             tl.store(words_of(out) + tl.cast(rank, tl.int64) * out_words + at, part, at < num_words)
     keep_number(state, number, c)
 
