@@ -151,8 +151,8 @@ def load_network(
     if not dequantize and getattr(config, "quantization_config", None) is not None:
         config.quantization_config["device"] = device
     if dummy:
-        options = {"dtype": dtype or config.dtype or torch.float32, "trust_remote_code": trust_remote_code}
-        return _random_network(folder, kind, config, device, ranks, options)
+        dtype = dtype or config.dtype or torch.float32
+        return _random_network(folder, config, device, dtype, trust_remote_code, ranks)
     headers = _read_headers(folder, config)
     _check_types(folder, config, headers)
     with reading(str(folder), trust_remote_code, _explained), _quiet(), reading_to(device):
@@ -175,20 +175,18 @@ def load_network(
 
 
 def _random_network(
-    folder: Path, kind: Any, config: Any, device: torch.device, ranks: Ranks | None, options: dict[str, Any]
+    folder: Path, config: Any, device: torch.device, dtype: torch.dtype, trust_remote_code: bool, ranks: Ranks | None
 ) -> Any:
     """Transformers' model, or this rank's part of it, with random weights, which are quantized if a checkpoint's would
     stay quantized. Ranks draw equal numbers, since they have the same seed and parts of equal shapes.
-
-    Args:
-        options: of `from_config`, with `trust_remote_code`.
     """
     settings = getattr(config, "quantization_config", None) or {}
     config.quantization_config = None
     format = settings["format"] if settings.get("device") is not None else None
     is_empty = format is not None or ranks is not None
-    with reading(str(folder), options["trust_remote_code"], _explained), torch.device("meta" if is_empty else device):
-        network = kind.from_config(config, attn_implementation=NAME, **options)
+    kind, options = auto_class(config), {"dtype": dtype, "attn_implementation": NAME}
+    with reading(str(folder), trust_remote_code, _explained), torch.device("meta" if is_empty else device):
+        network = kind.from_config(config, **options, trust_remote_code=trust_remote_code)
     network = _text_part(folder, network)
     if not is_empty:
         return network
@@ -197,7 +195,7 @@ def _random_network(
 
     if ranks is not None:
         shard(network, ranks, folder, torch.device("meta"))
-    with reading(str(folder), options["trust_remote_code"], _explained):
+    with reading(str(folder), trust_remote_code, _explained):
         fill(network, format, device)
     if ranks is not None:
         # The head still is whole if its weight is the embedding's, too, which had no memory before.
