@@ -102,47 +102,83 @@ def lora(result: dict[str, Any]) -> str:
 
 
 def soak(result: dict[str, Any]) -> str:
-    """The machine, and the table of a result of tools/soak.py."""
-    runs = result["runs"]
-    streams, crowd = runs["streams"], runs["random"]
-    fuzz = runs["openapi"]
-    rounds = streams["rounds"]
-    right = sum(one["results"].get("right", 0) for one in rounds)
-    rates = [one["tokens_per_second"] for one in rounds]
-    levels = ", ".join(f"{one['after']['memory_mib']:.0f}" for one in rounds)
-    counts = [count for counts in crowd["counts"].values() for count in counts.items()]
-    rounded = sum(number for verdict, number in counts if verdict == "rounding")
-    good = sum(number for verdict, number in counts if verdict == "right")
-    thirds = ", ".join(f"{x:.0f}" for x in crowd["memory_thirds_mib"])
-    files = sorted(sample["files"] for sample in crowd["samples"])
-    cases, term = fuzz["test_cases"], runs["ends"]["SIGTERM"]
-    kill = runs["ends"]["SIGKILL"]
-    rows = {
-        f"{streams['clients']} streams at once, {len(rounds)} times": (
-            f"{right:,} of {streams['clients'] * len(rounds):,} have their own text, at {min(rates):,} to "
-            f"{max(rates):,} tokens per second; {levels} MiB after each time"
-        ),
-        f"{crowd['clients']} random clients for {crowd['seconds'] / 60:.0f} minutes": (
-            f"{good:,} of {crowd['actions']:,} actions end as they should, and {rounded} with a token that rounding "
-            f"decides; {thirds} MiB (medians of thirds of the time); {files[0]} to {files[-1]} open files"
-        ),
-        f"SIGTERM, {sum(term['results'].values())} requests": (
-            f"{term['results']['right']} end, {term['results']['server unavailable']} are answered with the "
-            f"reason after the grace time of 5 s; exit code {term['exit_code']}"
-        ),
-        f"SIGKILL, {sum(kill['results'].values())} requests": (
-            f"{kill['results']['connection closed']} see a closed connection, {kill['results'].get('right', 0)} had "
-            f"ended; a new server on the same port is there in {kill['after_restart']['seconds_to_start']} s"
-        ),
-        f"{cases['generated']:,} requests by schemathesis {fuzz['schemathesis_version']}": (
-            f"{cases['with_failures']} failures; {fuzz['after']['memory_mib']:.0f} MiB afterwards"
-        ),
-    }
+    """The machine, and the table of a result of tools/soak.py, with the parts that it has."""
+    rows: dict[str, str] = {}
+    for part, rows_of in SOAK_ROWS.items():
+        if part in result["runs"]:
+            rows |= rows_of(result["runs"][part])
     packages = ("fastapi", "uvicorn", "h11", "uvloop")
     machine = f"{result['device']}, {result['cores']} cores, Python {result['python']}, torch {result['torch']}"
     versions = ", ".join(f"{name} {result[name]}" for name in packages if result[name])
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"{machine}, {versions}, {result['date']}:\n\n| load | result |\n|---|---|\n{table}\n"
+
+
+def streams_row(streams: dict[str, Any]) -> dict[str, str]:
+    """Many streams at once."""
+    rounds = streams["rounds"]
+    right = sum(one["results"].get("right", 0) for one in rounds)
+    rates = [one["tokens_per_second"] for one in rounds]
+    levels = ", ".join(f"{one['after']['memory_mib']:.0f}" for one in rounds)
+    value = f"{right:,} of {streams['clients'] * len(rounds):,} have their own text, at {min(rates):,} to "
+    value += f"{max(rates):,} tokens per second; {levels} MiB after each time"
+    return {f"{streams['clients']} streams at once, {len(rounds)} times": value}
+
+
+def random_row(crowd: dict[str, Any]) -> dict[str, str]:
+    """Random clients."""
+    counts = [count for counts in crowd["counts"].values() for count in counts.items()]
+    rounded = sum(number for verdict, number in counts if verdict == "rounding")
+    good = sum(number for verdict, number in counts if verdict == "right")
+    thirds = ", ".join(f"{x:.0f}" for x in crowd["memory_thirds_mib"])
+    files = sorted(sample["files"] for sample in crowd["samples"])
+    value = f"{good:,} of {crowd['actions']:,} actions end as they should, and {rounded} with a token that rounding "
+    value += f"decides; {thirds} MiB (medians of thirds of the time); {files[0]} to {files[-1]} open files"
+    return {f"{crowd['clients']} random clients for {crowd['seconds'] / 60:.0f} minutes": value}
+
+
+def ends_rows(ends: dict[str, Any]) -> dict[str, str]:
+    """The end of a server under load."""
+    term, kill = ends["SIGTERM"], ends["SIGKILL"]
+    value = f"{term['results']['right']} end, {term['results']['server unavailable']} are answered with the "
+    value += f"reason after the grace time of 5 s; exit code {term['exit_code']}"
+    rows = {f"SIGTERM, {sum(term['results'].values())} requests": value}
+    value = f"{kill['results']['connection closed']} see a closed connection, {kill['results'].get('right', 0)} had "
+    value += f"ended; a new server on the same port is there in {kill['after_restart']['seconds_to_start']} s"
+    return rows | {f"SIGKILL, {sum(kill['results'].values())} requests": value}
+
+
+def kills_rows(kills: dict[str, Any]) -> dict[str, str]:
+    """Processes of a server that are killed at random times."""
+    names = {"server": "the server's process", "engine": "the engine's", "http": "a further one of HTTP"}
+    rows = {}
+    for part, results in kills["results"].items():
+        ((code, times),) = kills["exit_codes"][part].items()
+        lost = [f"{number:,} “{name}”" for name, number in results.items() if name not in ("right", "rounding")]
+        value = f"exit code {code}; of {sum(results.values()):,} requests, {results['right']:,} had ended"
+        if "rounding" in results:
+            value += f", {results['rounding']} with a token that rounding decides"
+        rows[f"SIGKILL of {names[part]}, {times} times"] = f"{value}, {', '.join(lost)}"
+    after = kills["after_restart"]
+    value = f"{after['right']:,} of {sum(after.values()):,} requests have their text, and {after.get('rounding', 0)} a "
+    value += f"token that rounding decides; {kills['orphans']} processes were left"
+    return rows | {f"the servers after these, in {kills['seconds'] / 60:.0f} minutes": value}
+
+
+def openapi_row(fuzz: dict[str, Any]) -> dict[str, str]:
+    """Requests from the OpenAPI document."""
+    cases = fuzz["test_cases"]
+    value = f"{cases['with_failures']} failures; {fuzz['after']['memory_mib']:.0f} MiB afterwards"
+    return {f"{cases['generated']:,} requests by schemathesis {fuzz['schemathesis_version']}": value}
+
+
+SOAK_ROWS = {
+    "streams": streams_row,
+    "random": random_row,
+    "ends": ends_rows,
+    "kills": kills_rows,
+    "openapi": openapi_row,
+}
 
 
 def vllm(result: dict[str, Any]) -> str:
