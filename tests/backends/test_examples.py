@@ -45,7 +45,7 @@ def cases():
     """Each driver with both page sizes on the CPU, and with everything on a GPU."""
     for name, layouts in LAYOUTS.items():
         yield "cpu", name, layouts[0], 1, 20, "float32"
-        yield "cpu", name, layouts[-1], 16, -1, "bfloat16"
+        yield pytest.param("cpu", name, layouts[-1], 16, -1, "bfloat16", marks=pytest.mark.slow)
         for rest in product(layouts, (1, 16), (-1, 20), ("float32", "bfloat16")):
             yield pytest.param("cuda", name, *rest, marks=pytest.mark.gpu)
 

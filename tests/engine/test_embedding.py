@@ -88,7 +88,7 @@ def embed_beside(llm, rng, prompts, params, generated):
     return results
 
 
-@pytest.mark.parametrize("how", ["eager", "inputs of graphs", "drafts"])
+@pytest.mark.parametrize("how", [pytest.param("eager", marks=pytest.mark.slow), "inputs of graphs", "drafts"])
 def test_embeddings_beside_completions_are_those_of_transformers(folder, rng, how):
     """In chunks, with prefixes of others in the cache, and after preemptions."""
     prompts, states = random_prompts(rng, 12), exact_states(folder)

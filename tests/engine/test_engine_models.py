@@ -75,6 +75,7 @@ ENGINES = {
     "three at once": {"page_size": 4, "max_num_seqs": 3},
     "oracle": {"page_size": 4, "backend": "reference"},
 }
+QUICK, SLOW = ("chunks of 5", "three at once"), pytest.mark.slow
 
 
 def check(reference, prompts, counts, **engine):
@@ -90,7 +91,7 @@ def check(reference, prompts, counts, **engine):
     return stats
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in ENGINES])
 def test_llm_of_each_model_has_the_greedy_tokens_of_transformers(reference, engine, rng):
     prompts, counts = batch(rng, reference.network.config.vocab_size)
     stats = check(reference, prompts, counts, **ENGINES[engine])

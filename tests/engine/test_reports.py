@@ -168,7 +168,7 @@ def unscheduled(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("kind", ["default", "log-probabilities"])
+@pytest.mark.parametrize("kind", ["default", pytest.param("log-probabilities", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spoil", [not_finite, unsampled, uncomputed, undecoded, unscheduled])
 def test_sink_that_is_called_with_an_error_finds_the_state_after_the_step(model, spoil, kind, depth, monkeypatch):
     engine = engine_of(model, depth)

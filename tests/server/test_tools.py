@@ -39,7 +39,10 @@ FORMATS = ["hermes", "llama3", "mistral", "mistral_by_name", "deepseek", "gpt_os
 WRITER = {"hermes": 0, "llama3": 1, "mistral": 2, "mistral_by_name": 3, "deepseek": 4, "gpt_oss": 6}
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow) if name == "mistral_by_name" else name for name in FORMATS],
+)
 def served_format(request, tmp_path_factory):
     folder = chatting(tmp_path_factory.mktemp("checkpoints") / request.param, request.param)
     # Random models would never end their reasoning.
@@ -139,7 +142,7 @@ def test_chat_auto_text_is_content(name, llm, client):
         assert "".join(part.content or "" for part in parts) == text
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_chat_required_calls_are_what_the_schemas_allow(client, stream):
     options = {"tool_choice": "required", "temperature": 1, "seed": 5, "n": 3, "max_tokens": 1500}
     if stream:

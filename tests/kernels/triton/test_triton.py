@@ -22,6 +22,7 @@ def test_kernels_compile_for_every_architecture(target):
         assert usage.spills <= 128, usage.spills
 
 
+@pytest.mark.slow
 @every_architecture
 def test_latent_kernels_compile_for_every_architecture(target):
     from helpers.triton_compile import compile_attend
@@ -115,6 +116,7 @@ def test_packing_compiles_for_every_architecture(target):
         assert compile_kernel(pack_bytes, target, each).spills == 0
 
 
+@pytest.mark.slow
 @every_architecture
 def test_sampling_compiles_for_every_architecture(target):
     from helpers.triton_compile import compile_kernel
