@@ -283,8 +283,10 @@ def test_write_adapters_are_of_all_linear_layers_and_differ(tmp_path):
         assert len(set(digests)) == 3
         assert [llm.load_adapter(name, at).digest for name, at in again.items()] == digests
         params = engines.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        done = llm.generate([[5, 6, 7]] * 4, params, adapter=[None, *made])
-        assert len({tuple(each.token_ids) for each in done}) > 1
+        # For some prompts, the most likely tokens are those of the base.
+        prompts = [[first, 6, 7] for first in range(5, 25)]
+        found = [llm.generate(prompts, params, adapter=name) for name in (None, *made)]
+        assert any(len({tuple(each.token_ids) for each in of_prompt}) > 1 for of_prompt in zip(*found, strict=True))
     tensors = load_file(made["adapter-0"] / "adapter_model.safetensors")
     layers = [name for name, module in llm.model.network.named_modules() if name.endswith(("_proj",))]
     assert {name.split(".lora_")[0] for name in tensors} == {f"base_model.model.{name}" for name in layers}
