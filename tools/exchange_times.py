@@ -27,12 +27,13 @@ from torch.distributed.distributed_c10d import _get_default_group
 from quire.bench import gpu
 from quire.engine.inductor_passes import compiling
 from quire.engine.parallel.ranks import Ranks
-from quire.steps import Exchange, add_norm
+from quire.steps import Exchange
 
 BYTES = tuple(1 << n for n in (13, 16, 17, 19, 20, 22, 24))
 ROWS = (1, 8, 64, 256)
 FEATURES = 4096
 CALLS = 50
+EPS = 1e-5
 
 
 class Peer:
@@ -74,10 +75,17 @@ def check(ranks: Ranks, exchange: Exchange, device: torch.device) -> float:
         residual, weight = draw(rows, FEATURES), draw(FEATURES)
         exact = x.double().sum(0)
         worst = max(worst, error(exchange.sum(x[ranks.rank]), exact))
-        total, normed = exchange.sum_norm(x[ranks.rank], residual, weight, 1e-5)
-        expected = add_norm(exact.bfloat16(), residual, weight, 1e-5)
+        total, normed = exchange.sum_norm(x[ranks.rank], residual, weight, EPS)
+        expected = residual_norm(exact.bfloat16(), residual, weight)
         worst = max(worst, error(total, expected[0]), error(normed, expected[1]))
     return worst
+
+
+def residual_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of two tensors, and its RMS norm, as Transformers has it."""
+    total = residual + x
+    wide = total.float()
+    return total, weight * (wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()).to(total.dtype)
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -137,16 +145,16 @@ def measure(ranks: Ranks, rounds: int, device: torch.device) -> dict[str, Any]:
         runs = {"quire": exchange.sum, "one_shot": peer.one_shot, "two_shot": peer.two_shot}
         runs["nccl"] = partial(by_nccl, exchange)
         result["cells"].append({"bytes": size} | {n: timed(ranks, partial(run, x), rounds) for n, run in runs.items()})
-    rest = torch.compile(add_norm, dynamic=False)
+    rest = torch.compile(residual_norm, dynamic=False)
     weight = torch.ones(FEATURES, device=device, dtype=torch.bfloat16)
     for rows in ROWS:
         x, residual = torch.randn(2, rows, FEATURES, device=device, dtype=torch.bfloat16)
 
         def apart(x: Tensor = x, residual: Tensor = residual) -> Any:
-            return rest(exchange.sum(x), residual, weight, 1e-5)
+            return rest(exchange.sum(x), residual, weight)
 
         with compiling(rows), torch.inference_mode():
-            fused = timed(ranks, partial(exchange.sum_norm, x, residual, weight, 1e-5), rounds)
+            fused = timed(ranks, partial(exchange.sum_norm, x, residual, weight, EPS), rounds)
             result["norms"].append({"rows": rows, "fused": fused, "apart": timed(ranks, apart, rounds)})
     return result
 

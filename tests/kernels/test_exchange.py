@@ -85,16 +85,18 @@ def test_sum_norm_of_two_ranks_is_that_of_the_sum_and_the_residual(dtype, rows, 
         monkeypatch.setattr(module, "_SMALL", 0)
     for number in (1, 2):
         shape = (rng.randint(17, 18) if rows == "many" else rng.randint(1, 3), features)
-        own, other, residual = torch.randn(3, *shape).to(dtype)
-        weight, eps = torch.randn(features).to(dtype), rng.choice([1e-6, 1e-3])
+        # The sums of the ranks have no more than 8 bits, and are not rounded.
+        own, other = (torch.randint(-60, 61, (2, *shape)) / 16).to(dtype)
+        residual, weight = torch.randn(shape).to(dtype), torch.randn(features).to(dtype)
+        eps = rng.choice([1e-6, 1e-3])
         memory.arrive(other, number)
         total, normed = memory.exchange.sum_norm(own, residual, weight, eps)
         exact = own.double() + other.double() + residual.double()
-        torch.testing.assert_close(total, exact.to(dtype), rtol=3 * torch.finfo(dtype).eps, atol=0.02)
-        # The norm is that of the sum as it is rounded.
-        wide = total.double()
-        expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-        torch.testing.assert_close(normed, expected.to(dtype), rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+        expected = exact / (exact.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+        # The interpreter cuts bits off where a GPU rounds.
+        bounds = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
+        torch.testing.assert_close(total, exact.to(dtype), **bounds)
+        torch.testing.assert_close(normed, expected.to(dtype), **bounds)
 
 
 @pytest.mark.interpret
@@ -204,12 +206,9 @@ def test_exchange_compiles_for_hopper(kernel):
     compile_kernel(getattr(all_reduce, kernel), "sm_90", given, num_warps=4)
 
 
-@pytest.mark.parametrize("kernel", ["sum_norm_words", "add_norm"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_norm_of_sums_compiles_for_hopper(kernel, dtype):
+def test_norm_of_sums_compiles_for_hopper(dtype):
     constants = all_reduce.AllReduceConfig(1, 2, 2048, dtype == "bf16", 16, True, 4)
     given = dict.fromkeys(("x", "residual", "weight", "out", "normed"), f"*{dtype}")
-    exchanged = kernel == "sum_norm_words"
-    given |= {"memories": "*i64", "state": "*i32"} if exchanged else {}
-    given |= {"eps": "fp32", "row_words": "i32"} | ({"slot_words": "i32"} if exchanged else {})
-    compile_kernel(getattr(all_reduce, kernel), "sm_90", given | {"c": constants}, num_warps=16)
+    given |= {"memories": "*i64", "state": "*i32", "eps": "fp32", "row_words": "i32", "slot_words": "i32"}
+    compile_kernel(all_reduce.sum_norm_words, "sm_90", given | {"c": constants}, num_warps=16)

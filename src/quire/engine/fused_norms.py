@@ -32,7 +32,7 @@ class _Norm:
 
 def fuse_norms(graph: fx.Graph) -> None:
     """Replace sums of ranks (`Ranks.sum`) that are followed by a residual and an RMS norm, as Llama has it: in float32,
-    rounded and then multiplied by the weight. Others stay as they are.
+    rounded and then multiplied by the weight. It is rounded once then, after both. Others stay as they are.
     """
     if not hasattr(torch.ops.quire, "all_reduce"):
         return
@@ -59,7 +59,7 @@ def _norm_after(node: fx.Node) -> _Norm | None:
         return None
     (residual,) = [each for each in total.args if each is not node] or [node]
     value = total.meta["val"]
-    if not isinstance(residual, fx.Node) or residual.meta["val"].shape != node.meta["val"].shape:
+    if not isinstance(residual, fx.Node) or _form(residual) != _form(node):
         return None
     is_wide = value.dtype == torch.float32
     path = _path(total, _STATISTICS if is_wide else (_CAST, *_STATISTICS, _CAST))
@@ -83,12 +83,16 @@ def _norm_after(node: fx.Node) -> _Norm | None:
     return _Norm(total, normed, residual, weight, eps) if _is_weight(weight, value) else None
 
 
+def _form(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
+    """The shape and the dtype of the tensor of a node."""
+    value = node.meta["val"]
+    return value.shape, value.dtype
+
+
 def _is_weight(node: Any, value: torch.Tensor) -> bool:
     """Whether a node is a parameter with an element for each feature of a value, and of its dtype."""
-    if not isinstance(node, fx.Node) or node.op not in ("placeholder", "get_attr"):
-        return False
-    weight = node.meta["val"]
-    return bool(weight.shape == value.shape[-1:] and weight.dtype == value.dtype)
+    is_parameter = isinstance(node, fx.Node) and node.op in ("placeholder", "get_attr")
+    return is_parameter and _form(node) == (value.shape[-1:], value.dtype)
 
 
 def _path(node: fx.Node, targets: Sequence[Any]) -> list[fx.Node] | None:

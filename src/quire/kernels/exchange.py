@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from quire.kernels.norm import norm
 from quire.kernels.torch_internals import nccl_group, peer_memory
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,7 +46,7 @@ class Exchange:
         self._numbered, self._whole = (torch.tensor(each, dtype=torch.int64, device=device) for each in addresses)
         # A row for each kind of slot; the last element ends all waiting if it is not 0.
         self._states = torch.zeros(2, PROGRAMS + 1, dtype=torch.int32, device=device)
-        # `abandon` launches this kernel while others wait, when it could not be loaded any more.
+        # CUDA may wait for running kernels before it loads another one, so the one of `abandon` is loaded here.
         self._states[:, -1] = 0
         torch.cuda.synchronize(device)
 
@@ -86,26 +87,21 @@ class Exchange:
             self._launch_blocks(all_reduce.launch_gather_blocks, own, out, part, part)
 
     def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum of the tensors x [..., features] of all ranks and of the residual, and its RMS norm (`add_norm`)."""
+        """The sum of the tensors x [..., features] of all ranks and of the residual, and its RMS norm times the weight
+        [features], of the same dtype.
+        """
         from quire.kernels.triton import all_reduce
 
-        given = (x, residual, weight)
-        if not all(each.dtype in _DTYPES and each.dtype == x.dtype and _is_whole(each) for each in given):
-            return add_norm(self.sum(x), residual, weight, eps)
         rows, row = x.numel() // len(weight), weight.numel() * x.element_size() // 4
-        if row > _MAX_ROW:
-            return add_norm(self.sum(x), residual, weight, eps)
-        out, normed = torch.empty_like(x), torch.empty_like(x)
         block = 1 << (row - 1).bit_length()
-        num_warps = min(max(block // 128, 1), 16)
         # Few rows are sent sooner by several programs each.
         parts = 4 if rows <= 16 and block >= 512 else 1
-        if rows * row > _SMALL or rows * parts > all_reduce.PROGRAMS:
-            constants = self._constants(x, block, num_warps, True)
-            all_reduce.launch_norm((rows, 1), (self.sum(x), residual, weight, out, normed), (eps,), (row,), constants)
-            return out, normed
+        is_small = row <= _MAX_ROW and rows * row <= _SMALL and rows * parts <= all_reduce.PROGRAMS
+        if not is_small or not all(each.dtype == x.dtype and _is_whole(each) for each in (x, residual, weight)):
+            return add_norm(self.sum(x), residual, weight, eps)
+        out, normed = torch.empty_like(x), torch.empty_like(x)
         tensors = (x, residual, weight, out, normed, self._numbered, self._states[0])
-        constants = replace(self._constants(x, block, num_warps, True), parts=parts)
+        constants = replace(self._constants(x, block, min(max(block // 128, 1), 16), True), parts=parts)
         all_reduce.launch_sum_norm((rows * parts, 1), tensors, (eps,), (row, _SMALL), constants)
         return out, normed
 
@@ -152,12 +148,13 @@ class Exchange:
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of two tensors [..., features], and its RMS norm in float32, rounded and then multiplied by the weight
-    [features].
+    """Add a residual [..., features] to x, which is contiguous; return x, and its RMS norm times the weight [features],
+    all of one dtype.
     """
-    total = residual + x
-    wide = total.float()
-    return total, weight * (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(total.dtype)
+    normed = torch.empty_like(x)
+    rows, rows_of_residual, rows_of_normed = (each.reshape(-1, len(weight)) for each in (x, residual, normed))
+    norm(rows_of_normed, rows_of_residual, rows, weight, None, None, 1.0, eps, 0.0, False)
+    return x, normed
 
 
 def _padded(x: Tensor) -> Tensor:

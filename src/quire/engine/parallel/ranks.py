@@ -107,10 +107,12 @@ class Ranks:
         return x
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`sum` plus the residual, and the RMS norm of that (`quire.steps.add_norm`), outside of compiled layers."""
+        """`sum` plus the residual [..., features], and the RMS norm of that times the weight [features], outside of
+        compiled layers.
+        """
         if self.exchange is not None:
             return self.exchange.sum_norm(x, residual, weight, eps)
-        return add_norm(self.add(x.clone()), residual, weight, eps)
+        return add_norm(self.add(x.clone(memory_format=torch.contiguous_format)), residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
         """`concatenated`, outside of compiled layers."""

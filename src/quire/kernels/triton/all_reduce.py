@@ -4,8 +4,8 @@ Each rank writes its tensor to a slot of its own in the memory of every other ra
 memory. So an exchange takes the time of one transfer. All ranks add up in the order of the ranks, and have the same
 bits.
 
-Large sums of more than two ranks are in two steps: each rank sums its part of the tensor, and all gather the sums. So a
-rank is sent less than two tensors, whatever the number of ranks.
+Large sums of more than two ranks are in two steps, if their words are divisible by the number of ranks: each rank sums
+its part of the tensor, and all gather the sums. So a rank is sent less than two tensors, whatever the number of ranks.
 
 Small tensors are written as words of 64 bits, whose upper half is the number of the exchange: a word that has arrived
 says so itself. Large ones are written as they are, and then the number to one flag per program.
@@ -156,27 +156,10 @@ def sum_words(x, out, memories, state, num_words, slot_words, c: tl.constexpr):
 
 
 @triton.jit
-def store_norm(low, high, residual, weight, out, normed, at, column, inside, is_own, eps, row_words, c: tl.constexpr):
-    """Add a row of the residual to the elements of one, and write the sum and its RMS norm times the weight."""
-    kind: tl.constexpr = out.dtype.element_ty
-    of_low, of_high = widen(tl.load(words_of(residual) + at, inside, 0), kind, c)
-    total = narrow(low + of_low, high + of_high, kind, c)
-    tl.store(words_of(out) + at, total, is_own)
-    # The norm is that of the sum as it is rounded.
-    low, high = widen(total, kind, c)
-    if c.halves:
-        mean = tl.sum(low * low + high * high) / (2 * row_words)
-    else:
-        mean = tl.sum(low * low) / row_words
-    scale = tl.rsqrt(mean + eps)
-    low, high = widen(narrow(low * scale, high * scale, kind, c), kind, c)
-    of_low, of_high = widen(tl.load(words_of(weight) + column, inside, 0), kind, c)
-    tl.store(words_of(normed) + at, narrow(low * of_low, high * of_high, kind, c), is_own)
-
-
-@triton.jit
 def sum_norm_words(x, residual, weight, out, normed, memories, state, eps, row_words, slot_words, c: tl.constexpr):
-    """The sum of small tensors and of the residual, and its RMS norm; c.parts programs for each row."""
+    """The sum of small tensors, to which the residual is added, and the RMS norm of that times the weight; c.parts
+    programs for each row. Roundings are those of `sum_words` and then of `norm.norm_rows`.
+    """
     kind: tl.constexpr = x.dtype.element_ty
     row, part = tl.program_id(0) // c.parts, tl.program_id(0) % c.parts
     column = tl.arange(0, c.block)
@@ -188,19 +171,17 @@ def sum_norm_words(x, residual, weight, out, normed, memories, state, eps, row_w
     word = tl.load(words_of(x) + at, inside, 0)
     low, high = sum_of_words(word, kind, memories, at, inside, is_own, number, state, slot_words, c)
     low, high = widen(narrow(low, high, kind, c), kind, c)
-    store_norm(low, high, residual, weight, out, normed, at, column, inside, is_own, eps, row_words, c)
+    of_low, of_high = widen(tl.load(words_of(residual) + at, inside, 0), kind, c)
+    low, high = low + of_low, high + of_high
+    tl.store(words_of(out) + at, narrow(low, high, kind, c), is_own)
+    if c.halves:
+        mean = tl.sum(low * low + high * high) / (2 * row_words)
+    else:
+        mean = tl.sum(low * low) / row_words
+    scale = tl.rsqrt(mean + eps)
+    of_low, of_high = widen(tl.load(words_of(weight) + column, inside, 0), kind, c)
+    tl.store(words_of(normed) + at, narrow(low * scale * of_low, high * scale * of_high, kind, c), is_own)
     keep_number(state, number, c)
-
-
-@triton.jit
-def add_norm(x, residual, weight, out, normed, eps, row_words, c: tl.constexpr):
-    """The sum of x and the residual, and its RMS norm; a program for each row."""
-    column = tl.arange(0, c.block)
-    inside = column < row_words
-    at = tl.program_id(0).to(tl.int64) * row_words + column
-    wait_for_launch_before(c.launch_pdl)
-    low, high = widen(tl.load(words_of(x) + at, inside, 0), x.dtype.element_ty, c)
-    store_norm(low, high, residual, weight, out, normed, at, column, inside, inside, eps, row_words, c)
 
 
 @triton.jit
@@ -302,7 +283,6 @@ def gather_blocks(x, out, memories, state, num_words, slot_words, flags_at, out_
 
 launch_sum = SmallLauncher(sum_words)
 launch_sum_norm = SmallLauncher(sum_norm_words)
-launch_norm = SmallLauncher(add_norm)
 launch_gather = SmallLauncher(gather_words)
 launch_sum_blocks = SmallLauncher(sum_blocks)
 launch_gather_blocks = SmallLauncher(gather_blocks)
