@@ -38,7 +38,7 @@ def num_layers_of_all_kinds(network: Any) -> int:
 
 @contextmanager
 def first_layers(network: Any, count: int) -> Iterator[None]:
-    """A context in which the network has its first decoder layers alone, so many of them."""
+    """A context in which the network has only its first `count` decoder layers."""
     owner = _owner_of_layers(network)
     layers = owner.layers
     owner.layers = layers[:count]

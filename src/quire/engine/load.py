@@ -244,7 +244,7 @@ def _shard(model: Model, ranks: Ranks, device: torch.device) -> None:
 
 
 def _first_logits(model: Model, count: int, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Those that Transformers' code computes of rows of tokens by so many of the first decoder layers."""
+    """The logits that Transformers' code computes of rows of tokens with the first `count` decoder layers."""
     with first_layers(model.network, count):
         return [model.transformers_logits(row.to(model.device)) for row in rows]
 

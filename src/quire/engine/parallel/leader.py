@@ -227,7 +227,7 @@ class Leader:
             time.sleep(_WATCH_SECONDS)
 
     def _abandon(self) -> None:
-        """Let the GPU go on without the other ranks, with undefined results, if there is one."""
+        """Let the GPU go on without the other ranks, with undefined results, if this rank has one."""
         if self.ranks.exchange is not None and not self._is_abandoned:
             self._is_abandoned = True
             self.ranks.exchange.abandon()
