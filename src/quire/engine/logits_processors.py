@@ -46,9 +46,6 @@ class TokenRules:
         Args:
             stop_token_ids: the end and stop tokens, which min_tokens forbids for a while.
             bad_words: the token sequences of `params.bad_words`.
-
-        Raises:
-            ValueError: all of allowed_token_ids are forbidden.
         """
         min_tokens, bias = params.min_tokens, params.logit_bias or {}
         entries = [(token, value, _ALWAYS) for token, value in bias.items()]
@@ -59,10 +56,7 @@ class TokenRules:
         if not entries and not words and allowed is None:
             return None
         tokens, values, until = zip(*entries, strict=True) if entries else ((), (), ())
-        rules = cls(np.array(tokens, np.int64), np.array(values, float), np.array(until, np.int64), allowed, words)
-        if allowed is not None and np.isin(allowed, rules.tokens[rules.values == -np.inf]).all():
-            raise ValueError("allowed_token_ids has only tokens that bad_words or min_tokens forbid")
-        return rules
+        return cls(np.array(tokens, np.int64), np.array(values, float), np.array(until, np.int64), allowed, words)
 
 
 class LogitsProcessors:

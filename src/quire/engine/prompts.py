@@ -75,7 +75,9 @@ class PromptReader:
             what = "stop strings" if params.stop else "bad_words"
             raise ValueError(f"{name} has {what}, but {info.folder} has no tokenizer")
         self.check_adapter(adapter)
-        return TokenRequest(tokens, params, self.word_tokens(params), adapter)
+        words = self.word_tokens(params)
+        self._check_allowed(params, words)
+        return TokenRequest(tokens, params, words, adapter)
 
     def check_adapter(self, name: str | None) -> None:
         """Raise a ValueError, which has the known ones, if no adapter has this name; None means no adapter."""
@@ -94,6 +96,16 @@ class PromptReader:
             ValueError: a word has no tokens.
         """
         return self._word_tokens(params.bad_words) if params.bad_words else []
+
+    def _check_allowed(self, params: SamplingParams, words: Sequence[Sequence[int]]) -> None:
+        """Raise a ValueError if no token may be sampled at first."""
+        if params.allowed_token_ids is None:
+            return
+        forbidden = {word[0] for word in words if len(word) == 1}
+        if params.min_tokens:
+            forbidden.update(params.stop_token_ids, self.info.end_ids)
+        if forbidden.issuperset(params.allowed_token_ids):
+            raise ValueError("allowed_token_ids has only tokens that bad_words or min_tokens forbid")
 
     def _over_defaults(self, params: SamplingParams) -> SamplingParams:
         """Parameters with the model's defaults for those that are left out."""
