@@ -35,6 +35,8 @@ def rendered(names: str) -> str:
         return transformers(result)
     if operation == "mini-sglang":
         return mini_sglang(result)
+    if operation == "http_throughput":
+        return http(result)
     if "runs" in result:
         return soak(result)
     if "vllm" in result and "kv_cache_dtype" in result:
@@ -244,6 +246,25 @@ def mini_sglang(result: dict[str, Any]) -> str:
     for one in result["runs"]:
         steps = " | ".join(f"{one['milliseconds_per_token'][cell]:.2f}" for cell in cells)
         lines.append(f"| {one['kernels']} | {steps} | {one['tokens_per_second']:,.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def http(result: dict[str, Any]) -> str:
+    """The machine, the throughput of the engine alone, and the table of a result of tools/http_throughput.py."""
+    cell = result["cells"][0]
+    heads = ["server", "HTTP processes", "client", "rate", "output tokens/s", "first token ms p50", "p99"]
+    heads += ["per token ms p50", "p99", "of the engine"]
+    lines = [
+        f"{result['device']}, torch {result['torch']}, {result['date']}; {result['model']}, {cell['cell']}: "
+        f"{cell['output_tokens_s']:,.0f} output tokens/s by the engine alone:\n",
+        f"| {' | '.join(heads)} |",
+        f"|---|--:|---|{'--:|' * (len(heads) - 3)}",
+    ]
+    for row in result["runs"]:
+        times = [f"{row[name][p]:.2f}" for name in ("ttft_ms", "tpot_ms") for p in ("p50", "p99")]
+        part = f"{row['part']:.2f}" if row["rate"] == "inf" else ""
+        names = [row["server"], str(row["api_processes"]), row["client"], str(row["rate"])]
+        lines.append(f"| {' | '.join([*names, format(row['output_tokens_s'], ',.0f'), *times, part])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -26,7 +26,7 @@ from quire.cli.arguments import parser
 from quire.cli.loading import config_of
 from quire.cli.main import main
 from quire.engine import LLM
-from quire.server import ServerConfig, ServerLimits, create_app
+from quire.server import ServerConfig, ServerLimits, config, create_app
 
 VALUES = {
     "host": ("0.0.0.0", ["--host", "0.0.0.0"]),
@@ -47,6 +47,28 @@ VALUES = {
     "ssl_certfile": (None, []),
     "ssl_keyfile": (None, []),
 }
+
+
+@pytest.mark.parametrize(
+    ("device", "driver", "hidden", "count"),
+    [
+        ("auto", True, None, 2),
+        ("auto", True, "0", 2),
+        ("auto", True, "", 1),
+        ("auto", True, "-1", 1),
+        ("auto", False, None, 1),
+        ("cuda:1", False, None, 2),
+        ("cpu", True, None, 1),
+    ],
+)
+def test_processes_by_default_are_two_for_a_gpu_and_else_one(monkeypatch, tmp_path, device, driver, hidden, count):
+    monkeypatch.setattr(config, "_DRIVER", tmp_path if driver else tmp_path / "none")
+    if hidden is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert ServerConfig().processes(device) == count
+    assert ServerConfig(api_processes=3).processes(device) == 3
 
 
 @pytest.fixture(scope="module")

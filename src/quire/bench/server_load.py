@@ -159,6 +159,16 @@ async def _read(client: httpx.AsyncClient, model: str, record: RequestRecord, ar
         raise Refused("empty answer")
 
 
+async def send_untimed(client: httpx.AsyncClient, model: str, requests: Sequence[LoadRequest]) -> None:
+    """Complete the beginning of the first prompt, if there is one, by one token, so that later requests find all ready.
+
+    Raises:
+        Refused: the server does not answer it.
+    """
+    for first in requests[:1]:
+        await _read(client, model, RequestRecord(LoadRequest(first.prompt[:1], 1)), time.perf_counter())
+
+
 async def sweep(
     client: httpx.AsyncClient,
     model: str,
@@ -182,8 +192,7 @@ async def sweep(
     Raises:
         Refused: the server does not answer that request.
     """
-    first = works[0][1][0]
-    await _read(client, model, RequestRecord(LoadRequest(first.prompt[:1], 1)), time.perf_counter())
+    await send_untimed(client, model, works[0][1])
     for i, (rate, requests) in enumerate(works):
         at = arrivals(len(requests), rate, seed + i)
         if by_processes is None:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         from quire.server.http_processes import HttpProcessEnded, HttpProcesses
     with (
         bind(config.host, config.port) as bound,
-        EngineProcess(args.model, engine, config.api_processes, config.adapters()) as process,
+        EngineProcess(args.model, engine, config.processes(str(engine.device)), config.adapters()) as process,
         HttpProcesses(bound, process.further_sockets) as others,
     ):
         try:

@@ -5,6 +5,7 @@ The command line derives its flags from it before anything is loaded, so it impo
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from quire.server.chat_output.formats import REASONING_FORMAT_NAMES, TOOL_FORMAT
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 # Each process looks at all others when it accepts a connection or a request.
 _MAX_PROCESSES = 64
+# The device by which programs reach NVIDIA's driver.
+_DRIVER = Path("/dev/nvidiactl")
 
 
 def option(default: Any, help: str, **flag: Any) -> Any:
@@ -42,7 +45,7 @@ class ServerConfig:
 
     Attributes:
         host, port: where to listen; port 0 takes a free one.
-        api_processes: that speak HTTP, all for the one engine.
+        api_processes: that speak HTTP, all for the one engine; None: as many as `processes` says.
         served_model_name: names of the model, of which answers have the first; by default that of the hub, or of the
             folder.
         api_key: keys of which requests must have one.
@@ -68,7 +71,9 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "where to listen; 0.0.0.0: on all interfaces")
     port: int = option(8000, "0: a free one")
-    api_processes: int = option(1, "that speak HTTP, for the one engine", metavar="N")
+    api_processes: int | None = option(
+        None, "that speak HTTP, for the one engine; default: 2 with a GPU, else 1", type=int, metavar="N"
+    )
     served_model_name: tuple[str, ...] = _several("NAME", "default: that of the hub, or the folder's")
     api_key: tuple[str, ...] = _several("KEY", "that requests must have; default: QUIRE_API_KEY, if it is set")
     api_key_file: Path | None = option(None, "further keys, one per line", type=Path, metavar="FILE")
@@ -93,7 +98,7 @@ class ServerConfig:
     ssl_keyfile: Path | None = option(None, "their private key, if it is not there", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.api_processes <= _MAX_PROCESSES:
+        if self.api_processes is not None and not 1 <= self.api_processes <= _MAX_PROCESSES:
             raise ValueError(f"api_processes = {self.api_processes!r}: it must be from 1 to {_MAX_PROCESSES}")
         self.adapters()
         if self.adapter_root is not None and not self.adapter_root.is_dir():
@@ -109,6 +114,19 @@ class ServerConfig:
                 raise ValueError(f"{files}: they are not a certificate and its key in PEM ({error})") from None
             except OSError as error:
                 raise _unreadable("ssl_certfile or ssl_keyfile", error.filename, error) from None
+
+    def processes(self, device: str) -> int:
+        """The number of processes that speak HTTP for an engine on a device: `api_processes`, or else two on a GPU,
+        since one does not keep up with a small model there, and one on the CPU.
+
+        torch, which knows whether there is a GPU, is not imported by a process that speaks HTTP. So "auto" is taken for
+        one if there is an NVIDIA driver that CUDA_VISIBLE_DEVICES does not hide.
+        """
+        if self.api_processes is not None:
+            return self.api_processes
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        on_gpu = _DRIVER.exists() and not hidden if device == "auto" else device.startswith("cuda")
+        return 2 if on_gpu else 1
 
     def adapters(self) -> dict[str, str]:
         """The folders of `adapter`, by their names."""
