@@ -174,11 +174,23 @@ def openapi_row(fuzz: dict[str, Any]) -> dict[str, str]:
     return {f"{cases['generated']:,} requests by schemathesis {fuzz['schemathesis_version']}": value}
 
 
+def hostile_row(attack: dict[str, Any]) -> dict[str, str]:
+    """Hostile requests beside streams."""
+    right = sum(count.get("right", 0) for count in attack["counts"].values())
+    total = sum(number for count in attack["counts"].values() for number in count.values())
+    quiet, hostile = attack["quiet_ms"], attack["hostile_ms"]
+    value = f"{right:,} of {total:,} hostile requests are answered as they should be; gaps of the streams p50 "
+    value += f"{quiet['p50']:.0f} ms without them and {hostile['p50']:.0f} with them, p99 {quiet['p99']:.0f} and "
+    value += f"{hostile['p99']:.0f}"
+    return {f"hostile requests beside {attack['streams']} streams, {attack['seconds']:.0f} s": value}
+
+
 SOAK_ROWS = {
     "streams": streams_row,
     "random": random_row,
     "ends": ends_rows,
     "kills": kills_rows,
+    "hostile": hostile_row,
     "openapi": openapi_row,
 }
 

@@ -1,6 +1,7 @@
-"""Load and faults for `quire serve`: many streams at once, its end under load, random clients, generated requests.
+"""Load and faults for `quire serve`: many streams at once, its end under load, random and hostile clients, generated
+requests.
 
-    PYTHONPATH=src python tools/soak.py streams ends kills random openapi --out benchmarks/results/cpu-serve-soak.json
+    PYTHONPATH=src python tools/soak.py streams ends kills random hostile openapi --out benchmarks/results/soak.json
 
 Each client compares its texts with those that the engine generated for the same requests beforehand. The exit code is 1
 if one differs, if a request has no answer, or if pages or connections do not come back. Needs Linux, for /proc.
@@ -28,6 +29,7 @@ from unittest.mock import patch
 import torch
 from soak_clients import Case, Clients, Differs, stream
 from soak_ends import run_ends, run_kills
+from soak_hostile import MOST, STREAMS, run_hostile
 from soak_server import Server, connected
 
 from quire import sampling
@@ -197,14 +199,25 @@ _KILLED = {
 }
 
 
+# Of the server.
+OPTIONS = {
+    "random": ("--num-pages", "1000"),
+    "hostile": ("--max-num-seqs", str(STREAMS)),
+    "openapi": ("--max-model-len", "128"),
+}
+
+
 def _without(counts: dict[str, int], outcomes: set[str]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if name not in outcomes}
 
 
 def is_right(result: dict[str, Any]) -> bool:
     """Whether all went as it should."""
-    ends, streams, crowd = (result.get(name, {}) for name in ("ends", "streams", "random"))
-    counters = [r["results"] for r in streams.get("rounds", [])] + list(crowd.get("counts", {}).values())
+    ends, streams, crowd, hostile = (result.get(name, {}) for name in ("ends", "streams", "random", "hostile"))
+    counters = [r["results"] for r in streams.get("rounds", [])]
+    counters += [*crowd.get("counts", {}).values(), *hostile.get("counts", {}).values()]
+    if hostile and hostile["hostile_ms"]["p99"] > MOST * hostile["quiet_ms"]["p99"]:
+        return False
     counters += [end["after_restart"]["results"] for end in ends.values()]
     kills = result.get("kills", {"results": {}, "exit_codes": {}, "orphans": 0, "after_restart": {}})
     counters += [_without(ended, _KILLED[name]) for name, ended in kills["results"].items()]
@@ -229,10 +242,12 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="+", choices=("streams", "ends", "kills", "random", "openapi"))
+    parser.add_argument("parts", nargs="+", choices=("streams", "ends", "kills", "random", "hostile", "openapi"))
     parser.add_argument("--streams", type=int, default=500, help="clients of the part streams")
     parser.add_argument("--clients", type=int, default=24, help="of the part random")
-    parser.add_argument("--minutes", type=float, default=30, help="of the parts random and kills")
+    parser.add_argument(
+        "--minutes", type=float, default=30, help="of the parts random and kills, and of half of hostile"
+    )
     parser.add_argument("--examples", type=int, default=2000, help="requests to each endpoint of the part openapi")
     parser.add_argument("--api-processes", type=int, default=1, help="of the server")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
@@ -255,7 +270,7 @@ def main() -> int:
             if part == "kills":
                 runs[part] = asyncio.run(run_kills(log, cases, rng, args.minutes, counted, processes))
                 continue
-            options = {"random": ("--num-pages", "1000"), "openapi": ("--max-model-len", "128")}.get(part, ())
+            options = OPTIONS.get(part, ())
             model = (str(chatting_model(Path(folder))),) if part == "openapi" else ()
             server = Server(log, options=(*model, *options, *processes))
             try:
@@ -263,6 +278,8 @@ def main() -> int:
                     runs[part] = asyncio.run(run_streams(server, cases[: args.streams]))
                 elif part == "random":
                     runs[part] = asyncio.run(run_random(server, cases, rng, args.clients, args.minutes))
+                elif part == "hostile":
+                    runs[part] = asyncio.run(run_hostile(server, rng, args.minutes * 60))
                 else:
                     runs[part] = asyncio.run(run_openapi(server, Path(folder), args.examples, args.seed))
                 runs[part]["log"] = sorted(set(log.read_text().splitlines()))[:20]
