@@ -16,6 +16,7 @@ import transformers
 from helpers.checkpoints import save_with_tokenizer
 from helpers.engines import add_output, captured_on_the_host, pages_add_up, read, sample, until_idle
 from quire.engine import LLM, SamplingParams
+from quire.engine.completion import NO_TOKEN
 from quire.engine.logits_processors import LogitsProcessors, TokenRules
 from quire.engine.params import LIBRARY_DEFAULTS
 from quire.engine.prompts import word_tokens
@@ -288,12 +289,19 @@ def test_request_whose_tokens_are_all_forbidden_ends_alone():
     with LLM(page_size=4, num_pages=200) as llm:
         a, b = (llm.encode(text)[0] for text in "ab")
         pytest.importorskip("llguidance")
-        done = llm.generate(
-            ["x", "y"], [SamplingParams(regex="a", allowed_token_ids=[b]), SamplingParams(max_tokens=3)]
-        )
-        assert done[0].finish_reason == "error"
-        assert "none of the tokens that the request allows is possible" in done[0].error
-        assert done[1].finish_reason == "length"
+        pairs = [x + y for x in "ABCKQXYZ" for y in "ABCKQXYZ" if len(llm.encode(x + y)) == 2]
+        pair, double = pairs[0], next(text for text in pairs if text[0] == text[1])
+        twice = llm.encode(double)
+        contradictions = [
+            SamplingParams(regex="a", allowed_token_ids=[b]),
+            # After a first token, only the one may follow that bad_words forbid there.
+            SamplingParams(regex=pair, bad_words=[pair]),
+            SamplingParams(allowed_token_ids=twice[:1], bad_words=[double]),
+        ]
+        *ended, whole = llm.generate(["x"] * 3 + ["y"], [*contradictions, SamplingParams(max_tokens=3)])
+        assert [(done.finish_reason, done.error) for done in ended] == [("error", NO_TOKEN)] * 3
+        assert [done.token_ids for done in ended] == [[], llm.encode(pair)[:1], twice[:1]]
+        assert whole.finish_reason == "length"
         with pytest.raises(ValueError, match="allowed_token_ids has only tokens that bad_words or min_tokens forbid"):
             llm.generate("x", SamplingParams(allowed_token_ids=[a], bad_words=["a"]))
         with pytest.raises(ValueError, match="allowed_token_ids has token 4096: tokens are 0 to 4095"):

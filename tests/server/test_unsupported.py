@@ -181,3 +181,16 @@ def test_completion_invalid_value_is_answered_400_with_its_field(url, fields, pa
     error = done.json()["error"]
     assert (done.status_code, error["param"]) == (400, param)
     assert message in error["message"]
+
+
+def test_fields_that_leave_no_token_are_answered_400_with_a_code(url):
+    pytest.importorskip("llguidance")
+    (token,) = httpx.post(f"{url}/tokenize", json={"prompt": "b"}).json()["tokens"]
+    body = {"prompt": "x", "structured_outputs": {"regex": "a"}, "allowed_token_ids": [token]}
+    done = httpx.post(f"{url}/v1/completions", json=body)
+    error = done.json()["error"]
+    assert (done.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "no_possible_token")
+    streamed = httpx.post(f"{url}/v1/completions", json={**body, "stream": True})
+    *_, event, end, _ = streamed.text.split("\n\n")
+    assert (streamed.status_code, end) == (200, "data: [DONE]")
+    assert json.loads(event.removeprefix("data: "))["error"] == error

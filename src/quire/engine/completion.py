@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The error of a request whose parameters together leave no token that may follow.
+NO_TOKEN = "none of the tokens that the request allows is possible"
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -16,7 +19,7 @@ class Completion:
         finish_reason: "stop", "length", "cancelled" or "error"; None in a stream that has not ended.
         logprobs: for each output token, its log-probability and those of the most likely tokens, if requested.
         num_cached_tokens: the number of tokens of the prompt whose keys and values were in the cache already.
-        error: the type and message of the exception, if finish_reason is "error".
+        error: the type and message of the exception, if finish_reason is "error"; or NO_TOKEN.
         prompt_logprobs: for each token of the prompt, its log-probability and those of the most likely tokens, if
             requested; None for the first token. Each element of a stream has the whole list.
         prompt_ranks: with prompt_logprobs, one more than the number of tokens more likely than each token of the

@@ -58,6 +58,14 @@ class TokenRules:
         tokens, values, until = zip(*entries, strict=True) if entries else ((), (), ())
         return cls(np.array(tokens, np.int64), np.array(values, float), np.array(until, np.int64), allowed, words)
 
+    def permitted(self, tokens: np.ndarray, output: Sequence[int]) -> np.ndarray:
+        """Those of the tokens that may follow an output."""
+        if self.allowed is not None:
+            tokens = np.intersect1d(tokens, self.allowed)
+        forbidden = self.tokens[(self.values == -np.inf) & (len(output) < self.until)].tolist()
+        forbidden += [word[-1] for word in self.words if list(output[1 - len(word) :]) == list(word[:-1])]
+        return np.setdiff1d(tokens, forbidden)
+
 
 class LogitsProcessors:
     """The rules of a batch's requests, on the device.

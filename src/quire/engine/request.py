@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from quire.cache import Node
 from quire.engine.adapters.adapter import Adapter
+from quire.engine.completion import NO_TOKEN
 from quire.engine.drafts import PromptLookup
 from quire.engine.grammar import Grammar
 from quire.engine.logits_processors import TokenRules
@@ -197,14 +200,24 @@ class Request:
     def _end_with(self, token: int) -> None:
         """End the output with a stop token, or with an error if the token is UNDEFINED."""
         if token == UNDEFINED:
-            self.finish_reason, self.error = "error", "the model's logits are not finite"
-            if self.rules is not None:
-                self.error = f"none of the tokens that the request allows is possible, or {self.error}"
+            self.finish_reason = "error"
+            self.error = NO_TOKEN if self._leaves_no_token() else "the model's logits are not finite"
             return
         self.finish_reason = "stop"
         self.tokens.append(token)
         if self._stream is not None and self.params.include_stop_str_in_output:
             self._stream.push(token)
+
+    def _leaves_no_token(self) -> bool:
+        """Whether the rules and the grammar forbid all tokens that could follow the output."""
+        if self.rules is None or (self.matcher is None and self.rules.allowed is None):
+            return False
+        tokens = self.rules.allowed
+        if self.matcher is not None:
+            mask = self.matcher.grammar.grammars.masks([self.matcher])
+            tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        assert tokens is not None
+        return len(self.rules.permitted(tokens, self.tokens[self.prompt_len :])) == 0
 
     def fail(self, reason: str, error: str | None = None) -> Update:
         """End without another token, with the reason "cancelled", or "error" and its description."""

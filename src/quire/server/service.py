@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from quire.engine import Completion, Embedding, SamplingParams
+from quire.engine.completion import NO_TOKEN
 from quire.engine.model_info import AdapterInfo
 from quire.engine.prompt_size import check_size, context_length, longest_token
 from quire.engine.text import TokenBytes
@@ -393,6 +394,8 @@ def _merged(parts: list[tuple[int, Completion]]) -> list[tuple[int, Completion]]
 def check_end(part: Completion | Embedding) -> None:
     """Raise the ApiError for the part of a completion, or an embedding, that says that it failed."""
     if part.finish_reason == "error":
+        if part.error == NO_TOKEN:
+            raise bad(None, NO_TOKEN, "no_possible_token")
         raise ApiError(500, f"the engine failed: {part.error}", code="engine_error")
     if part.finish_reason == "cancelled":
         raise _unavailable("the server was shut down before the completion had ended")
