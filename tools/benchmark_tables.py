@@ -170,7 +170,8 @@ def kills_rows(kills: dict[str, Any]) -> dict[str, str]:
 def openapi_row(fuzz: dict[str, Any]) -> dict[str, str]:
     """Requests from the OpenAPI document."""
     cases = fuzz["test_cases"]
-    value = f"{cases['with_failures']} failures; {fuzz['after']['memory_mib']:.0f} MiB afterwards"
+    failures = f"{cases['with_failures']} failure{'s' * (cases['with_failures'] != 1)}"
+    value = f"{failures}; {fuzz['after']['memory_mib']:.0f} MiB afterwards"
     return {f"{cases['generated']:,} requests by schemathesis {fuzz['schemathesis_version']}": value}
 
 

@@ -131,6 +131,8 @@ async def run_hostile(server: Server, rng: random.Random, seconds: float) -> dic
         await asyncio.gather(*streams, return_exceptions=True)
         after = await server.idle(observer)
     process.join()
+    if set(counts) != set(REQUESTS):
+        raise Wrong(f"hostile requests of some kinds were not answered: {counts}")
     result: dict[str, Any] = {"streams": STREAMS, "seconds": seconds, "counts": counts, "after": after}
     for name, begin, until in (("quiet_ms", quiet, hostile), ("hostile_ms", hostile, end)):
         cuts = quantiles((gap * 1e3 for at, gap in gaps if begin <= at < until), n=100)
