@@ -4,71 +4,71 @@
     PYTHONPATH=src python tools/step_kernels.py --shape qwen3-0.6b --requests 64 --adapters 8
     PYTHONPATH=src python tools/step_kernels.py --device cpu --requests 2 --length 64
 
-Requests of random tokens decode together, and torch's profiler records `--steps` of their steps. The sum of all kernels
-beside the time of a step says how much of it the device idles. On the CPU the operations of torch are listed, without
-Numba's kernels.
+Requests of random tokens decode together. torch's profiler records all of a short run and all of one that is longer by
+`--steps` steps, and the kernels of these steps are the difference, since the prompts of both are in the prefix cache.
+The time of a step is the median of a run without the profiler; what the kernels do not take of it, the device idles. On
+the CPU the operations of torch are listed, without Numba's kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from quire.bench.engine_timing import steady_steps
 from quire.bench.engines import Quire
 from quire.bench.random_adapters import write_adapters
 from quire.bench.workloads import SHAPES, WEIGHTS, Work, random_work, write_shape
-from quire.engine import Completion, SamplingParams, shipped_model
+from quire.engine import shipped_model
 from quire.engine.checkpoint import read_config
 
-# Steps in which all requests decode before those that are recorded.
-_WARM_UP = 8
+# Steps of the short run.
+_FEW = 8
+# Calls and microseconds of each kernel, by its name.
+Kernels = dict[str, tuple[float, float]]
 
 
-def record(engine: Quire, work: Sequence[Work], steps: int, device: str) -> tuple[Any, float]:
-    """The profile of steps in which all requests decode, and the milliseconds of one."""
-    activity = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
+def recorded(engine: Quire, work: Sequence[Work], on_gpu: bool) -> Kernels:
+    """The kernels of a whole run."""
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     # Operations of the CPU are recorded in the thread that begins to, unless all threads are asked for.
-    recorder = profile(activities=[activity], experimental_config=_ExperimentalConfig(profile_all_threads=True))
-    tokens, times = [0] * len(work), list[float]()
-
-    def note(i: int, part: Completion) -> None:
-        tokens[i] += len(part.token_ids)
-        if i or min(tokens) == 0:
-            return
-        times.append(time.perf_counter())
-        if len(times) == _WARM_UP:
-            recorder.start()
-        elif len(times) == _WARM_UP + steps:
-            recorder.stop()
-
-    params = [SamplingParams(temperature=0, max_tokens=w.max_tokens, ignore_eos=True) for w in work]
-    adapters = [w.adapter for w in work]
-    engine.llm.generate([w.prompt for w in work], params, adapter=adapters, on_update=note)
-    return recorder, (times[_WARM_UP + steps - 1] - times[_WARM_UP - 1]) / steps * 1e3
+    with profile(activities=[activity], experimental_config=_ExperimentalConfig(profile_all_threads=True)) as recorder:
+        engine.run(work)
+    averages: Any = recorder.key_averages()
+    rows = {x.key: (x.count, x.self_device_time_total if on_gpu else x.self_cpu_time_total) for x in averages}
+    # On a GPU, calls of the driver are recorded, too, which take no time there.
+    return {name: row for name, row in rows.items() if row[1] > 0}
 
 
-def table(recorder: Any, step_ms: float, steps: int, rows: int) -> str:
+def of_step(engine: Quire, work: Sequence[Work], steps: int, on_gpu: bool) -> Kernels:
+    """The kernels of one step, in the mean."""
+    few, many = (
+        recorded(engine, [replace(w, max_tokens=tokens) for w in work], on_gpu) for tokens in (_FEW, _FEW + steps)
+    )
+    none = (0.0, 0.0)
+    return {
+        name: ((count - few.get(name, none)[0]) / steps, (us - few.get(name, none)[1]) / steps)
+        for name, (count, us) in many.items()
+    }
+
+
+def table(kernels: Kernels, step_ms: float, rows: int) -> str:
     """The kernels that take longest, and the sum of all."""
-    kernels = sorted(recorder.key_averages(), key=lambda x: -_microseconds(x))
-    total = sum(map(_microseconds, kernels)) / steps
-    calls = sum(x.count for x in kernels) / steps
+    calls, total = (sum(row[i] for row in kernels.values()) for i in (0, 1))
     lines = [f"a step takes {step_ms:.3f} ms, in which {calls:,.0f} kernels take {total / 1e3:.3f} ms", ""]
     lines += ["| kernel | calls | us | us of a call |", "|---|--:|--:|--:|"]
-    for x in kernels[:rows]:
-        us = _microseconds(x) / steps
-        lines.append(f"| {x.key[:100]} | {x.count / steps:,.1f} | {us:,.1f} | {us * steps / x.count:,.2f} |")
+    for name, (count, us) in sorted(kernels.items(), key=lambda item: -item[1][1])[:rows]:
+        each = f"{us / count:,.2f}" if count else ""
+        lines.append(f"| {name[:100]} | {count:,.1f} | {us:,.1f} | {each} |")
     return "\n".join(lines)
-
-
-def _microseconds(row: Any) -> float:
-    return float(row.self_device_time_total or row.self_cpu_time_total)
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=0, help="of rank 16, which requests have in turn")
     parser.add_argument("--rows", type=int, default=40, help="kernels that are listed")
     args = parser.parse_args()
-    output = _WARM_UP + args.steps + 64
+    output = _FEW + args.steps
     with tempfile.TemporaryDirectory() as name:
         folder = shipped_model() if args.shape is None else write_shape(args.shape, Path(name), args.weights)
         options: dict[str, Any] = {}
@@ -90,14 +90,13 @@ def main() -> None:
             adapters = write_adapters(read_config(folder, False), Path(name) / "adapters", args.adapters, 16)
             options = {"adapters": adapters, "max_adapters": args.adapters, "max_adapter_rank": 16}
         engine = Quire(folder, args.device, args.length + output, args.requests, **options)
+        work = random_work(args.requests, (args.length,) * 2, (output,) * 2, engine.llm.model.vocab_size, 0)
         names = list(options.get("adapters", {})) or [None]
-        vocab = engine.llm.model.vocab_size
-        # Kernels that are compiled at their first call are compiled here.
-        engine.run(random_work(args.requests, (args.length,) * 2, (8, 8), vocab, 1))
-        work = random_work(args.requests, (args.length,) * 2, (output,) * 2, vocab, 2)
-        work = [Work(w.prompt, w.max_tokens, names[i % len(names)]) for i, w in enumerate(work)]
-        recorder, step_ms = record(engine, work, args.steps, args.device)
-        print(table(recorder, step_ms, args.steps, args.rows))
+        work = [replace(w, adapter=names[i % len(names)]) for i, w in enumerate(work)]
+        # Kernels that are compiled at their first call are compiled here, and the prompts are in the cache afterwards.
+        engine.run(work)
+        step_ms = median(steady_steps(engine.run(work))) * 1e3
+        print(table(of_step(engine, work, args.steps, args.device != "cpu"), step_ms, args.rows))
         engine.close()
 
 
