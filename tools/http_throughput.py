@@ -31,7 +31,7 @@ from soak_server import Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from quire.bench.workloads import write_shape
+from quire.bench.workloads import as_range, write_shape
 
 
 def write_tokenizer(folder: Path) -> int:
@@ -47,7 +47,7 @@ def write_tokenizer(folder: Path) -> int:
 
 
 class VllmServer:
-    """`vllm serve` of a folder with random weights, until the end of the context.
+    """`vllm serve` in a process, for a model with random weights.
 
     Args:
         folder: has a config.json and a tokenizer.
@@ -95,8 +95,9 @@ def vllm_bench(url: str, folder: Path, rate: str, args: argparse.Namespace, seed
     return {"rate": rate, "seconds": result["duration"], "output_tokens_s": result["output_throughput"], **times}
 
 
-def bench(words: list[str], out: Path) -> dict[str, Any]:
+def bench(words: list[str], folder: Path) -> dict[str, Any]:
     """The result of `quire bench`."""
+    out = folder / "quire-bench.json"
     subprocess.run([sys.executable, "-m", "quire", "bench", *words, "--json", str(out)], check=True, stdout=sys.stderr)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
@@ -106,7 +107,7 @@ def load(url: str, folder: Path, size: int, args: argparse.Namespace) -> list[di
     """The rows of a server, by all clients at all rates."""
     work = ["--requests", str(args.requests), "--input", args.input, "--output", args.output, "--rate", args.rate]
     given = ["--url", url, "--clients", str(args.clients), "--vocab-size", str(size)]
-    rows = [{"client": "quire bench serve", **row} for row in bench(["serve", *given, *work], args.out)["runs"]]
+    rows = [{"client": "quire bench serve", **row} for row in bench(["serve", *given, *work], folder)["runs"]]
     if args.vllm:
         for seed, rate in enumerate(args.rate.split(",")):
             rows.append({"client": "vllm bench serve", **vllm_bench(url, folder, rate, args, seed)})
@@ -123,7 +124,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         size = write_tokenizer(write_shape(args.shape, folder))
         shape, model = ["--shape", args.shape], [str(folder), "--load-format", "dummy"]
     device = ["--device", args.device]
-    result = bench(["throughput", *shape, *device, *work, "--max-num-seqs", str(args.max_num_seqs)], args.out)
+    result = bench(["throughput", *shape, *device, *work, "--max-num-seqs", str(args.max_num_seqs)], folder)
     engine = result["cells"][0]["output_tokens_s"]
     result |= {"operation": "http_throughput", "clients": args.clients, "runs": []}
     options = ["--max-num-seqs", str(args.max_num_seqs), "--max-queue", str(2 * args.requests)]
@@ -177,6 +178,10 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if args.vllm and any(
+        low != high for low, high in (as_range(args.input, "--input"), as_range(args.output, "--output"))
+    ):
+        parser.error("--vllm: requests must have one length, like 400:400, since `vllm bench serve` draws others")
     with tempfile.TemporaryDirectory() as folder:
         print(http(measure(args, Path(folder))))
 
