@@ -202,7 +202,7 @@ _KILLED = {
 # Of the server.
 OPTIONS = {
     "random": ("--num-pages", "1000"),
-    # Hostile requests that are in order need places, too.
+    # Beside the streams there is room for the hostile requests that are accepted.
     "hostile": ("--max-num-seqs", str(STREAMS + 64)),
     "openapi": ("--max-model-len", "128"),
 }

@@ -19,7 +19,7 @@ from soak_clients import JSON, PATIENCE, Wrong
 from soak_server import Server, connected
 
 STREAMS = 300
-# How often a 99th percentile may be that of the time without hostile requests.
+# The 99th percentile with hostile requests may be so many times that without them.
 MOST = 2.0
 # Clients that send one hostile request after the other, and how many different bodies of a kind they have.
 _CLIENTS = 2
@@ -45,7 +45,7 @@ def _body(**fields: Any) -> str:
     return json.dumps({"prompt": _TEXT, "max_tokens": 1, **fields})
 
 
-# What answers may be: the request is bounded and done, or refused.
+# By name, the statuses that the answer may have, and what makes a body.
 REQUESTS: dict[str, tuple[set[int], Callable[[random.Random], str]]] = {
     "a text far beyond the context": ({400}, lambda rng: _body(prompt=_TEXT * 100_000)),
     "many tokens": ({400}, lambda rng: _body(prompt=[7] * 500_000)),

@@ -49,11 +49,7 @@ def load_by_processes(
 
 
 def _part(
-    server: tuple[str, str | None],
-    model: str,
-    requests: Sequence[LoadRequest],
-    at: Sequence[float],
-    timeout: float,
+    server: tuple[str, str | None], model: str, requests: Sequence[LoadRequest], *work: Any
 ) -> tuple[list[RequestRecord], list[float]]:
     """The part of one process, which sends when all others are ready, too."""
 
@@ -63,6 +59,6 @@ def _part(
             with suppress(Refused):
                 await send_untimed(client, model, requests)
             _barrier.wait()
-            return await load(client, model, requests, at, timeout)
+            return await load(client, model, requests, *work)
 
     return asyncio.run(send())

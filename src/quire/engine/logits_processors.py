@@ -59,7 +59,15 @@ class TokenRules:
         return cls(np.array(tokens, np.int64), np.array(values, float), np.array(until, np.int64), allowed, words)
 
     def permitted(self, tokens: np.ndarray, output: Sequence[int]) -> np.ndarray:
-        """Those of the tokens that may follow an output."""
+        """The tokens that may follow an output, of those given.
+
+        Args:
+            tokens: int64 [n], token ids.
+            output: the tokens of the output.
+
+        Returns:
+            int64 [m], in ascending order.
+        """
         if self.allowed is not None:
             tokens = np.intersect1d(tokens, self.allowed)
         forbidden = self.tokens[(self.values == -np.inf) & (len(output) < self.until)].tolist()
