@@ -37,6 +37,10 @@ def rendered(names: str) -> str:
         return mini_sglang(result)
     if operation == "http_throughput":
         return http(result)
+    if operation == "exchanges":
+        return exchanges(result)
+    if operation == "skinny":
+        return skinny(result)
     if "runs" in result:
         return soak(result)
     if "vllm" in result and "kv_cache_dtype" in result:
@@ -278,6 +282,36 @@ def http(result: dict[str, Any]) -> str:
         part = f"{row['part']:.2f}" if row["rate"] == "inf" else ""
         names = [row["server"], str(row["api_processes"]), row["client"], str(row["rate"])]
         lines.append(f"| {' | '.join([*names, format(row['output_tokens_s'], ',.0f'), *times, part])} |")
+    return "\n".join(lines) + "\n"
+
+
+def exchanges(result: dict[str, Any]) -> str:
+    """The machine, and the tables of a result of tools/exchange_times.py."""
+    names = {"quire": "Quire", "one_shot": "torch, one-shot", "two_shot": "torch, two-shot", "nccl": "NCCL"}
+    lines = [
+        f"{result['gpus']} {result['device']}, torch {result['torch']}, triton {result['triton']}, {result['date']}; a "
+        f"copy from one to the other is at {result['ceilings']['peer_copy_gb_s']:,.0f} GB/s:\n",
+        f"| sum of, µs | {' | '.join(names.values())} |",
+        "|---|" + "--:|" * len(names),
+    ]
+    for cell in result["cells"]:
+        lines.append(f"| {cell['bytes'] >> 10:,} KiB | {' | '.join(f'{cell[name]:.1f}' for name in names)} |")
+    lines += ["", "| rows of 4,096, µs | sum and norm in one kernel | in two |", "|---|--:|--:|"]
+    lines += [f"| {row['rows']} | {row['fused']:.1f} | {row['apart']:.1f} |" for row in result["norms"]]
+    return "\n".join(lines) + "\n"
+
+
+def skinny(result: dict[str, Any]) -> str:
+    """The machine, and the table of a result of tools/skinny_products.py."""
+    lines = [
+        f"{result['device']}, torch {result['torch']}, triton {result['triton']}, {result['date']}; the floor is at "
+        f"{result['ceilings']['read_gb_s']:,.0f} GB/s:\n",
+        "| layer | rows | floor µs | cuBLAS µs | Quire µs | error |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for cell in result["cells"]:
+        times = " | ".join(f"{cell[name]:.1f}" for name in ("floor_us", "cublas", "quire"))
+        lines.append(f"| {cell['shape']} | {cell['rows']} | {times} | {cell['error']:.1e} |")
     return "\n".join(lines) + "\n"
 
 

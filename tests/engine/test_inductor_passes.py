@@ -10,9 +10,17 @@ pytest.importorskip("transformers")
 import torch._dynamo.config
 import torch._inductor.config
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from quire.engine.inductor_passes import COMPILE_ERRORS, KNOWN_VERSIONS, Replacements, compiling, replace_topk
+from quire.engine.inductor_passes import (
+    COMPILE_ERRORS,
+    KNOWN_VERSIONS,
+    Replacements,
+    compiling,
+    replace_products,
+    replace_topk,
+)
 
 
 def test_known_version_is_installed():
@@ -20,7 +28,7 @@ def test_known_version_is_installed():
     assert torch.__version__.startswith(tuple(f"{version}." for version in KNOWN_VERSIONS))
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 8, 9])
 def test_compiling_changes_the_settings_within_the_context_alone(tokens):
     def settings():
         inductor = torch._inductor.config
@@ -28,7 +36,7 @@ def test_compiling_changes_the_settings_within_the_context_alone(tokens):
 
     before = settings()
     with compiling(tokens):
-        assert settings() == (True, True, tokens == 1)
+        assert settings() == (True, True, tokens <= 8)
         assert isinstance(torch._inductor.config.post_grad_custom_pre_pass, Replacements)
     assert settings() == before
 
@@ -69,6 +77,64 @@ def test_replace_topk_of_largest_elements_of_rows_calls_quire(choose, replaced):
     assert (torch.ops.quire.topk.default in targets, torch.ops.aten.topk.default in targets) == (replaced, not replaced)
     for found, expected in zip(traced(x), choose(x), strict=True):
         assert torch.equal(found.sort().values, expected.sort().values)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "device", "replaced"),
+    [
+        (8, torch.bfloat16, "cuda", True),
+        (9, torch.bfloat16, "cuda", False),
+        (1, torch.float32, "cuda", True),
+        (2, torch.float32, "cuda", False),
+        (8, torch.bfloat16, "cpu", False),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_replace_products_of_few_rows_on_a_gpu_calls_quire(rows, dtype, device, replaced, has_bias):
+    """Traced without memory, so that no GPU is needed."""
+    with FakeTensorMode():
+        x, weight, bias = (torch.empty(shape, dtype=dtype, device=device) for shape in ((rows, 16), (4, 16), (4,)))
+
+    def forward(x, weight, bias):
+        transposed = torch.ops.aten.permute.default(weight, [1, 0])
+        return torch.addmm(bias, x, transposed) if has_bias else torch.mm(x, transposed)
+
+    traced = make_fx(forward, tracing_mode="real")(x, weight, bias)
+    replace_products(traced.graph)
+    calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+    assert [node.target for node in calls if "permute" not in str(node.target)] == [
+        torch.ops.quire.skinny_gemm.default
+        if replaced
+        else (torch.ops.aten.addmm.default if has_bias else torch.ops.aten.mm.default)
+    ]
+    if replaced:
+        assert [None if each is None else each.name for each in calls[0].args] == [
+            "x_1", "weight_1", "bias_1" if has_bias else None
+        ]  # fmt: skip
+
+
+def test_replace_products_of_transposed_weights_leaves_them():
+    with FakeTensorMode():
+        x, weight = (torch.empty(4, 4, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    traced = make_fx(torch.mm, tracing_mode="real")(x, weight)
+    replace_products(traced.graph)
+    assert torch.ops.aten.mm.default in {node.target for node in traced.graph.nodes}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5])
+def test_compiled_product_of_few_rows_on_a_gpu_calls_quire(rows):
+    x, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (rows, 7))
+
+    def forward(x, weight):
+        assert len(x) <= 8
+        return torch.nn.functional.linear(x, weight)
+
+    torch._dynamo.mark_dynamic(x, 0) if rows > 1 else None
+    with compiling(rows), torch.inference_mode():
+        found, (code,) = run_and_get_code(torch.compile(forward), x, weight)
+    assert "quire.skinny_gemm" in code
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

@@ -21,8 +21,9 @@ from quire.engine.decoder_layers import Norms
 class CompiledLayers:
     """Decoder layers and norms of a network whose `forward` can be compiled.
 
-    The number of tokens is dynamic in compiled code; a single token has code of its own. What torch compiles is kept on
-    disk, where torch keeps it (TORCHINDUCTOR_CACHE_DIR).
+    The number of tokens is dynamic in compiled code. On a GPU a few tokens, whose products have a kernel of their own,
+    have code of their own, and so has a single one. What torch compiles is kept on disk, where torch keeps it
+    (TORCHINDUCTOR_CACHE_DIR).
 
     Args:
         layers: the modules. Those of one class share compiled code, where they differ in weights alone.

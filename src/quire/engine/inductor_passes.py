@@ -16,12 +16,13 @@ import torch._inductor.config as inductor
 from torch import fx
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from quire.engine import fused_norms
 from quire.engine.fused_norms import fuse_norms
 
-# This import registers torch.ops.quire.topk.
-from quire.steps import topk  # noqa: F401
+# This import registers torch.ops.quire.topk and torch.ops.quire.skinny_gemm.
+from quire.steps import MAX_SKINNY_ROWS, max_skinny_rows, topk  # noqa: F401
 
 KNOWN_VERSIONS = ("2.11", "2.13")
 # What torch.compile raises for code that it cannot compile.
@@ -33,6 +34,7 @@ class Replacements(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         replace_topk(graph)
+        replace_products(graph)
         fuse_norms(graph)
 
     def uuid(self) -> bytes:
@@ -51,13 +53,38 @@ def replace_topk(graph: fx.Graph) -> None:
             node.target, node.args = torch.ops.quire.topk.default, node.args[:2]
 
 
+def replace_products(graph: fx.Graph) -> None:
+    """Let `quire.steps.skinny_gemm` multiply few rows on a GPU where modelling code has a product that is not that of a
+    layer, as routers of experts do.
+    """
+    aten = torch.ops.aten
+    for target in (aten.mm.default, aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            *bias, x, transposed = node.args
+            if node.kwargs or transposed.target != aten.permute.default or transposed.args[1] != [1, 0]:
+                continue
+            weight = transposed.args[0]
+            tensors = [each.meta["val"] for each in (x, weight, *bias)]
+            if _is_skinny(*tensors):
+                node.target, node.args = torch.ops.quire.skinny_gemm.default, (x, weight, *(bias or [None]))
+    graph.eliminate_dead_code()
+
+
+def _is_skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether `skinny_gemm` multiplies tensors on a GPU, without a guard where the number of rows of x is not known."""
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    alike = all(each.is_cuda and each.is_contiguous() and each.dtype == x.dtype for each in tensors)
+    is_row = bias is None or bias.ndim == 1
+    return is_row and alike and statically_known_true(x.shape[0] <= max_skinny_rows(x.dtype))
+
+
 @contextmanager
 def compiling(tokens: int) -> Iterator[None]:
     """A context for calls with so many tokens, which may compile.
 
     Numbers of modules, such as a norm's epsilon, are constants. What takes little time, such as the norms of queries
-    and of keys, is computed by one kernel. The kernels of a single token take as long as their launches, so each is
-    launched while the one before it runs (programmatic dependent launch); steps of more tokens became slower by it
+    and of keys, is computed by one kernel. The kernels of a few tokens take as long as their launches, so each is
+    launched while the one before it runs (programmatic dependent launch); steps of many tokens became slower by it
     (docs/notes/triton-experiments.md). No kernel writes to its inputs: those that did would be tuned with copies of
     them, whose launches take the host longer than most kernels run, so that all configurations looked alike.
     """
@@ -65,7 +92,7 @@ def compiling(tokens: int) -> Iterator[None]:
         "combo_kernels": True,
         "inplace_buffers": False,
         "post_grad_custom_pre_pass": Replacements(),
-        "triton.enable_pdl": tokens == 1,
+        "triton.enable_pdl": tokens <= MAX_SKINNY_ROWS,
     }
     with torch._dynamo.config.patch(specialize_float=True), inductor.patch(options):
         yield

@@ -1,5 +1,5 @@
 """Linear layers: those that share their input, as q_proj, k_proj and v_proj do, are computed by one matrix product, and
-products of a single token by a kernel of their own.
+products of one token or a few by a kernel of their own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Code that the engine and serving backends share: tables of a step, writes to the cache, plans, buffers of graphs,
-products of single tokens, of experts, of adapters and with quantized weights, the choice of experts, the most likely
+products of few tokens, of experts, of adapters and with quantized weights, the choice of experts, the most likely
 tokens of logits, and exchanges of GPUs.
 
 A scheduler knows each request's length, its number of new tokens and its pages. `StepTables` turns that into the
@@ -19,6 +19,7 @@ from quire.kernels.exchange import Exchange, add_norm
 from quire.kernels.grouped_gemm import group_by_expert, grouped_gemm
 from quire.kernels.lora import RANK_PAGE, add_lora, add_lora_embedding, group_by_slot
 from quire.kernels.sampling import greedy_rows
+from quire.kernels.skinny_gemm import MAX_SKINNY_ROWS, max_skinny_rows
 from quire.kernels.topk import topk
 from quire.steps.graphs import GraphBuffers
 from quire.steps.masks import pack_mask, prefix_window_mask
@@ -32,6 +33,7 @@ __all__ = [
     "GraphBuffers",
     "Heads",
     "Layer",
+    "MAX_SKINNY_ROWS",
     "RANK_PAGE",
     "StepTables",
     "add_lora",
@@ -45,6 +47,7 @@ __all__ = [
     "group_by_slot",
     "grouped_code_product",
     "grouped_gemm",
+    "max_skinny_rows",
     "multiplies_codes",
     "pack_mask",
     "pack_words",

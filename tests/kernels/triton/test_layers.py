@@ -54,18 +54,20 @@ def test_norms_compile_for_every_architecture(target):
 
 
 @every_architecture
-def test_gemv_compiles_for_every_architecture(target):
-    from quire.kernels.triton.gemv import gemv_config, multiply_rows
+def test_products_of_one_and_of_few_rows_compile_for_every_architecture(target):
+    from quire.kernels.triton.skinny_gemm import gemv_config, multiply_few, multiply_row, skinny_config
 
-    for size in (1000, 1024, 4096, 14336):
-        c = replace(gemv_config(size, torch.device("cpu")), launch_pdl=target in ("sm_90", "sm_100", "sm_120"))
-        given = {"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "out": "*bf16", "c": c}
-        usage = check(multiply_rows, target, given, c.num_warps)
-        if target == "sm_90":
-            loads = [line for line in usage.asm["ptx"].splitlines() if "ld.global" in line or "griddep" in line]
-            first = loads[: loads.index(next(line for line in loads if "griddep" in line))]
-            assert first, "the first loads do not wait for the launch before"
-            assert all(".v4." in line for line in first), "16 bytes each"
+    few = (multiply_few, skinny_config, (1000, 4096))
+    for kernel, config, sizes in ((multiply_row, gemv_config, (1000, 1024, 4096, 14336)), few):
+        for size in sizes:
+            c = replace(config(size, torch.device("cpu")), launch_pdl=target in ("sm_90", "sm_100", "sm_120"))
+            given = {"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "out": "*bf16", "c": c}
+            usage = check(kernel, target, given, c.num_warps, spills=8 if target == "sm_80" else 0)
+            if target == "sm_90":
+                loads = [line for line in usage.asm["ptx"].splitlines() if "ld.global" in line or "griddep" in line]
+                first = loads[: loads.index(next(line for line in loads if "griddep" in line))]
+                assert first, "the first loads do not wait for the launch before"
+                assert all(".v4." in line for line in first), "16 bytes each"
 
 
 @every_architecture
