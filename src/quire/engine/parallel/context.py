@@ -105,22 +105,17 @@ class ContextParallelRunner(Runner):
         q = q.contiguous()
         options: Any = {"sm_scale": layer.sm_scale, "logits_soft_cap": layer.logits_soft_cap, "return_lse": True}
         wrapper = self._active[layer.heads]
-        states = self._states_of_all(*wrapper.pages.run(q, self.caches[index], **options))
+        # Those of all ranks, [ranks, tokens, heads, head_dim_vo + 1].
+        states = self.ranks.stack(_packed(*wrapper.pages.run(q, self.caches[index], **options)))
         if self._max_count > 1:
-            states = torch.cat([states, _packed(*wrapper.new_tokens.run(q, k, v, **options))[:, None]], dim=1)
-        out, lse = states.split([layer.heads.head_dim_vo, 1], dim=-1)
-        return merge_states(out.contiguous(), lse.squeeze(-1).contiguous())[0].to(q.dtype)
-
-    def _states_of_all(self, out: Tensor, lse: Tensor) -> Tensor:
-        """The partial states of all ranks, float32 [tokens, ranks, heads, head_dim_vo + 1], with the LSE as the last
-        elements.
-        """
-        own = _packed(out, lse)
-        return self.ranks.concatenated(own).unflatten(-1, (self.ranks.size, own.shape[-1])).transpose(1, 2)
+            states = torch.cat([states, _packed(*wrapper.new_tokens.run(q, k, v, **options))[None]])
+        out, lse = states.transpose(0, 1).split([layer.heads.head_dim_vo, 1], dim=-1)
+        return merge_states(out, lse.squeeze(-1).contiguous())[0].to(q.dtype)
 
     def _cache_pages(self) -> int:
         return -(-self.num_pages // self.ranks.size)
 
 
 def _packed(out: Tensor, lse: Tensor) -> Tensor:
+    """A partial state in float32, [tokens, heads, head_dim_vo + 1], whose last elements are the LSE."""
     return torch.cat([out.float(), lse[..., None]], dim=-1)

@@ -116,12 +116,17 @@ class Ranks:
 
     def gather(self, x: Tensor) -> Tensor:
         """`concatenated`, outside of compiled layers."""
+        return torch.cat(self.stack(x).unbind(), dim=-1)
+
+    def stack(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, of equal shapes, [size, *x.shape], outside of compiled layers."""
         if self.exchange is not None:
-            return torch.cat(self.exchange.gather(x).unbind(), dim=-1)
-        parts = [torch.empty_like(x) for _ in range(self.size)]
+            return self.exchange.gather(x)
+        parts = x.new_empty(self.size, *x.shape)
         with _exchanging():
-            self._group.allgather([parts], [x.contiguous()], self._with_timeout(AllgatherOptions())).wait()
-        return torch.cat(parts, dim=-1)
+            options = self._with_timeout(AllgatherOptions())
+            self._group.allgather([list(parts.unbind())], [x.contiguous()], options).wait()
+        return parts
 
     def broadcast(self, x: Tensor) -> Tensor:
         """`of_first`, outside of compiled layers."""
