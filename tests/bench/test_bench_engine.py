@@ -87,6 +87,20 @@ def test_percentiles_and_steady_steps_equal_numbers_by_hand():
     assert engine_timing.steady_steps([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 9.0]]) == [1.0, 1.0]
 
 
+def test_latency_of_a_long_cell_has_shorter_prompts_in_the_round_that_is_not_timed(monkeypatch):
+    monkeypatch.setattr(engine_timing, "_MAX_UNTIMED_INPUT", 7)
+    lengths = []
+
+    def run(work):
+        lengths.append([len(each.prompt) for each in work])
+        return [[1.0, 2.0, 3.0]] * len(work)
+
+    setup = engine_timing.Setup(Path("a folder"), "a model", "cpu")
+    found = engine_timing._latency(SimpleNamespace(run=run), LatencyCell(2, 30, 3), 2, 100, setup, None, 0)
+    assert lengths == [[7, 7], [30, 30], [30, 30]]
+    assert found["step_ms"]["p50"] == 1000
+
+
 def test_floor_bytes_of_a_step_equal_numbers_by_hand(tmp_path):
     with engines.LLM(save("mistral", tmp_path), num_pages=64) as llm:
         tokens = 2 * 2 * 16 * 4 * 4  # keys and values of a token: 2 heads of 16 floats in 4 layers

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from helpers.checkpoints import save
 from helpers.ranks import check_completions, random_params, random_prompts
 from quire.engine import LLM, SamplingParams
 
@@ -19,8 +22,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 EXACT = {"device": "cuda", "dtype": "float32", "num_pages": 400}
-
-
 EAGER = {"compile": False, "cuda_graphs": False}
 
 
@@ -31,6 +32,66 @@ def test_llm_on_two_gpus_has_the_tokens_of_one(kind, options, rng):
         assert (two._engine.runner.step_graphs is None) == (options == EAGER)
         for _ in range(3):
             check_completions(one, two, random_prompts(rng, 20), random_params(rng, 20))
+
+
+def check_tokens(folder, rng, kind="tensor_parallel_size", **options):
+    """Compare the completions of an engine on two GPUs, with CUDA graphs, with those of one on one GPU."""
+    prompts, params = random_prompts(rng, 20, 96), random_params(rng, 20)
+    names = [None, *options.get("adapters", {})]
+    with LLM(folder, **EXACT, **options) as one, LLM(folder, **EXACT, **options, **{kind: 2}) as two:
+        assert two._engine.runner.step_graphs is not None
+        check_completions(one, two, prompts, params, adapter=[rng.choice(names) for _ in prompts])
+
+
+# Experts, outputs that are gathered, and a norm over all heads.
+@pytest.mark.parametrize("name", ["mixtral", "phi3", "olmo2"])
+def test_llm_on_two_gpus_has_the_tokens_of_one_for_architectures(name, tmp_path, rng):
+    check_tokens(save(name, tmp_path, vocab_size=96), rng, compile=False)
+
+
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "context_parallel_size"])
+def test_llm_on_two_gpus_with_drafts_has_the_tokens_of_one(kind, tmp_path, rng):
+    check_tokens(save("qwen3", tmp_path, vocab_size=96), rng, kind, speculative_tokens=3)
+
+
+def test_llm_on_two_gpus_with_adapters_has_the_tokens_of_one(tmp_path, rng):
+    pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from helpers.adapters import save_adapter
+
+    base, adapters = save("llama", tmp_path / "base", vocab_size=96), {}
+    for name, rank, modules in [
+        ("all", 18, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+        ("some", 5, ["q_proj", "down_proj"]),
+    ]:
+        own = AutoModelForCausalLM.from_pretrained(base)
+        adapters[name] = save_adapter(own, tmp_path / name, r=rank, lora_alpha=rank, target_modules=modules)
+    check_tokens(base, rng, adapters=adapters, max_adapters=2)
+
+
+@pytest.mark.parametrize(("model", "name"), [("llama", "awq"), ("llama", "fp8 block"), ("mixtral", "fp8 block")])
+def test_llm_on_two_gpus_with_quantized_weights_has_the_tokens_of_one(model, name, tmp_path, rng, request):
+    pytest.importorskip("compressed_tensors")
+    from helpers import quantized
+
+    folder, _ = quantized.quantize(request.getfixturevalue(model), tmp_path, name)
+    check_tokens(folder, rng, compile=False)
+
+
+def test_torchrun_processes_on_two_gpus_are_the_ranks_of_one_llm(tmp_path):
+    program = """
+from quire.engine import LLM, SamplingParams
+with LLM(device="cuda", dtype="float32", num_pages=99, compile=False, tensor_parallel_size=2) as llm:
+    print(llm.generate("import os", SamplingParams(temperature=0, max_tokens=9))[0].token_ids)
+"""
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    with LLM(**EXACT, **EAGER) as one:
+        (expected,) = one.generate("import os", SamplingParams(temperature=0, max_tokens=9))
+    assert done.stdout == f"{expected.token_ids}\n"
 
 
 @pytest.mark.parametrize(
