@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +44,15 @@ def check_completions(
     until_idle(several)
     assert pages_add_up(several)
     return expected
+
+
+def torchrun(folder: Path, processes: int, program: str) -> tuple[int, str, str]:
+    """The exit code of a program that torchrun has started, which is written to a folder, and what it has printed."""
+    file = folder / "program.py"
+    file.write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=180)
+    return done.returncode, done.stdout, done.stderr
 
 
 class ThreadRank:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from helpers.checkpoints import save
-from helpers.ranks import check_completions, random_params, random_prompts
+from helpers.ranks import check_completions, random_params, random_prompts, torchrun
 from quire.engine import LLM, SamplingParams
 
 pytestmark = [
@@ -85,13 +83,11 @@ from quire.engine import LLM, SamplingParams
 with LLM(device="cuda", dtype="float32", num_pages=99, compile=False, tensor_parallel_size=2) as llm:
     print(llm.generate("import os", SamplingParams(temperature=0, max_tokens=9))[0].token_ids)
 """
-    (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
+    code, printed, errors = torchrun(tmp_path, 2, program)
+    assert code == 0, errors
     with LLM(**EXACT, **EAGER) as one:
         (expected,) = one.generate("import os", SamplingParams(temperature=0, max_tokens=9))
-    assert done.stdout == f"{expected.token_ids}\n"
+    assert printed == f"{expected.token_ids}\n"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from helpers import quantized
 from helpers.checkpoints import save
 from helpers.engines import pages_add_up, same, until_idle
-from helpers.ranks import check_completions, random_params, random_prompts
+from helpers.ranks import check_completions, random_params, random_prompts, torchrun
 from helpers.server_processes import children_of, is_alive, until_ended
 from quire.bench.batches import relative_error
 from quire.engine import LLM, EmbeddingParams, SamplingParams, shipped_model
@@ -186,14 +186,6 @@ def test_llm_whose_rank_ends_while_nothing_runs_is_not_alive():
         while llm.alive:
             assert time.monotonic() < end, "the engine goes on"
             time.sleep(0.05)
-
-
-def torchrun(tmp_path, processes, program):
-    """What torchrun has printed, and its exit code."""
-    (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run([*command, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.slow
