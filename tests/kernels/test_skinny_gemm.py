@@ -8,10 +8,11 @@ import torch
 from helpers.interpret import INTERPRETED
 from quire.bench.batches import relative_error
 from quire.engine.projections import replace_linears
-from quire.kernels.skinny_gemm import MAX_SKINNY_ROWS, is_skinny, skinny_gemm
+from quire.kernels.skinny_gemm import is_skinny, max_skinny_rows, skinny_gemm
 from quire.steps import product
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MAX_ROWS = max_skinny_rows(torch.float16)
 # Triton's interpreter truncates what it stores as bfloat16 instead of rounding it.
 PRECISION = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.2e-2 if INTERPRETED else 6e-3}
 
@@ -31,7 +32,7 @@ def test_skinny_gemm_of_one_row_matches_float64(device, dtype, rng):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_skinny_gemm_of_a_few_rows_matches_float64(device, dtype, rng):
     for size in (rng.randint(1, 70), 1024, rng.choice((2056, 3072, 4096))):
-        x = torch.randn(*rng.choice(((), (1,))), rng.randint(2, MAX_SKINNY_ROWS), size)
+        x = torch.randn(*rng.choice(((), (1,))), rng.randint(2, MAX_ROWS), size)
         check(x.to(dtype).to(device), rng)
 
 
@@ -54,13 +55,14 @@ def check(x, rng):
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_skinny_gemm_of_a_row_does_not_depend_on_the_rows_beside_it(device, rng):
-    x, weight = torch.randn(MAX_SKINNY_ROWS, 1030).half().to(device), torch.randn(50, 1030).half().to(device)
-    expected = skinny_gemm(x, weight, None)
-    if INTERPRETED or device == "cuda":
-        few = rng.randint(2, MAX_SKINNY_ROWS - 1)
-        beside = torch.cat([x[:few], torch.full_like(x[few:], torch.nan)])
-        assert torch.equal(skinny_gemm(beside, weight, None)[:few], expected[:few])
-        assert torch.equal(skinny_gemm(x[:few], weight, None), expected[:few])
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("torch computes it")
+    x, weight = torch.randn(MAX_ROWS, 1030).half().to(device), torch.randn(50, 1030).half().to(device)
+    few = rng.randint(2, MAX_ROWS - 1)
+    expected = skinny_gemm(x, weight, None)[:few]
+    beside = torch.cat([x[:few], torch.full_like(x[few:], torch.nan)])
+    assert torch.equal(skinny_gemm(beside, weight, None)[:few], expected)
+    assert torch.equal(skinny_gemm(x[:few], weight, None), expected)
 
 
 def test_is_skinny_of_unsupported_tensors_is_false():
@@ -78,7 +80,7 @@ def test_is_skinny_of_unsupported_tensors_is_false():
 def test_is_skinny_depends_on_the_number_of_rows(dtype):
     weight = torch.randn(4, 8)
     rows = [n for n in range(12) if is_skinny(torch.randn(n, 8).to(dtype), weight.to(dtype), None)]
-    assert rows == list(range(1, MAX_SKINNY_ROWS + 1))
+    assert rows == list(range(1, MAX_ROWS + 1))
     # Tensor cores would round float32.
     assert [n for n in range(12) if is_skinny(torch.randn(n, 8), weight, None)] == [1]
 
