@@ -10,9 +10,10 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
+from helpers import quantized
 from helpers.checkpoints import CONFIGS, save
 from quire.engine import LLM, SamplingParams
-from quire.engine.projections import Merged, merge, recorded
+from quire.engine.projections import Merged, max_few_tokens, merge, recorded, replace_linears
 
 
 class Parent(torch.nn.Module):
@@ -115,3 +116,22 @@ def test_merged_layers_of_frozen_weights_stay_frozen():
     assert merged.sizes == [4, 2]
     assert merged.bias is not None
     assert not linear.weight.requires_grad
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 8), (torch.float32, 1), (torch.float64, 1)])
+def test_max_few_tokens_of_layers_is_that_of_their_dtype(dtype, most):
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 4, dtype=dtype))
+    # Only products of `product` have the kernel.
+    assert max_few_tokens([layer]) == 1
+    replace_linears([layer])
+    assert max_few_tokens([layer, torch.nn.SiLU()]) == most
+
+
+@pytest.mark.parametrize(("name", "most"), [(None, 8), ("awq", 1)])
+def test_max_few_tokens_of_models_is_that_of_weights_that_are_not_quantized(name, most, llama, tmp_path):
+    """Otherwise the code of many tokens, which is also that of a few, might be compiled as that of a few."""
+    folder = llama if name is None else quantized.quantize(llama, tmp_path, name)[0]
+    with LLM(folder, device="cpu", dtype="bfloat16", num_pages=50, compile=False, dequantize=False) as llm:
+        layers = llm.model.network.model.layers
+        replace_linears(layers)
+        assert max_few_tokens(layers) == most

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.decoder_layers import Norms
+from quire.engine.projections import max_few_tokens
 
 
 class CompiledLayers:
@@ -33,6 +34,7 @@ class CompiledLayers:
 
     Attributes:
         on: whether the layers run compiled.
+        max_few_tokens: the most tokens that have compiled code apart from that of many (`projections.max_few_tokens`).
         with_adapters: whether products are followed by those of adapters now, for which layers have code of its own.
     """
 
@@ -45,6 +47,7 @@ class CompiledLayers:
     ) -> None:
         handed = handed or Norms()
         self.layers, self.on = list(layers), False
+        self.max_few_tokens = max_few_tokens(self.layers)
         self.with_adapters = False
         self._first, self._norms = handed.first, list(norms)
         for layer in self.layers:

@@ -22,7 +22,7 @@ from quire.engine import fused_norms
 from quire.engine.fused_norms import fuse_norms
 
 # This import registers torch.ops.quire.topk and torch.ops.quire.skinny_gemm.
-from quire.steps import MAX_SKINNY_ROWS, max_skinny_rows, topk  # noqa: F401
+from quire.steps import max_skinny_rows, topk  # noqa: F401
 
 KNOWN_VERSIONS = ("2.11", "2.13")
 # What torch.compile raises for code that it cannot compile.
@@ -79,20 +79,20 @@ def _is_skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 @contextmanager
-def compiling(tokens: int) -> Iterator[None]:
-    """A context for calls with so many tokens, which may compile.
+def compiling(overlapping: bool) -> Iterator[None]:
+    """A context for calls that may compile; `overlapping` is whether launches of compiled kernels overlap.
 
     Numbers of modules, such as a norm's epsilon, are constants. What takes little time, such as the norms of queries
-    and of keys, is computed by one kernel. The kernels of a few tokens take as long as their launches, so each is
-    launched while the one before it runs (programmatic dependent launch); steps of many tokens became slower by it
-    (docs/notes/triton-experiments.md). No kernel writes to its inputs: those that did would be tuned with copies of
-    them, whose launches take the host longer than most kernels run, so that all configurations looked alike.
+    and of keys, is computed by one kernel. The kernels of a few tokens take as long as their launches, so those overlap
+    (programmatic dependent launch); steps of many tokens became slower by it (docs/notes/triton-experiments.md). No
+    kernel writes to its inputs: those that did would be tuned with copies of them, whose launches take the host longer
+    than most kernels run, so that all configurations looked alike.
     """
     options = {
         "combo_kernels": True,
         "inplace_buffers": False,
         "post_grad_custom_pre_pass": Replacements(),
-        "triton.enable_pdl": tokens <= MAX_SKINNY_ROWS,
+        "triton.enable_pdl": overlapping,
     }
     with torch._dynamo.config.patch(specialize_float=True), inductor.patch(options):
         yield

@@ -188,7 +188,7 @@ class Model:
             from quire.engine.inductor_passes import COMPILE_ERRORS, compiling
 
             try:
-                with compiling(len(tokens)):
+                with compiling(len(tokens) <= self.compiled_layers.max_few_tokens):
                     return self._logits(tokens, positions, rows)
             except COMPILE_ERRORS as error:
                 self.compiled_layers.give_up(error)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quire.engine.adapters.hooks import AdapterHook
 from quire.engine.weights.modules import QuantizedLinear, RowsOf, can_join, joined
-from quire.steps import product
+from quire.steps import max_skinny_rows, product
 
 
 class Linear(nn.Linear):
@@ -157,6 +157,14 @@ def _can_merge(group: list[nn.Linear]) -> bool:
 def merge(groups: Iterable[list[nn.Linear]]) -> list[Merged]:
     """Merge each group of layers. No more memory is used, but for the weights of one group at a time."""
     return [Merged(group) for group in groups]
+
+
+def max_few_tokens(layers: Iterable[nn.Module]) -> int:
+    """The most tokens that `product` multiplies by the kernel for few rows in these layers, which have compiled code of
+    their own; 1 where there are no such products, since torch.compile always compiles a single token apart.
+    """
+    linears = [m for layer in layers for m in layer.modules() if isinstance(m, Linear | _Part)]
+    return max([1, *(max_skinny_rows(m.weight.dtype) for m in linears if isinstance(m.weight, Tensor))])
 
 
 def replace_linears(layers: Iterable[nn.Module]) -> None:

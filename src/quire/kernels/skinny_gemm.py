@@ -8,13 +8,12 @@ from torch.nn import functional as F
 
 from quire.kernels.ops import on_triton
 
-# The most rows, which tensor cores multiply at a time.
-MAX_SKINNY_ROWS = 8
-
 
 def max_skinny_rows(dtype: torch.dtype) -> int:
-    """The most rows of a dtype that `skinny_gemm` multiplies, in float32. Tensor cores would round those of float32."""
-    return {torch.float16: MAX_SKINNY_ROWS, torch.bfloat16: MAX_SKINNY_ROWS, torch.float32: 1}.get(dtype, 0)
+    """The most rows of a dtype that `skinny_gemm` multiplies: as many of 16 bits as tensor cores take at a time, one of
+    float32, whose products tensor cores would round, and 0 of other dtypes.
+    """
+    return {torch.float16: 8, torch.bfloat16: 8, torch.float32: 1}.get(dtype, 0)
 
 
 def is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -27,8 +26,8 @@ def is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 @torch.library.custom_op("quire::skinny_gemm", mutates_args=())
 def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`torch.nn.functional.linear` of a few rows: x [..., in_features], weight [out_features, in_features], bias
-    [out_features]; see `is_skinny`. Returns [..., out_features].
+    """`torch.nn.functional.linear` of a few rows, added up in float32: x [..., in_features], weight [out_features,
+    in_features], bias [out_features]; see `is_skinny`. Returns [..., out_features] of the dtype of x.
     """
     if not on_triton(x.device):
         return F.linear(x, weight, bias)

@@ -19,7 +19,7 @@ from quire.kernels.exchange import Exchange, add_norm
 from quire.kernels.grouped_gemm import group_by_expert, grouped_gemm
 from quire.kernels.lora import RANK_PAGE, add_lora, add_lora_embedding, group_by_slot
 from quire.kernels.sampling import greedy_rows
-from quire.kernels.skinny_gemm import MAX_SKINNY_ROWS, max_skinny_rows
+from quire.kernels.skinny_gemm import max_skinny_rows
 from quire.kernels.topk import topk
 from quire.steps.graphs import GraphBuffers
 from quire.steps.masks import pack_mask, prefix_window_mask
@@ -33,7 +33,6 @@ __all__ = [
     "GraphBuffers",
     "Heads",
     "Layer",
-    "MAX_SKINNY_ROWS",
     "RANK_PAGE",
     "StepTables",
     "add_lora",
