@@ -59,7 +59,7 @@ def measure(shape: str, num_rows: int, rounds: int, tune: bool, ceilings: dict[s
     products: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cublas": F.linear}
     products["quire"] = partial(skinny_gemm, bias=None)
     if tune:
-        c = kernels.skinny_config(size[1], x.device)
+        c = kernels.skinny_config(size[1], size[0], num_rows, x.device)
         for parts, block, rows, warps in CANDIDATES:
             other = replace(c, parts=parts, block=block, rows=rows, num_warps=warps)
             products[f"{parts}x{block} {rows} rows {warps} warps"] = partial(tuned, c=other)
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--rows", nargs="+", type=int, default=(1, 2, 4, 8))
+    parser.add_argument("--rows", nargs="+", type=int, default=(1, 2, 4, 8, 16))
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -83,7 +83,8 @@ def test_replace_topk_of_largest_elements_of_rows_calls_quire(choose, replaced):
     ("rows", "dtype", "device", "replaced"),
     [
         (8, torch.bfloat16, "cuda", True),
-        (9, torch.bfloat16, "cuda", False),
+        (16, torch.bfloat16, "cuda", True),
+        (17, torch.bfloat16, "cuda", False),
         (1, torch.float32, "cuda", True),
         (2, torch.float32, "cuda", False),
         (8, torch.bfloat16, "cpu", False),

@@ -118,7 +118,7 @@ def test_merged_layers_of_frozen_weights_stay_frozen():
     assert not linear.weight.requires_grad
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 8), (torch.float32, 1), (torch.float64, 1)])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 16), (torch.float32, 1), (torch.float64, 1)])
 def test_max_few_tokens_of_layers_is_that_of_their_dtype(dtype, most):
     layer = torch.nn.Sequential(torch.nn.Linear(8, 4, dtype=dtype))
     # Only products of `product` have the kernel.
@@ -127,7 +127,7 @@ def test_max_few_tokens_of_layers_is_that_of_their_dtype(dtype, most):
     assert max_few_tokens([layer, torch.nn.SiLU()]) == most
 
 
-@pytest.mark.parametrize(("name", "most"), [(None, 8), ("awq", 1)])
+@pytest.mark.parametrize(("name", "most"), [(None, 16), ("awq", 1)])
 def test_max_few_tokens_of_models_is_that_of_weights_that_are_not_quantized(name, most, llama, tmp_path):
     """Otherwise the code of many tokens, which is also that of a few, might be compiled as that of a few."""
     folder = llama if name is None else quantized.quantize(llama, tmp_path, name)[0]

@@ -32,8 +32,19 @@ def test_skinny_gemm_of_one_row_matches_float64(device, dtype, rng):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_skinny_gemm_of_a_few_rows_matches_float64(device, dtype, rng):
     for size in (rng.randint(1, 70), 1024, rng.choice((2056, 3072, 4096))):
-        x = torch.randn(*rng.choice(((), (1,))), rng.randint(2, MAX_ROWS), size)
-        check(x.to(dtype).to(device), rng)
+        for few in (rng.randint(2, 8), rng.randint(9, MAX_ROWS)):
+            x = torch.randn(*rng.choice(((), (1,))), few, size)
+            check(x.to(dtype).to(device), rng)
+
+
+@pytest.mark.gpu
+def test_skinny_gemm_of_a_large_matrix_matches_float64(rng):
+    """Up to 8 rows by Triton, and more by cuBLAS."""
+    weight = torch.randn((1 << 15) + 8, 1032, device="cuda", dtype=torch.bfloat16)
+    for few in (rng.randint(2, 8), rng.randint(9, MAX_ROWS)):
+        x = torch.randn(1, few, 1032, device="cuda", dtype=torch.bfloat16)
+        out, exact = skinny_gemm(x, weight, None), x.double() @ weight.double().T
+        assert relative_error(out.cpu(), exact.cpu()) < PRECISION[torch.bfloat16]
 
 
 def check(x, rng):
@@ -57,12 +68,14 @@ def check(x, rng):
 def test_skinny_gemm_of_a_row_does_not_depend_on_the_rows_beside_it(device, rng):
     if device == "cpu" and not INTERPRETED:
         pytest.skip("torch computes it")
-    x, weight = torch.randn(MAX_ROWS, 1030).half().to(device), torch.randn(50, 1030).half().to(device)
-    few = rng.randint(2, MAX_ROWS - 1)
-    expected = skinny_gemm(x, weight, None)[:few]
-    beside = torch.cat([x[:few], torch.full_like(x[few:], torch.nan)])
-    assert torch.equal(skinny_gemm(beside, weight, None)[:few], expected)
-    assert torch.equal(skinny_gemm(x[:few], weight, None), expected)
+    weight = torch.randn(50, 1030).half().to(device)
+    for most in (8, MAX_ROWS):
+        x = torch.randn(most, 1030).half().to(device)
+        few = rng.randint(most // 2 + 1, most - 1)
+        expected = skinny_gemm(x, weight, None)[:few]
+        beside = torch.cat([x[:few], torch.full_like(x[few:], torch.nan)])
+        assert torch.equal(skinny_gemm(beside, weight, None)[:few], expected)
+        assert torch.equal(skinny_gemm(x[:few], weight, None), expected)
 
 
 def test_is_skinny_of_unsupported_tensors_is_false():
@@ -79,10 +92,10 @@ def test_is_skinny_of_unsupported_tensors_is_false():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_is_skinny_depends_on_the_number_of_rows(dtype):
     weight = torch.randn(4, 8)
-    rows = [n for n in range(12) if is_skinny(torch.randn(n, 8).to(dtype), weight.to(dtype), None)]
+    rows = [n for n in range(20) if is_skinny(torch.randn(n, 8).to(dtype), weight.to(dtype), None)]
     assert rows == list(range(1, MAX_ROWS + 1))
     # Tensor cores would round float32.
-    assert [n for n in range(12) if is_skinny(torch.randn(n, 8), weight, None)] == [1]
+    assert [n for n in range(20) if is_skinny(torch.randn(n, 8), weight, None)] == [1]
 
 
 @pytest.mark.gpu

@@ -8,12 +8,15 @@ from torch.nn import functional as F
 
 from quire.kernels.ops import on_triton
 
+# Matrices with more elements are multiplied by more than 8 rows by cuBLAS, which is faster.
+_MAX_ELEMENTS = 1 << 25
+
 
 def max_skinny_rows(dtype: torch.dtype) -> int:
     """The most rows of a dtype that `skinny_gemm` multiplies: as many of 16 bits as tensor cores take at a time, one of
     float32, whose products tensor cores would round, and 0 of other dtypes.
     """
-    return {torch.float16: 8, torch.bfloat16: 8, torch.float32: 1}.get(dtype, 0)
+    return {torch.float16: 16, torch.bfloat16: 16, torch.float32: 1}.get(dtype, 0)
 
 
 def is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -29,7 +32,8 @@ def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear` of a few rows, added up in float32: x [..., in_features], weight [out_features,
     in_features], bias [out_features]; see `is_skinny`. Returns [..., out_features] of the dtype of x.
     """
-    if not on_triton(x.device):
+    is_large = weight.numel() > _MAX_ELEMENTS and x.numel() > 8 * x.shape[-1]
+    if is_large or not on_triton(x.device):
         return F.linear(x, weight, bias)
     from quire.kernels.triton.skinny_gemm import skinny_gemm as on_gpu
 

@@ -54,21 +54,26 @@ def test_norms_compile_for_every_architecture(target):
 
 
 @every_architecture
-def test_products_of_one_and_of_few_rows_compile_for_every_architecture(target):
+def test_products_of_one_and_of_few_rows_compile_for_every_architecture(target, monkeypatch):
     from quire.kernels.triton.skinny_gemm import gemv_config, multiply_few, multiply_row, skinny_config
 
-    few = (multiply_few, skinny_config, (1000, 4096))
-    for kernel, config, sizes in ((multiply_row, gemv_config, (1000, 1024, 4096, 14336)), few):
-        for size in sizes:
-            c = replace(config(size, torch.device("cpu")), launch_pdl=target in ("sm_90", "sm_100", "sm_120"))
-            given = {"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "out": "*bf16", "c": c}
-            spills = 8 if kernel is multiply_few and target == "sm_80" else 0
-            usage = check(kernel, target, given, c.num_warps, spills)
-            if target == "sm_90":
-                loads = [line for line in usage.asm["ptx"].splitlines() if "ld.global" in line or "griddep" in line]
-                first = loads[: loads.index(next(line for line in loads if "griddep" in line))]
-                assert first, "the first loads do not wait for the launch before"
-                assert all(".v4." in line for line in first), "16 bytes each"
+    monkeypatch.setattr(torch.version, "hip", "6" if target == "gfx942" else None)
+    cpu = torch.device("cpu")
+    row = [(multiply_row, gemv_config(size, cpu)) for size in (1000, 1024, 4096, 14336)]
+    few = [
+        (multiply_few, skinny_config.__wrapped__(size, num_rows, tokens, cpu))
+        for size in (1000, 4096)
+        for num_rows, tokens in ((4096, 8), (4096, 9), (1024, 16))
+    ]
+    for kernel, config in row + few:
+        c = replace(config, launch_pdl=target in ("sm_90", "sm_100", "sm_120"))
+        given = {"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "out": "*bf16", "c": c}
+        usage = check(kernel, target, given, c.num_warps)
+        if target == "sm_90":
+            loads = [line for line in usage.asm["ptx"].splitlines() if "ld.global" in line or "griddep" in line]
+            first = loads[: loads.index(next(line for line in loads if "griddep" in line))]
+            assert first, "the first loads do not wait for the launch before"
+            assert all(".v4." in line for line in first), "16 bytes each"
 
 
 @every_architecture

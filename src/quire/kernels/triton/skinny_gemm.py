@@ -16,9 +16,6 @@ from triton import language as tl
 
 from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_for_launch_before
 
-# Rows of x that a program multiplies by: the fewest that tensor cores take.
-_BLOCK_M = 8
-
 
 @dataclass(frozen=True)
 class GemvConfig:
@@ -42,7 +39,8 @@ class SkinnyConfig:
     size: int
     parts: int
     block: int
-    # A program multiplies so many rows of the matrix by so many rows of x.
+    # A program multiplies so many rows of the matrix by so many rows of x. The left operand of tensor cores has 16 rows
+    # and the right one 8 or more: up to 8 rows of x are the right one, and up to 16 the left one.
     rows: int
     block_m: int
     num_warps: int
@@ -57,9 +55,13 @@ def gemv_config(size: int, device: torch.device) -> GemvConfig:
 
 
 @lru_cache(maxsize=1024)
-def skinny_config(size: int, device: torch.device) -> SkinnyConfig:
-    """The constants for a few rows of `size` elements, of which each warp has a part."""
-    return SkinnyConfig(size, 4, 128, 16, _BLOCK_M, 4, has_dependent_launch(device))
+def skinny_config(size: int, num_rows: int, tokens: int, device: torch.device) -> SkinnyConfig:
+    """The constants for `tokens` rows of `size` elements, of which each warp has a part, and a matrix of `num_rows`."""
+    block_m = 8 if tokens <= 8 else 16
+    # A matrix of few rows has few programs: each takes fewer of its rows, by more warps. AMD's instructions take 16.
+    takes_fewer = block_m == 16 and num_rows <= 2048 and torch.version.hip is None
+    parts, rows = (8, 8) if takes_fewer else (4, 16)
+    return SkinnyConfig(size, parts, 128, rows, block_m, parts, has_dependent_launch(device))
 
 
 @triton.jit
@@ -97,22 +99,27 @@ def load_parts(weight, n, start, num_rows, weight_row, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "num_rows"])
 def multiply_few(x, weight, bias, out, tokens, num_rows, weight_row, c: tl.constexpr):
+    x_is_left: tl.constexpr = c.block_m == 16
     n, m = tl.program_id(0) * c.rows + tl.arange(0, c.rows), tl.arange(0, c.block_m)
     w = load_parts(weight, n, 0, num_rows, weight_row, c)
     wait_for_launch_before(c.launch_pdl)
-    k = tl.arange(0, c.parts)[:, None, None] * c.block + tl.arange(0, c.block)[None, :, None]
+    k = tl.arange(0, c.parts)[:, None, None] * c.block + tl.arange(0, c.block)[None, None, :]
     # Rows that x does not have are computed as the last one, and not written.
-    x_at = x + tl.minimum(m, tokens - 1)[None, None, :] * c.size + k
-    total = tl.full((c.parts, c.rows, c.block_m), 0.0, tl.float32)
+    x_at = x + tl.minimum(m, tokens - 1)[None, :, None] * c.size + k
+    total = tl.full((c.parts, c.block_m if x_is_left else c.rows, c.rows if x_is_left else c.block_m), 0.0, tl.float32)
     for start in range(0, c.size, c.parts * c.block):
         following = load_parts(weight, n, start + c.parts * c.block, num_rows, weight_row, c)
-        total = tl.dot(w, tl.load(x_at + start, k < c.size - start, 0.0), total)
+        few = tl.load(x_at + start, k < c.size - start, 0.0)
+        if x_is_left:
+            total = tl.dot(few, w.permute(0, 2, 1), total)
+        else:
+            total = tl.dot(w, few.permute(0, 2, 1), total)
         w = following
-    y = tl.sum(total, 0)
+    y = tl.sum(total, 0) if x_is_left else tl.sum(total, 0).T
     if bias is not None:
-        y += tl.load(bias + n, n < num_rows, 0.0).to(tl.float32)[:, None]
-    out_at = out + m[None, :] * num_rows + n[:, None]
-    tl.store(out_at, y.to(out.dtype.element_ty), (n < num_rows)[:, None] & (m < tokens)[None, :])
+        y += tl.load(bias + n, n < num_rows, 0.0).to(tl.float32)[None, :]
+    out_at = out + m[:, None] * num_rows + n[None, :]
+    tl.store(out_at, y.to(out.dtype.element_ty), (m < tokens)[:, None] & (n < num_rows)[None, :])
 
 
 _launch_row, _launch_few = SmallLauncher(multiply_row), SmallLauncher(multiply_few)
@@ -126,5 +133,5 @@ def skinny_gemm(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         c = gemv_config(size, x.device)
         _launch_row((triton.cdiv(num_rows, c.rows), 1), tensors, (num_rows,), (weight.stride(0),), c)
     else:
-        few = skinny_config(size, x.device)
+        few = skinny_config(size, num_rows, tokens, x.device)
         _launch_few((triton.cdiv(num_rows, few.rows), 1), tensors, (tokens, num_rows), (weight.stride(0),), few)
