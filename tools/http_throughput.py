@@ -137,14 +137,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         args.out.write_text(json.dumps(result, indent=2) + "\n")
 
     for count in args.api_processes:
-        server = Server(folder / "server.log", options=(*model, *device, *options, "--api-processes", str(count)))
+        given = [] if count == "auto" else ["--api-processes", count]
+        server = Server(folder / "server.log", options=(*model, *device, *options, *given))
         # The next server needs the memory of this one, which is free when all of its processes have ended.
         with ended(server.process):
-            add("Quire", count, server.url)
+            add("Quire", httpx.get(f"{server.url}/server_info").json()["api_processes"], server.url)
     if args.vllm:
         peer = VllmServer(folder, args.max_num_seqs)
         with ended(peer.process):
-            add("vLLM", 1, peer.url)
+            add(f"vLLM {httpx.get(f'{peer.url}/version').json()['version']}", 1, peer.url)
     return result
 
 
@@ -166,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", help="of `quire bench --shape`; default: the bundled model")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--api-processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--api-processes", nargs="+", default=["1", "2", "4"], help="or auto: as many as it chooses")
     parser.add_argument("--clients", type=int, default=8, help="processes that send and read")
     parser.add_argument("--requests", type=int, default=1536)
     parser.add_argument("--input", default="400:400", help="tokens of prompts, MIN:MAX")
