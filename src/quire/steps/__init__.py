@@ -8,8 +8,10 @@ window, soft cap and sinks are arguments of each run, so all layers with equal `
 """
 
 from quire.kernels.code_product import (
+    MIDDLE,
     PACKED,
     code_product,
+    dequantize,
     grouped_code_product,
     multiplies_codes,
     pack_words,
@@ -38,8 +40,10 @@ __all__ = [
     "add_lora",
     "add_lora_embedding",
     "add_norm",
+    "MIDDLE",
     "PACKED",
     "code_product",
+    "dequantize",
     "fp8_dtype",
     "greedy_rows",
     "group_by_expert",

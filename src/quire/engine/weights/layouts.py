@@ -9,12 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from quire.steps import MIDDLE, dequantize
+
 Kind = Literal["fp8", "int8", "int4", "mxfp4"]
 
-# The numbers of a 4-bit code of MXFP4, whose highest bit is the sign.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# The code of 0 in a 4-bit weight without zero points.
-MIDDLE = 8
 # The standard deviations of the numbers of random codes.
 _SIZES = {"fp8": 100.0, "int8": 73.0, "int4": 4.6, "mxfp4": 2.9}
 
@@ -72,24 +70,8 @@ class Matrix:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [..., out_features, in_features], computed in float32 and rounded to dtype once."""
-        weight = self._numbers().mul_(self._spread(self.scale.float())).to(dtype)
+        scale = self.scale.view(torch.uint8) if self.kind == "mxfp4" else self.scale
+        weight = dequantize(self.codes, scale, self.zero, self.kind, self.block, dtype)
         if self.order is None:
             return weight
         return torch.empty_like(weight).index_copy_(-1, self.order, weight)
-
-    def _numbers(self) -> Tensor:
-        """Codes less their zero points, in float32."""
-        if self.kind == "mxfp4":
-            numbers = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=self.codes.device)
-            return numbers[self.codes.int()]
-        numbers = self.codes.float()
-        if self.zero is not None:
-            return numbers.sub_(self._spread(self.zero.float()))
-        return numbers.sub_(MIDDLE) if self.kind == "int4" else numbers
-
-    def _spread(self, values: Tensor) -> Tensor:
-        """The value of each element's block; dimensions of one block are broadcast."""
-        for dim, size in zip((-2, -1), self.block, strict=True):
-            if values.shape[dim] > 1:
-                values = values.repeat_interleave(size, dim).narrow(dim, 0, self.codes.shape[dim])
-        return values
