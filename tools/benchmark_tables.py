@@ -123,11 +123,12 @@ def soak(result: dict[str, Any]) -> str:
 def streams_row(streams: dict[str, Any]) -> dict[str, str]:
     """Many streams at once."""
     rounds = streams["rounds"]
-    right = sum(one["results"].get("right", 0) for one in rounds)
+    right, rounding = (sum(one["results"].get(name, 0) for one in rounds) for name in ("right", "rounding"))
     rates = [one["tokens_per_second"] for one in rounds]
     levels = ", ".join(f"{one['after']['memory_mib']:.0f}" for one in rounds)
-    value = f"{right:,} of {streams['clients'] * len(rounds):,} have their own text, at {min(rates):,} to "
-    value += f"{max(rates):,} tokens per second; {levels} MiB after each time"
+    value = f"{right:,} of {streams['clients'] * len(rounds):,} have their own text, "
+    value += f"and {rounding} with a token that rounding decides, " if rounding else ""
+    value += f"at {min(rates):,} to {max(rates):,} tokens per second; {levels} MiB after each time"
     return {f"{streams['clients']} streams at once, {len(rounds)} times": value}
 
 

@@ -201,6 +201,8 @@ _KILLED = {
 
 # Of the server.
 OPTIONS = {
+    # All completions of 1,000 clients may wait.
+    "streams": ("--max-queue", "4096"),
     "random": ("--num-pages", "1000"),
     # Beside the streams there is room for the hostile requests that are accepted.
     "hostile": ("--max-num-seqs", str(STREAMS + 64)),
