@@ -1,4 +1,4 @@
-"""The product of one or a few rows and a matrix: torch on the CPU, Triton on a GPU."""
+"""The product of one or a few rows and a matrix: torch on the CPU, Triton on a GPU, where torch is not faster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch.nn import functional as F
 
 from quire.kernels.ops import on_triton
 
-# Matrices with more elements are multiplied by more than 8 rows by cuBLAS, which is faster.
+# Matrices with more elements are multiplied by more than 8 rows by cuBLAS, which is faster. The operation decides this
+# and not `is_skinny`, on which compiled code depends: layers with larger and smaller matrices would be compiled for one
+# more range of rows.
 _MAX_ELEMENTS = 1 << 25
 
 

@@ -59,6 +59,7 @@ def test_products_of_one_and_of_few_rows_compile_for_every_architecture(target, 
 
     monkeypatch.setattr(torch.version, "hip", "6" if target == "gfx942" else None)
     cpu = torch.device("cpu")
+    # Constants that are cached may be those of another target.
     row = [(multiply_row, gemv_config(size, cpu)) for size in (1000, 1024, 4096, 14336)]
     few = [
         (multiply_few, skinny_config.__wrapped__(size, num_rows, tokens, cpu))
