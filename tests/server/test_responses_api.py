@@ -21,6 +21,7 @@ from helpers.server import served
 from quire.engine import LLM
 from quire.engine.request import Request
 from quire.server import EngineClient
+from quire.server.response_api import endpoint
 
 JSON = {"Content-Type": "application/json"}
 MODEL = "hermes"
@@ -141,6 +142,27 @@ def test_responses_stream_has_the_events_of_the_whole(llm, client):
     assert done == last.output
     for kind, text in (("response.output_text.delta", "I look."), ("response.reasoning_text.delta", "Hm.")):
         assert "".join(event.delta for event in events if event.type == kind) == text
+
+
+def test_responses_read_after_the_last_step_count_the_reasoning_tokens_of_each_step(llm, client, monkeypatch):
+    start = endpoint.start_chat
+
+    async def late(service, *rest):
+        chat = await start(service, *rest)
+        while service.running:
+            await asyncio.sleep(0.01)
+        return chat
+
+    monkeypatch.setattr(endpoint, "start_chat", late)
+    tokens = llm.model.tokenizer(THOUGHT, add_special_tokens=False)["input_ids"]
+    texts = (llm.model.tokenizer.decode(tokens[: n + 1]) for n in range(len(tokens)))
+    # The parser holds the white space before the answer until the first letter of the answer.
+    before = next(n for n, text in enumerate(texts) if text.endswith("\n\nI"))
+    with saying(llm, THOUGHT):
+        whole = client.responses.create(model=MODEL, input="Weather?", tools=[TOOL])
+        *_, last = client.responses.create(model=MODEL, input="Weather?", tools=[TOOL], stream=True)
+    for done in (whole, last.response):
+        assert done.usage.output_tokens_details.reasoning_tokens == before
 
 
 def test_responses_helpers_of_the_client_read_streams(llm, client):

@@ -314,19 +314,33 @@ class Generation:
         service.count_running(self.count)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Completion]]:
-        left = self.count
-        while left:
-            if not self._parts:
-                self._arrival_of_more = asyncio.get_running_loop().create_future()
-                await self._arrival_of_more
-            late, self._parts = self._parts, []
+        async for late in self._arrivals():
             parts = _merged(late)
             if len(parts) < len(late):
                 self._service.metrics.late.inc(len(late) - len(parts))
             for index, part in parts:
                 check_end(part)
                 yield index, part
-                left -= part.finish_reason is not None
+
+    async def steps(self) -> AsyncIterator[tuple[int, Completion]]:
+        """What iteration yields, but each step on its own however late the reader is, for readers that count tokens by
+        the text that comes with them.
+        """
+        async for late in self._arrivals():
+            for index, part in late:
+                check_end(part)
+                yield index, part
+
+    async def _arrivals(self) -> AsyncIterator[list[tuple[int, Completion]]]:
+        """The parts that have arrived since the last time, until all completions have ended."""
+        left = self.count
+        while left:
+            if not self._parts:
+                self._arrival_of_more = asyncio.get_running_loop().create_future()
+                await self._arrival_of_more
+            late, self._parts = self._parts, []
+            left -= sum(part.finish_reason is not None for _, part in late)
+            yield late
 
     def close(self) -> None:
         """Cancel the completions that have not ended."""

@@ -45,7 +45,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 
 
 async def _read(generation: Generation, writer: ResponseWriter) -> bool:
-    async for _, part in generation:
+    async for _, part in generation.steps():
         for _ in writer.add(part):
             pass
     return True
@@ -55,7 +55,7 @@ async def _events(generation: Generation, writer: ResponseWriter) -> AsyncIterat
     for event in writer.start():
         yield _sent(event)
     try:
-        async for _, part in generation:
+        async for _, part in generation.steps():
             for event in writer.add(part):
                 yield _sent(event)
         yield _sent(writer.end())

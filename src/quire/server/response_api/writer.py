@@ -46,7 +46,9 @@ class ResponseWriter:
             yield self._event(f"response.{kind}", response=self.response("in_progress"))
 
     def add(self, part: Completion) -> Iterator[Event]:
-        """The events of a part of the completion."""
+        """The events of a part of the completion, which is that of one step, since tokens of reasoning are counted by
+        steps.
+        """
         delta = self._message.add(part)
         self._reasoned |= bool(delta.reasoning)
         self._answered |= bool(delta.content or delta.calls)
