@@ -69,7 +69,7 @@ def counts():
     first = Counts(2)
     other = Counts(2, 1, first.descriptor)
     first.close()
-    return first.take(), other.take()
+    return first.allocate(), other.allocate()
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_acceptor_with_fewer_connections_than_others_takes_all_at_once(loop, lis
         connections, clients = set(), connect(listener, 40)
         taking = Acceptor(listener, lambda: Echo(connections), None, connections, own)
         await until(lambda: len(connections) == 40)
-        await until(lambda: own.own[0] == 40)
+        await until(lambda: own.local[0] == 40)
         for client in clients:
             client.sendall(b"hello")
         for client in clients:

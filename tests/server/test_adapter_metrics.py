@@ -74,7 +74,7 @@ def test_adapter_counts_of_many_names_are_bounded():
     infos = [info(f"a{i}", i if i < NUMBERED else None) for i in range(NUMBERED + 6)] + [info("other", 3)]
     infos[3] = info("b", None)
     for counts in (own, other):
-        counts.know(infos)
+        counts.set_names(infos)
         for each in infos:
             counts.add(each, 5, 2)
     found = dict(own.totals())

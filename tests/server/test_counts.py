@@ -22,14 +22,14 @@ BOUNDS = (0.5, 1, 2.5)
 def test_counts_of_three_processes_are_summed_in_each(rng):
     first = Counts(3)
     every = [first, *(Counts(3, index, first.descriptor) for index in (1, 2))]
-    cells = [counts.take() for counts in every]
-    numbers = [counts.take(4) for counts in every]
+    cells = [counts.allocate() for counts in every]
+    numbers = [counts.allocate(4) for counts in every]
     added = [[rng.randrange(100) for _ in range(4)] for _ in every]
     for i, (single, several) in enumerate(zip(cells, numbers, strict=True)):
         single.add(i + 1)
         single.add(10)
         for j, value in enumerate(added[i]):
-            several.own[j] += value
+            several.local[j] += value
     for i, (single, several) in enumerate(zip(cells, numbers, strict=True)):
         assert single.total == 36
         assert single.others() == [value for j, value in enumerate((11, 12, 13)) if j != i]
@@ -41,28 +41,28 @@ def test_counts_of_three_processes_are_summed_in_each(rng):
 
 def test_counts_of_another_program_are_in_the_sums():
     with_other = Counts(2)
-    program = "import sys; from quire.server.counts import Counts; Counts(2, 1, int(sys.argv[1])).take().add(5)"
+    program = "import sys; from quire.server.counts import Counts; Counts(2, 1, int(sys.argv[1])).allocate().add(5)"
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     descriptor = with_other.descriptor
     subprocess.run([sys.executable, "-c", program, str(descriptor)], pass_fds=[descriptor], env=variables, check=True)
     with_other.close()
-    cells = with_other.take()
+    cells = with_other.allocate()
     cells.add(2)
     assert (cells.total, cells.others()) == (7, [5])
 
 
 def test_counts_of_one_process_have_no_descriptor():
     counts = Counts()
-    cells = counts.take()
+    cells = counts.allocate()
     cells.add(3)
     assert (cells.total, cells.others(), counts.descriptor) == (3, [], None)
 
 
 def test_counts_beyond_their_memory_are_refused():
     counts = Counts()
-    counts.take(511)
+    counts.allocate(511)
     with pytest.raises(ValueError, match="size = 1: 0 numbers are left"):
-        counts.take()
+        counts.allocate()
 
 
 def test_value_histogram_of_two_processes_has_the_values_of_both():

@@ -75,11 +75,11 @@ class Acceptor:
     def _lead(self) -> float:
         """How many connections more than another process this one has."""
         self._count()
-        return self._counts.own[0] - min(self._counts.others())
+        return self._counts.local[0] - min(self._counts.others())
 
     def _count(self) -> None:
         # While a connection is being made it may be counted twice, which delays others by a millisecond at most.
-        self._counts.own[0] = len(self._connections) + len(self._tasks)
+        self._counts.local[0] = len(self._connections) + len(self._tasks)
 
     def _take_one(self) -> bool:
         """Take a connection; return whether there was one."""

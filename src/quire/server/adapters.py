@@ -38,8 +38,8 @@ def add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The model that is served, by each of its names, and the adapters that requests can name instead."""
-        own = [card(name, None) for name in service.names]
-        return {"object": "list", "data": [*own, *(card(info.name, info) for info in service.engine.adapters)]}
+        models = [card(name, None) for name in service.names]
+        return {"object": "list", "data": [*models, *(card(info.name, info) for info in service.engine.adapters)]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def allow_adapters(app: FastAPI, root: str | Path) -> None:
             async with loading:
                 _check_new(service, body.lora_name)
                 await service.engine.load_adapter(body.lora_name, folder)
-            await service.until_all_know()
+            await service.wait_for_all_processes()
         except ConnectionError:
             raise service.ended() from None
         except (OSError, ValueError) as error:
@@ -89,7 +89,7 @@ def allow_adapters(app: FastAPI, root: str | Path) -> None:
             raise bad("lora_name", f"lora_name = {body.lora_name!r}: this is the model itself")
         try:
             await service.engine.unload_adapter(body.lora_name)
-            await service.until_all_know()
+            await service.wait_for_all_processes()
         except ValueError:
             message = f"there is no adapter {body.lora_name!r}"
             raise ApiError(404, message, "lora_name", "model_not_found") from None
@@ -108,9 +108,9 @@ def _check_new(service: Service, name: str) -> None:
         raise bad("lora_name", f"lora_name = {name!r}: this is the model itself")
     if service.draining:
         raise service.ended()
-    known, most = [info.name for info in service.engine.adapters], service.limits.max_loaded_adapters
-    if name not in known and len(known) >= most:
-        raise bad("lora_name", f"{len(known)} adapters are loaded, and {most} are the most: unload one first")
+    loaded, max_loaded = [info.name for info in service.engine.adapters], service.limits.max_loaded_adapters
+    if name not in loaded and len(loaded) >= max_loaded:
+        raise bad("lora_name", f"{len(loaded)} adapters are loaded, and {max_loaded} are the most: unload one first")
 
 
 def _folder_within(root: Path, path: str) -> Path:

@@ -71,5 +71,5 @@ def _containers(text: bytes) -> int:
     return text.count(b"[") + text.count(b"{")
 
 
-def _too_many(what: str, most: int) -> Exception:
-    return bad(None, f"the body has more than {most} {what}, which are the most", "body_too_large")
+def _too_many(what: str, allowed: int) -> Exception:
+    return bad(None, f"the body has more than {allowed} {what}, which are the most", "body_too_large")

@@ -75,7 +75,7 @@ async def start_chat(service: Service, markup: ChatMarkup, body: ChatRequest) ->
         parser = markup.parser(text, use.allowed, constrained) if is_read else ContentParser()
         return ReadMessage(parser, use.several)
 
-    generation = service.start([tokens], params, "messages", body.asked_tokens, body.model)
+    generation = service.start([tokens], params, "messages", body.requested_tokens, body.model)
     return Chat(generation, message, logprobs)
 
 

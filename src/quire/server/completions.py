@@ -36,14 +36,16 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     most_scored = max((count for count in scored if count is not None), default=None)
     params = body.params(service.limits, body.logprobs, most_scored)
     given = body.prompts()
-    if len(given) * len(params) > service.room:
-        raise bad("prompt", f"prompt has {len(given)} elements: this server holds {service.room} completions at most")
+    if len(given) * len(params) > service.capacity:
+        raise bad(
+            "prompt", f"prompt has {len(given)} elements: this server holds {service.capacity} completions at most"
+        )
     await service.prepare(params[0], body.form_field)
     cuts = params[0].truncate_prompt_tokens is not None
     whole = await asyncio.gather(*(service.encode(p, f"prompt {i}", any_length=cuts) for i, p in enumerate(given)))
     prompts = [params[0].truncated(tokens, service.max_len) for tokens in whole]
     # This refuses what are not tokens.
-    generation = service.start(prompts, params, "prompt", body.asked_tokens, body.model)
+    generation = service.start(prompts, params, "prompt", body.requested_tokens, body.model)
     uncut = [
         p if isinstance(p, str) and len(w) == len(t) else None for p, w, t in zip(given, whole, prompts, strict=True)
     ]

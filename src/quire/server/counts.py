@@ -20,15 +20,15 @@ class Cells:
         index: of this process.
 
     Attributes:
-        own: those of this process, which nobody else writes.
+        local: those of this process, which nobody else writes.
     """
 
     def __init__(self, rows: list[memoryview[float]], index: int) -> None:
-        self._rows, self.own = rows, rows[index]
+        self._rows, self.local = rows, rows[index]
 
     def add(self, amount: float) -> None:
         """Add to the first number."""
-        self.own[0] += amount
+        self.local[0] += amount
 
     @property
     def total(self) -> int:
@@ -41,7 +41,7 @@ class Cells:
 
     def others(self) -> list[float]:
         """The first number of each other process."""
-        return [row[0] for row in self._rows if row is not self.own]
+        return [row[0] for row in self._rows if row is not self.local]
 
 
 class Counts:
@@ -65,10 +65,10 @@ class Counts:
         buffer: bytearray | mmap.mmap = bytearray(size) if processes == 1 else self._shared(size)
         numbers = memoryview(buffer).cast("d")
         self._rows = [numbers[i * _ROW : (i + 1) * _ROW] for i in range(processes)]
-        self._taken = 0
-        first = self.take()
+        self._num_allocated = 0
+        first = self.allocate()
         if descriptor is None:
-            first.own[0] = time.time()
+            first.local[0] = time.time()
         self._started = self._rows[0]
 
     @property
@@ -76,12 +76,12 @@ class Counts:
         """When the server was started, in seconds since 1970."""
         return self._started[0]
 
-    def take(self, size: int = 1) -> Cells:
+    def allocate(self, size: int = 1) -> Cells:
         """The next numbers, which are 0. All processes must take the same ones, in the same order."""
-        part = slice(self._taken, self._taken + size)
+        part = slice(self._num_allocated, self._num_allocated + size)
         if part.stop > _ROW:
-            raise ValueError(f"size = {size}: {_ROW - self._taken} numbers are left")
-        self._taken = part.stop
+            raise ValueError(f"size = {size}: {_ROW - self._num_allocated} numbers are left")
+        self._num_allocated = part.stop
         return Cells([row[part] for row in self._rows], self._index)
 
     def close(self) -> None:

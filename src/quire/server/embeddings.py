@@ -34,9 +34,9 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     refuse(body.model_extra or {})
-    given, most = body.prompts(), service.limits.max_inputs
-    if len(given) > most:
-        raise bad("input", f"input has {len(given)} elements: this server allows {most} at most")
+    given, max_inputs = body.prompts(), service.limits.max_inputs
+    if len(given) > max_inputs:
+        raise bad("input", f"input has {len(given)} elements: this server allows {max_inputs} at most")
     try:
         params = EmbeddingParams(normalize=body.normalize, dimensions=body.dimensions)
         cut = SamplingParams(max_tokens=0, truncate_prompt_tokens=body.truncate_prompt_tokens)

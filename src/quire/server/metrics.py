@@ -29,7 +29,7 @@ class EventCounter:
     """A count of events, which this process adds to and all processes of the server have."""
 
     def __init__(self, counts: Counts) -> None:
-        self._cells = counts.take()
+        self._cells = counts.allocate()
 
     def inc(self, amount: int = 1) -> None:
         """Count so many events."""
@@ -47,14 +47,13 @@ class ValueHistogram:
     def __init__(self, counts: Counts, bounds: Sequence[float]) -> None:
         self._bounds = [float(bound) for bound in bounds]
         # One more number is that of larger values, and the last one the sum.
-        self._cells = counts.take(len(bounds) + 2)
-        self._own = self._cells.own
+        self._cells = counts.allocate(len(bounds) + 2)
+        self._local = self._cells.local
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        own = self._own
-        own[bisect_left(self._bounds, value)] += 1
-        own[-1] += value
+        self._local[bisect_left(self._bounds, value)] += 1
+        self._local[-1] += value
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """The values of all processes up to each bound, as Prometheus writes it, and the sum of the values."""
@@ -72,11 +71,11 @@ class AdapterCounts:
 
     def __init__(self, counts: Counts) -> None:
         # Of each number, and last of the others: requests, tokens of prompts, generated tokens.
-        self._cells = counts.take(self._KINDS * (NUMBERED + 1))
+        self._cells = counts.allocate(self._KINDS * (NUMBERED + 1))
         self._names: dict[int, str] = {}
 
-    def know(self, infos: Iterable[AdapterInfo]) -> None:
-        """Take in the names of adapters."""
+    def set_names(self, infos: Iterable[AdapterInfo]) -> None:
+        """Add the names of adapters that are loaded."""
         self._names |= {info.number: info.name for info in infos if info.number is not None and info.name != _OTHER}
 
     def add(self, adapter: AdapterInfo, prompt: int, output: int) -> None:
@@ -84,7 +83,7 @@ class AdapterCounts:
         known = adapter.number if adapter.number in self._names else None
         start = self._KINDS * (NUMBERED if known is None else known)
         for i, amount in enumerate((1, prompt, output), start):
-            self._cells.own[i] += amount
+            self._cells.local[i] += amount
 
     def totals(self) -> Iterator[tuple[str, list[float]]]:
         """The counts of each name, and of the others."""
@@ -113,7 +112,7 @@ class Metrics:
         self.late = EventCounter(counts)
         self.ended = {reason: EventCounter(counts) for reason in _REASONS}
         self.adapters = AdapterCounts(counts)
-        self.adapters.know(engine.adapters)
+        self.adapters.set_names(engine.adapters)
         self.registry = CollectorRegistry()
         self.registry.register(_EngineState(engine, model, prefix))
         self.registry.register(_ServerCounts(self, counts.started, model, prefix))

@@ -74,20 +74,20 @@ class RequestGuard:
         """The body; None if the client disconnects. Of one that is too large, some more is read and dropped: clients
         that are still sending when the connection is closed do not see the answer.
         """
-        most = self._limits.max_body
+        max_size = self._limits.max_body
         announced = request.headers.get("content-length", "")
         size, parts = int(announced) if announced.isdecimal() and len(announced) <= 20 else 0, []
         more, arrived = True, 0
-        while more and max(size, arrived) <= _DROPPED * most:
+        while more and max(size, arrived) <= _DROPPED * max_size:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             part = message.get("body", b"")
             arrived += len(part)
-            if max(size, arrived) <= most:
+            if max(size, arrived) <= max_size:
                 parts.append(part)
             more = message.get("more_body", False)
-        if max(size, arrived) > most:
-            message_text = f"the body has more than {most} bytes, which are the most"
+        if max(size, arrived) > max_size:
+            message_text = f"the body has more than {max_size} bytes, which are the most"
             raise ApiError(413, message_text, code="body_too_large", headers={"Connection": "close"})
         return b"".join(parts)

@@ -84,7 +84,7 @@ class SamplingBody(BaseModel):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
-    def asked_tokens(self) -> tuple[str, int] | None:
+    def requested_tokens(self) -> tuple[str, int] | None:
         """The field that says how many tokens a completion has at most, and its value; None: none says it."""
         return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
 
@@ -104,8 +104,8 @@ class SamplingBody(BaseModel):
         self._check(limits, logprobs)
         given = {name: getattr(self, name) for name in _SAMPLING.split() if getattr(self, name) is not None}
         given |= self._constraint(limits)
-        most = [n for n in (self.default_tokens, limits.max_tokens) if n is not None]
-        tokens = self.asked_tokens[1] if self.asked_tokens else min(most, default=None)
+        bounds = [n for n in (self.default_tokens, limits.max_tokens) if n is not None]
+        tokens = self.requested_tokens[1] if self.requested_tokens else min(bounds, default=None)
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         try:
             first = SamplingParams(**given, seed=self.seed, max_tokens=tokens)
@@ -119,9 +119,9 @@ class SamplingBody(BaseModel):
     def _check(self, limits: ServerLimits, logprobs: int | None) -> None:
         if self.n is not None and not 1 <= self.n <= limits.max_n:
             raise bad("n", f"n = {self.n}: it must be from 1 to {limits.max_n}")
-        name, most = self.asked_tokens or ("max_tokens", 0)
-        if limits.max_tokens is not None and most > limits.max_tokens:
-            raise bad(name, f"{name} = {most}: this server allows {limits.max_tokens} at most")
+        name, requested = self.requested_tokens or ("max_tokens", 0)
+        if limits.max_tokens is not None and requested > limits.max_tokens:
+            raise bad(name, f"{name} = {requested}: this server allows {limits.max_tokens} at most")
         for name, count in ((self.logprobs_field, logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and count > limits.max_logprobs:
                 raise bad(name, f"{name} = {count}: this server reports {limits.max_logprobs} at most")
@@ -243,9 +243,9 @@ class ChatRequest(Messages, SamplingBody):
     parallel_tool_calls: bool | None = None
 
     @property
-    def asked_tokens(self) -> tuple[str, int] | None:
-        most = self.max_completion_tokens
-        return super().asked_tokens if most is None else ("max_completion_tokens", most)
+    def requested_tokens(self) -> tuple[str, int] | None:
+        count = self.max_completion_tokens
+        return super().requested_tokens if count is None else ("max_completion_tokens", count)
 
 
 class TokenizeRequest(BaseModel):

@@ -178,12 +178,12 @@ def _within_files(limits: ServerLimits) -> ServerLimits:
         return limits
     import resource
 
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = limits.max_connections + _FILES
-    if resource.RLIM_INFINITY != allowed < needed:
-        allowed = needed if most == resource.RLIM_INFINITY else min(needed, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-        return replace(limits, max_connections=max(1, allowed - _FILES))
+    if resource.RLIM_INFINITY != soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return replace(limits, max_connections=max(1, soft - _FILES))
     return limits
 
 

@@ -52,13 +52,13 @@ class Service:
         self.started = counts.started
         self.created = int(self.started)
         self._adapters: dict[str, AdapterInfo] = {}
-        self._know(engine.adapters)
-        engine.on_adapters = self._learn
-        # Lists of adapters that the engine has sent, which all processes get.
-        self._lists = counts.take()
-        self._running, self._waiting_grammars = counts.take(), counts.take()
-        self._draining, self.connections = counts.take(), counts.take()
-        self.room = engine.info.max_num_seqs + limits.max_queue
+        self._set_adapters(engine.adapters)
+        engine.on_adapters = self._receive_adapters
+        # The lists of adapters that this process has received: the engine sends each list to all processes.
+        self._num_adapter_lists = counts.allocate()
+        self._running, self._waiting_grammars = counts.allocate(), counts.allocate()
+        self._draining, self.connections = counts.allocate(), counts.allocate()
+        self.capacity = engine.info.max_num_seqs + limits.max_queue
         self._compiling: dict[tuple[str, str] | None, asyncio.Future[bool]] = {}
         # Long texts take seconds: they are tokenized one at a time, and short ones do not wait for them.
         self._short_texts = ThreadPoolExecutor(2, "quire-short-texts")
@@ -66,19 +66,20 @@ class Service:
         self._longest_token = longest_token(engine.tokenizer)
         self.token_bytes = lru_cache(1 << 16)(lambda token: self._token_bytes(token))
 
-    def _know(self, infos: tuple[AdapterInfo, ...]) -> None:
-        """Take in the adapters that requests can name."""
+    def _set_adapters(self, infos: tuple[AdapterInfo, ...]) -> None:
+        """Replace the adapters that requests can name."""
         self._adapters = {info.name: info for info in infos}
-        self.metrics.adapters.know(infos)
+        self.metrics.adapters.set_names(infos)
 
-    def _learn(self, infos: tuple[AdapterInfo, ...]) -> None:
-        self._know(infos)
-        self._lists.add(1)
+    def _receive_adapters(self, infos: tuple[AdapterInfo, ...]) -> None:
+        self._set_adapters(infos)
+        self._num_adapter_lists.add(1)
 
-    async def until_all_know(self) -> None:
-        """Wait until all processes of the server know the adapters that this one knows."""
-        known = self._lists.own[0]
-        while min(self._lists.others(), default=known) < known and self.engine.alive and not self.draining:
+    async def wait_for_all_processes(self) -> None:
+        """Wait until requests to all processes of the server can name the adapters that this one has."""
+        counts = self._num_adapter_lists
+        received = counts.local[0]
+        while min(counts.others(), default=received) < received and self.engine.alive and not self.draining:
             await asyncio.sleep(0.001)
 
     @property
@@ -97,7 +98,7 @@ class Service:
 
     def drain(self) -> None:
         """Admit nothing from now on, in any process."""
-        self._draining.own[0] = 1
+        self._draining.local[0] = 1
 
     def check_model(self, model: str | None) -> AdapterInfo | None:
         """The adapter that a request names as its model; None: the model alone. An ApiError if it names another one."""
@@ -186,9 +187,9 @@ class Service:
         if work is None:
             if self.draining:
                 raise self.ended()
-            most, waiting = self.limits.max_grammars, self._waiting_grammars.total
-            if waiting >= most:
-                message = f"{waiting} grammars wait to be compiled, and {most} are the most"
+            max_waiting, waiting = self.limits.max_grammars, self._waiting_grammars.total
+            if waiting >= max_waiting:
+                message = f"{waiting} grammars wait to be compiled, and {max_waiting} are the most"
                 raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
             work = self._compiling[key] = asyncio.ensure_future(self.engine.prepared(params, compiles=True))
             self._waiting_grammars.add(1)
@@ -209,7 +210,7 @@ class Service:
         prompts: list[list[int]],
         params: list[SamplingParams],
         field: str,
-        asked: tuple[str, int] | None = None,
+        requested: tuple[str, int] | None = None,
         model: str | None = None,
     ) -> Generation:
         """Begin to complete prompts, each once for every element of params.
@@ -218,8 +219,9 @@ class Service:
             prompts: tokens.
             params: of each completion of a prompt.
             field: the request's field that has the prompts.
-            asked: the field with the most tokens of a completion, and its value, for which there must be room; None:
-                there is none, and completions have as many tokens as there is room for, at most those of params.
+            requested: the field with the largest number of tokens of a completion, and its value, which must fit into
+                the context beside the prompt; None: there is no such field, and completions have as many tokens as fit,
+                at most those of params.
             model: that the request names, which may be an adapter.
 
         Raises:
@@ -228,11 +230,11 @@ class Service:
         count = len(prompts) * len(params)
         if not count:
             raise bad(field, f"{field} is empty: there must be at least one prompt")
-        if count > self.room:
-            raise bad("n", f"the request is for {count} completions: this server holds {self.room} at most")
+        if count > self.capacity:
+            raise bad("n", f"the request is for {count} completions: this server holds {self.capacity} at most")
         for i, prompt in enumerate(prompts):
             name = f"{field} {i}" if len(prompts) > 1 else field
-            self.check_length(name, prompt, asked, 0 if params[0].max_tokens == 0 else 1, field)
+            self.check_length(name, prompt, requested, 0 if params[0].max_tokens == 0 else 1, field)
         self.check_room(count)
         return Generation(self, prompts, params, field, self.check_model(model))
 
@@ -241,9 +243,9 @@ class Service:
         if self.draining or not self.engine.alive:
             raise self.ended()
         running = self.running
-        if running + count > self.room:
+        if running + count > self.capacity:
             self.metrics.rejected.inc(count)
-            message = f"{running} completions are running or waiting, and the server holds {self.room} at most"
+            message = f"{running} completions are running or waiting, and the server holds {self.capacity} at most"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
     def fail_all(self) -> None:
@@ -255,17 +257,21 @@ class Service:
         """Why no requests are accepted any more."""
         return _unavailable("the server is being shut down" if self.draining else "the engine has ended")
 
-    def check_length(self, name: str, prompt: list[int], asked: tuple[str, int] | None, least: int, field: str) -> None:
+    def check_length(
+        self, name: str, prompt: list[int], requested: tuple[str, int] | None, min_tokens: int, field: str
+    ) -> None:
         """Raise the ApiError for a prompt that is empty or too long; the arguments are those of `start`, and the fewest
         tokens of a completion.
         """
-        room = self.max_len - len(prompt)
+        capacity = self.max_len - len(prompt)
         if not prompt:
             raise bad(field, f"{name} is empty: there must be at least one token")
-        if room < least or (asked and asked[1] > room):
-            what = f" and {asked[0]} is {asked[1]}" if asked else ""
+        if capacity < min_tokens or (requested and requested[1] > capacity):
+            what = f" and {requested[0]} is {requested[1]}" if requested else ""
             message = f"{name} has {len(prompt)} tokens{what}: {context_length(self.max_len)}"
-            raise bad(field if room < least or not asked else asked[0], message, "context_length_exceeded")
+            raise bad(
+                field if capacity < min_tokens or not requested else requested[0], message, "context_length_exceeded"
+            )
 
     def token_name(self, token: int) -> str:
         """The name by which reports have a token."""
