@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -141,7 +143,7 @@ def test_linear_layers_of_each_format_stay_quantized(name, llama, tmp_path):
     linears = {n: m for n, m in model.network.named_modules() if isinstance(m, torch.nn.Linear)}
     assert [n for n, m in linears.items() if isinstance(m.weight, torch.Tensor)] == ["lm_head"]
     # Queries, keys and values are one product, gates and ups another, unless their columns are in different orders.
-    assert len(model.replacements) == (0 if name == "gptq act-order" else 4)
+    assert len(model.replacements) == (0 if name.endswith("act-order") else 4)
     expected = load_model(dense, CPU).transformers_logits(torch.arange(1, 12)[None])
     assert relative_error(model.transformers_logits(torch.arange(1, 12)[None]), expected) < 1e-5
     for part in model.replacements:
@@ -158,6 +160,44 @@ def test_experts_that_are_merged_stay_quantized(name, mixtral, tmp_path):
     assert len(experts) == 4
     expected = load_model(dense, CPU).transformers_logits(torch.arange(1, 12)[None])
     assert relative_error(load_model(folder, CPU, KEPT).transformers_logits(torch.arange(1, 12)[None]), expected) < 1e-5
+
+
+@pytest.mark.parametrize(("dense_parts", "kept"), [(("w2",), "gate_up_proj"), (("w1", "w3"), "down_proj")])
+def test_llm_with_experts_of_which_one_part_is_quantized_has_the_tokens_of_dequantized_ones(
+    dense_parts, kept, mixtral, tmp_path, recwarn
+):
+    folder, dense = quantized.quantize(mixtral, tmp_path, "ct fp8 channel")
+    weights = load_file(dense / "model.safetensors")
+    weights = {name: x for name, x in weights.items() if name.endswith(tuple(f"{part}.weight" for part in dense_parts))}
+
+    def replace_part(tensors):
+        for name in weights:
+            del tensors[f"{name}_scale"]
+        tensors.update(weights)
+
+    change_weights(folder, replace_part)
+    names = [name for name in weights_of(loaded(folder)) if "experts" in name]
+    assert {name.rpartition(".")[2] for name in names} == {kept}
+    assert tokens(folder, device="cpu", dequantize=False) == tokens(dense, device="cpu")
+
+
+def test_fp8_experts_in_one_tensor_stay_quantized(mixtral, tmp_path):
+    """Transformers' own names of experts' weights are those of checkpoints that have all experts in one tensor."""
+    dense = shutil.copytree(mixtral, tmp_path / "dense")
+    folder = shutil.copytree(mixtral, tmp_path / "quantized")
+    weights = dict(load_model(mixtral, CPU).network.state_dict())
+    tensors = dict(weights)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        scale = weights[name].abs().amax((1, 2), keepdim=True) / 448
+        codes = (weights[name] / scale).to(torch.float8_e4m3fn)
+        weights[name] = codes.float() * scale
+        tensors |= {name: codes, f"{name}_scale_inv": scale, f"{name}_activation_scale": torch.ones(len(codes))}
+    quantized.write(dense, weights)
+    quantized.write(folder, tensors, {"quant_method": "fp8", "activation_scheme": "static"})
+    assert len([name for name in weights_of(loaded(folder)) if "experts" in name]) == 4
+    found, expected = (load_model(x, CPU).network.state_dict() for x in (folder, dense))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert tokens(folder, device="cpu", dequantize=False) == tokens(dense, device="cpu")
 
 
 @pytest.mark.slow

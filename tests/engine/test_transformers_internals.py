@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast  # noqa: E402
 from transformers.core_model_loading import (  # noqa: E402
+    Chunk,
     Concatenate,
     MergeModulelist,
     WeightConverter,
@@ -132,3 +133,9 @@ def test_conversions_of_parts_take_whole_names_and_pass_on_what_merges():
     assert [each.operations[0].merging for each in (merged, alone)] == [merge, []]
     assert alone.rename_source_key("q_proj.weight_scale") == ("q_proj.weight", "weight_scale$")
     assert alone.rename_source_key("q_proj.weight_shape") == ("q_proj.weight_shape", None)
+
+
+def test_conversions_of_parts_keep_those_of_one_tensor_that_becomes_several_weights():
+    given = WeightConverter("attn.qkv.weight", ["attn.q.weight", "attn.k.weight", "attn.v.weight"], [Chunk(0)])
+    found = internals.conversions_of_parts([given], {"weight": ("weight", "weight_scale")}, Reading)
+    assert found[0] is given

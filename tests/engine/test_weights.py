@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
+
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from helpers import quantized
 from helpers.checkpoints import change_config, change_weights
 from quire.engine import LLM, SamplingParams
 from quire.engine.config import EngineConfig
 from quire.engine.load import load_model
+from quire.engine.weights import gptq
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CPU = torch.device("cpu")
@@ -32,8 +37,8 @@ def check_same(folder, dense):
         assert torch.equal(found[name], expected[name]), name
 
 
-def tokens(folder):
-    with LLM(folder, num_pages=64, device="cpu") as llm:
+def tokens(folder, **options):
+    with LLM(folder, num_pages=64, device="cpu", **options) as llm:
         return [done.token_ids for done in llm.generate([[1, 2, 3], [7] * 20], GREEDY)]
 
 
@@ -85,6 +90,12 @@ BROKEN = {
     "a negative scale": ("ct fp8 channel", "weight_scale", fill(-1, 5), "is -1.0 at [5, 0]"),
     "an infinite scale": ("awq", "scales", fill(torch.inf, 1), "is inf at [1, 0]"),
     "an exponent that is nan": ("ct mxfp4", "weight_scale", fill(255, 2), "is nan at [2, 0]"),
+    "scales of other blocks": (
+        "ct fp8 channel",
+        "weight_scale",
+        lambda x: x.view(8, 16),
+        "[8, 16], and [128, 1] by",
+    ),
     "scales of another shape": ("gptq", "scales", lambda x: x[:, :64], "scales is [8, 64], and [8, 128] by"),
     "groups of other sizes": ("gptq", "g_idx", fill(3), "has 1 groups of 256 to 256 columns"),
     "zero points that `sym` excludes": ("gptq", "qzeros", fill(0), "has zero points other than 8"),
@@ -120,6 +131,103 @@ def test_load_model_with_a_truncated_file_names_it(name, llama, tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=re.escape(str(file))):
         load_model(folder, CPU)
+
+
+def test_gptq_zero_points_of_0_equal_dequantized_ones(llama, tmp_path):
+    """Groups without negative numbers have zero points of 0, which borrow from others of their words."""
+
+    def positive(weights):
+        for name, weight in weights.items():
+            if name.endswith("_proj.weight"):
+                weight[::8, :32].abs_().add_(0.01)
+
+    source = change_weights(shutil.copytree(llama, tmp_path / "source"), positive)
+    check_same(*quantized.quantize(source, tmp_path, "gptq asymmetric"))
+
+
+def gptq_tensors(columns, size, with_index):
+    """Random symmetric tensors of GPTQ with groups of a size, of which the last may have fewer columns, and the weight
+    [16, columns] that they stand for.
+    """
+    index, codes = torch.arange(columns, dtype=torch.int32) // size, torch.randint(16, (16, columns))
+    scales = torch.rand(int(index[-1]) + 1, 16).half() + 0.5
+    tensors = {"qweight": quantized.pack(codes, 4).T.contiguous(), "scales": scales}
+    tensors["qzeros"] = quantized.pack(torch.full((len(scales), 16), 7), 4)
+    if with_index:
+        tensors["g_idx"] = index
+    return tensors, (codes - 8) * scales.float()[index.long()].T
+
+
+def test_gptq_groups_of_a_layer_that_differ_from_the_configured_ones_are_those_of_its_index():
+    format = gptq.read({"bits": 4, "group_size": 32, "sym": True})
+    tensors, dense = gptq_tensors(192, 128, with_index=True)
+    assert torch.equal(format.matrix(tensors, "x.").dequantized(torch.float32), dense)
+    tensors, dense = gptq_tensors(192, 64, with_index=False)
+    assert torch.equal(format.matrix(tensors, "x.").dequantized(torch.float32), dense)
+    tensors, _ = gptq_tensors(192, 128, with_index=False)
+    with pytest.raises(ValueError, match="has 2 groups for each row of 192 columns, which do not fit group_size = 32"):
+        format.matrix(tensors, "x.")
+
+
+def save_gpt2(folder, name):
+    """A checkpoint of GPT-2, whose layers have transposed weights, in a format, and the dequantized one."""
+    settings, quantize = quantized.FORMATS[name]
+    config = GPT2Config(vocab_size=97, n_embd=128, n_layer=2, n_head=4, n_positions=64, eos_token_id=0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "dense")
+    shutil.copytree(folder / "dense", folder / "quantized")
+    weights, tensors = load_file(folder / "dense" / "model.safetensors"), {}
+    for key, weight in list(weights.items()):
+        if re.search(r"\.c_\w+\.weight", key):
+            ends, dense = quantize(weight.T.contiguous())
+            weights[key] = dense.T
+            tensors |= {f"{key.removesuffix('weight')}{end}": tensor for end, tensor in ends.items()}
+        else:
+            tensors[key] = weight
+    quantized.write(folder / "dense", weights)
+    quantized.write(folder / "quantized", tensors, settings)
+    return folder / "quantized", folder / "dense"
+
+
+def test_gptq_layers_with_transposed_weights_equal_dequantized_ones(tmp_path):
+    check_same(*save_gpt2(tmp_path, "gptq"))
+
+
+def test_load_model_with_transposed_weights_in_fp8_names_the_layer(tmp_path):
+    folder, _ = save_gpt2(tmp_path, "ct fp8 tensor")
+    with pytest.raises(
+        ValueError, match=r"c_\w+\.weight .*weights of Conv1D are supported in the formats awq and gptq"
+    ):
+        load_model(folder, CPU)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_gptq_biases_of_layers_without_any_are_ignored_if_they_are_zero(value, llama, tmp_path):
+    folder, dense = quantized.quantize(llama, tmp_path, "gptq")
+    change_weights(folder, lambda tensors: tensors.update({f"{DOWN}.bias": torch.full((128,), value).half()}))
+    if value:
+        with pytest.raises(ValueError, match=f"does not take: {DOWN}.bias"):
+            load_model(folder, CPU)
+    else:
+        check_same(folder, dense)
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_llm_with_a_quantized_head_that_config_json_ties_has_the_tokens_of_the_dequantized_head(
+    dequantize, llama, tmp_path, recwarn
+):
+    folder, dense = quantized.quantize(llama, tmp_path, "ct int4")
+    ends, weight = quantized.FORMATS["ct int4"][1](torch.randn(97, 128))
+    head = {f"lm_head.{end}": tensor for end, tensor in ends.items()}
+    change_weights(folder, lambda weights: (weights.pop("lm_head.weight"), weights.update(head)))
+    change_weights(dense, lambda weights: weights.update({"lm_head.weight": weight}))
+    change_config(folder, tie_word_embeddings=True)
+    assert tokens(folder, dequantize=dequantize) == tokens(dense)
+
+
+def test_load_model_with_an_empty_quantization_config_has_the_weights_of_the_checkpoint(llama, tmp_path):
+    folder = change_config(shutil.copytree(llama, tmp_path / "model"), quantization_config={})
+    found, expected = (load_model(x, CPU).network.state_dict() for x in (folder, llama))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 REFUSED = {

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
@@ -116,7 +117,7 @@ def integers(weight: Tensor, bits: int, size: int, symmetric: bool) -> tuple[Ten
     middle, largest = 2 ** (bits - 1), 2**bits - 1
     scale = torch.maximum(-low, high) / (middle - 1) if symmetric else (high - low) / largest
     scale = scale.half().float()
-    zero = torch.full_like(scale, middle) if symmetric else (-low / scale).round().clamp(1, largest)
+    zero = torch.full_like(scale, middle) if symmetric else (-low / scale).round().clamp(0, largest)
     codes = (groups / scale[..., None]).round().add(zero[..., None]).clamp(0, largest)
     return codes.flatten(1).long(), scale, zero.long()
 
@@ -147,9 +148,32 @@ def gptq(weight: Tensor, bits: int = 4, symmetric: bool = True, act_order: bool 
     groups[order] = torch.arange(columns, dtype=torch.int32) // 32
     stored = torch.empty_like(codes)
     stored[:, order] = codes
-    zeros = pack(zero.T if v2 else zero.T - 1, bits)
+    zeros = pack(zero.T, bits)
+    if not v2:
+        # GPTQModel subtracts from whole words, so that a zero point of 0 borrows from the next one.
+        zeros = zeros - {4: 0x11111111, 8: 0x01010101}[bits]
     words = pack(stored, bits).T.contiguous()
     return {"qweight": words, "qzeros": zeros, "scales": scale.T.half().contiguous(), "g_idx": groups}, dense
+
+
+def compressed_in_order(weight: Tensor) -> Quantized:
+    """A weight as compressed-tensors stores it if columns are grouped by their importance, which is random here."""
+    order = torch.randperm(weight.shape[1])
+    places = order.argsort()
+    tensors, dense = compressed("ct int4", weight[:, order].contiguous())
+    codes = unpack_from_int32(tensors["weight_packed"], 4, weight.shape)[:, places].contiguous()
+    groups = (places // 32).int()
+    return {**tensors, "weight_packed": pack_to_int32(codes, 4), "weight_g_idx": groups}, dense[:, places].contiguous()
+
+
+def auto_fp8(weight: Tensor) -> Quantized:
+    """A weight as AutoFP8 stores it: one scale, and one of activations."""
+    tensors, dense = transformers_fp8(weight, None)
+    return {
+        "weight": tensors["weight"],
+        "weight_scale": tensors["weight_scale_inv"],
+        "input_scale": torch.tensor(0.5),
+    }, dense
 
 
 def mxfp4_experts(weight: Tensor) -> Quantized:
@@ -169,6 +193,13 @@ def _config(name: str) -> dict[str, Any]:
     )
 
 
+def _config_in_order(name: str) -> dict[str, Any]:
+    """The configuration of columns that are grouped by their importance, which new versions of the library refuse."""
+    config = _config(name)
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return config
+
+
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 # Of each format, `quantization_config` and a function that quantizes a weight.
@@ -181,6 +212,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantized]]] = {
     ),
     "fp8 partial blocks": (_FP8 | {"weight_block_size": [128, 128]}, partial_blocks),
     "fp8 tensor": (_FP8 | {"activation_scheme": "static"}, lambda x: transformers_fp8(x, None)),
+    "fp8 of AutoFP8": (_FP8 | {"activation_scheme": "static", "ignored_layers": ["lm_head"]}, auto_fp8),
+    "ct int4 act-order": (_config_in_order("ct int4"), compressed_in_order),
     **{
         f"modelopt {name}": ({"quant_method": "modelopt", "quant_algo": name}, lambda x, name=name: model_opt(x, name))
         for name in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")

@@ -325,6 +325,20 @@ def _is_harmless(name: str, config: Any, headers: Headers) -> bool:
     return is_mask or _HARMLESS.fullmatch(name) is not None
 
 
+def _zero_biases(folder: Path, names: Iterable[str], headers: Headers) -> set[str]:
+    """Those of the tensors that are biases of zeros, which early tools of GPTQ write for each quantized layer, also for
+    models without biases.
+    """
+    from safetensors import safe_open
+
+    biases = {name for name in names if name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in headers}
+    found = set()
+    for path in folder.glob("*.safetensors") if biases else ():
+        with safe_open(path, "pt") as tensors:
+            found |= {name for name in biases.intersection(tensors.keys()) if not tensors.get_tensor(name).any()}
+    return found
+
+
 def _check_report(folder: Path, config: Any, network: Any, report: dict[str, Any], headers: Headers) -> None:
     """Refuse weights that are not those of the model, by Transformers' report of the tensors that it loaded. The report
     has the names of parameters, which those of the file may have been changed to.
@@ -333,6 +347,8 @@ def _check_report(folder: Path, config: Any, network: Any, report: dict[str, Any
     is_other = said not in ("", kind) and not re.search("CausalLM|LMHead", said)
     hint = f"; by config.json it is {_described(config)}, and {_CAN_RUN}" if is_other else ""
     unknown = [name for name in sorted(report["unexpected_keys"]) if not _is_harmless(name, config, headers)]
+    zeros = _zero_biases(folder, unknown, headers)
+    unknown = [name for name in unknown if name not in zeros]
     scales = [name for name in unknown if _OF_QUANTIZATION.search(name)]
     if scales:
         what = f"{kind} does not take {scales[0]}{_more(scales)}"

@@ -62,6 +62,12 @@ def is_experts(module: Any) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
+def _weights(network: Any) -> list[Any]:
+    """The weights of all experts of a network, of which some may be quantized."""
+    names = [(module, name) for module in expert_modules(network) for name in PROJECTIONS]
+    return [getattr(module, name) for module, name in names if hasattr(module, name)]
+
+
 class ReplacedExperts:
     """Experts of a network that `experts_forward` computes.
 
@@ -75,7 +81,7 @@ class ReplacedExperts:
 
         ExpertsInterface.register(NAME, experts_forward)
         self._network, self._implementation = network, network.get_experts_implementation()
-        if any(isinstance(module.down_proj, QuantizedWeight) for module in expert_modules(network)):
+        if any(isinstance(weight, QuantizedWeight) for weight in _weights(network)):
             self._implementation = NAME
         self.enable(True)
 
@@ -87,7 +93,7 @@ class ReplacedExperts:
 
 def can_replace(network: Any) -> bool:
     """Whether a network has experts, and all have weights of 16 or 32 bits, or that are quantized."""
-    weights = [m.down_proj for m in expert_modules(network)]
+    weights = _weights(network)
 
     def can_multiply(weight: Any) -> bool:
         is_dense = isinstance(weight, Tensor) and weight.ndim == 3 and weight.dtype in FLOATS

@@ -96,6 +96,8 @@ def conversions_of_parts(
 
     Returns:
         conversions whose patterns of names end in "$", since in 5.17 a pattern matches the beginning of a name, too.
+        Those of one tensor that becomes several weights are unchanged: Transformers makes one weight of several tensors
+        or several weights of one, and such tensors are of the encoders of images, which are not quantized.
     """
     from transformers.core_model_loading import WeightConverter
 
@@ -103,7 +105,9 @@ def conversions_of_parts(
     for conversion in conversions:
         names = [source.removesuffix("$") for source in conversion._original_source_patterns]
         last = names[0].rpartition(".")[2]
-        if isinstance(conversion, WeightConverter) and last in parts and all(n.endswith(f".{last}") for n in names):
+        is_one = len(conversion._original_target_patterns) == 1
+        is_weight = last in parts and all(name.endswith(f".{last}") for name in names)
+        if isinstance(conversion, WeightConverter) and is_one and is_weight:
             patterns = [f"{name.removesuffix(last)}{part}$" for name in names for part in parts[last]]
             source, operations = conversion, [read(conversion.operations)]
             conversion = WeightConverter(patterns, source._original_target_patterns, operations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,6 +70,7 @@ class CompressedTensors(Format):
 def _int8(weight: Tensor, scale: Tensor, zero: Tensor | None, prefix: str) -> Matrix:
     """A weight of int8 with a scale for each row, or for the tensor."""
     scale = scale.reshape(1, 1).expand(len(weight), 1) if scale.numel() == 1 else scale
+    scale = scale[:, None] if scale.ndim == 1 else scale
     check_shape(f"{prefix}weight_scale", scale, (len(weight), 1))
     check_scale(f"{prefix}weight_scale", scale)
     if zero is not None:
@@ -84,7 +86,7 @@ def _packed(tensors: Tensors, prefix: str) -> Matrix:
     bits = words.shape[1] * 32 // columns
     if bits not in (4, 8):
         raise ValueError(f"{prefix}weight_packed has codes of {bits} bits: 4 and 8 are supported")
-    groups = scale.shape[1]
+    groups = scale.shape[-1] if scale.ndim == 2 else 1
     check_shape(f"{prefix}weight_packed", words, (rows, -(-columns * bits // 32)))
     check_shape(f"{prefix}weight_scale", scale, (rows, groups))
     check_scale(f"{prefix}weight_scale", scale)
@@ -95,10 +97,22 @@ def _packed(tensors: Tensors, prefix: str) -> Matrix:
         zero_words = tensors["weight_zero_point"]
         check_shape(f"{prefix}weight_zero_point", zero_words, (-(-rows * bits // 32), groups))
         zero = unpack(zero_words.T, bits)[:, :rows].T.contiguous()
-    if "weight_g_idx" in tensors:
+    # The library takes a group of -1 for columns that are in the order of their groups.
+    if "weight_g_idx" in tensors and not (tensors["weight_g_idx"] == -1).all():
         order = column_order(f"{prefix}weight_g_idx", tensors["weight_g_idx"], columns, size)
         codes = codes if order is None else codes[:, order]
     return integers(bits, codes, scale, size, zero, order)
+
+
+def _without_order(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A `quantization_config` that does not say in which order columns were quantized: `weight_g_idx` has the groups of
+    columns, and versions of the library differ in the orders that they accept.
+    """
+    changed = deepcopy(dict(settings))
+    for group in (changed.get("config_groups") or {}).values():
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict):
+            group["weights"].pop("actorder", None)
+    return changed
 
 
 def read(settings: Mapping[str, Any]) -> CompressedTensors:
@@ -114,7 +128,7 @@ def read(settings: Mapping[str, Any]) -> CompressedTensors:
         what = "weights of compressed-tensors need that package"
         raise ImportError(f"{what}: {pip_install('quantized')} ({error})") from error
 
-    config = QuantizationConfig.model_validate(dict(settings))
+    config = QuantizationConfig.model_validate(_without_order(settings))
     for name, group in config.config_groups.items():
         stored = group.format or config.format
         if stored not in _FORMATS:

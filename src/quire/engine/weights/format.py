@@ -80,8 +80,12 @@ def check_scale(name: str, scale: Tensor) -> None:
 
 
 def group_size(name: str, columns: int, groups: int, configured: int | None = None) -> int:
-    """The columns of a group, of which a row of `columns` has `groups`; the last group may have fewer if the size is
-    configured (-1: all columns).
+    """The columns of a group, of which a row of `columns` has `groups`.
+
+    Args:
+        name: of the scales, for messages.
+        configured: the size by config.json, -1 for all columns, with which the last group may have fewer columns. A
+            tensor may have groups of another size, which must be a power of two then.
 
     Raises:
         ValueError: the groups are not of one size.
@@ -92,7 +96,11 @@ def group_size(name: str, columns: int, groups: int, configured: int | None = No
             return size
     if not 0 < groups <= columns or columns % groups:
         raise ValueError(f"{name} has {groups} groups for each row, which do not divide the {columns} columns evenly")
-    return columns // groups
+    size = columns // groups
+    if configured is not None and groups > 1 and size & (size - 1):
+        what = f"{groups} groups for each row of {columns} columns"
+        raise ValueError(f"{name} has {what}, which do not fit group_size = {configured}")
+    return size
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

@@ -1,7 +1,10 @@
-"""fp8 weights as Transformers has them (`quant_method` fp8): a scale for each block of 128 x 128, or for the tensor."""
+"""fp8 weights as Transformers has them (`quant_method` fp8): a scale for each block of 128 x 128, or for the tensor.
+AutoFP8 writes the same `quant_method` with other names of the scales.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,23 +15,30 @@ from quire.engine.weights.format import Format, Tensors, check_dtype, check_scal
 from quire.engine.weights.layouts import Matrix
 
 BLOCK = 128
+_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class Fp8(Format):
-    """Weights of float8_e4m3fn. Despite its name, `weight_scale_inv` is what numbers are multiplied by. A static scale
-    of activations is not used: each token has its own.
+    """Weights of float8_e4m3fn. Despite its name, `weight_scale_inv` is what numbers are multiplied by, as AutoFP8's
+    `weight_scale` is. A static scale of activations is not used: each token has its own.
     """
 
     blocks: bool
 
     method: ClassVar[str] = "fp8"
-    names: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ("weight", "weight_scale_inv", "activation_scale")}
+    names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        # Those of all experts of a mixture in one tensor. They are first, since a name may have the end of another.
+        **{name: (name, f"{name}_scale_inv", f"{name}_activation_scale") for name in _EXPERTS},
+        "weight": ("weight", "weight_scale_inv", "activation_scale", "weight_scale", "input_scale"),
+    }
 
     def matrix(self, tensors: Tensors, prefix: str) -> Matrix:
-        weight, scale = required(tensors, prefix, "weight", "weight_scale_inv")
-        names = (f"{prefix}weight", f"{prefix}weight_scale_inv")
-        return fp8_matrix(weight, scale, BLOCK if self.blocks else None, names)
+        pairs = [(name, f"{name}_scale_inv") for name in _EXPERTS]
+        pairs.append(("weight", "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"))
+        pair = next(pair for pair in pairs if pair == pairs[-1] or not tensors.keys().isdisjoint(pair))
+        weight, scale = required(tensors, prefix, *pair)
+        return fp8_matrix(weight, scale, BLOCK if self.blocks else None, (f"{prefix}{pair[0]}", f"{prefix}{pair[1]}"))
 
     def random(self, shape: Sequence[int], device: torch.device) -> Matrix:
         block = (BLOCK, BLOCK) if self.blocks else (shape[-2], shape[-1])
@@ -39,19 +49,19 @@ def fp8_matrix(weight: torch.Tensor, scale: torch.Tensor, block: int | None, nam
     """A weight of float8_e4m3fn with a scale for each block, or for the tensor, of a checkpoint.
 
     Args:
-        weight: [out_features, in_features].
-        scale: [out_features / block, in_features / block], rounded up; without block, one number.
+        weight: [..., out_features, in_features].
+        scale: [..., out_features / block, in_features / block], rounded up; without block, one number for each weight.
         block: the rows and columns of a block; None: the tensor has one scale.
         names: of both, for messages.
     """
     check_dtype(names[0], weight, torch.float8_e4m3fn)
-    rows, columns = weight.shape
+    *experts, rows, columns = weight.shape
     if block is None:
         block_rows, block_columns = rows, columns
     else:
         block_rows = block_columns = block
-    scale = scale.reshape(1, 1) if scale.numel() == 1 else scale
-    check_shape(names[1], scale, (-(-rows // block_rows), -(-columns // block_columns)))
+    scale = scale.reshape(*experts, 1, 1) if scale.numel() == math.prod(experts) else scale
+    check_shape(names[1], scale, (*experts, -(-rows // block_rows), -(-columns // block_columns)))
     check_scale(names[1], scale)
     return Matrix("fp8", weight, scale, (block_rows, block_columns))
 
@@ -61,7 +71,7 @@ def row_matrix(weight: torch.Tensor, scale: torch.Tensor, names: tuple[str, str]
     `fp8_matrix`.
     """
     check_dtype(names[0], weight, torch.float8_e4m3fn)
-    scale = scale.reshape(-1, 1)
+    scale = scale[:, None] if scale.ndim == 1 else scale
     check_shape(names[1], scale, (len(weight), 1))
     check_scale(names[1], scale)
     return Matrix("fp8", weight, scale, (1, weight.shape[1]))

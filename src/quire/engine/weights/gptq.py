@@ -24,6 +24,9 @@ from quire.engine.weights.format import (
 )
 from quire.engine.weights.layouts import Matrix
 
+# A word whose codes are all 1, by the bits of a code.
+_ONES = {4: 0x11111111, 8: 0x01010101}
+
 
 @dataclass(frozen=True)
 class Gptq(Format):
@@ -33,7 +36,7 @@ class Gptq(Format):
 
     group: int
     symmetric: bool
-    # What is added to zero points as they are stored.
+    # What is added to each code of a zero point as it is stored.
     zero_offset: int
 
     method: ClassVar[str] = "gptq"
@@ -51,12 +54,17 @@ class Gptq(Format):
         check_shape(f"{prefix}qzeros", zero_words, (groups, rows * bits // 32))
         check_scale(f"{prefix}scales", scale)
         columns = len(words) * 32 // bits
-        size = group_size(f"{prefix}scales", columns, groups, self.group)
         codes, order = unpack(words.T, bits), None
         if "g_idx" in tensors:
+            # A layer may have groups of another size than config.json says.
+            counts = tensors["g_idx"].unique(return_counts=True)[1]
+            size = group_size(f"{prefix}scales", columns, groups, int(counts.max()))
             order = column_order(f"{prefix}g_idx", tensors["g_idx"], columns, size)
             codes = codes if order is None else codes[:, order]
-        zero = (unpack(zero_words, bits).T + self.zero_offset) & (2**bits - 1)
+        else:
+            size = group_size(f"{prefix}scales", columns, groups, self.group)
+        # The offset is added to whole words, as it was subtracted: a zero point of 0 has borrowed from the next code.
+        zero = unpack(zero_words + self.zero_offset * _ONES[bits], bits).T
         if self.symmetric and (zero != 2 ** (bits - 1)).any():
             raise ValueError(f"{prefix}qzeros has zero points other than {2 ** (bits - 1)}, which `sym` means")
         return integers(bits, codes, scale.T.contiguous(), size, None if self.symmetric else zero, order)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -135,8 +136,9 @@ class ReadWeight(ConversionOps):
                 return {target: found}
             self.hf_quantizer.dequantized[full_layer_name] = found
         result: dict[str, Any] = {}
+        module = model.get_submodule(full_layer_name.rpartition(".")[0])
         for pattern, parts in weights.items():
-            dense = [_dequantized(w, dtype) if isinstance(w, Matrix) else w for w in parts]
+            dense = [self._dequantized(w, dtype, module) if isinstance(w, Matrix) else w for w in parts]
             result[pattern if self.merging else target] = dense if len(dense) > 1 else dense[0]
         for operation in self.merging:
             result = operation.convert(result, *args, full_layer_name=full_layer_name, model=model, **options)
@@ -169,6 +171,16 @@ class ReadWeight(ConversionOps):
             tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         return format.matrix(tensors, prefix)
 
+    def _dequantized(self, matrix: Matrix, dtype: torch.dtype, module: nn.Module) -> Tensor:
+        """The weight of a module, which is transposed in GPT-OSS's experts and in GPT-2's layers."""
+        is_conv = isinstance(module, Conv1D)
+        format = self.hf_quantizer.format
+        if is_conv and not any("qweight" in names for names in format.names.values()):
+            raise ValueError(f"weights of Conv1D are supported in the formats awq and gptq, not in {format.method}")
+        is_transposed = is_conv or (matrix.codes.ndim == 3 and getattr(module, "is_transposed", False))
+        weight = matrix.dequantized(dtype)
+        return weight.mT.contiguous() if is_transposed else weight
+
 
 def keep(
     weights: Sequence[Sequence[Matrix | Tensor]], name: str, model: nn.Module, merging: Sequence[ConversionOps]
@@ -186,6 +198,9 @@ def keep(
     matrices = [w for parts in weights for w in parts if isinstance(w, Matrix)]
     if len(matrices) < sum(map(len, weights)):
         return "some of the tensors that are merged to it are not quantized"
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if name in tied or name in tied.values():
+        return "config.json ties it to another parameter"
     if not all(map(can_multiply, matrices)):
         return f"there is no kernel for {matrices[0].kind} in blocks of {matrices[0].block}"
     is_linear = last == "weight" and type(module).forward is nn.Linear.forward
@@ -222,12 +237,6 @@ def _merged(parts: Sequence[Sequence[QuantizedWeight]], merging: list[Any]) -> Q
     if not merging:
         return whole[0] if len(whole) == 1 else None
     return joined(whole) if merging == last and can_join(whole) else None
-
-
-def _dequantized(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    weight = matrix.dequantized(dtype)
-    # Transformers has the weights of GPT-OSS's experts transposed.
-    return weight.mT.contiguous() if weight.ndim == 3 else weight
 
 
 def _name_of(dtype: torch.dtype) -> str:

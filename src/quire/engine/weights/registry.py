@@ -40,7 +40,7 @@ def find_format(folder: Path, model_opt: Mapping[str, Any] | None, config: Any) 
         found.append((what, {**model_opt, "quant_method": "modelopt"}))
     for part in (config, config.get_text_config()):
         settings = getattr(part, "quantization_config", None)
-        if settings is not None:
+        if settings:
             settings = settings if isinstance(settings, dict) else settings.to_dict()
             found.append(
                 (f"config.json: quantization_config.quant_method = {settings.get('quant_method')!r}", settings)
