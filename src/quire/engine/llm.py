@@ -93,8 +93,13 @@ class LLM:
         self.name = model_name(source)
         self._engine = load_engine(source, self.config, runner)
         self.model = self._engine.model
-        for name, folder in (adapters or {}).items():
-            self._engine.load_adapter(name, Path(folder))
+        try:
+            for name, folder in (adapters or {}).items():
+                self._engine.load_adapter(name, Path(folder))
+        except BaseException:
+            # Processes of other ranks would run as long as the exception, which holds this frame.
+            self._engine.close()
+            raise
         self._worker = Worker(self._engine)
 
     @property

@@ -222,8 +222,9 @@ def _shard(model: Model, ranks: Ranks, device: torch.device) -> None:
     """Keep this rank's part of a model on a device, and check that the first layers of all kinds compute what those of
     the whole model do on the CPU. A plan may not fit a model that does something between two linear layers.
     """
-    from quire.engine.parallel.shard import shard
+    from quire.engine.parallel.shard import planned, refusal, shard
 
+    planned(model.network, ranks, model.folder)
     exact, length = model.dtype == torch.float32, min(5, model.context)
     # Rounding to 16 bits routes a token to other experts where two are nearly as good. A wrong plan is wrong for any
     # tokens.
@@ -234,13 +235,18 @@ def _shard(model: Model, ranks: Ranks, device: torch.device) -> None:
     expected = _first_logits(model, count, rows)
     shard(model.network, ranks, model.folder, device)
     model.move(device)
-    pairs = zip(_first_logits(model, count, rows), expected, strict=True)
+    try:
+        found = _first_logits(model, count, rows)
+    except ValueError as error:
+        what = "divided by Transformers' tensor-parallel plan, it does not compute"
+        raise ValueError(f"{refusal(model.folder, ranks)}: {what}: {error}") from error
+    pairs = zip(found, expected, strict=True)
     # Products with quantized weights may round activations, too, and on a GPU in another way than on the CPU.
     is_quantized = any(isinstance(module, QuantizedWeight) for module in model.network.modules())
     rounding = ROUNDING if is_quantized else ROUNDING_OF_FEW_LAYERS
     if all(logits_differ(ours, whole.to(device), exact, rounding) for ours, whole in pairs):
         what = "divided by Transformers' tensor-parallel plan, it has other logits than as a whole"
-        raise ValueError(f"{model.folder} can't be run with tensor_parallel_size = {ranks.size}: {what}")
+        raise ValueError(f"{refusal(model.folder, ranks)}: {what}")
 
 
 def _first_logits(model: Model, count: int, rows: Sequence[Tensor]) -> list[Tensor]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("peft")
 
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PhimoeConfig
 
 from helpers import quantized
 from helpers.adapters import assert_greedy, merged, save_adapter
-from helpers.checkpoints import save
+from helpers.checkpoints import SHAPE, save
 from helpers.engines import pages_add_up
 from quire.engine import LLM, SamplingParams
 
@@ -55,6 +56,16 @@ def test_llm_adapters_of_a_model_have_the_tokens_of_merged_weights(name, tmp_pat
     done = served(tmp_path, [n for n in networks if n], prompts, of_each)
     for prompt, adapter, completion in zip(prompts, of_each, done, strict=True):
         assert_greedy(networks[adapter], prompt, completion.token_ids)
+
+
+def test_llm_adapter_of_a_model_whose_router_returns_several_tensors_leaves_it_as_it_is(tmp_path, rng):
+    config = PhimoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "base")
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    folder = save_adapter(network, tmp_path / "adapter0", r=4, target_modules=ATTENTION)
+    network, prompts = merged(network, folder), random_prompts(rng, 3)
+    for prompt, completion in zip(prompts, served(tmp_path, ["adapter0"], prompts, "adapter0"), strict=True):
+        assert_greedy(network, prompt, completion.token_ids)
 
 
 @pytest.mark.filterwarnings("ignore:.*tied layer is part of the adapter")

@@ -11,10 +11,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PhiConfig
 
 from helpers.adapters import CONFIG, WEIGHTS, change_config, change_tensors, merged, save_adapter, with_factors
-from helpers.checkpoints import CONFIGS, FURTHER_CONFIGS
+from helpers.checkpoints import CONFIGS, FURTHER_CONFIGS, SHAPE
 from quire.engine.adapters.peft import read_adapter
 from quire.engine.adapters.targets import adapter_targets
 
@@ -147,6 +147,37 @@ def test_read_adapter_from_a_pickle_is_that_of_safetensors(tmp_path):
     )
 
 
+def test_read_adapter_from_a_pickle_of_negated_views_is_that_of_safetensors(tmp_path):
+    model = network()
+    folder = save_adapter(model, tmp_path, r=4, target_modules=["q_proj"])
+    expected = read(model, folder)
+    views = {name: torch._neg_view(-tensor) for name, tensor in load_file(folder / WEIGHTS).items()}
+    torch.save(views, folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+    assert read(model, folder).digest == expected.digest
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (torch.Tensor.to_sparse, "sparse_coo on the device cpu"),
+        (torch.Tensor.to_sparse_csr, "sparse_csr on the device cpu"),
+        (lambda x: x.to("meta"), "strided on the device meta"),
+    ],
+    ids=["coo", "csr", "meta"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_read_adapter_from_a_pickle_of_other_tensors_names_the_tensor(change, what, tmp_path):
+    model = network()
+    folder = save_adapter(model, tmp_path, r=4, target_modules=["q_proj"])
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    tensors = load_file(folder / WEIGHTS)
+    torch.save(tensors | {name: change(tensors[name])}, folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=f"adapter_model.bin can't be used as an adapter: {name} is {what}"):
+        read(model, folder)
+
+
 def test_read_adapter_reports_the_base_that_the_adapter_names(tmp_path):
     model = network()
     folder = save_adapter(model, tmp_path, r=4, target_modules=["q_proj"])
@@ -199,6 +230,19 @@ def test_digest_is_of_the_content_alone(tmp_path, rng):
         tensors[first], tensors[second] = tensors[second], tensors[first]
 
     assert read(model, change_tensors(folder, swap)).digest != digest
+
+
+def test_read_adapter_of_a_head_with_a_bias_takes_the_bias_of_the_base_alone(tmp_path):
+    """PEFT writes the head's bias beside its factors, too."""
+    model = AutoModelForCausalLM.from_config(PhiConfig(**SHAPE), dtype=torch.float32)
+    torch.nn.init.normal_(model.lm_head.bias)
+    folder = save_adapter(copy.deepcopy(model), tmp_path, r=4, target_modules=["lm_head", "q_proj"])
+    name = "base_model.model.lm_head.base_layer.bias"
+    assert name in load_file(folder / WEIGHTS)
+    check_as_merged(model, folder)
+    change_tensors(folder, lambda tensors: tensors[name].add_(0.5))
+    with pytest.raises(ValueError, match=rf"{name} differs from the base's bias: it was trained"):
+        read(model, folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

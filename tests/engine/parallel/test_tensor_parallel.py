@@ -16,8 +16,10 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config
+
 from helpers import quantized
-from helpers.checkpoints import save
+from helpers.checkpoints import SHAPE, save
 from helpers.engines import pages_add_up, same, until_idle
 from helpers.ranks import check_completions, random_params, random_prompts, torchrun
 from helpers.server_processes import children_of, is_alive, until_ended
@@ -134,6 +136,29 @@ def test_llm_of_two_ranks_with_weights_that_stay_quantized_has_the_tokens_of_one
 
 
 @pytest.mark.slow
+def test_llm_of_ranks_with_a_refused_adapter_ends_the_other_ranks_before_it_raises(tmp_path):
+    before = set(children_of(os.getpid()))
+    # The exception that is caught here keeps the frames in which the engine was made.
+    with pytest.raises(FileNotFoundError) as caught:
+        LLM(**SMALL, tensor_parallel_size=2, max_adapters=1, adapters={"a": tmp_path})
+    assert set(children_of(os.getpid())) == before
+    del caught
+
+
+def test_llm_of_a_model_without_a_plan_says_so_by_the_name_of_the_option(tmp_path):
+    config = GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=97, eos_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="with tensor_parallel_size = 2: Transformers has no tensor-parallel plan"):
+        LLM(tmp_path, **SMALL, tensor_parallel_size=2)
+
+
+def test_llm_of_a_model_that_does_not_compute_in_parts_says_so_by_the_name_of_the_option(tmp_path):
+    config = CohereConfig(**SHAPE, use_qk_norm=True)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size = 2: divided by Transformers' .*, it does not compute"):
+        LLM(tmp_path, **SMALL, tensor_parallel_size=2)
+
+
 def test_llm_of_ranks_with_blocks_that_do_not_divide_says_so(llama, tmp_path):
     folder, _ = quantized.quantize(llama, tmp_path, "gptq act-order")
     with pytest.raises(ValueError, match="o_proj: its columns are in an order of their own"):

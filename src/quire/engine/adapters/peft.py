@@ -22,8 +22,8 @@ from quire.engine.reading import reading
 _SAFETENSORS, _PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
-# PEFT writes the weights of the embedding and of the head beside their factors, or after resizing the vocabulary.
-_BASE_WEIGHT = re.compile(r"(?P<module>.+?)(\.base_layer)?\.weight")
+# PEFT writes the tensors of the embedding and of the head beside their factors, or after resizing the vocabulary.
+_BASE_TENSOR = re.compile(r"(?P<module>.+?)(\.base_layer)?\.(?P<tensor>weight|bias)")
 # Tensors of other methods than LoRA, by the ends of their names.
 _OTHER_METHODS = {
     r"lora_magnitude_vector(\.weight)?": "magnitudes of DoRA",
@@ -129,7 +129,11 @@ def _open(folder: Path) -> tuple[str, dict[str, Tensor]]:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
         raise ValueError(f"{path} could not be loaded: it is not a dictionary of tensors")
-    return name, {str(key): tensor for key, tensor in loaded.items()}
+    for key, tensor in loaded.items():
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            what = f"{str(tensor.layout).removeprefix('torch.')} on the device {tensor.device.type}"
+            raise ValueError(f"{path} can't be used as an adapter: {key} is {what}: it must be strided, on the CPU")
+    return name, {str(key): tensor.resolve_neg() for key, tensor in loaded.items()}
 
 
 def _pairs(tensors: Mapping[str, Tensor], targets: Mapping[str, Target], names: Names) -> list[_Pair]:
@@ -143,7 +147,7 @@ def _pairs(tensors: Mapping[str, Tensor], targets: Mapping[str, Target], names: 
     for name in sorted(tensors):
         found = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
         if not name.startswith(_PREFIX) or found is None or bool(found["embedding"]) == bool(found["weight"]):
-            _check_base_weight(name, tensors[name], targets, names)
+            _check_base_tensor(name, tensors[name], targets, names)
             continue
         path = _find(name, found["module"], names)
         if (targets[path].kind == "embedding") != bool(found["embedding"]):
@@ -173,28 +177,31 @@ def _find(name: str, module: str, names: Names) -> str:
     return path
 
 
-def _check_base_weight(name: str, tensor: Tensor, targets: Mapping[str, Target], names: Names) -> None:
-    """Raise a ValueError for a tensor that is no factor, unless it is the base's own weight of the embedding or head,
-    which PEFT writes beside their factors.
+def _check_base_tensor(name: str, tensor: Tensor, targets: Mapping[str, Target], names: Names) -> None:
+    """Raise a ValueError for a tensor that is no factor, unless it is the base's own weight or bias of the embedding or
+    head, which PEFT writes beside their factors.
     """
-    own = name.removeprefix(_PREFIX)
-    for pattern, what in _OTHER_METHODS.items():
-        if re.fullmatch(rf"(.*\.)?{pattern}", own):
-            raise ValueError(f"{name} is {what}, which is not supported")
-    found = _BASE_WEIGHT.fullmatch(own)
+    short = name.removeprefix(_PREFIX)
+    found = _BASE_TENSOR.fullmatch(short)
     path = names.find(found["module"]) if found is not None and name.startswith(_PREFIX) else None
-    if path is None or targets[path].kind == "linear":
+    target = None if path is None or targets[path].kind == "linear" else targets[path]
+    is_bias = found is not None and found["tensor"] == "bias"
+    if target is None or (is_bias and target.bias is None):
+        for pattern, what in _OTHER_METHODS.items():
+            if re.fullmatch(rf"(.*\.)?{pattern}", short):
+                raise ValueError(f"{name} is {what}, which is not supported")
         raise ValueError(f"{name} is not known: it is no factor of a LoRA")
-    base = targets[path].weight
+    base = target.bias if is_bias else target.weight
     if base is None:
         raise ValueError(f"{name} can't be compared with the base's weight, which is quantized")
-    shape = targets[path].weight_shape
+    shape = (target.out_features,) if is_bias else target.weight_shape
     if tuple(tensor.shape) != shape:
         what = "the vocabulary was resized" if tensor.shape[1:] == base.shape[1:] else "it is of another base"
         raise ValueError(f"{name} is {list(tensor.shape)}, and {list(shape)} in the base: {what}")
     # Rank 0 reads adapters. Of a head that several ranks divide, it has the first rows.
     if not _is_same(tensor[: len(base)], base):
-        raise ValueError(f"{name} differs from the base's weight: it was trained, or is of another base")
+        what = "bias" if is_bias else "weight"
+        raise ValueError(f"{name} differs from the base's {what}: it was trained, or is of another base")
 
 
 @torch.inference_mode()

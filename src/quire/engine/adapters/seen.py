@@ -19,8 +19,8 @@ _TOKENS = 64
 
 def seen_targets(model: Model) -> dict[str, Target]:
     """The modules that adapters may change. Left out are those that compute other rows than those of the tokens, as an
-    expert of its own does, that compute in another dtype than the model's, or that are not called. A head may compute
-    the rows alone whose logits are needed.
+    expert of its own does, that compute in another dtype than the model's, that return more than a product, as a router
+    does, or that are not called. A head may compute the rows alone whose logits are needed.
 
     Returns:
         the modules by their paths.
@@ -42,12 +42,12 @@ def _rows_of_calls(model: Model, targets: Mapping[str, Target], count: int) -> d
     tokens = (model.vocab_size // 3 + 7 * positions) % model.vocab_size
     rows: dict[str, list[int]] = {path: [] for path in targets}
 
-    def record(path: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if args:
+    def record(path: str, module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        if args and isinstance(output, Tensor):
             x = args[0]
             rows[path].append(x.numel() if isinstance(module, nn.Embedding) else x.numel() // x.shape[-1])
 
-    hooks = [model.network.get_submodule(path).register_forward_pre_hook(partial(record, path)) for path in targets]
+    hooks = [model.network.get_submodule(path).register_forward_hook(partial(record, path)) for path in targets]
     try:
         with model.unchanged(), model.refusing(positions.tolist()):
             model.logits(tokens, positions, positions[:1], AttentionRecorder())

@@ -28,6 +28,7 @@ class Target:
         output_scale: what the module multiplies its output by, which an adapter's output is multiplied by, too.
         weight: [out_features, in_features], of an embedding [in_features, out_features]; of several ranks, this one's
             part; None if it is quantized.
+        bias: [out_features]; of several ranks, this one's part; None if there is none.
     """
 
     kind: Literal["linear", "embedding", "head"]
@@ -36,6 +37,7 @@ class Target:
     output_scale: float = 1.0
     shard: WeightShard | None = None
     weight: Tensor | None = field(default=None, repr=False, compare=False)
+    bias: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -87,6 +89,7 @@ def _linear_target(module: nn.Linear, kind: Literal["linear", "head"]) -> Target
         out_features=shard.features if shard is not None and shard.dim == -2 else module.out_features,
         shard=shard,
         weight=_weight(module),
+        bias=module.bias,
     )
 
 

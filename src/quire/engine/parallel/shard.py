@@ -85,8 +85,8 @@ def shard(network: Any, ranks: Ranks, folder: object, device: torch.device) -> N
             heads, features or blocks is not divisible by that of ranks.
     """
     config, size = network.config.get_text_config(), ranks.size
-    refused = f"{folder} can't be run with tensor_parallel_size = {size}"
-    plan = _planned(network, getattr(config, "base_model_tp_plan", None) or {}, refused)
+    refused = refusal(folder, ranks)
+    plan = planned(network, ranks, folder)
     kv_heads = _divided_kv_heads(plan, config, size, refused)
     for name, (style, found) in plan.items():
         path, _, attribute = name.rpartition(".")
@@ -107,6 +107,11 @@ def shard(network: Any, ranks: Ranks, folder: object, device: torch.device) -> N
             if hasattr(module, "num_key_value_groups"):
                 module.num_key_value_groups = config.num_attention_heads // size
     divide_head(network, ranks, device)
+
+
+def refusal(folder: object, ranks: Ranks) -> str:
+    """The beginning of messages that a model can't be divided."""
+    return f"{folder} can't be run with tensor_parallel_size = {ranks.size}"
 
 
 def divide_head(network: Any, ranks: Ranks, device: torch.device) -> None:
@@ -130,8 +135,14 @@ def divide_head(network: Any, ranks: Ranks, device: torch.device) -> None:
     _replace_class(head, GatheredLinear, ranks)
 
 
-def _planned(network: nn.Module, plan: dict[str, str], refused: str) -> dict[str, tuple[str, Any]]:
-    """The modules and parameters that are divided, with their styles, by their names."""
+def planned(network: Any, ranks: Ranks, folder: object) -> dict[str, tuple[str, Any]]:
+    """The modules and parameters that Transformers' plan divides, with their styles, by their names; the arguments are
+    those of `shard`.
+
+    Raises:
+        ValueError: there is no plan, or one with a style that is not supported.
+    """
+    plan, refused = getattr(network.config.get_text_config(), "base_model_tp_plan", None) or {}, refusal(folder, ranks)
     found: dict[str, tuple[str, Any]] = {}
     everything: dict[str, Any] = {**dict(network.named_modules()), **dict(network.named_parameters())}
     for pattern, style in plan.items():
