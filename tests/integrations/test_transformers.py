@@ -10,15 +10,20 @@ import torch
 pytest.importorskip("transformers")
 
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
     BertModel,
+    BigBirdPegasusConfig,
     BloomConfig,
     ContinuousBatchingConfig,
+    Gemma3TextConfig,
     GenerationConfig,
+    Llama4TextConfig,
+    ModernBertConfig,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -127,6 +132,41 @@ def test_forward_packed_sequences_give_the_logits_of_each(name, device):
         assert_close(torch.cat(parts, 1).expand(2, -1, -1), model(**two).logits)
 
 
+@pytest.mark.parametrize("name", ["modernbert", "gemma3"])
+def test_forward_packed_sequences_by_offsets_see_windows_to_both_sides(name):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "pad_token_id": 0}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "num_key_value_heads": 2, "head_dim": 16}
+    config = {
+        "modernbert": lambda: ModernBertConfig(**sizes, local_attention=6, global_attn_every_n_layers=2),
+        "gemma3": lambda: Gemma3TextConfig(**sizes, **kinds, sliding_window=4, use_bidirectional_attention=True),
+    }[name]()
+    model = AutoModel.from_config(config).eval()
+    for weight in model.parameters():
+        if weight.ndim >= 2:
+            torch.nn.init.normal_(weight, std=0.2)
+    lengths = [11, 9, 1]
+    tokens, offsets = prompts(1, sum(lengths)), torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        parts = [model(part, use_cache=False).last_hidden_state for part in tokens.split(lengths, 1)]
+        model.set_attn_implementation("quire")
+        by_offsets = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 11}
+        found = model(tokens, position_ids=positions, use_cache=False, **by_offsets).last_hidden_state
+    assert_close(torch.cat(parts, 1), found)
+
+
+def test_forward_packed_sequences_of_a_model_with_chunks_take_position_ids_alone():
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Llama4TextConfig(**sizes, **heads, attention_chunk_size=5, num_local_experts=2, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="quire").eval()
+    offsets = torch.tensor([0, 11, 20], dtype=torch.int32)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"not supported with chunked attention.*position_ids alone"):
+        model(prompts(1, 20), cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=11)
+
+
 def decoded(model, forward, tokens, mask, steps=5):
     """Logits of a prefill and of greedy steps with a static cache, for which masks and positions have fixed shapes."""
     length, room = tokens.shape[1], tokens.shape[1] + steps
@@ -210,6 +250,14 @@ def test_generate_batch_gives_the_tokens_of_paged_eager(name, device, tmp_path):
     assert model.config._attn_implementation == "quire"
 
 
+def test_generate_batch_with_heads_that_the_cache_does_not_have_says_so():
+    model = network("deepseek-v3")
+    model.set_attn_implementation("quire")
+    config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = model.generate_batch([[1, 2, 3]], generation_config=config, continuous_batching_config=batching())
+    assert all("the paged cache has heads of" in output.error for output in found.values())
+
+
 def test_forward_encoders_give_what_eager_gives():
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model = BertModel(BertConfig(**sizes, num_attention_heads=4)).eval()
@@ -229,6 +277,10 @@ def test_forward_models_that_quire_cannot_compute_raise():
     )
     with pytest.raises(ValueError, match=r"Bloom computes attention by itself.*'eager'"):
         bloom(prompts(2, 5))
+    shape = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    pegasus = AutoModel.from_config(BigBirdPegasusConfig(vocab_size=VOCAB, **shape), attn_implementation="quire")
+    with torch.no_grad(), pytest.raises(ValueError, match=r"BigBirdPegasus uses masks by itself.*'eager'"):
+        pegasus(input_ids=prompts(2, 5), attention_mask=padded(2, 5, "right"), decoder_input_ids=prompts(2, 5))
     config = T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
     config._attn_implementation = "quire"
     t5 = T5ForConditionalGeneration(config).eval()

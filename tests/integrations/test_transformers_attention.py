@@ -132,6 +132,22 @@ def test_attention_sequences_by_offsets_match_the_oracle():
         check(out.flatten(0, 1)[None], expected(*flat, seen, DIM**-0.5))
 
 
+@pytest.mark.parametrize("q_len", [6, 1])
+def test_attention_sequences_by_offsets_see_what_a_bool_mask_leaves(q_len):
+    q, k, v = tensors(2, 6, 6)
+    offsets = torch.tensor([0, 2, 5, 6, 10, 12])
+    sequence = torch.repeat_interleave(torch.arange(5), offsets.diff()).view(2, 6)
+    own = sequence[:, :, None] == sequence[:, None]
+    seen = torch.rand(2, 1, 6, 6) < 0.7
+    q, own, seen = q[:, :, :q_len], own[:, :q_len], seen[:, :, :q_len]
+    # Of one query token in each row, the offsets are those of the first tokens.
+    cu_q = offsets if q_len == 6 else torch.tensor([0, 1, 1, 1, 2, 2])
+    out, _ = attention(MODULE, q, k, v, seen, cu_seq_lens_q=cu_q, cu_seq_lens_k=offsets, sliding_window=2)
+    check(out, expected(q, k, v, seen[:, 0] & own, DIM**-0.5))
+    with pytest.raises(ValueError, match="attention_mask = float32"):
+        attention(MODULE, q, k, v, seen.float(), cu_seq_lens_q=cu_q, cu_seq_lens_k=offsets)
+
+
 def layouts(x):
     """The same values in memory layouts that models and caches have."""
     batch, heads, length, dim = x.shape
@@ -227,6 +243,7 @@ def test_attention_a_changed_mask_is_planned_again(inference):
         ({"attention_mask": torch.ones(2, HEADS, 5, 9, dtype=torch.bool)}, "one mask for all heads"),
         ({"attention_mask": torch.ones(2, 1, 5, 8, dtype=torch.bool)}, r"\[2 or 1, 1, 5, 9\]"),
         ({"attention_mask": torch.zeros(1, 1, 3, 2, dtype=torch.int32)}, "masks of 2 rows of 5 query tokens"),
+        ({"is_causal": False, "sliding_window": 3}, "sliding_window = 3.*there is none"),
         ({"dropout": 0.1}, "dropout = 0.1.*model.eval()"),
         ({"output_attentions": True}, "output_attentions = True.*'eager'"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),

@@ -47,7 +47,8 @@ def attention(
         is_causal: where there is no mask; the module's by default.
         cache: of continuous batching.
         cu_seq_lens_q, cu_seq_lens_k: int [sequences + 1], the offsets of packed sequences in all query tokens and in
-            all keys; masks are then without effect. max_length_q: the most query tokens of a sequence.
+            all keys. A bool mask holds within a sequence; other masks are then without effect. max_length_q: the most
+            query tokens of a sequence.
 
     Returns:
         the output, [batch_size, q_len, num_qo_heads, head_dim_vo], and None.
@@ -68,6 +69,10 @@ def attention(
     if cache is not None:
         given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q}
         return _attend_step(module.layer_idx, query, key, value, cache, {**kwargs, **given}, sinks, settings), None
+    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    if chunk and cu_seq_lens_q is not None and attention_mask is not None and attention_mask.dtype == torch.bool:
+        what = f"chunks of {chunk} tokens begin with each sequence, which its mask may not know"
+        raise ValueError(f"cu_seq_lens_q is not supported with chunked attention: {what}: give position_ids alone")
     cu_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     longest = max_length_q if isinstance(max_length_q, int) else query.shape[0] * query.shape[2]
     if torch.compiler.is_compiling():
@@ -105,13 +110,17 @@ def _attend(
 ) -> Tensor:
     """`attention` of checked arguments: [batch_size, q_len, num_qo_heads, head_dim_vo]."""
     batch, heads, q_len, _ = query.shape
-    if cu_q is not None and cu_k is not None:
+    offsets = None if cu_q is None or cu_k is None else (cu_q, cu_k)
+    if settings.window_left >= 0 and not settings.causal and mask is None and q_len > 1:
+        what = "a window of a layer that is not causal is computed by its mask, and there is none"
+        raise ValueError(f"sliding_window = {settings.window_left + 1} is not supported here: {what}")
+    if offsets is not None and (mask is None or mask.dtype == torch.int32):
         k, v = flat_rows(key), flat_rows(value)
-        make = partial(of_indptr, cu_q, cu_k, longest, settings.causal, settings.window_left)
+        make = partial(of_indptr, *offsets, longest, settings.causal, settings.window_left)
     else:
         packed = is_packed(mask, batch, q_len)
         k, v, step = (flat_rows(key), flat_rows(value), 0) if packed else key_rows(key, value)
-        make = maker(mask, query, key, step, settings.causal, settings.window_left)
+        make = maker(mask, query, key, step, settings.causal, settings.window_left, offsets)
     return run(flat_rows(query), k, v, sinks, make, settings).view(batch, q_len, heads, value.shape[3])
 
 

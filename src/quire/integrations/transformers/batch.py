@@ -98,7 +98,13 @@ def of_pages(qo_indptr: Tensor, kv_indptr: Tensor, indices: Tensor, max_q_len: i
 
 
 def maker(
-    mask: Tensor | None, query: Tensor, key: Tensor, step: int, causal: bool, window_left: int
+    mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    step: int,
+    causal: bool,
+    window_left: int,
+    offsets: tuple[Tensor, Tensor] | None = None,
 ) -> partial[PackedBatch]:
     """The function that makes the batch of a mask, see `quire.integrations.transformers.masks`, with its arguments.
 
@@ -106,6 +112,7 @@ def maker(
         query, key: [batch_size, heads, length, head_dim].
         step: from `key_rows`.
         causal, window_left: of rows without a mask.
+        offsets: of packed sequences in all query tokens and in all keys, outside of which a bool mask sees nothing.
 
     Raises:
         ValueError: the mask is of other rows, or none that can be computed.
@@ -117,6 +124,8 @@ def maker(
     if mask.dtype == torch.bool:
         fits = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, q_len, length)
         _refuse(fits, mask, f"one mask for all heads is, [{batch} or 1, 1, {q_len}, {length}]")
+        if offsets is not None:
+            return partial(_of_bool_within, mask, *offsets, batch, q_len, length, step)
         return partial(_of_bool, mask, batch, q_len, length, step)
     _refuse(mask.dtype == torch.int32 and mask.ndim == 4, mask, "a bool mask is, [batch_size or 1, 1, q_len, kv_len]")
     if q_len == 1 and mask.shape[2:] == (batch + 1, length + 3):
@@ -155,6 +164,17 @@ def _of_bool(mask: Tensor, batch: int, q_len: int, length: int, step: int) -> Pa
     # Each row of bits begins with a new byte.
     bits = pad(mask.expand(batch, -1, -1, -1).reshape(batch, area), (0, -area % 8))
     return whole._replace(bits=packbits(bits.flatten(), "little"))
+
+
+def _of_bool_within(
+    mask: Tensor, cu_q: Tensor, cu_k: Tensor, batch: int, q_len: int, length: int, step: int
+) -> PackedBatch:
+    """As `_of_bool`, but query tokens see only keys of their own sequence."""
+    query, key = (
+        torch.searchsorted(cu, torch.arange(batch * n, device=cu.device, dtype=cu.dtype), right=True).view(batch, 1, n)
+        for cu, n in ((cu_q, q_len), (cu_k, length))
+    )
+    return _of_bool(mask & (query[..., None] == key[..., None, :]), batch, q_len, length, step)
 
 
 def _of_spans(mask: Tensor, q_len: int, step: int) -> PackedBatch:

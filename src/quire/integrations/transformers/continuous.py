@@ -44,7 +44,8 @@ def step_batch(cache: Any, layer: int, key: Tensor, value: Tensor, step: dict[st
         step: cu_seq_lens_q, cu_seq_lens_k, max_length_q (or max_seqlen_q), read_index and write_index.
 
     Raises:
-        ValueError: a block table is given, which only Transformers' names of FlashAttention get.
+        ValueError: a block table is given, which only Transformers' names of FlashAttention get; or the cache has other
+            heads than the layer, as it has for MLA.
     """
     if step.get("block_table") is not None:
         raise ValueError("block_table is given, which attn_implementation = 'quire' does not support: None is")
@@ -69,6 +70,10 @@ def step_batch(cache: Any, layer: int, key: Tensor, value: Tensor, step: dict[st
     if stored is None:
         k, v = (x if x.ndim == 3 else flat_rows(x) for x in update(key, value, layer))
     else:
+        if any(old.shape[-2:] != new.shape[1:] for old, new in zip(stored, (k, v), strict=True)):
+            sizes = " and ".join(str(list(new.shape[1:])) for new in (k, v))
+            what = f"the paged cache has heads of {list(stored[0].shape[-2:])}, and the layer {sizes}"
+            raise ValueError(f"{what}: attn_implementation = 'quire' needs equal ones")
         read, write = step["read_index"][group], step["write_index"][group]
         k_rows, v_rows = (x.view(-1, *new.shape[1:]) for x, new in zip(stored, (k, v), strict=True))
         k_rows.index_copy_(0, write, k)

@@ -37,6 +37,10 @@ _HOLES = (
     "for several if attention_mask is a bool mask [batch_size, 1, q_len, kv_len]"
 )
 
+# Models that call attention functions, and use masks by themselves, too: in an encoder's own attention, in a router, or
+# as a part of another mask.
+_OWN_USES = {"bigbird_pegasus", "nllb-moe", "deepseek_v4"}
+
 
 def mask(
     batch_size: int,
@@ -70,9 +74,8 @@ def mask(
     window = _window(mask_function, local_size, allow_is_causal_skip, use_vmap, config)
     if window is not None and window >= kv_length:
         window = 0
-    if not torch.compiler.is_compiling() and not _has_interface(type(config).__module__):
-        name = type(config).__name__.removesuffix("Config")
-        raise ValueError(f"{name} computes attention by itself, and not by attn_implementation = 'quire': use 'eager'")
+    if not torch.compiler.is_compiling():
+        _refuse_own_attention(config)
     causal = window == 0 or mask_function is causal_mask_function
     at_end = isinstance(q_offset, int) and q_offset + q_length == kv_length + kv_offset
     if q_length == 1 and causal and at_end and attention_mask is None:
@@ -121,6 +124,16 @@ def _padded(real: Tensor, end: int | Tensor, window: int) -> Tensor | None:
     begins = real[:, 1:] & ~real[:, :-1]
     assert_async((begins.sum(1) + real[:, 0] <= 1).all(), _HOLES)
     return _spans(torch.where(real.any(1), real.int().argmax(1), end), end, window)
+
+
+def _refuse_own_attention(config: Any) -> None:
+    """Raise a ValueError for a model that would take a mask for one of its own."""
+    name = type(config).__name__.removesuffix("Config")
+    if not _has_interface(type(config).__module__):
+        raise ValueError(f"{name} computes attention by itself, and not by attn_implementation = 'quire': use 'eager'")
+    if getattr(config, "model_type", "") in _OWN_USES:
+        what = "uses masks by itself, and not by attn_implementation = 'quire' alone"
+        raise ValueError(f"{name} {what}: use 'eager'")
 
 
 @lru_cache(maxsize=256)
