@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
-from helpers import quantized
+from helpers import multimodal, quantized
 from helpers.checkpoints import change_weights
 from quire.bench.batches import relative_error
 from quire.engine import LLM, SamplingParams
@@ -179,6 +179,35 @@ def test_llm_with_experts_of_which_one_part_is_quantized_has_the_tokens_of_dequa
     names = [name for name in weights_of(loaded(folder)) if "experts" in name]
     assert {name.rpartition(".")[2] for name in names} == {kept}
     assert tokens(folder, device="cpu", dequantize=False) == tokens(dense, device="cpu")
+
+
+def test_experts_of_which_one_has_no_scale_of_activations_stay_quantized(mixtral, tmp_path):
+    folder, dense = quantized.quantize(mixtral, tmp_path, "fp8 tensor")
+    change_weights(folder, lambda w: w.pop("model.layers.1.block_sparse_moe.experts.2.w3.activation_scale"))
+    assert len([name for name in weights_of(loaded(folder)) if "experts" in name]) == 4
+    found, expected = (load_model(x, CPU).network.state_dict() for x in (folder, dense))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_quantized_experts_of_a_vision_language_model_have_a_tensor_each(tmp_path):
+    """Checkpoints of its model with 16 bits have all experts in one tensor."""
+    dense = multimodal.save("Qwen3VLMoe", tmp_path / "dense")
+    folder = shutil.copytree(dense, tmp_path / "quantized")
+    settings, quantize = quantized.FORMATS["fp8 partial blocks"]
+    weights = load_file(dense / "model.safetensors")
+    tensors = {name: x for name, x in weights.items() if ".experts." not in name}
+    for name in weights.keys() - tensors.keys():
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[name.rpartition(".")[2]]
+        for number, expert in enumerate(weights[name]):
+            for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+                ends, read = quantize(weight.contiguous())
+                weight.copy_(read)
+                stem = f"{name.rpartition('.')[0]}.{number}.{part}"
+                tensors |= {f"{stem}.{end}": x for end, x in ends.items()}
+    quantized.write(dense, weights)
+    quantized.write(folder, tensors, settings)
+    found, expected = (load_model(x, CPU).network.state_dict() for x in (folder, dense))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_fp8_experts_in_one_tensor_stay_quantized(mixtral, tmp_path):

@@ -12,6 +12,8 @@ from torch import Tensor
 from quire.engine.weights.layouts import Matrix
 
 Tensors = Mapping[str, Tensor]
+# The ends of the names of tensors that quantize activations statically, which nothing uses.
+OF_ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale")
 
 
 class Format(ABC):

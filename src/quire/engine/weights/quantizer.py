@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -16,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quire.engine import moe
 from quire.engine.transformers_internals import conversions_of_parts
-from quire.engine.weights.format import Format
+from quire.engine.weights.format import OF_ACTIVATIONS, Format
 from quire.engine.weights.layouts import Matrix
 from quire.engine.weights.modules import (
     QuantizedWeight,
@@ -31,6 +32,9 @@ from quire.engine.weights.modules import (
 _NAME = "quire"
 # Operations that merge the experts of checkpoints to parameters [experts, out_features, in_features].
 _MERGE, _JOIN = (MergeModulelist, 0), (Concatenate, 1)
+# Models whose quantized checkpoints have a tensor for each expert. Transformers converts only checkpoints that have one
+# tensor for all experts.
+_EXPERTS_APART = {"qwen3_vl_moe"}
 
 
 def settings(format: Format, device: torch.device | None = None) -> dict[str, Any]:
@@ -70,6 +74,8 @@ class Quantizer(HfQuantizer):
         """The conversions of a model's weights. Where several are merged, `ReadWeight` does it, which can merge
         weights that stay quantized.
         """
+        if getattr(model.config, "model_type", None) in _EXPERTS_APART:
+            weight_conversions = [*weight_conversions, *get_checkpoint_conversion_mapping("qwen3_moe")]
         return conversions_of_parts(weight_conversions, self.format.names, lambda merging: ReadWeight(self, merging))
 
     def postprocess_model(self, model: Any, **options: Any) -> None:
@@ -150,6 +156,9 @@ class ReadWeight(ConversionOps):
         groups: dict[str, dict[str, list[Tensor]]] = {}
         for pattern, tensors in input_dict.items():
             stem, dot, name = pattern.removesuffix("$").rpartition(".")
+            if name.endswith(OF_ACTIVATIONS):
+                # Some experts may have none.
+                continue
             weight = f"{stem}{dot}{params[name]}$"
             groups.setdefault(weight, {})[name] = tensors if isinstance(tensors, list) else [tensors]
         result: dict[str, list[Matrix | Tensor]] = {}
