@@ -81,8 +81,10 @@ class Engine:
 
     def runner(self, **options: Any) -> Any:
         """What the backend reads of SGLang's model runner."""
-        usual = {"dcp_size": 1, "enable_mis": False, "enable_deterministic_inference": False}
-        args = SimpleNamespace(**{**usual, "speculative_algorithm": "NGRAM", **options})
+        config = SimpleNamespace(architectures=[options.pop("architecture", "LlamaForCausalLM")])
+        usual = {"dcp_size": 1, "attn_cp_size": 1, "enable_prefill_cp": False}
+        usual |= {"enable_mis": False, "enable_deterministic_inference": False, "speculative_algorithm": "NGRAM"}
+        args = SimpleNamespace(**usual | options)
         model = {"is_encoder_decoder": False, "context_len": self.width, "num_attention_heads": HEADS, "head_dim": DIM}
         return SimpleNamespace(
             sliding_window_size=None,
@@ -91,7 +93,7 @@ class Engine:
             kv_cache_dtype=self.kv_dtype,
             page_size=self.page_size,
             server_args=args,
-            model_config=SimpleNamespace(**model, get_num_kv_heads=lambda size: KV_HEADS),
+            model_config=SimpleNamespace(**model, hf_config=config, get_num_kv_heads=lambda size: KV_HEADS),
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token, size=self.rows),
             token_to_kv_pool=self.pool,
             kv_index_translator=SimpleNamespace(is_translating=False),

@@ -131,6 +131,10 @@ class KVWriteLoc:
     swa_loc: torch.Tensor | None = None
     physical: bool = False
 
+    def __post_init__(self):
+        if self.swa_loc is not None:
+            self.swa_loc = self.swa_loc[: len(self.loc)]
+
     @classmethod
     def for_batch(cls, forward_batch, *, swa_loc=None):
         return cls(forward_batch.out_cache_loc, swa_loc, forward_batch.out_cache_loc_is_physical)

@@ -124,6 +124,8 @@ def test_options_of_runner_that_are_not_supported_are_refused(rng):
     for change, message in (
         (lambda r: setattr(r.model_config, "is_encoder_decoder", True), "encoder-decoder models are not supported"),
         (lambda r: setattr(r.server_args, "dcp_size", 2), "--dcp-size 2 is not supported"),
+        (lambda r: setattr(r.server_args, "attn_cp_size", 2), "--attn-cp-size 2 is not supported"),
+        (lambda r: setattr(r.server_args, "enable_prefill_cp", True), "--enable-prefill-cp is not supported"),
         (lambda r: setattr(r.server_args, "enable_mis", True), "--enable-mis is not supported"),
         (lambda r: setattr(r.kv_index_translator, "is_translating", True), "--enable-unified-memory is not supported"),
     ):
@@ -175,10 +177,40 @@ def test_layers_that_are_not_supported_are_refused(rng):
             engine.backend.forward(*given, layer(7, **options), batch)
     with pytest.raises(ValueError, match="layer 0: score_mod is not supported"):
         engine.backend.forward(*given, engine.layers[0], batch, score_mod=print)
-    batch.mm_inputs = [object()]
-    images = layer(8, attn_type=SGLANG.AttentionType.DECODER_BIDIRECTIONAL)
-    with pytest.raises(ValueError, match="layer 8: images whose tokens see each other"):
-        engine.backend.forward(*given, images, batch)
+    both_sides = layer(8, attn_type=SGLANG.AttentionType.DECODER_BIDIRECTIONAL)
+    with pytest.raises(ValueError, match="layer 8: attn_type = 'decoder_bidirectional' is not supported"):
+        engine.backend.forward(*given, both_sides, batch)
+
+
+def test_another_layer_of_a_known_number_is_checked(rng):
+    engine = Engine(rng, [layer(0)])
+    engine.step("EXTEND", [request := engine.arrive()], [2])
+    batch = engine.batch("EXTEND", [request], [1])
+    engine.backend.init_forward_metadata(batch)
+    other, given = layer(0, logit_cap=3.0, logit_capping_method="sigmoid"), engine.inputs(engine.layers[0], 1)
+    with pytest.raises(ValueError, match="layer 0: logit_capping_method 'sigmoid'"):
+        engine.backend.forward(*given, other, batch)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "images", "refused"),
+    [
+        ("Gemma3ForConditionalGeneration", [None, object()], True),
+        ("Gemma3ForConditionalGeneration", [None, None], False),
+        ("LlavaForConditionalGeneration", [object(), None], False),
+    ],
+)
+def test_images_whose_tokens_see_each_other_are_refused(architecture, images, refused, rng):
+    engine = Engine(rng, [layer(0)], architecture=architecture)
+    batch = engine.batch("EXTEND", [engine.arrive(), engine.arrive()], [2, 1])
+    batch.mm_inputs = images
+    engine.backend.init_forward_metadata(batch)
+    given = engine.inputs(engine.layers[0], 3)
+    if refused:
+        with pytest.raises(ValueError, match="images whose tokens see each other"):
+            engine.backend.forward(*given, engine.layers[0], batch)
+    else:
+        engine.backend.forward(*given, engine.layers[0], batch)
 
 
 @pytest.mark.gpu

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from helpers.vllm_modules import INSTALLED, REGISTERED, SETTINGS, AttentionBackendEnum, vllm_modules
-from helpers.vllm_steps import Steps, VllmAttentionBackend
+from helpers.vllm_steps import Steps, VllmAttentionBackend, config
 from quire.bench.batches import relative_error
 from quire.definition import attention_spec
 from quire.integrations import vllm
@@ -149,6 +151,53 @@ def test_capture_plans_for_the_longest_query_only_without_mixed_graphs(rng):
         assert (launch._role, launch._max_q_len) == (role, q_len)
     assert type(run.builder)._cudagraph_support.name == "ALWAYS"
     assert run.builder.update_draft_decode_metadata(metadata) is None
+
+
+def test_capture_by_a_derived_builder_has_what_its_build_changes(rng):
+    """vLLM derives builders for layers that see later tokens, and replaces `build` alone."""
+
+    class Bidirectional(VllmAttentionBackend.get_builder_cls()):
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            changed = SimpleNamespace(**vars(common_attn_metadata) | {"causal": False})
+            return super().build(common_prefix_len, changed, fast_build)
+
+    run = steps(rng, mixed_mode="FULL", changes={"causal": False})
+    builder = Bidirectional(SimpleNamespace(block_size=16), ["layer"], config(0, "FULL"), torch.device("cpu"))
+    run.start(2)
+    slots = run.write([12, 25])
+    given = run.metadata([12, 25], slots=slots)
+    given.causal = True
+    q = run.queries([12, 25])
+    for metadata in (builder.build(0, given), builder.build_for_cudagraph_capture(given)):
+        out = torch.full_like(q, torch.nan)
+        run.impl.forward(run.layer, q, q, q, run.cache, metadata, out)
+        check((out, run.exact(q, [12, 25])))
+
+
+@pytest.mark.parametrize("q_lens", [[1, 1], [3, 1], [40, 2]])
+def test_build_takes_the_longest_query_as_numpys_number(q_lens, rng):
+    """As vLLM has it where it divides requests into chunks of attention."""
+    run = steps(rng)
+    run.start(2)
+    slots = run.write(q_lens)
+    given = run.metadata(q_lens, slots=slots)
+    given.max_query_len = np.int32(given.max_query_len)
+    q = run.queries(q_lens)
+    out = torch.full_like(q, torch.nan)
+    run.impl.forward(run.layer, q, q, q, run.cache, run.builder.build(0, given), out)
+    check((out, run.exact(q, q_lens)))
+
+
+def test_backend_refuses_a_cache_of_another_type_of_16_bits():
+    def reason(dtype, kv_cache_dtype):
+        return VllmAttentionBackend.supports_combination(
+            64, dtype, kv_cache_dtype, 16, False, False, False, False, None
+        )
+
+    assert reason(torch.bfloat16, "float16") == "kv_cache_dtype float16 with dtype bfloat16 not supported"
+    assert reason(torch.float32, "bfloat16") is not None
+    for kv_cache_dtype in ("auto", "bfloat16", "fp8", None):
+        assert reason(torch.bfloat16, kv_cache_dtype) is None
 
 
 def test_forward_without_metadata_fills_the_output(rng):

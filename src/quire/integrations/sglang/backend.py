@@ -8,6 +8,7 @@ trees of drafted tokens are the exception.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -18,9 +19,11 @@ from quire.integrations.sglang.refusals import (
     attention_type,
     check_call,
     check_drafts,
+    check_images,
     check_layer,
     check_mode,
     check_runner,
+    has_mutual_images,
 )
 from quire.integrations.sglang.tables import (
     PageBuffers,
@@ -74,7 +77,8 @@ class SGLangAttentionBackend(AttentionBackend):
         invariant = bool(model_runner.server_args.enable_deterministic_inference)
         self.wrapper_pool = WrapperPool(self.device, self.page_size, self.kv_cache_dtype, invariant)
         self.forward_metadata = None
-        self._checked: set[int] = set()
+        self._checked: WeakSet[Any] = WeakSet()
+        self._has_mutual_images = has_mutual_images(model_runner)
         self._graph_tables: list[PageBuffers] = []
         self._graph_mask: Tensor | None = None
         self._drafts = model_runner.server_args.speculative_algorithm is not None
@@ -219,10 +223,12 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _step(self, layer: Any, batch: Any, options: dict[str, Any]) -> StepMetadata:
         """The metadata of the step, after checks of the layer and its call."""
-        if layer.layer_id not in self._checked:
+        if layer not in self._checked:
             check_layer(layer)
-            self._checked.add(layer.layer_id)
-        check_call(layer, batch, options)
+            self._checked.add(layer)
+        check_call(layer, options)
+        if self._has_mutual_images:
+            check_images(batch)
         if self.forward_metadata is None:
             raise RuntimeError("init_forward_metadata() must be called with this batch before its layers run")
         return self.forward_metadata

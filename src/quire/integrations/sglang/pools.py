@@ -79,7 +79,8 @@ class Pools:
             if pages[0].data_ptr() != pages[1].data_ptr():
                 slots = batch.out_cache_loc
                 if window_slots is not None and self.is_window_layer(layer.layer_id):
-                    slots = window_slots
+                    # A layer may be given fewer tokens than the step was planned for, which pad it.
+                    slots = window_slots[: len(k)]
                 store(pages, k, v, slots, k_scale, v_scale)
                 return
             # Latent keys contain the values, and are written once.

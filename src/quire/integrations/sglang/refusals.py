@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_ATTENTION_TYPES = ("decoder", "decoder_bidirectional", "encoder_only")
+_ATTENTION_TYPES = ("decoder", "encoder_only")
+# Models whose tokens of an image see each other, by a mask that SGLang makes for its Triton backend alone.
+_MUTUAL_IMAGES = {"Gemma3ForConditionalGeneration"}
 
 
 def check_runner(runner: Any) -> None:
@@ -17,6 +19,8 @@ def check_runner(runner: Any) -> None:
     for refused, what in (
         (runner.model_config.is_encoder_decoder, "encoder-decoder models are"),
         (args.dcp_size > 1, f"--dcp-size {args.dcp_size} is"),
+        (args.attn_cp_size > 1, f"--attn-cp-size {args.attn_cp_size} is"),
+        (args.enable_prefill_cp, "--enable-prefill-cp is"),
         (args.enable_mis, "--enable-mis is"),
         (runner.kv_index_translator.is_translating, "--enable-unified-memory is"),
         (getattr(pool, "use_hnd", False), "SGLANG_USE_HND_KVCACHE=1 is"),
@@ -70,21 +74,33 @@ def check_layer(layer: Any) -> None:
         _refuse(refused, f"{of} {what}")
 
 
-def check_call(layer: Any, batch: Any, options: dict[str, Any]) -> None:
-    """Refuse options of a layer's call, where None and False leave an option out, and images whose tokens see each
-    other.
+def check_call(layer: Any, options: dict[str, Any]) -> None:
+    """Refuse options of a layer's call, where None and False leave an option out.
 
     Raises:
         ValueError: with the name of the option.
     """
     for name, value in options.items():
         _refuse(value is not None and value is not False, f"layer {layer.layer_id}: {name} is")
-    if attention_type(layer) == "decoder_bidirectional":
-        _refuse(any(batch.mm_inputs or ()), f"layer {layer.layer_id}: images whose tokens see each other are")
+
+
+def has_mutual_images(runner: Any) -> bool:
+    """Whether the tokens of an image see each other in a runner's model, see `check_images`."""
+    architectures = getattr(runner.model_config.hf_config, "architectures", None) or ()
+    return not _MUTUAL_IMAGES.isdisjoint(architectures)
+
+
+def check_images(batch: Any) -> None:
+    """Refuse a step with images, for a model that `has_mutual_images`.
+
+    Raises:
+        ValueError: there are images.
+    """
+    _refuse(any(batch.mm_inputs or ()), "images whose tokens see each other (Gemma 3) are")
 
 
 def attention_type(layer: Any) -> str:
-    """The layer's attn_type: "decoder", "decoder_bidirectional" or "encoder_only"."""
+    """The layer's attn_type, such as "decoder" or "encoder_only"."""
     kind: str = getattr(layer.attn_type, "value", layer.attn_type)
     return kind
 

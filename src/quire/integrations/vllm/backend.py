@@ -70,6 +70,15 @@ class VllmAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
+    ) -> str | None:
+        """Why a cache of 16 bits does not fit a model of another dtype; None if all fits."""
+        if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
+            return f"kv_cache_dtype {kv_cache_dtype} with dtype {str(dtype).removeprefix('torch.')} not supported"
+        return None
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """GPUs since Ampere."""
         return bool(capability.major >= 8)

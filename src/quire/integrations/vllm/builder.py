@@ -71,7 +71,7 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         if common_prefix_len > 0:
             metadata.launches, metadata.cascade = self._cascade(common_prefix_len, metadata), True
             return metadata
-        decodes, longest = self._num_decodes(m), m.max_query_len
+        decodes, longest = self._num_decodes(m), metadata.max_query_len
         if decodes == m.num_reqs:
             metadata.launches.append(self._launch("decode", metadata, 0, m.num_reqs, longest))
             return metadata
@@ -86,14 +86,15 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         """The metadata of a step that is captured. Where graphs of mixed batches are wanted, the lengths of queries are
         not known: other batches of as many tokens replay the graph.
         """
-        m = common_attn_metadata
-        metadata = self._metadata(m)
+        # vLLM derives builders from this one that replace `build` alone.
+        metadata = self.build(0, common_attn_metadata)
+        num_reqs = common_attn_metadata.num_reqs
         mixed = self.vllm_config.compilation_config.cudagraph_mode.mixed_mode()
         if mixed is not None and mixed.name == "FULL":
-            launch = self._launch("extend", metadata, 0, m.num_reqs, None)
+            launch = self._launch("extend", metadata, 0, num_reqs, None)
         else:
-            launch = self._launch("decode", metadata, 0, m.num_reqs, m.max_query_len)
-        metadata.launches.append(launch)
+            launch = self._launch("decode", metadata, 0, num_reqs, metadata.max_query_len)
+        metadata.launches = [launch]
         return metadata
 
     def update_draft_decode_metadata(self, metadata: QuireMetadata) -> None:
@@ -120,9 +121,10 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
 
     def _metadata(self, m: Any) -> QuireMetadata:
         check(isinstance(m.causal, bool), "causal", type(m.causal).__name__, "a bool, the same for all requests")
+        # In chunked attention, the length is a number of NumPy.
         return QuireMetadata(
-            m.num_actual_tokens, m.max_query_len, m.query_start_loc, m.max_seq_len, m.seq_lens, m.block_table_tensor,
-            m.slot_mapping, m.causal,
+            m.num_actual_tokens, int(m.max_query_len), m.query_start_loc, m.max_seq_len, m.seq_lens,
+            m.block_table_tensor, m.slot_mapping, m.causal,
         )  # fmt: skip
 
     def _num_decodes(self, m: Any) -> int:
