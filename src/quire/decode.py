@@ -87,9 +87,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     @property
     def shared_prefix(self) -> SharedPrefix | None:
         """What runs read once for several requests: its `groups`, `levels` and `tokens_saved`. None if requests are
-        computed one by one: `plan` had no shared_prefix=True, or found no prefixes that save enough.
+        computed one by one: `plan` had no shared_prefix=True, it found no prefixes that save enough, or another plan
+        has been assigned to `planned` since.
         """
-        return self._shared
+        return self._shared if self._shared is not None and self._shared.whole is self._current else None
 
     def plan(
         self,
@@ -264,8 +265,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left, logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale, sinks=sinks, out=out, lse=lse, return_lse=return_lse,
         )  # fmt: skip
-        if self._shared is not None and (window_left is None or window_left < 0):
-            return self._shared.run(plan, q, paged_kv_cache, k, v, given)
+        shared = self._shared
+        if shared is not None and shared.whole is plan and (window_left is None or window_left < 0):
+            return shared.run(plan, q, paged_kv_cache, k, v, given)
         return plan.run(q, k, v, given, key)
 
     def forward(

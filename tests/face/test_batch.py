@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import quire as flashinfer
+from helpers.interpret import INTERPRETED
 from quire.bench.batches import random_batch, relative_error
 from quire.definition import PageTable, attention_spec
 
@@ -126,6 +127,21 @@ def test_batch_attention_with_wrong_arguments_is_refused(batch):
         wrapper.run(*inputs(batch, "cpu"), logits_soft_cap=3.0)
     with pytest.raises(ValueError, match="kv_cache_sf is not supported"):
         wrapper.run(*inputs(batch, "cpu"), kv_cache_sf=torch.zeros(1))
+
+
+@pytest.mark.interpret
+@devices
+def test_sinks_of_minus_infinity_are_none(device, rng):
+    """Also for rows that see no key: requests without keys, and the first rows of one with more queries than keys."""
+    spec = attention_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=32, q_dtype=torch.float32, sinks=True)
+    batch = random_batch(spec, [1, 5, 2, 1], [9, 3, 0, 0], 4)
+    batch.sinks[1::2] = -torch.inf
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(0, device=device), backend="triton" if INTERPRETED else "auto"
+    )
+    kv = [x.to(device) for x in (batch.kv.indptr, batch.kv.indices, batch.kv.last_page_len)]
+    wrapper.plan(batch.qo.indptr.to(device), *kv, 4, 2, 32, 4, causal=True, q_data_type=torch.float32)
+    assert_is(wrapper.run(*inputs(batch, device), sinks=batch.sinks.to(device), return_lse=True), batch.exact())
 
 
 @devices

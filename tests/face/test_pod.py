@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -94,6 +95,10 @@ def test_pod_run_with_wrong_arguments_is_refused(decodes):
     with pytest.raises(ValueError, match="window_left_d = 3 differs from the value planned, -1"):
         planned(decodes, "cpu", window_left=None).run(q_p, k_p, v_p, q_d, caches, window_left_d=3)
     planned(decodes, "cpu", window_left=None).run(q_p, k_p, v_p, q_d, caches, window_left_d=-1)
+    # Both are 1/sqrt(72), and differ in the last bit.
+    planned(decodes, "cpu", sm_scale=1 / math.sqrt(72)).run(q_p, k_p, v_p, q_d, caches, sm_scale_d=72**-0.5)
+    with pytest.raises(ValueError, match=r"sm_scale_d = 0\.118 differs from the value planned"):
+        planned(decodes, "cpu", sm_scale=72**-0.5).run(q_p, k_p, v_p, q_d, caches, sm_scale_d=0.118)
     with pytest.raises(ValueError, match="jit_args is not supported"):
         flashinfer.PODWithPagedKVCacheWrapper(torch.empty(0), jit_args=["variant"])
     with pytest.raises(RuntimeError, match=r"plan\(\) must be called"):

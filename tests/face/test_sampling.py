@@ -80,14 +80,17 @@ def test_top_k_mask_logits_matches_float64(dtype, device, rng):
     for vocab in VOCABS:
         x = strided(rows(rng.choice(KINDS), 4, vocab), device, dtype)
         x[0, : vocab // 3] = -torch.inf
+        # Such a row stays as it is.
+        x[3, -1] = rng.choice((torch.inf, torch.nan))
         k, _, _ = parameters(rng, 4, vocab)
         out = sampling.top_k_mask_logits(x, torch.tensor(k, dtype=torch.int32, device=device))
         assert out.dtype == dtype
         for i in range(4):
             row = x[i].cpu().double()
             larger = torch.searchsorted(-row.sort(descending=True).values, -row)
-            kept = larger < k[i] if 0 < k[i] < vocab else torch.ones(vocab, dtype=torch.bool)
-            assert torch.equal(out[i].cpu().double(), torch.where(kept, row, -torch.inf)), (vocab, k[i])
+            kept = larger < k[i] if 0 < k[i] < vocab and i < 3 else torch.ones(vocab, dtype=torch.bool)
+            wanted = torch.where(kept, row, -torch.inf)
+            assert torch.equal(out[i].cpu().double().nan_to_num(7, 8), wanted.nan_to_num(7, 8)), (vocab, k[i])
 
 
 def test_filters_at_ties_and_bounds_keep_the_documented_tokens():
@@ -153,6 +156,9 @@ def test_sample_of_rows_that_are_not_finite_marks_them_invalid(device):
     greedy = sampling.sample(x, 0.0)
     assert torch.equal(greedy.valid, valid)
     assert torch.equal(greedy.tokens[3:].long(), x[3:].argmax(-1))
+    # A fraction above 1 keeps the most likely token.
+    for min_p in (1.5, torch.full((6,), 1.5, device=device)):
+        assert torch.equal(sampling.sample(x, 1.0, min_p=min_p).tokens[3:].long(), x[3:].argmax(-1))
     probs = torch.softmax(x, -1)
     probs[1], probs[2] = 0, -1
     _, valid = sampling.top_p_sampling_from_probs(probs, 0.5, return_valid=True)
@@ -204,6 +210,7 @@ def test_sample_with_temperature_0_takes_the_first_of_the_most_likely_tokens(dty
         ({"logits": torch.zeros(2, 0)}, r"logits.shape = \[2, 0\] .* at least one token"),
         ({"logits": torch.zeros(2, 4, requires_grad=True)}, r"logits requires grad"),
         ({"temperature": -1.0}, r"temperature = -1.0 .* at least 0"),
+        ({"temperature": float("inf")}, r"temperature = inf .* a finite number"),
         ({"temperature": torch.ones(3)}, r"batch size mismatch, temperature has 3 values for 2 rows"),
         ({"temperature": torch.ones(2).int()}, r"temperature.dtype = torch.int32 .* floating-point"),
         ({"top_k": 0}, r"top_k = 0 .* at least 1"),

@@ -20,6 +20,7 @@ INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 COUNTS = {
     "engine/test_quantized_layers.py": 6,
     "face/test_activation.py": 15,
+    "face/test_batch.py": 1,
     "face/test_block_tables.py": 4,
     "face/test_cascade.py": 25,
     "face/test_gemm.py": 5,

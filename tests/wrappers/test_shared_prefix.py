@@ -216,6 +216,24 @@ def test_plan_without_a_common_prefix_equals_one_without_sharing(device, rng, ea
 
 
 @devices
+def test_run_of_an_earlier_plan_does_not_read_the_shared_prefix_of_a_later_one(device, rng, eager):
+    spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=torch.float32)
+    batch = random_batch(spec, [1] * 6, [90, 5, 0, 33, 7, 16], 16, device=device)
+    later = prefixed(device)
+    wrapper = plan(batch, shared_prefix=False)
+    earlier = wrapper.planned
+    plan(later, wrapper)
+    shared = wrapper.planned
+    assert wrapper.shared_prefix is not None
+    wrapper.planned = earlier
+    assert wrapper.shared_prefix is None
+    check(batch, *run(wrapper, batch))
+    wrapper.planned = shared
+    assert wrapper.shared_prefix is not None
+    check(later, *run(wrapper, later))
+
+
+@devices
 def test_run_with_a_window_over_a_shared_prefix_matches_the_oracle(device, rng, eager):
     """Layers of a model may differ in this, and share a plan."""
     batch = prefixed(device)

@@ -91,7 +91,7 @@ def _kept(
             last = torch.searchsorted(running, top_p.clamp(min=0) * whole).clamp(max=values.shape[1] - 1)
             low = torch.where(cut, torch.maximum(low, values.gather(1, last)), low)
     kept = x >= low
-    return kept & (weights >= min_p * weights.amax(-1, True)) if bool((min_p > 0).any()) else kept
+    return kept & (weights >= min_p.clamp(max=1) * weights.amax(-1, True)) if bool((min_p > 0).any()) else kept
 
 
 @operation("sample_rows", "tokens", "valid")
@@ -228,10 +228,13 @@ def transform_rows(
     temperatures = _column(temperature, temperature_value, rows, torch.float64)
     weights = _weigh(x, temperatures, logits)
     k, p = _column(top_k, top_k_value, rows, torch.int64), _column(top_p, top_p_value, rows, torch.float64)
-    kept = _kept(x, weights, temperatures, k, p, torch.zeros(rows, 1), logits, True) | weights.isnan()
+    kept = _kept(x, weights, temperatures, k, p, torch.zeros(rows, 1), logits, True)
     if kind == "mask":
-        out.copy_(torch.where(kept, x, -torch.inf))
+        wrong = (x.isnan() | (x == torch.inf)).any(-1, True)
+        out.copy_(torch.where(kept | wrong, x, -torch.inf))
     else:
+        # The sum of a row with NaN is NaN, and so is what is divided by it.
+        kept |= weights.isnan().any(-1, True)
         weights = torch.where(kept, weights, 0)
         total = weights.sum(-1, True)
         out.copy_(torch.where(kept, weights / total, 0))
@@ -297,7 +300,9 @@ def report_logprobs(logprobs: Tensor, top_tokens: Tensor, top_logprobs: Tensor, 
         return
     x = logits.float()
     lse = x.logsumexp(-1, True)
-    logprobs.copy_((x.gather(1, tokens.long()[:, None]) - lse)[:, 0])
+    known = (tokens >= 0) & (tokens < x.shape[1])
+    own = x.gather(1, tokens.where(known, 0).long()[:, None]) - lse
+    logprobs.copy_(own[:, 0].where(known, -torch.inf))
     count = top_tokens.shape[1]
     if not count:
         return

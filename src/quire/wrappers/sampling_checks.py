@@ -46,7 +46,8 @@ def parameter(
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     check(number, name, value, f"{'an integer' if whole else 'a number'}, or a tensor with one for each row")
     check(low is None or value >= low, name, value, lambda: f"at least {low}")  # type: ignore[operator]
-    check(value == value, name, value, "a number")
+    finite = name != "temperature" or value != float("inf")
+    check(value == value and finite, name, value, "a finite number" if not finite else "a number")
     return None, min(value, 1 << 30) if whole else float(value)  # type: ignore[arg-type, type-var, return-value]
 
 

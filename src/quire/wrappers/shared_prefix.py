@@ -35,12 +35,14 @@ class SharedPrefix:
         groups: runs of neighbouring requests that share pages, on all levels.
         levels: how often what follows shared pages is shared again by fewer requests; 1 or more.
         tokens_saved: keys that a run reads less often than it would without shared prefixes.
+        whole: the plan.
         parts: the requests' own keys, then the levels.
     """
 
     groups: int
     levels: int
     tokens_saved: int
+    whole: Plan = field(repr=False)
     parts: tuple[Plan, ...] = field(repr=False)
 
     def run(self, plan: Plan, q: Tensor, cache: Any, k: Tensor, v: Tensor, args: RunArgs) -> Result:
@@ -108,7 +110,7 @@ def find_shared_prefix(plan: Plan, tables: Sequence[Tensor], workspace: Workspac
         rows = RaggedLayout(level.qo.indptr.to(workspace.device, non_blocking=True))
         parts.append(_part(plan, spec.replace(causal=False), rows, level.kv, level.longest, workspace))
     saved = sum(level.pages_saved for level in levels) * page_size
-    return SharedPrefix(sum(level.groups for level in levels), len(levels), saved, tuple(parts))
+    return SharedPrefix(sum(level.groups for level in levels), len(levels), saved, plan, tuple(parts))
 
 
 def _part(

@@ -135,8 +135,9 @@ def finalize(p, b, h, r, m, l):
     top, weight, factor = m, l, f32(1)
     if len(p.sinks):
         top = max(m, p.sinks[head])
-        factor = np.exp2(m - top)
-        weight = l * factor + np.exp2(p.sinks[head] - top)
+        base = top if top > -np.inf else f32(0)
+        factor = np.exp2(m - base)
+        weight = l * factor + np.exp2(p.sinks[head] - base)
     seen = weight != 0
     p.lse[token * p.num_kv_heads * p.group + head] = top + np.log2(weight) if seen else -np.inf
     start = token * p.out_strides[0] + head * p.out_strides[1]

@@ -109,5 +109,6 @@ def add_sinks(acc, m, l, sink):
     """Return acc, m and l with one more logit per row, in base e, that has no value."""
     sink = sink * LOG2E
     top = gl.maximum(m, sink)
-    alpha = gl.exp2(m - top)
-    return acc * alpha[:, None], top, l * alpha + gl.exp2(sink - top)
+    base = gl.where(top == float("-inf"), 0.0, top)
+    alpha = gl.exp2(m - base)
+    return acc * alpha[:, None], top, l * alpha + gl.exp2(sink - base)

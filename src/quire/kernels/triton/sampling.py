@@ -147,7 +147,8 @@ def select_rows(  # noqa: C901
             k = tl.where((k < 1) | (k >= vocab), ALL, k).to(tl.int32)
             p = pick(top_p, top_p_value, row, tl.float32)
             fraction = tl.where(p < 1, tl.maximum(p, 0.0), float("inf"))
-            min_weight = pick(min_p, min_p_value, row, tl.float32) * (1.0 if c.logits else top)
+            # A fraction of the largest weight, which is kept in any case.
+            min_weight = tl.minimum(pick(min_p, min_p_value, row, tl.float32), 1.0) * (1.0 if c.logits else top)
             # top-p is a fraction of this mass.
             whole = 1.0 if c.joint and not c.logits else mass.to(tl.float32)
             both = (k < ALL) & (fraction < float("inf"))

@@ -49,5 +49,6 @@ def add_sink(acc, m, l, sink):
     """Add a logit per row, in base e, that has no value."""
     sink = sink.to(tl.float32) * LOG2E
     m_new = tl.maximum(m, sink)
-    alpha = tl.exp2(m - m_new)
-    return acc * alpha[:, None], m_new, l * alpha + tl.exp2(sink - m_new)
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - base)
+    return acc * alpha[:, None], m_new, l * alpha + tl.exp2(sink - base)
