@@ -69,6 +69,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {  # further attributes that a tiny confi
     "granitemoehybrid": {"layers_block_type": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "use_mamba_kernels": False},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32, "head_dim": 16},
     "mamba2": {"num_heads": 8},

@@ -52,7 +52,8 @@ def test_random_work_with_a_seed_repeats_within_its_ranges(rng):
 
 def test_read_work_of_a_file_names_invalid_lines(tmp_path):
     file = tmp_path / "work.jsonl"
-    file.write_text('{"prompt": [1, 2], "max_tokens": 3}\n\n{"prompt": "ab"}\n')
+    # JSON may have other line ends of Unicode within a string.
+    file.write_text('{"prompt": [1, 2], "max_tokens": 3}\n\n{"prompt": "a\u2028"}\n', encoding="utf-8")
     assert read_work(file, lambda text: {"input_ids": [9] * len(text)}) == [Work([1, 2], 3), Work([9, 9], 128)]
     with pytest.raises(ValueError, match="jsonl:3: the prompt is a string"):
         read_work(file, None)

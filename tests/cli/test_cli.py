@@ -69,8 +69,8 @@ def test_generate_from_stdin_splits_prompts():
     done = quire(*given, stdin="import os\n\nimport sys\n")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
-    done = quire(*given, stdin="a\nb\n---\nc\n")
-    assert [json.loads(line).get("prompt") for line in done.stdout.splitlines()] == ["a\nb", "c", None]
+    done = quire(*given, stdin="a\f\u2028\nb\n---\nc\n")
+    assert [json.loads(line).get("prompt") for line in done.stdout.split("\n") if line] == ["a\f\u2028\nb", "c", None]
 
 
 def test_generate_sampling_options_reach_the_engine(capsys):

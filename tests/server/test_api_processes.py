@@ -247,11 +247,12 @@ def test_keys_template_names_and_log_are_those_of_every_process(tmp_path):
         *("--chat-template", TEMPLATE, "--served-model-name", "tiny", "--metrics-prefix", "vllm"),
         *("--access-log", "json", "--reasoning-format", "none"),
     )
-    with serving_process(*arguments, stdout=subprocess.PIPE) as (process, url):
+    with serving_process(*arguments, stdout=subprocess.PIPE, QUIRE_API_KEY="other") as (process, url):
         port, pids = int(url.rpartition(":")[2]), engine_and_http(process.pid)[1]
-        without, made = (connections_to_each(pids, port, 1, key=key) for key in ("", "secret"))
+        without, made, other = (connections_to_each(pids, port, 1, key=key) for key in ("", "secret", "other"))
         for pid in pids:
             assert without[pid][0].get("/v1/models")[0] == 401
+            assert other[pid][0].get("/v1/models")[0] == 200
             status, answer = made[pid][0].get("/v1/models")
             assert (status, [model["id"] for model in answer["data"]]) == (200, ["tiny"])
             assert "vllm:num_requests_running" in made[pid][0].get("/metrics")[1]
@@ -266,7 +267,7 @@ def test_keys_template_names_and_log_are_those_of_every_process(tmp_path):
         pid: [line["path"] for line in lines if line["client"].endswith(f":{made[pid][0].port}")] for pid in pids
     }
     assert all(paths == ["/v1/models", "/metrics", "/tokenize", "/detokenize"] for paths in by_client.values())
-    assert len(lines) == 12
+    assert len(lines) == 14
 
 
 @pytest.mark.slow

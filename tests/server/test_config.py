@@ -117,8 +117,11 @@ def test_api_keys_each_of_several_is_accepted(llm):
 
 def test_api_key_file_has_keys_beside_those_of_flags(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("# of the team\none\n\n two \n")
+    file.write_text("\ufeff# of the team\none\n\n two \n  # three\n", encoding="utf-8")
     assert ServerConfig(api_key=("zero",), api_key_file=file).keys() == ["zero", "one", "two"]
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"api_key_file = .*keys': it is not text in UTF-8"):
+        ServerConfig(api_key_file=file).keys()
     file.write_text("# nothing\n")
     with pytest.raises(ValueError, match=r"api_key_file = .*keys': it has no keys"):
         ServerConfig(api_key_file=file).keys()

@@ -22,6 +22,13 @@ def random_value(rng: random.Random, depth: int) -> Any:
     return {rng.choice(["a", 'q"', "", "ü"]) + str(i): random_value(rng, depth - 1) for i in range(rng.randint(0, 4))}
 
 
+def test_json_has_no_line_ends_of_unicode():
+    value = {"a\u2028": ["b\x85c", "\u2029", "ü𝄞"]}
+    assert encode(value).splitlines() == [encode(value)]
+    assert json.loads(encode(value)) == value
+    assert "ü𝄞" in encode(value)
+
+
 def test_pieces_of_random_values_are_their_json(rng):
     for _ in range(300):
         value = random_value(rng, 4)

@@ -150,6 +150,37 @@ def test_chat_reasoning_that_the_prompt_begins_is_read(llm, client):
         assert answer(client, reasoning_effort="low", response_format=FORM)[:2] == ("Hm.", '{"a": 7}')
 
 
+def test_chat_reasoning_that_the_continued_message_begins_is_read(llm, client):
+    if llm.name != "hermes":
+        pytest.skip("the template of harmony has reasoning in a field of its own")
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+
+    def continued(content, **given):
+        messages = [*MESSAGES, {"role": "assistant", "content": content}]
+        return answer(client, messages=messages, extra_body=options, **given)[:2]
+
+    with saying(llm, " think.\n</think>\n\nHello"):
+        assert continued("<think>\nI should") == ("think.", "Hello")
+        assert continued("<think>\nI should</think>") == (None, " think.\n</think>\n\nHello")
+    with saying(llm, ' think.\n</think>\n\n{"a": 7}'):
+        assert continued("<think>\nI should", response_format=FORM) == ("think.", '{"a": 7}')
+
+
+def test_chat_stream_has_one_line_for_each_event_whatever_the_text(llm, client):
+    """Some clients split streams at the line ends of Unicode."""
+    root, text = str(client.base_url), "a\u2028b\x85c\u2029d"
+    body = {"model": client.models.list().data[0].id, "messages": MESSAGES, "stream": True}
+    with saying(llm, WRITTEN[llm.name][1].replace("{}", text)):
+        lines = httpx.post(f"{root}chat/completions", json=body, timeout=60).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+        assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == text
+        body = {"model": body["model"], "input": "Why?", "stream": True}
+        lines = httpx.post(f"{root}responses", json=body, timeout=60).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert len(events) == len([line for line in lines if line.startswith("event: ")])
+    assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == text
+
+
 def test_chat_reasoning_of_history_is_rendered_by_gpt_oss(llm, client):
     if llm.name != "gpt_oss":
         pytest.skip("the other template shows none")

@@ -85,6 +85,7 @@ BAD = [
     ({"logit_bias": dict.fromkeys(range(8), 1)}, "logit_bias", "logit_bias has 8 elements: this server allows 7"),
     ({"logprobs": 21}, "logprobs", "logprobs = 21: this server reports 20"),
     ({"logprobs": -1}, "logprobs", "greater than or equal to 0"),
+    ({"logprobs": False}, "logprobs", "a valid integer"),
     ({"best_of": 2}, "best_of", "best_of is not supported"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "response_format.json_schema.schema is missing"),
 ]

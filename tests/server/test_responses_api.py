@@ -213,6 +213,13 @@ def test_responses_cut_output_is_incomplete(llm, client):
     assert last.type == "response.incomplete"
 
 
+def test_chat_message_of_a_developer_is_the_systems_for_a_template_without_that_role(url):
+    user = {"role": "user", "content": "a"}
+    texts = [shown(url, messages=[{"role": role, "content": "Short."}, user]) for role in ("developer", "system")]
+    assert texts[0] == texts[1]
+    assert "Short." in texts[0]
+
+
 def test_responses_items_become_the_messages_of_a_chat(llm, client, url):
     call = {"type": "function_call", "call_id": "abcdefghi", "name": "f", "arguments": '{"a": 1}'}
     items = [

@@ -186,7 +186,8 @@ def read_prompts(file: Path) -> Iterator[tuple[str, str | list[int], int]]:
         ValueError: a line is not such an object, or there is none.
     """
     found = False
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    # JSON has other line ends of Unicode within a string.
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -63,7 +63,8 @@ def _read(name: str, read: Callable[[], str]) -> str:
 
 
 def _split(text: str) -> list[str]:
-    lines = text.splitlines()
+    # Texts have other line ends of Unicode within a line.
+    lines = text.removesuffix("\n").split("\n")
     if "---" not in lines:
         return [line for line in lines if line]
     prompts: list[list[str]] = [[]]

@@ -25,7 +25,9 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_config(args)
     if not engine.max_adapters and (config.adapter or config.adapter_root):
         raise ValueError("max_adapters = 0: --adapter and --adapter-root need --max-adapters, of 1 or more")
-    keys = config.keys() or [key for key in [os.environ.get("QUIRE_API_KEY")] if key]
+    keys, default = config.keys(), os.environ.get("QUIRE_API_KEY")
+    if default and not config.api_key:
+        keys.append(default)
     with loading():
         from quire.server import EngineEnded, EngineProcess, bind
         from quire.server.http_processes import HttpProcessEnded, HttpProcesses

@@ -62,7 +62,7 @@ async def start_chat(service: Service, markup: ChatMarkup, body: ChatRequest) ->
     params = body.params(service.limits, logprobs, body.prompt_logprobs)
     use = await asyncio.to_thread(tool_use, body.tools, body.tool_choice, body.parallel_tool_calls)
     text = await asyncio.to_thread(rendered, service, markup, body, use.offered)
-    changes = await asyncio.to_thread(_markup_params, service, markup, params[0], use, text)
+    changes = await asyncio.to_thread(_markup_params, service, markup, params[0], use, text, body.continued)
     params = [replace(each, **changes) for each in params]
     await service.prepare(params[0], "tools" if use.demanded else body.form_field)
     whole = await _tokens(service, text, any_length=params[0].truncate_prompt_tokens is not None)
@@ -72,7 +72,7 @@ async def start_chat(service: Service, markup: ChatMarkup, body: ChatRequest) ->
     is_read = not constrained or params[0].json_schema is not None or "grammar" in changes
 
     def message() -> ReadMessage:
-        parser = markup.parser(text, use.allowed, constrained) if is_read else ContentParser()
+        parser = markup.parser(text, use.allowed, constrained, body.continued) if is_read else ContentParser()
         return ReadMessage(parser, use.several)
 
     generation = service.start([tokens], params, "messages", body.requested_tokens, body.model)
@@ -80,7 +80,7 @@ async def start_chat(service: Service, markup: ChatMarkup, body: ChatRequest) ->
 
 
 def _markup_params(
-    service: Service, markup: ChatMarkup, params: SamplingParams, use: ToolUse, text: str
+    service: Service, markup: ChatMarkup, params: SamplingParams, use: ToolUse, text: str, continued: str
 ) -> dict[str, Any]:
     """What sampling parameters must have because of the formats of calls and of reasoning."""
     name, schema = params.constraint or ("", None)
@@ -98,7 +98,7 @@ def _markup_params(
     if use.demanded or (schema is not None and (use.allowed or markup.reasoning_format is not None)):
         content = None if use.demanded else schema
         try:
-            grammar = markup.grammar(text, use.allowed, content, use.several)
+            grammar = markup.grammar(text, use.allowed, content, use.several, continued)
         except RecursionError:
             raise bad("tools", "tools have a schema that is nested too deeply") from None
         largest = service.limits.max_grammar

@@ -146,15 +146,18 @@ class ServerConfig:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it has no keys.
+            ValueError: it has no keys, or is not text in UTF-8.
         """
         keys = list(self.api_key)
         if self.api_key_file is not None:
             try:
-                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+                lines = [line.strip() for line in self.api_key_file.read_text(encoding="utf-8-sig").split("\n")]
             except OSError as error:
                 raise _unreadable("api_key_file", self.api_key_file, error) from None
-            listed = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+            except UnicodeDecodeError as error:
+                what = f"it is not text in UTF-8 ({error})"
+                raise ValueError(f"api_key_file = {str(self.api_key_file)!r}: {what}") from None
+            listed = [line for line in lines if line and not line.startswith("#")]
             if not listed:
                 raise ValueError(f"api_key_file = {str(self.api_key_file)!r}: it has no keys, which belong into lines")
             keys += listed

@@ -10,10 +10,22 @@ from itertools import islice
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+# Characters that end a line for some clients that read streams by lines. JSON has them in strings alone.
+_LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
 # Elements of a list that one call encodes.
 _SLICE = 64
 _writers = ThreadPoolExecutor(2, "quire-writers")
+
+
+def encode(value: Any) -> str:
+    """The JSON of a value, on one line."""
+    return on_one_line(_encode(value))
+
+
+def on_one_line(text: str) -> str:
+    """JSON without line ends of Unicode, which are escaped."""
+    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 async def in_thread(function: Callable[..., _T], *args: Any) -> _T:

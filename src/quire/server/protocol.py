@@ -172,7 +172,8 @@ class CompletionRequest(SamplingBody):
 
     prompt: _Prompt
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    # A chat's logprobs are true or false, which would become 1 and 0 here.
+    logprobs: Annotated[int, Field(ge=0, strict=True)] | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several."""
@@ -241,6 +242,12 @@ class ChatRequest(Messages, SamplingBody):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def continued(self) -> str:
+        """The beginning of the message that the output continues; "" if it is a new message."""
+        content = self.messages[-1].content if self.continue_final_message and self.messages else None
+        return content if isinstance(content, str) else "\n".join(part.text or "" for part in content or ())
 
     @property
     def requested_tokens(self) -> tuple[str, int] | None:

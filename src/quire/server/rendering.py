@@ -36,7 +36,8 @@ def rendered(
     if not body.messages:
         raise bad("messages", "messages is empty: there must be at least one message")
     options = dict(body.chat_template_kwargs or {})
-    reserved = options.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+    functions = tokenizer.apply_chat_template, render_chat
+    reserved = {name for function in functions for name in inspect.signature(function).parameters} & options.keys()
     if reserved:
         raise bad("chat_template_kwargs", f"chat_template_kwargs must not have {sorted(reserved)[0]!r}")
     if body.reasoning_effort is not None:
@@ -58,6 +59,9 @@ def _template_message(index: int, message: Message, markup: ChatMarkup) -> dict[
     """A message as templates read it, with content of text, and without fields that are null."""
     fields = message.model_dump()
     turn = {name: value for name, value in fields.items() if name == "content" or value is not None}
+    if message.role == "developer" and not markup.shows_developers:
+        # Such a template would leave the message out. It is OpenAI's newer name of the role.
+        turn["role"] = "system"
     if isinstance(message.content, list):
         other = next((part.type for part in message.content if part.type != "text"), None)
         if other is not None:

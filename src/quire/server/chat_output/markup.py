@@ -83,17 +83,32 @@ class ChatMarkup:
     def _in_channels(self) -> bool:
         return "gpt_oss" in (self.tool_format, self.reasoning_format)
 
-    def opened(self, prompt: str) -> bool:
-        """Whether a prompt begins the reasoning of its output."""
-        return self._reasoning is not None and prompt.rstrip().endswith(self._reasoning.begin)
+    @cached_property
+    def shows_developers(self) -> bool:
+        """Whether the template knows messages of OpenAI's role "developer"."""
+        return "developer" in template_text(self._tokenizer)
 
-    def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]], constrained: bool) -> OutputParser:
+    def opened(self, prompt: str, continued: str = "") -> bool:
+        """Whether a prompt begins the reasoning of its output.
+
+        Args:
+            continued: the part of the prompt that is the beginning of the message that the output continues.
+        """
+        if self._reasoning is None:
+            return False
+        begin, end = self._reasoning.begin, self._reasoning.end
+        return prompt.rstrip().endswith(begin) or continued.rfind(begin) > continued.rfind(end)
+
+    def parser(
+        self, prompt: str, tools: Sequence[Mapping[str, Any]], constrained: bool, continued: str = ""
+    ) -> OutputParser:
         """What reads the output of a chat.
 
         Args:
             prompt: the text before the output.
             tools: that may be called, as templates have them.
             constrained: whether a grammar of `grammar` constrains the output.
+            continued: as for `opened`.
         """
         names = [tool["function"]["name"] for tool in tools]
         if not names and self._given_reasoning == "none":
@@ -107,9 +122,16 @@ class ChatMarkup:
         reasoning = self._reasoning
         if reasoning is None:
             return rest
-        return ReasoningParser((reasoning.begin, reasoning.end), self.opened(prompt), rest)
+        return ReasoningParser((reasoning.begin, reasoning.end), self.opened(prompt, continued), rest)
 
-    def grammar(self, prompt: str, tools: Sequence[Mapping[str, Any]], schema: str | None, several: bool) -> str:
+    def grammar(
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]],
+        schema: str | None,
+        several: bool,
+        continued: str = "",
+    ) -> str:
         """The grammar of an output that is reasoning, if it is known, and then calls, or JSON.
 
         Args:
@@ -117,10 +139,16 @@ class ChatMarkup:
             tools: that may be called, as templates have them.
             schema: the JSON schema of content; None: there must be calls.
             several: whether there may be several calls.
+            continued: as for `opened`.
         """
         functions = [(t["function"]["name"], t["function"].get("parameters") or {}) for t in tools]
         return GrammarWriter(self._special).write(
-            self._form if functions else None, functions, schema, self._reasoning, self.opened(prompt), several
+            self._form if functions else None,
+            functions,
+            schema,
+            self._reasoning,
+            self.opened(prompt, continued),
+            several,
         )
 
     @property

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from quire.server.bodies import JsonRoute
 from quire.server.chat import start_chat
+from quire.server.encoding import on_one_line
 from quire.server.errors import ApiError
 from quire.server.response_api.request import ResponsesRequest, renamed
 from quire.server.response_api.writer import Event, ResponseWriter
@@ -69,4 +70,4 @@ def _sent(event: Event) -> str:
 
 def _text(value: dict[str, Any]) -> str:
     """The text of JSON, in which half characters, which a request's fields may have, are escaped."""
-    return _encode(value).encode("utf-8", "backslashreplace").decode()
+    return on_one_line(_encode(value)).encode("utf-8", "backslashreplace").decode()

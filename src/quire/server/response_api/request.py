@@ -29,6 +29,7 @@ _STATEFUL = {
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "response_format": "text",
     "reasoning_effort": "reasoning",
 }
