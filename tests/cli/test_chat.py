@@ -127,6 +127,15 @@ def test_chat_with_a_url_sends_messages_to_the_server(monkeypatch, capsys):
     assert "no connection" in err
 
 
+def test_chat_with_a_server_whose_answer_is_reasoning_alone_says_so(monkeypatch, capsys):
+    pytest.importorskip("httpx")
+    with FakeServer() as server:
+        server.field = "reasoning_content"
+        code, out, err = talk(monkeypatch, capsys, "one\n", "--url", server.url, "--max-tokens", "2")
+    assert (code, out.strip()) == (0, "")
+    assert "the answer ended within the model's reasoning" in err
+
+
 def test_chat_with_a_server_without_a_template_completes_the_text(monkeypatch, capsys):
     pytest.importorskip("httpx")
     with FakeServer() as server:

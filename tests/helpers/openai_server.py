@@ -20,6 +20,7 @@ class FakeServer:
         usage: whether tokens are counted.
         template: whether it can chat.
         text: of each part.
+        field: of chats' deltas, which has the text.
         models: the answer of /v1/models.
     """
 
@@ -29,6 +30,7 @@ class FakeServer:
         self.keys: set[str | None] = set()
         self.scripts: dict[int, Any] = {}
         self.usage, self.text = True, "ab\u2028"
+        self.field = "content"
         self.template = True
         self.models: list[dict[str, Any]] = [{"id": "fake", "object": "model"}]
         fake = self
@@ -94,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
             if i:
                 time.sleep(fake.gap)
             reason = "length" if i == count - 1 else None
-            part = {"delta": {"content": fake.text}} if "messages" in body else {"text": fake.text}
+            part = {"delta": {fake.field: fake.text}} if "messages" in body else {"text": fake.text}
             event = {"choices": [{"index": 0, "finish_reason": reason, **part}]}
             self._chunk(b": a comment\n\ndata: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
             if script == "hang up":

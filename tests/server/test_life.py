@@ -138,7 +138,9 @@ def test_failed_completion_is_answered_500_and_the_next_succeeds(llm, url, monke
 def test_closed_engine_is_answered_503():
     with LLM(num_pages=50) as llm, served(llm) as url:
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        assert httpx.head(f"{url}/health").status_code == 200
         llm.close()
+        assert httpx.head(f"{url}/health").status_code == 503
         assert httpx.get(f"{url}/health").status_code == 503
         done = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
         assert (done.status_code, done.json()["error"]["code"]) == (503, "unavailable")

@@ -82,10 +82,15 @@ class _Remote:
         """
         body = {"model": self.name, "stream": True, **self._given}
         if not self.completes:
+            received: set[str] = set()
             try:
                 async for event in self._events("/v1/chat/completions", {**body, "messages": messages}):
                     for choice in event.get("choices") or ():
-                        yield choice.get("delta", {}).get("content") or ""
+                        delta = choice.get("delta", {})
+                        received |= {name for name in ("content", "reasoning_content") if delta.get(name)}
+                        yield delta.get("content") or ""
+                if received == {"reasoning_content"}:
+                    _note("the answer ended within the model's reasoning, which is not shown (--max-tokens)")
                 return
             except self._client.Refused as error:
                 if error.kind != "HTTP 400" or "chat template" not in str(error):

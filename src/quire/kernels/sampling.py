@@ -301,8 +301,8 @@ def report_logprobs(logprobs: Tensor, top_tokens: Tensor, top_logprobs: Tensor, 
     x = logits.float()
     lse = x.logsumexp(-1, True)
     known = (tokens >= 0) & (tokens < x.shape[1])
-    own = x.gather(1, tokens.where(known, 0).long()[:, None]) - lse
-    logprobs.copy_(own[:, 0].where(known, -torch.inf))
+    chosen = x.gather(1, tokens.where(known, 0).long()[:, None]) - lse
+    logprobs.copy_(chosen[:, 0].where(known, -torch.inf))
     count = top_tokens.shape[1]
     if not count:
         return

@@ -38,8 +38,8 @@ def add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The model that is served, by each of its names, and the adapters that requests can name instead."""
-        models = [card(name, None) for name in service.names]
-        return {"object": "list", "data": [*models, *(card(info.name, info) for info in service.engine.adapters)]}
+        cards = [card(name, None) for name in service.names]
+        return {"object": "list", "data": [*cards, *(card(info.name, info) for info in service.engine.adapters)]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:

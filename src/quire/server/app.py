@@ -185,6 +185,7 @@ def _alive(service: Service) -> dict[str, Any]:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether requests are accepted; 503 if not."""
