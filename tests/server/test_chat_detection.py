@@ -42,6 +42,19 @@ def test_find_formats_of_a_template_are_those_that_it_writes(tokenizer, name):
     assert not style.empty_content
 
 
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", True),
+        ("{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.content }}{% endif %}{% endfor %}", False),
+        ("{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}", False),
+    ],
+)
+def test_markup_shows_developers_where_the_template_shows_their_messages(tokenizer, template, shown):
+    tokenizer.chat_template = template
+    assert ChatMarkup(tokenizer).shows_developers == shown
+
+
 def test_find_tool_format_template_that_writes_xml_is_unknown(tokenizer):
     tokenizer.chat_template = TEMPLATES["unknown"].replace("<call ", "<tool_call>\n<function=")
     assert find_tool_format(tokenizer)[0] is None

@@ -213,11 +213,12 @@ def test_responses_cut_output_is_incomplete(llm, client):
     assert last.type == "response.incomplete"
 
 
-def test_chat_message_of_a_developer_is_the_systems_for_a_template_without_that_role(url):
-    user = {"role": "user", "content": "a"}
-    texts = [shown(url, messages=[{"role": role, "content": "Short."}, user]) for role in ("developer", "system")]
-    assert texts[0] == texts[1]
-    assert "Short." in texts[0]
+def test_chat_message_of_a_developer_is_the_systems_where_the_template_does_not_show_it(llm, monkeypatch):
+    shows = "{% if m.role in ('system', 'user') %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    monkeypatch.setattr(llm.model.tokenizer, "chat_template", f"{{% for m in messages %}}{shows}{{% endfor %}}")
+    messages = [{"role": "developer", "content": "Short."}, {"role": "user", "content": "a"}]
+    with served(llm) as url:
+        assert shown(url, messages=messages) == "<system>Short.<user>a"
 
 
 def test_responses_items_become_the_messages_of_a_chat(llm, client, url):

@@ -60,7 +60,7 @@ def _template_message(index: int, message: Message, markup: ChatMarkup) -> dict[
     fields = message.model_dump()
     turn = {name: value for name, value in fields.items() if name == "content" or value is not None}
     if message.role == "developer" and not markup.shows_developers:
-        # Such a template would leave the message out. It is OpenAI's newer name of the role.
+        # The template would leave the message out. It is OpenAI's newer name of the system's role.
         turn["role"] = "system"
     if isinstance(message.content, list):
         other = next((part.type for part in message.content if part.type != "text"), None)

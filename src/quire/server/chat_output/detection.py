@@ -43,6 +43,16 @@ def template_text(tokenizer: Any) -> str:
     return "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
 
 
+def shows_role(tokenizer: Any, role: str) -> bool:
+    """Whether a template shows the content of a message of this role, which begins a chat."""
+    try:
+        text = render_chat(tokenizer, [{"role": role, "content": _NAME}, _QUESTION], add_generation_prompt=True)
+    except Exception:
+        # The template is a program of the checkpoint, and raises what it likes.
+        return False
+    return _NAME in text
+
+
 def find_tool_format(tokenizer: Any) -> tuple[str | None, HistoryStyle]:
     """The name of the format of a checkpoint's calls, None if it is not known, and what its template takes."""
     rendered = None

@@ -10,6 +10,7 @@ from quire.server.chat_output.detection import (
     HistoryStyle,
     find_reasoning_format,
     find_tool_format,
+    shows_role,
     template_text,
 )
 from quire.server.chat_output.formats import (
@@ -85,8 +86,8 @@ class ChatMarkup:
 
     @cached_property
     def shows_developers(self) -> bool:
-        """Whether the template knows messages of OpenAI's role "developer"."""
-        return "developer" in template_text(self._tokenizer)
+        """Whether the template shows messages of OpenAI's role "developer"."""
+        return shows_role(self._tokenizer, "developer")
 
     def opened(self, prompt: str, continued: str = "") -> bool:
         """Whether a prompt begins the reasoning of its output.
