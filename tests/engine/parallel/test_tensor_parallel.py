@@ -145,6 +145,7 @@ def test_llm_of_ranks_with_a_refused_adapter_ends_the_other_ranks_before_it_rais
     del caught
 
 
+@pytest.mark.slow
 def test_llm_of_a_model_without_a_plan_says_so_by_the_name_of_the_option(tmp_path):
     config = GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=97, eos_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -152,6 +153,7 @@ def test_llm_of_a_model_without_a_plan_says_so_by_the_name_of_the_option(tmp_pat
         LLM(tmp_path, **SMALL, tensor_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_llm_of_a_model_that_does_not_compute_in_parts_says_so_by_the_name_of_the_option(tmp_path):
     config = CohereConfig(**SHAPE, use_qk_norm=True)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
@@ -159,6 +161,7 @@ def test_llm_of_a_model_that_does_not_compute_in_parts_says_so_by_the_name_of_th
         LLM(tmp_path, **SMALL, tensor_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_llm_of_ranks_with_blocks_that_do_not_divide_says_so(llama, tmp_path):
     folder, _ = quantized.quantize(llama, tmp_path, "gptq act-order")
     with pytest.raises(ValueError, match="o_proj: its columns are in an order of their own"):
