@@ -244,9 +244,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         if not (kv_cache_sf is skip_softmax_threshold_scale_factor is None):
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if args or self._sink_by_position:
-            return_lse = bool(args[3]) if len(args) == 4 else return_lse
-            q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
-                args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
+            q_scale, k_scale, v_scale, sm_scale, sinks, return_lse = by_position(
+                args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks, return_lse
             )
         options = None
         if not (q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is q_len_per_req is None):

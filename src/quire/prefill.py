@@ -211,9 +211,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
             refuse(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
         if args or self._sink_by_position:
-            return_lse = bool(args[3]) if len(args) == 4 else return_lse
-            q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
-                args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
+            q_scale, k_scale, v_scale, sm_scale, sinks, return_lse = by_position(
+                args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks, return_lse
             )
         options = None
         no_overrides = q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is None

@@ -94,6 +94,15 @@ def attributes(wrapper):
 
 
 @KINDS
+def test_run_with_return_lse_by_position_returns_the_lse(kind):
+    case = kind()
+    case.plan()
+    out, lse = case.wrapper.run(*case.tensors, 1.0, 1.0, 1.0, True)
+    case.close(out)
+    assert torch.equal(lse, case.wrapper.run(*case.tensors, return_lse=True)[1])
+
+
+@KINDS
 def test_wrapper_attributes_after_forward_are_those_of_the_last_layer(kind):
     """Engines read them where FlashInfer keeps what was planned, and the deprecated forward gives it again."""
     case = kind()

@@ -132,7 +132,8 @@ def by_position(
     v_scale: Scale | None,
     sm_scale: float | None,
     sinks: Tensor | None,
-) -> tuple[Scale | None, Scale | None, Scale | None, float | None, Tensor | None]:
+    return_lse: bool,
+) -> tuple[Scale | None, Scale | None, Scale | None, float | None, Tensor | None, bool]:
     """The arguments of a run of which `args` came by position, as `quire.wrappers.base.AttentionWrapper` defines."""
     max_given = 2 if sink_by_position else 4
     check(len(args) <= max_given, "arguments by position", len(args), f"at most {max_given} after the tensors")
@@ -142,4 +143,5 @@ def by_position(
     elif args:
         q_more, k_more, v_more = (*args, None, None)[:3]
         q_scale, k_scale, v_scale = product(q_scale, q_more), product(k_scale, k_more), product(v_scale, v_more)
-    return q_scale, k_scale, v_scale, sm_scale, sinks
+        return_lse = bool(args[3]) if len(args) == 4 else return_lse
+    return q_scale, k_scale, v_scale, sm_scale, sinks, return_lse

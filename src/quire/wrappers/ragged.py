@@ -162,10 +162,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         if kv_cache_sf is not None:
             refuse(kv_cache_sf=kv_cache_sf)
         if args or self._sink_by_position:
-            q_scale, k_scale, v_scale, sm_scale, sinks = by_position(
-                args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks
+            q_scale, k_scale, v_scale, sm_scale, sinks, return_lse = by_position(
+                args, self._sink_by_position, q_scale, k_scale, v_scale, sm_scale, sinks, return_lse
             )
-            return_lse = bool(args[3]) if len(args) == 4 else return_lse
         options = None
         no_overrides = q_scale is k_scale is v_scale is window_left is logits_soft_cap is sm_scale is o_scale is None
         if not (no_overrides and lse_base == "log2" and lse_layout == "NH"):
