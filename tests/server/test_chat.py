@@ -113,6 +113,7 @@ def test_tokenize_messages_in_parts_with_template_arguments_gives_the_rendered_t
         ({"messages": [{"role": "\ud800", "content": "x"}]}, "messages", "half a character"),
         ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages", ""),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "must not have 'tokenize'"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not have 'messages'"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "this server reports 20 at most"),
         ({"response_format": {"type": "xml"}}, "response_format", "it must be 'text', 'json_object' or 'json_schema'"),

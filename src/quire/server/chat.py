@@ -70,9 +70,10 @@ async def start_chat(service: Service, markup: ChatMarkup, body: ChatRequest) ->
     constrained = params[0].constraint is not None
     # A regular expression or a grammar of the request is that of the whole output, which has no markup then.
     is_read = not constrained or params[0].json_schema is not None or "grammar" in changes
+    opened = markup.opened(text, body.continued)
 
     def message() -> ReadMessage:
-        parser = markup.parser(text, use.allowed, constrained, body.continued) if is_read else ContentParser()
+        parser = markup.parser(text, opened, use.allowed, constrained) if is_read else ContentParser()
         return ReadMessage(parser, use.several)
 
     generation = service.start([tokens], params, "messages", body.requested_tokens, body.model)
@@ -98,7 +99,7 @@ def _markup_params(
     if use.demanded or (schema is not None and (use.allowed or markup.reasoning_format is not None)):
         content = None if use.demanded else schema
         try:
-            grammar = markup.grammar(text, use.allowed, content, use.several, continued)
+            grammar = markup.grammar(markup.opened(text, continued), use.allowed, content, use.several)
         except RecursionError:
             raise bad("tools", "tools have a schema that is nested too deeply") from None
         largest = service.limits.max_grammar

@@ -100,16 +100,14 @@ class ChatMarkup:
         begin, end = self._reasoning.begin, self._reasoning.end
         return prompt.rstrip().endswith(begin) or continued.rfind(begin) > continued.rfind(end)
 
-    def parser(
-        self, prompt: str, tools: Sequence[Mapping[str, Any]], constrained: bool, continued: str = ""
-    ) -> OutputParser:
+    def parser(self, prompt: str, opened: bool, tools: Sequence[Mapping[str, Any]], constrained: bool) -> OutputParser:
         """What reads the output of a chat.
 
         Args:
             prompt: the text before the output.
+            opened: whether the prompt begins the reasoning of the output.
             tools: that may be called, as templates have them.
             constrained: whether a grammar of `grammar` constrains the output.
-            continued: as for `opened`.
         """
         names = [tool["function"]["name"] for tool in tools]
         if not names and self._given_reasoning == "none":
@@ -123,33 +121,20 @@ class ChatMarkup:
         reasoning = self._reasoning
         if reasoning is None:
             return rest
-        return ReasoningParser((reasoning.begin, reasoning.end), self.opened(prompt, continued), rest)
+        return ReasoningParser((reasoning.begin, reasoning.end), opened, rest)
 
-    def grammar(
-        self,
-        prompt: str,
-        tools: Sequence[Mapping[str, Any]],
-        schema: str | None,
-        several: bool,
-        continued: str = "",
-    ) -> str:
+    def grammar(self, opened: bool, tools: Sequence[Mapping[str, Any]], schema: str | None, several: bool) -> str:
         """The grammar of an output that is reasoning, if it is known, and then calls, or JSON.
 
         Args:
-            prompt: the text before the output.
+            opened: whether the prompt begins the reasoning of the output.
             tools: that may be called, as templates have them.
             schema: the JSON schema of content; None: there must be calls.
             several: whether there may be several calls.
-            continued: as for `opened`.
         """
         functions = [(t["function"]["name"], t["function"].get("parameters") or {}) for t in tools]
         return GrammarWriter(self._special).write(
-            self._form if functions else None,
-            functions,
-            schema,
-            self._reasoning,
-            self.opened(prompt, continued),
-            several,
+            self._form if functions else None, functions, schema, self._reasoning, opened, several
         )
 
     @property
