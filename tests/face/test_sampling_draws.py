@@ -219,6 +219,8 @@ def test_sample_with_num_logprobs_matches_log_softmax(device):
         assert only.top_tokens.shape == (4, 0)
         again = sampling.token_logprobs(x, out.tokens, 5)
         assert all(torch.equal(mine, its) for mine, its in zip(again, out[2:], strict=True))
+        unknown = torch.tensor([0, -1, vocab, 1], dtype=torch.int32, device=device)
+        assert sampling.token_logprobs(x, unknown)[0].isneginf().tolist() == [False, True, True, False]
     with pytest.raises(ValueError, match="num_logprobs"):
         sampling.token_logprobs(x, out.tokens, vocab + 1)
     with pytest.raises(ValueError, match="tokens"):

@@ -96,8 +96,8 @@ def conversions_of_parts(
 
     Returns:
         conversions whose patterns of names end in "$", since in 5.17 a pattern matches the beginning of a name, too.
-        Those of one tensor that becomes several weights are unchanged: Transformers makes one weight of several tensors
-        or several weights of one, and such tensors are of the encoders of images, which are not quantized.
+        Those of one tensor that becomes several weights are unchanged, since Transformers has no conversion of several
+        tensors to several weights. Such a tensor cannot be quantized.
     """
     from transformers.core_model_loading import WeightConverter
 

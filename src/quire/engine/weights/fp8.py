@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from quire.engine.moe import PROJECTIONS
 from quire.engine.weights.format import Format, Tensors, check_dtype, check_scale, check_shape, required
 from quire.engine.weights.layouts import Matrix
 
 BLOCK = 128
-_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,15 @@ class Fp8(Format):
     method: ClassVar[str] = "fp8"
     names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         # Those of all experts of a mixture in one tensor. They are first, since a name may have the end of another.
-        **{name: (name, f"{name}_scale_inv", f"{name}_activation_scale") for name in _EXPERTS},
+        **{name: (name, f"{name}_scale_inv", f"{name}_activation_scale") for name in PROJECTIONS},
         "weight": ("weight", "weight_scale_inv", "activation_scale", "weight_scale", "input_scale"),
     }
 
     def matrix(self, tensors: Tensors, prefix: str) -> Matrix:
-        pairs = [(name, f"{name}_scale_inv") for name in _EXPERTS]
-        pairs.append(("weight", "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"))
-        pair = next(pair for pair in pairs if pair == pairs[-1] or not tensors.keys().isdisjoint(pair))
-        weight, scale = required(tensors, prefix, *pair)
-        return fp8_matrix(weight, scale, BLOCK if self.blocks else None, (f"{prefix}{pair[0]}", f"{prefix}{pair[1]}"))
+        name = next(name for name, ends in self.names.items() if not tensors.keys().isdisjoint(ends))
+        scale_name = "weight_scale" if "weight_scale" in tensors else f"{name}_scale_inv"
+        weight, scale = required(tensors, prefix, name, scale_name)
+        return fp8_matrix(weight, scale, BLOCK if self.blocks else None, (f"{prefix}{name}", f"{prefix}{scale_name}"))
 
     def random(self, shape: Sequence[int], device: torch.device) -> Matrix:
         block = (BLOCK, BLOCK) if self.blocks else (shape[-2], shape[-1])

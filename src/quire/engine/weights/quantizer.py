@@ -75,7 +75,7 @@ class Quantizer(HfQuantizer):
         weights that stay quantized.
         """
         if getattr(model.config, "model_type", None) in _EXPERTS_APART:
-            weight_conversions = [*weight_conversions, *get_checkpoint_conversion_mapping("qwen3_moe")]
+            weight_conversions = [*weight_conversions, *get_checkpoint_conversion_mapping("qwen2_moe")]
         return conversions_of_parts(weight_conversions, self.format.names, lambda merging: ReadWeight(self, merging))
 
     def postprocess_model(self, model: Any, **options: Any) -> None:

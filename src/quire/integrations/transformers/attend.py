@@ -69,15 +69,21 @@ def attention(
     if cache is not None:
         given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "max_length_q": max_length_q}
         return _attend_step(module.layer_idx, query, key, value, cache, {**kwargs, **given}, sinks, settings), None
-    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
-    if chunk and cu_seq_lens_q is not None and attention_mask is not None and attention_mask.dtype == torch.bool:
-        what = f"chunks of {chunk} tokens begin with each sequence, which its mask may not know"
-        raise ValueError(f"cu_seq_lens_q is not supported with chunked attention: {what}: give position_ids alone")
+    if cu_seq_lens_q is not None and attention_mask is not None and attention_mask.dtype == torch.bool:
+        _refuse_chunks(module)
     cu_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     longest = max_length_q if isinstance(max_length_q, int) else query.shape[0] * query.shape[2]
     if torch.compiler.is_compiling():
         return _operation(query, key, value, attention_mask, sinks, cu_seq_lens_q, cu_k, longest, *settings), None
     return _attend(query, key, value, attention_mask, sinks, cu_seq_lens_q, cu_k, longest, settings, run), None
+
+
+def _refuse_chunks(module: torch.nn.Module) -> None:
+    """Refuse chunked attention with offsets of packed sequences."""
+    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    if chunk:
+        what = f"chunks of {chunk} tokens begin with each sequence, which its mask may not know"
+        raise ValueError(f"cu_seq_lens_q is not supported with chunked attention: {what}: give position_ids alone")
 
 
 def _refuse(query: Tensor, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
