@@ -74,8 +74,8 @@ class Weight:
 
     def dequantized(self, columns: int) -> Tensor:
         """The weight in float32."""
-        codes = products.unpack_words(self.codes, columns) if self.kind in products.PACKED else self.codes
-        return products.dequantize(codes, self.scale, self.zero, self.kind, self.block, torch.float32)
+        codes, scale = products.unpacked(self.codes, self.scale, self.kind, columns)
+        return products.dequantize(codes, scale, self.zero, self.kind, self.block, torch.float32)
 
 
 def make(layout: str, rows: int, columns: int, device: str = "cuda") -> Weight:
@@ -88,6 +88,7 @@ def make(layout: str, rows: int, columns: int, device: str = "cuda") -> Weight:
     found = products.dequantize(codes, scale, zero, kind, block, torch.float32)
     error = float((found - dense).norm() / dense.norm())
     codes = products.pack_words(codes) if kind in products.PACKED else codes
+    scale = products.pack_exponents(scale) if kind == "mxfp4" else scale
     if block_rows == 1:
         scale, zero = scale.T.contiguous().T, None if zero is None else zero.T.contiguous().T
     arrivals = torch.zeros(1 << 14, dtype=torch.int32, device=device)

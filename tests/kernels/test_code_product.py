@@ -13,7 +13,9 @@ from quire.kernels.code_product import (
     code_product,
     dequantize,
     grouped_code_product,
+    pack_exponents,
     pack_words,
+    unpack_exponents,
     unpack_words,
 )
 from quire.kernels.grouped_gemm import group_by_expert
@@ -71,6 +73,7 @@ def make_weight(layout, rows, columns, device):
     scale = torch.randint(115, 125, blocks, dtype=torch.uint8) if kind == "mxfp4" else scale
     exact = dequantize(codes, scale, zero, kind, block, torch.float64)
     codes = pack_words(codes) if kind in PACKED else codes
+    scale = pack_exponents(scale) if kind == "mxfp4" else scale
     # Groups of a row of codes are far from each other in memory.
     scale, zero = (None if x is None else x.T.contiguous().to(device).T for x in (scale, zero))
     return Weight(codes.to(device), scale, zero, kind, block, exact)
@@ -83,6 +86,14 @@ def test_unpack_words_of_packed_codes_returns_them():
     assert torch.equal(unpack_words(words, 200), codes)
     word, code = 7, 3
     assert words[0, 0, 4, word] >> 4 * code & 15 == codes[0, 4, 32 * code + word]
+
+
+def test_unpack_exponents_of_packed_exponents_returns_them():
+    exponents = torch.randint(256, (2, 5, 7), dtype=torch.uint8)
+    words = pack_exponents(exponents)
+    assert words.shape == (2, 5, 2)
+    assert torch.equal(unpack_exponents(words, 7 * 32 - 8), exponents)
+    assert words[0, 4, 1] >> 16 & 255 == exponents[0, 4, 6]
 
 
 def check(weight, x, bias, bound):

@@ -50,6 +50,18 @@ def unpack_words(words: Tensor, columns: int) -> Tensor:
     return places.transpose(-4, -3).flatten(-3)[..., :columns]
 
 
+def pack_exponents(exponents: Tensor) -> Tensor:
+    """Exponents of the scales of mxfp4 as kernels read them: uint8 [..., rows, groups] of 32 columns. Returns int32
+    [..., rows, groups / 4], rounded up, of which byte i of word j is the exponent of group 4 j + i, or of 1.
+    """
+    return F.pad(exponents, (0, -exponents.shape[-1] % 4), value=127).contiguous().view(torch.int32)
+
+
+def unpack_exponents(words: Tensor, columns: int) -> Tensor:
+    """What `pack_exponents` was given for a weight with so many columns."""
+    return words.contiguous().view(torch.uint8)[..., : -(-columns // 32)]
+
+
 def dequantize(
     codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, block: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
@@ -100,7 +112,8 @@ def code_product(
         x: float16, bfloat16 or float32 [..., in_features].
         codes: of fp8 and int8 as `dequantize` has them, [out_features, in_features], contiguous; of int4 and mxfp4 as
             `pack_words` returns them.
-        scale, zero, kind, block_rows, block_columns: as `dequantize` has them, in any memory order.
+        scale, zero, kind, block_rows, block_columns: as `dequantize` has them, in any memory order; scales of mxfp4 as
+            `pack_exponents` returns them.
         bias: [out_features] of the dtype of x.
         arrivals: on a GPU, int32, 0 before and after each call; calls that run at once need arrivals of their own.
 
@@ -109,7 +122,7 @@ def code_product(
         fp8, with a scale for each row, or for each 128 columns of a row.
     """
     if not on_triton(x.device):
-        codes = unpack_words(codes, x.shape[-1]) if kind in PACKED else codes
+        codes, scale = unpacked(codes, scale, kind, x.shape[-1])
         weight = dequantize(codes, scale, zero, kind, (block_rows, block_columns), x.dtype)
         return F.linear(x, weight, bias)
     from quire.kernels.triton.code_launch import multiply
@@ -132,6 +145,12 @@ def _(
     block_columns: int,
 ) -> Tensor:
     return _new(x, codes, kind)
+
+
+def unpacked(codes: Tensor, scale: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales as `dequantize` takes them."""
+    codes = unpack_words(codes, columns) if kind in PACKED else codes
+    return codes, unpack_exponents(scale, columns) if kind == "mxfp4" else scale
 
 
 def _new(x: Tensor, codes: Tensor, kind: str) -> Tensor:
@@ -165,7 +184,7 @@ def grouped_code_product(
     """
     out = _new_groups(x, order, codes, kind)
     if not on_triton(x.device):
-        codes = unpack_words(codes, x.shape[-1]) if kind in PACKED else codes
+        codes, scale = unpacked(codes, scale, kind, x.shape[-1])
         rows = x if order is None else x[order // (len(order) // max(len(x), 1))]
         starts = [0, *ends.tolist()]
         for expert, (start, end) in enumerate(pairwise(starts)):

@@ -14,7 +14,9 @@ from quire.kernels.code_product import (
     dequantize,
     grouped_code_product,
     multiplies_codes,
+    pack_exponents,
     pack_words,
+    unpack_exponents,
     unpack_words,
 )
 from quire.kernels.exchange import Exchange, add_norm
@@ -53,7 +55,9 @@ __all__ = [
     "max_skinny_rows",
     "multiplies_codes",
     "pack_mask",
+    "pack_exponents",
     "pack_words",
+    "unpack_exponents",
     "unpack_words",
     "plan",
     "prefix_window_mask",

@@ -37,7 +37,7 @@ every_case = pytest.mark.parametrize(("kind", "block", "zero", "target"), CASES)
 def tensors(kind, zero, target, pairs):
     """The types of a weight's tensors."""
     codes = {"fp8": "*fp8e4nv" if target in NATIVE_FP8 and not pairs else "*u8", "int8": "*i8"}.get(kind, "*i16")
-    scale = {"fp8": "*fp32", "mxfp4": "*u8"}.get(kind, "*bf16")
+    scale = {"fp8": "*fp32", "mxfp4": "*i32"}.get(kind, "*bf16")
     return {"codes": codes, "scale": scale, "zero": ("*i8" if kind == "int8" else "*u8") if zero else None}
 
 

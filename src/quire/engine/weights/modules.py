@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.weights.layouts import Matrix
-from quire.steps import PACKED, code_product, grouped_code_product, multiplies_codes, pack_words, unpack_words
+from quire.steps import (
+    PACKED,
+    code_product,
+    grouped_code_product,
+    multiplies_codes,
+    pack_exponents,
+    pack_words,
+    unpack_exponents,
+    unpack_words,
+)
 
 # Tiles of a product that several programs may share.
 _TILES = 1 << 14
@@ -55,7 +64,7 @@ class QuantizedWeight(nn.Module):
         zero, block = matrix.zero, matrix.block
         rows, columns = codes.shape[-2:]
         if matrix.kind == "mxfp4":
-            scale = scale.view(torch.uint8)
+            scale = pack_exponents(scale.view(torch.uint8))
         elif matrix.kind == "fp8":
             scale = scale.float()
         if block == (rows, columns) and rows > 1 and block != (_BLOCK, _BLOCK):
@@ -96,7 +105,8 @@ class QuantizedWeight(nn.Module):
         whole = self.columns if is_input else self.rows
         if is_input and self.order is not None:
             raise ValueError("its columns are in an order of their own")
-        is_divided = self.scale.shape[dim] > 1
+        scale = unpack_exponents(self.scale, self.columns) if self.kind == "mxfp4" else self.scale.detach()
+        is_divided = scale.shape[dim] > 1
         if is_divided and (first % size or (count % size and first + count < whole)):
             what = f"{first} to {first + count - 1} of {whole}"
             raise ValueError(f"{'input' if is_input else 'output'} features {what} are not whole blocks of {size}")
@@ -111,7 +121,8 @@ class QuantizedWeight(nn.Module):
             # In words, too, the last dimension but one is that of rows.
             codes = codes.narrow(dim, first, count).clone(memory_format=torch.contiguous_format)
         tensors: dict[str, Tensor | None] = {"codes": codes, "order": self.order, "zero": None}
-        tensors["scale"] = _arranged(narrowed(self.scale.detach()), self.block)
+        scale = pack_exponents(narrowed(scale)) if self.kind == "mxfp4" else narrowed(scale)
+        tensors["scale"] = _arranged(scale, self.block)
         if self.zero is not None:
             tensors["zero"] = _arranged(narrowed(self.zero.detach()), self.block)
         return QuantizedWeight(tensors, self.kind, (self.block[0], min(self.block[1], columns)), columns, self.dtype)

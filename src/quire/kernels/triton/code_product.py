@@ -65,9 +65,12 @@ def load_group(values, group, at, stride, columns, c: tl.constexpr):
 @triton.jit
 def load_quarters(values, block, at, stride, columns, c: tl.constexpr):
     """The values, such as scales, of a block of 128 columns: a tuple of four, each for 32 columns. Arguments are those
-    of `load_group`, and the index of the block.
+    of `load_group`, and the index of the block. Those of mxfp4 are the bytes of a word.
     """
-    if c.group == 0:
+    if c.kind == "mxfp4":
+        v = tl.load(values + block * stride + at)
+        return (v & 255, v >> 8 & 255, v >> 16 & 255, v >> 24 & 255)
+    elif c.group == 0:
         v = load_group(values, 0, at, stride, columns, c)
         return (v, v, v, v)
     elif c.group >= 128:
