@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.definition.versions import untested
 from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, num_sms
 from quire.kernels.gpu.triton_internals import INTERPRETED
 from quire.kernels.torch_internals import scaled_mm
@@ -51,7 +52,11 @@ def multiply(
     out = x.new_empty(len(x), out_features)
     if len(x) == 0:
         return out
-    if INTERPRETED or len(x) <= MAX_ROWS[kind]:
+    if len(x) <= _MIN_ROWS and _has_few_codes(kind, block, out_features, x.shape[1], x.dtype, x.device):
+        from quire.kernels.hopper.few_codes_launch import multiply as multiply_few
+
+        multiply_few(out, x, _bytes_of(codes), scale, zero, bias, kind, block)
+    elif INTERPRETED or len(x) <= MAX_ROWS[kind]:
         splittable = 0 if arrivals is None else len(arrivals)
         c = product_config(kind, block, len(x), out.shape[1], x.shape[1], x.dtype, x.device, splittable)
         launch(out, x, codes, scale, zero, bias, arrivals, c)
@@ -82,6 +87,26 @@ def launch(
 def _stored(codes: Tensor, c: CodeConfig | NumberConfig) -> Tensor:
     """Codes as kernels read them: bytes of fp8 where they are decoded by their bits."""
     return codes.view(torch.uint8) if c.kind == "fp8" and c.pairs else storage(codes) if c.kind == "fp8" else codes
+
+
+def _bytes_of(codes: Tensor) -> Tensor:
+    """Codes, of which those of fp8 are bytes."""
+    return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
+
+
+@lru_cache
+def _has_few_codes(
+    kind: str, block: tuple[int, int], out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether there is a kernel of Hopper GPUs for few rows of a dtype and codes of a kind."""
+    if INTERPRETED or not _has_pairs(device) or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    # Releases of Triton rename parts of Gluon.
+    if out_features % 16 or in_features % 16 or untested({"triton": triton.__version__}):
+        return False
+    if kind == "int4":
+        return dtype in _HALVES and (block[1] >= in_features or block[1] % BLOCK == 0)
+    return dtype == torch.bfloat16 and kind in ("fp8", "mxfp4")
 
 
 @lru_cache
@@ -199,6 +224,12 @@ def multiply_groups(
     if num_rows == 0:
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
+    few = 2 * triton.cdiv(num_rows, num_experts) <= _MIN_ROWS
+    if few and _has_few_codes(kind, block, out_features, in_features, x.dtype, x.device):
+        from quire.kernels.hopper.few_codes_launch import multiply_groups as multiply_few_groups
+
+        multiply_few_groups(out, x, order, ends, _bytes_of(codes), scale, zero, kind, block)
+        return
     splittable = 0 if arrivals is None else len(arrivals)
     c = group_config(
         kind, block, num_rows, num_experts, out_features, in_features, x.dtype, x.device, splittable

@@ -33,17 +33,17 @@ def _floats() -> str:
 
 
 _REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r")
-_FOUR_BF16, _FOUR_FP16 = tl.constexpr((tl.bfloat16,) * 4), tl.constexpr((tl.float16,) * 4)
+FOUR_BF16, FOUR_FP16 = tl.constexpr((tl.bfloat16,) * 4), tl.constexpr((tl.float16,) * 4)
 _INT4_BF16 = tl.constexpr(_integers("0x43004300", "0x3F803F80", "fma.rn.bf16x2 ${}, t, one, ${};"))
 _INT4_FP16 = tl.constexpr(_integers("0x64006400", "0", "add.rn.f16x2 ${}, t, ${};"))
-_MXFP4_BF16 = tl.constexpr(_floats())
+MXFP4_BF16 = tl.constexpr(_floats())
 _PAIR = (
     " prmt.b32 t, {}, 0, {}; shr.b32 u, t, 4; and.b32 u, u, 0x07F007F0; lop3.b32 t, t, 0x80008000, u, 0xEA;"
     " fma.rn.bf16x2 {}, t, large, zero;"
 )
 _SET = "{ .reg .b32 t, u, large, zero; mov.b32 large, 0x7B807B80; mov.b32 zero, 0x80008000;"
 _TWO_FP8_BF16 = tl.constexpr(_SET + _PAIR.format("$1", "0x1404", "$0") + " }")
-_FOUR_FP8_BF16 = tl.constexpr(_SET + _PAIR.format("$2", "0x1404", "$0") + _PAIR.format("$2", "0x3424", "$1") + " }")
+FOUR_FP8_BF16 = tl.constexpr(_SET + _PAIR.format("$2", "0x1404", "$0") + _PAIR.format("$2", "0x3424", "$1") + " }")
 
 
 @triton.jit
@@ -84,11 +84,11 @@ def decode_words(words, operands, dtype: tl.constexpr, c: tl.constexpr):
     else:
         a, b, d, e = operands
         if c.kind == "mxfp4":
-            return tl.inline_asm_elementwise(_MXFP4_BF16, _REGISTERS, [words, a, b, d, e], _FOUR_BF16, True, 2)
+            return tl.inline_asm_elementwise(MXFP4_BF16, _REGISTERS, [words, a, b, d, e], FOUR_BF16, True, 2)
         elif dtype == tl.bfloat16:
-            return tl.inline_asm_elementwise(_INT4_BF16, _REGISTERS, [words, a, b, d, e], _FOUR_BF16, True, 2)
+            return tl.inline_asm_elementwise(_INT4_BF16, _REGISTERS, [words, a, b, d, e], FOUR_BF16, True, 2)
         else:
-            return tl.inline_asm_elementwise(_INT4_FP16, _REGISTERS, [words, a, b, d, e], _FOUR_FP16, True, 2)
+            return tl.inline_asm_elementwise(_INT4_FP16, _REGISTERS, [words, a, b, d, e], FOUR_FP16, True, 2)
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def decode_bytes(codes, zero, dtype: tl.constexpr, c: tl.constexpr):
         if c.wgmma:
             return tl.inline_asm_elementwise(_TWO_FP8_BF16, "=r,r", [codes], tl.bfloat16, True, 2)
         else:
-            return tl.inline_asm_elementwise(_FOUR_FP8_BF16, "=&r,=r,r", [codes], tl.bfloat16, True, 4)
+            return tl.inline_asm_elementwise(FOUR_FP8_BF16, "=&r,=r,r", [codes], tl.bfloat16, True, 4)
     elif codes.dtype == tl.uint8:
         bits = codes.to(tl.int32)
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
