@@ -200,6 +200,21 @@ def test_backend_refuses_a_cache_of_another_type_of_16_bits():
         assert reason(torch.bfloat16, kv_cache_dtype) is None
 
 
+def test_first_step_has_launches_for_prompts_of_any_length_whose_output_is_replaced(rng):
+    for q_lens in ([1, 1, 1], [2, 2], [9, 1]):
+        run = steps(rng)
+        run.start(len(q_lens))
+        run.write(q_lens)
+        found = [(x._role, x._max_q_len) for x in run.builder.build(0, run.metadata(q_lens)).launches]
+        assert found[0] == ("extend", None)
+        assert [length for _, length in found[1:-1]] == [n for n in (2, 4, 8, 16, 32, 64) if n >= max(q_lens)]
+        later = run.builder.build(0, run.metadata(q_lens)).launches
+        assert len(later) == 1
+        run = steps(rng)
+        run.start(len(q_lens))
+        check(run.step(q_lens))
+
+
 def test_forward_without_metadata_fills_the_output(rng):
     run = steps(rng)
     q = run.queries([3])

@@ -11,11 +11,13 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 from quire.definition.checks import check
-from quire.integrations.vllm.launches import AttentionLaunch, Wrappers
+from quire.integrations.vllm.launches import DECODE_ROWS, AttentionLaunch, Wrappers
 
 # A prefix that so many requests share, in tokens, is read once for all of them: shorter ones stay in the cache of the
 # GPU, and merging two results takes longer than reading them again.
 _MIN_PREFIX, _MIN_REQUESTS = 256, 8
+# Requests of the launches that warm up: kernels are compiled for up to so many, or twice as many, and so on.
+_WARM_UP_REQUESTS = 32
 
 
 @dataclass
@@ -55,6 +57,8 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.block_size: int = kv_cache_spec.block_size
         self._wrappers = Wrappers(device, bool(envs.VLLM_BATCH_INVARIANT))
+        # Whether a step has been built.
+        self._is_warm = False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> QuireMetadata:
         """The metadata of a step.
@@ -72,6 +76,9 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
             metadata.launches, metadata.cascade = self._cascade(common_prefix_len, metadata), True
             return metadata
         decodes, longest = self._num_decodes(m), metadata.max_query_len
+        if not self._is_warm:
+            metadata.launches += self._warm_up(metadata, m)
+            self._is_warm = True
         if decodes == m.num_reqs:
             metadata.launches.append(self._launch("decode", metadata, 0, m.num_reqs, longest))
             return metadata
@@ -86,8 +93,10 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         """The metadata of a step that is captured. Where graphs of mixed batches are wanted, the lengths of queries are
         not known: other batches of as many tokens replay the graph.
         """
-        # vLLM derives builders from this one that replace `build` alone.
+        # vLLM derives builders from this one that replace `build` alone. The launches of a first step are not captured.
+        is_warm, self._is_warm = self._is_warm, True
         metadata = self.build(0, common_attn_metadata)
+        self._is_warm = is_warm
         num_reqs = common_attn_metadata.num_reqs
         mixed = self.vllm_config.compilation_config.cudagraph_mode.mixed_mode()
         if mixed is not None and mixed.name == "FULL":
@@ -135,6 +144,15 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         offsets = m.query_start_loc_cpu.numpy()
         longer = offsets[1 : m.num_reqs + 1] - offsets[: m.num_reqs] > threshold
         return int(longer.argmax())
+
+    def _warm_up(self, metadata: QuireMetadata, m: Any) -> list[AttentionLaunch]:
+        """Launches for a few requests of a step as for prompts of any length, so that their kernels are compiled before
+        the first prompt: vLLM's first steps warm up, and have prompts of two tokens or none. The launches of the step
+        itself come later, and replace the output.
+        """
+        end, lengths = min(m.num_reqs, _WARM_UP_REQUESTS), (2, 4, 8, 16, 32, DECODE_ROWS)
+        longer = [length for length in lengths if length >= m.max_query_len]
+        return [self._launch("extend", metadata, 0, end, length) for length in (None, *longer)]
 
     def _launch(
         self, role: str, metadata: QuireMetadata, start: int, end: int, max_q_len: int | None, tokens: int | None = None
