@@ -235,6 +235,7 @@ def test_vllm_engine_of_a_stand_in_counts_reported_tokens(monkeypatch):
         def __init__(self):
             self.left, self.count = {}, {}
             self.loaded, self.loras = [], []
+            self.engine_core = SimpleNamespace(shutdown=lambda: ended.append(self))
 
         def add_request(self, name, prompt, params, lora_request):
             self.left[name] = params["max_tokens"]
@@ -265,7 +266,7 @@ def test_vllm_engine_of_a_stand_in_counts_reported_tokens(monkeypatch):
         given.update(options)
         return SimpleNamespace(llm_engine=Engine())
 
-    given = {}
+    given, ended = {}, []
     stand_in = SimpleNamespace(SamplingParams=dict, LLM=llm)
     for name, module in (("vllm", stand_in), ("vllm.lora", stand_in), ("vllm.lora.request", stand_in)):
         monkeypatch.setitem(sys.modules, name, module)
@@ -276,6 +277,9 @@ def test_vllm_engine_of_a_stand_in_counts_reported_tokens(monkeypatch):
     assert len(engine.arrivals([Work([1], 1)] * 2, [Work([5], 1)] * 3)) == 3
     assert not engine.llm.llm_engine.left
     assert set(engine.llm.llm_engine.loras) == {None}
+    inner = engine.llm.llm_engine
+    engine.close()
+    assert ended == [inner]
 
     adapters = {name: Path(name) for name in ("a", "b", "c")}
     engine = engines.VLLM(Path("folder"), "cuda", 50, 4, adapters=adapters, max_adapters=2, max_adapter_rank=20)

@@ -259,6 +259,8 @@ class VLLM:
                 known += [time.perf_counter() - start] * (len(output.outputs[0].token_ids) - len(known))
 
     def close(self) -> None:
+        # vLLM has frozen its objects for the collection of garbage, and does not free its memory otherwise.
+        self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         _free()
 
