@@ -41,6 +41,15 @@ def check_tokens(folder, rng, kind="tensor_parallel_size", **options):
         check_completions(one, two, prompts, params, adapter=[rng.choice(names) for _ in prompts])
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("options", [{}, EAGER], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "context_parallel_size"])
+def test_llm_on_four_gpus_has_the_tokens_of_one(kind, options, rng):
+    with LLM(**EXACT, **EAGER) as one, LLM(**EXACT, **options, **{kind: 4}) as four:
+        for _ in range(3):
+            check_completions(one, four, random_prompts(rng, 20), random_params(rng, 20))
+
+
 # Experts, outputs that are gathered, and a norm over all heads.
 @pytest.mark.parametrize("name", ["mixtral", "phi3", "olmo2"])
 def test_llm_on_two_gpus_has_the_tokens_of_one_for_architectures(name, tmp_path, rng):
