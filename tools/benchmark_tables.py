@@ -28,19 +28,13 @@ def rendered(names: str) -> str:
     result = json.loads((ROOT / name).read_text())
     if result.get("operation") == "products":
         return products([result, *(json.loads((ROOT / other).read_text()) for other in others)])
-    operation = result.get("operation", "")
-    if operation == "lora":
-        return lora(result)
-    if operation.startswith("transformers"):
-        return transformers(result)
-    if operation == "mini-sglang":
-        return mini_sglang(result)
-    if operation == "http_throughput":
-        return http(result)
-    if operation == "exchanges":
-        return exchanges(result)
-    if operation == "skinny":
-        return skinny(result)
+    of_tools = {
+        "lora": lora, "transformers": transformers, "mini-sglang": mini_sglang, "http_throughput": http,
+        "exchanges": exchanges, "few-codes": few_codes, "skinny": skinny,
+    }  # fmt: skip
+    operation = result.get("operation", "").partition(" ")[0]
+    if operation in of_tools:
+        return of_tools[operation](result)
     if "runs" in result:
         return soak(result)
     if "vllm" in result and "kv_cache_dtype" in result:
@@ -87,6 +81,22 @@ def products(results: list[dict[str, Any]]) -> str:
                 ours = cell["products"]["quire"]
                 texts[-1] = f"{ours['us']:,.0f} µs ({cell['floor_us'] / ours['us']:.0%}), {ours['error']:.0e}"
         lines.append(f"| {layout} | {shape} | {error:.1e} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def few_codes(result: dict[str, Any]) -> str:
+    """The machine, and the microseconds of the kernels for any number of rows and for up to 8."""
+    lines = [
+        f"{result['device']}, torch {result['torch']}, triton {result['triton']}, {result['date']}; the floor is at "
+        f"{result['ceilings']['read_gb_s']:,.0f} GB/s:\n",
+        "| weights | shape | floor µs | `multiply_codes` µs | `multiply_few_codes` µs |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for cell in result["cells"]:
+        times = [cell["floor_us"], cell["us"]["multiply_codes"], cell["us"]["multiply_few_codes"]]
+        lines.append(
+            f"| {cell['layout']} | {' x '.join(map(str, cell['shape']))} | {' | '.join(f'{x:.1f}' for x in times)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
