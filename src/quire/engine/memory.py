@@ -27,8 +27,7 @@ def profiled_pages(
     utilization: float,
     cuda_graphs: bool,
 ) -> int:
-    """The pages that a GPU has room for beside what is on it already and what a step of the largest size takes, at
-    least 1.
+    """The pages that a GPU has room for beside what is on it already and what a step of the largest size takes.
 
     Args:
         make: makes a runner with a number of pages.
@@ -38,6 +37,9 @@ def profiled_pages(
         utilization: the part of the GPU's memory that may be used.
         cuda_graphs: whether graphs will be captured. These have a pool of their own, so the memory of a step counts
             twice.
+
+    Raises:
+        ValueError: there is no room for a page.
     """
     # A step of the largest size fits so many pages.
     trial = make(-(-largest.tokens // page_size) + 2 * largest.rows)
@@ -55,4 +57,9 @@ def profiled_pages(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     capacity = total * utilization - (total - free) - step * (1 + cuda_graphs)
-    return max(1, int(capacity) // page_bytes)
+    if capacity < page_bytes:
+        gib = 2**30
+        what = f"{free / gib:.1f} of {total / gib:.1f} GiB are free beside the weights and other programs"
+        needed = f"a step takes {step * (1 + cuda_graphs) / gib:.1f} GiB"
+        raise ValueError(f"gpu_memory_utilization = {utilization}: {what}, and {needed}: no page of the cache has room")
+    return int(capacity) // page_bytes
