@@ -106,6 +106,16 @@ def test_prompt_logprobs_on_a_gpu_are_those_of_transformers(folder, rng, graphs)
         check(model, *case)
 
 
+def test_prompt_logprobs_of_a_preempted_request_end_after_its_output_is_in_the_tree(folder):
+    """With pages for one copy of its output, which several steps would compute again."""
+    sizes = {"page_size": 4, "num_pages": 16, "max_batched_tokens": 4}
+    params = SamplingParams(max_tokens=45, ignore_eos=True, prompt_logprobs=0)
+    with LLM(folder, **sizes) as llm:
+        first, second = (llm.generate([5, 6, 7], params)[0] for _ in range(2))
+        assert first.token_ids == second.token_ids
+        assert len(second.token_ids) == 45
+
+
 def test_prompt_logprobs_of_a_stream_are_in_each_element(folder):
     with LLM(folder, **SIZES) as llm:
         parts = []

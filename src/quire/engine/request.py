@@ -144,7 +144,8 @@ class Request:
         """How many of the `length` tokens to compute may be taken from the cache: all but those of which more than keys
         and values is needed. The last token is computed in any case.
         """
-        return length - 1 if self.prompt_logprobs is None else self.num_known_prompt_logprobs
+        known = self.num_known_prompt_logprobs
+        return length - 1 if self.prompt_logprobs is None or known >= self.prompt_len - 1 else known
 
     def num_wanted_prompt_logprobs(self, start: int, end: int) -> int:
         """How many of the tokens start to end have a next token whose log-probability is wanted and not known."""
