@@ -71,6 +71,18 @@ def test_text_stream_after_a_prompt_of_single_bytes_is_equal(count):
         assert "".join(parts) == made.text == " " + text  # to this tokenizer, a text begins with a space
 
 
+def test_text_stream_after_a_prompt_with_half_a_character_has_all_of_it(tokenizer):
+    tokens = tokenizer("x = '漢'")["input_ids"]
+    halves = [i for i in range(len(tokens)) if tokenizer.decode(tokens[:i]).endswith("\ufffd")]
+    assert halves
+    for cut in halves:
+        made = TextStream(tokenizer, tokens[:cut], ())
+        for token in tokens[cut:]:
+            made.push(token)
+        made.finish()
+        assert made.take(last=True) == "漢'"
+
+
 def test_text_stream_with_half_a_character_at_its_end_shows_a_replacement(tokenizer):
     made = TextStream(tokenizer, [], ())
     made.push(tokenizer("漢", add_special_tokens=False)["input_ids"][0])

@@ -130,7 +130,7 @@ class SamplingParams:
         logit_bias: numbers from -100 to 100 by token id, which are added to the logits. None: none.
         allowed_token_ids: the only tokens that are sampled. None: all.
         bad_words: texts that are not generated: where the output ends with all tokens of a text but the last, the last
-            one is not sampled. Each text is tokenized as it is, and with a space before it.
+            one is not sampled. Each text is tokenized without spaces before it, and with one.
         logprobs: report log-probabilities of the chosen token and of this number of most likely tokens, before
             temperature and penalties; None: report none.
         prompt_logprobs: report log-probabilities of each token of the prompt but the first, given those before it, and

@@ -151,7 +151,8 @@ class TextStream:
                 self._extend(text)
                 return self.stopped
         window.append(token)
-        full, length = self._decoder(window, skip_special_tokens=self._skip_special), len(self._known)
+        full = self._decoder(window, skip_special_tokens=self._skip_special)
+        length = self._num_known(full)
         if len(full) > length and not full.endswith(_BROKEN):
             self._known = full
             if len(window) > _WINDOW:
@@ -164,7 +165,8 @@ class TextStream:
     def finish(self) -> None:
         """End the output: an incomplete character at its end is added to the text as it is."""
         if not self.stopped:
-            full, length = self._decode(), len(self._known)
+            full = self._decode()
+            length = self._num_known(full)
             self._read, self._known = len(self._window), full
             self._extend(full[length:])
 
@@ -178,6 +180,12 @@ class TextStream:
             new, self._held = new[:end], new[end:]
         self._taken.append(new)
         return new
+
+    def _num_known(self, full: str) -> int:
+        """How many characters of the window's text are in the stream's, or in the prompt's. A character that begins in
+        the prompt may end in the output.
+        """
+        return len(self._known if full.startswith(self._known) else self._known.rstrip(_BROKEN))
 
     def _decode(self) -> str:
         return self._decoder(self._window, skip_special_tokens=self._skip_special) if self._window else ""
