@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Llama4TextConfig, LlamaConfig, Phi3Config
 from transformers.models.llama import modeling_llama
 
 from helpers.checkpoints import SHAPE, save
@@ -145,6 +145,40 @@ def test_llm_with_positions_that_depend_on_the_step_is_refused(network):
             ValueError, match=f"depends on the longest request of a step.*max_model_len={ORIGINAL} runs"
         ):
             LLM(network.folder, num_pages=64, max_model_len=most)
+
+
+def low_frequencies():
+    """longrope that changes low frequencies alone, by which few tokens hardly differ."""
+    factors = {"short_factor": [1.0] * 16, "long_factor": [1.0] * 12 + [8.0] * 4}
+    shape = SHAPE | {"head_dim": 32, "max_position_embeddings": 4 * ORIGINAL}
+    return LlamaConfig(**shape, rope_parameters=LONGROPE | factors | {"rope_theta": 1e6})
+
+
+def late_layer():
+    """longrope in one of the last layers alone."""
+    kinds = ["sliding_attention"] * 9 + ["full_attention"] + ["sliding_attention"]
+    ropes = {"full_attention": dict(LONGROPE), "sliding_attention": DEFAULT}
+    shape = SHAPE | {"num_hidden_layers": len(kinds)}
+    return Gemma3TextConfig(**shape, layer_types=kinds, sliding_window=9, rope_parameters=ropes)
+
+
+@pytest.mark.parametrize("make", [low_frequencies, late_layer])
+def test_llm_with_rotary_embeddings_that_depend_on_the_step_is_refused(make, tmp_path):
+    AutoModelForCausalLM.from_config(make()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"depends on the longest request of a step.*max_model_len={ORIGINAL} runs"):
+        LLM(tmp_path, num_pages=64)
+    with LLM(tmp_path, num_pages=64, max_model_len=ORIGINAL) as llm:
+        assert llm.max_len == ORIGINAL
+
+
+def test_llm_of_llama_4_that_scales_queries_by_their_place_in_a_step_is_refused(tmp_path):
+    config = Llama4TextConfig(
+        **SHAPE, num_local_experts=2, layer_types=["full_attention"] * 4, no_rope_layers=[1, 0, 1, 0],
+        attn_temperature_tuning=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="depends on the place of a token in a step"):
+        LLM(tmp_path, num_pages=64)
 
 
 @pytest.mark.parametrize("budget", [5, 2048])

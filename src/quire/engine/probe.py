@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from quire.engine.hf_attention import AttentionRecorder
 from quire.engine.model import Model
@@ -28,6 +33,12 @@ def check_kinds(model: Model) -> None:
     other = set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if other:
         raise ValueError(f"{model.folder} has layers of kinds that can't be run over pages: {sorted(other)}")
+    # Llama 4 scales queries of layers without rotary embedding by the place of their token in a step.
+    has_nope = not all(getattr(model.config, "no_rope_layers", None) or [1])
+    if has_nope and getattr(model.config, "attn_temperature_tuning", False):
+        raise ValueError(
+            f"{model.folder}: its attention depends on the place of a token in a step (attn_temperature_tuning)"
+        )
 
 
 def check_layers(model: Model, layers: dict[int, Layer]) -> None:
@@ -55,18 +66,42 @@ def check_layers(model: Model, layers: dict[int, Layer]) -> None:
 def check_positions(model: Model) -> None:
     """Refuse a model whose position encoding depends on the longest request of a step.
 
-    A few tokens are computed twice, the second time with the last one at the end of the context. The queries and
-    keys of the other tokens must be equal in both passes.
+    A few tokens are computed twice, the second time with the last one at the end of the context. The rotary embeddings,
+    the queries and the keys of the other tokens must be equal in both passes.
 
     Raises:
         ValueError: they differ; the message names a max_model_len that helps.
     """
     near = [min(5 * i, model.context - 1) for i in range(4)]
-    short, long = (record(model, [*near[:-1], last]).rotated for last in (near[-1], model.context - 1))
+    # Steps may be padded, so that the last token is not the last row.
+    with _embeddings(model, len(near) - 1) as near_embeddings:
+        short = record(model, near).rotated
+    with _embeddings(model, len(near) - 1) as far_embeddings:
+        long = record(model, [*near[:-1], model.context - 1]).rotated
+    if not all(torch.equal(a, b) for a, b in zip(near_embeddings, far_embeddings, strict=False)):
+        raise ValueError(_step_dependent(model))
     # The first layers are of all kinds, and rounding errors grow with depth.
     for i in range(min(8, len(short))):
         if (long[i] - short[i]).norm() > 0.01 * short[i].norm():
             raise ValueError(_step_dependent(model))
+
+
+@contextmanager
+def _embeddings(model: Model, count: int) -> Iterator[list[Tensor]]:
+    """A list of what Transformers' modules for rotary embedding return in the block for the first `count` tokens."""
+    found: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        parts = output if isinstance(output, tuple) else (output,)
+        found.extend(part[..., :count, :].clone() for part in parts if isinstance(part, Tensor) and part.ndim > 1)
+
+    modules = [module for module in model.network.modules() if "RotaryEmbedding" in type(module).__name__]
+    hooks = [module.register_forward_hook(note) for module in modules]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _step_dependent(model: Model) -> str:
