@@ -211,11 +211,18 @@ class Model:
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         with self.unchanged(), self.refusing(list(range(tokens.shape[1]))):
             try:
-                self.network.set_attn_implementation("eager")
+                self._set_attention("eager")
                 logits: Tensor = self.network(input_ids=tokens, position_ids=positions, use_cache=False).logits
             finally:
-                self.network.set_attn_implementation(NAME)
+                self._set_attention(NAME)
         return logits
+
+    def _set_attention(self, name: str) -> None:
+        """Have the language model call another attention function."""
+        config = self.network.config
+        of_text = [key for key in config.sub_configs if getattr(config, key) is self.config]
+        # Transformers warns of parts that have been removed, such as that for images, if theirs is set, too.
+        self.network.set_attn_implementation({"": name, **dict.fromkeys(of_text, name)} if of_text else name)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
