@@ -107,6 +107,25 @@ def test_context_of_a_batch_gives_the_oracles_output(device, causal, rng):
 
 
 @devices
+def test_tables_with_further_rows_give_the_output_of_the_batch(device, rng):
+    batch = random_batch(layer(rng), [2, 2], [rng.randrange(2, 40), 30], 8)
+    given, indptr = arguments(batch, device, "NHD"), batch.qo.indptr.to(device)
+    given["block_tables"] = torch.nn.functional.pad(given["block_tables"], (0, 0, 0, 3), value=1 << 30)
+    given["seq_lens"] = torch.nn.functional.pad(given["seq_lens"], (0, 3), value=1 << 30)
+    scales = {"bmm1_scale": batch.spec.sm_scale, "bmm2_scale": 1.0}
+    ragged = {"q_len_per_req": None, "max_q_len": 2, "cum_seq_lens_q": indptr}
+    for rows in ({"q_len_per_req": 2}, ragged):
+        out = trtllm_batch_decode_with_kv_cache(**given, **scales, max_seq_len=64, **rows)
+        assert relative_error(out.cpu(), batch.exact()[0]) < BOUND
+    given["out"].fill_(torch.nan)
+    out = trtllm_batch_context_with_kv_cache(
+        **given, **scales, max_q_len=2, max_kv_len=64, batch_size=2, cum_seq_lens_kv=batch.kv.indptr.to(device),
+        cum_seq_lens_q=torch.nn.functional.pad(indptr, (0, 3), value=int(indptr[-1])),
+    )  # fmt: skip
+    assert relative_error(out.cpu(), batch.exact()[0]) < BOUND
+
+
+@devices
 def test_xqa_decode_is_decode_over_nhd(device, rng, flashinfer):
     batch = random_batch(layer(rng), [2, 2], [rng.randrange(2, 40), 30], 8)
     given = arguments(batch, device, "NHD")

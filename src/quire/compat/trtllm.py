@@ -67,7 +67,7 @@ def trtllm_batch_decode_with_kv_cache(
         query: [tokens, num_qo_heads, head_dim]: q_len_per_req tokens of each request or, where that is None,
             cum_seq_lens_q[-1] tokens, at most max_q_len of each request.
         kv_cache: a pair of 4-D tensors, or one 5-D tensor with k and v, or only what is both, at dim 1.
-        block_tables: int32 [batch_size, max_pages]; seq_lens: int32 or uint32 [batch_size].
+        block_tables: int32 [batch_size, max_pages]; seq_lens: int32 or uint32 [batch_size]. Both may have further rows.
         bmm1_scale: the logits' factor, with the scales of q and k; bmm2_scale: that of the output; numbers, or tensors
             with one element, which are not read by the host.
         out, out_dtype: where to write, or the dtype of a new output, by default query's.
@@ -94,11 +94,16 @@ def trtllm_batch_decode_with_kv_cache(
     check(uses_shared_paged_kv_idx, "uses_shared_paged_kv_idx", uses_shared_paged_kv_idx, "True")
     if q_len_per_req is None:
         check_tensors(cum_seq_lens_q=cum_seq_lens_q)
+        assert cum_seq_lens_q is not None
         rows: dict[str, Any] = {"qo_indptr": cum_seq_lens_q, "max_q_len": max_q_len}
+        batch_size = max(len(cum_seq_lens_q) - 1, 0)
     else:
+        check_tensors(query=query)
+        check(q_len_per_req > 0, "q_len_per_req", q_len_per_req, "at least 1")
         rows = {"q_len_per_req": q_len_per_req}
+        batch_size = len(query) // q_len_per_req
     return _attend(
-        query, _pages(kv_cache, kv_layout), (block_tables, seq_lens), (bmm1_scale, bmm2_scale),
+        query, _pages(kv_cache, kv_layout), _first((block_tables, seq_lens), batch_size), (bmm1_scale, bmm2_scale),
         _output(query, out, out_dtype), (window_left, True, backend), rows, sinks=sinks, lse=lse, return_lse=return_lse,
     )  # fmt: skip
 
@@ -174,7 +179,8 @@ def trtllm_batch_context_with_kv_cache(
     Args:
         query: [tokens, num_qo_heads, head_dim], of which request b has rows cum_seq_lens_q[b] to cum_seq_lens_q[b + 1].
         max_q_len: the most query tokens of a request; what it is too small for is not computed.
-        max_kv_len, batch_size, cum_seq_lens_kv: accepted: the tables say the same.
+        batch_size: the requests, which are the first ones of the tables.
+        max_kv_len, cum_seq_lens_kv: accepted: the tables say the same.
 
     The other arguments, results and errors are those of `trtllm_batch_decode_with_kv_cache`.
     """
@@ -185,11 +191,18 @@ def trtllm_batch_context_with_kv_cache(
     )  # fmt: skip
     check(uses_shared_paged_kv_idx, "uses_shared_paged_kv_idx", uses_shared_paged_kv_idx, "True")
     check_tensors(cum_seq_lens_q=cum_seq_lens_q)
+    rows = {"qo_indptr": cum_seq_lens_q[: batch_size + 1], "max_q_len": max_q_len}
     return _attend(
-        query, _pages(kv_cache, kv_layout), (block_tables, seq_lens), (bmm1_scale, bmm2_scale),
-        _output(query, out, out_dtype), (window_left, causal, backend),
-        {"qo_indptr": cum_seq_lens_q, "max_q_len": max_q_len}, sinks=sinks, lse=lse, return_lse=return_lse,
+        query, _pages(kv_cache, kv_layout), _first((block_tables, seq_lens), batch_size), (bmm1_scale, bmm2_scale),
+        _output(query, out, out_dtype), (window_left, causal, backend), rows, sinks=sinks, lse=lse,
+        return_lse=return_lse,
     )  # fmt: skip
+
+
+def _first(tables: tuple[Tensor, Tensor], batch_size: int) -> tuple[Tensor, Tensor]:
+    """The rows of a batch, of tables for the largest one."""
+    check_tensors(block_tables=tables[0], seq_lens=tables[1])
+    return tables[0][:batch_size], tables[1][:batch_size]
 
 
 def _refuse_others(**options: Any) -> None:
