@@ -165,6 +165,12 @@ def test_sample_of_rows_that_are_not_finite_marks_them_invalid(device):
     assert valid.tolist() == [False, False, False, True, True, True]
     with pytest.raises(ValueError, match="probs contains NaN"):
         sampling.sampling_from_probs(probs, check_nan=True)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        logits = torch.randn(3, 8, device=device)
+        assert sampling.top_k_top_p_sampling_from_logits(logits, 3, 0.5, check_nan=True).shape == (3,)
+        logits[1] = bad
+        with pytest.raises(ValueError, match="the softmax of logits contains NaN"):
+            sampling.top_k_top_p_sampling_from_logits(logits, 3, 0.5, check_nan=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
