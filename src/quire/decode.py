@@ -43,6 +43,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_last_page_len_buffer: int32 [batch_size].
         backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
         jit_args: None, or FlashInfer's of its variant AttentionSink: runs then take (q, cache, sink, sm_scale).
+        jit_kwargs: accepted beside jit_args.
 
     Raises:
         ValueError: a buffer that does not fit, or that use_cuda_graph needs; another variant.
@@ -59,11 +60,13 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_last_page_len_buffer: Tensor | None = None,
         backend: str = "auto",
         jit_args: Any = None,
+        jit_kwargs: Any = None,
         *,
         check: bool | None = None,
         batch_invariant: bool | None = None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, check, batch_invariant, jit_args)
+        refuse(jit_kwargs=jit_kwargs if jit_args is None else None)
         if use_cuda_graph:
             check_buffers(
                 "cudagraph",

@@ -192,8 +192,9 @@ def layernorm(input: Tensor, gemma: Tensor, beta: Tensor, eps: float = 1e-6) -> 
 
 
 def layernorm_quant(
-    out: Tensor, input: Tensor, gemma: Tensor, beta: Tensor, scale: float | Tensor | None, eps: float = 1e-6
-) -> None:
+    out: Tensor, input: Tensor, gemma: Tensor, beta: Tensor, scale: float | Tensor | None, eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:  # fmt: skip
     """`layernorm` divided by a scale, as fp8, to `out`. Arguments are those of `layernorm` and `rmsnorm_quant`."""
     check_tensors(beta=beta)
     _norm(out, input, gemma, eps, beta=beta, scale=scale, fp8=True)

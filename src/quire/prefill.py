@@ -136,8 +136,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, page_size: as in
                 `BatchDecodeWithPagedKVCacheWrapper.plan`; the new tokens' keys are among the pages.
             head_dim_qk, head_dim_vo: size of a query and key head, and of a value head (by default the same).
-            custom_mask: bool [sum of q_len * kv_len], the requests' masks one after another, row by row; `causal` is
-                then without effect. packed_custom_mask: uint8, the same packed, each request on a new byte.
+            custom_mask: bool or integers [sum of q_len * kv_len], the requests' masks one after another, row by row;
+                `causal` is then without effect. packed_custom_mask: uint8, the same packed, each request on a new byte.
             causal: query i of a request sees keys up to i + kv_len - q_len.
             window_right: keys to the right of the query's position that it sees; -1 or None: all.
             use_fp16_qk_reduction: accepted; sums are float32.
@@ -294,7 +294,7 @@ def single_prefill_with_kv_cache(
         scale_q, scale_k, scale_v: factors of what is stored, as numbers or one per head; k_scale and v_scale multiply
             the last two.
         o_dtype: dtype of the output, q's by default.
-        custom_mask: bool [q_len, kv_len]; packed_custom_mask: uint8 [ceil(q_len * kv_len / 8)].
+        custom_mask: bool or integers [q_len, kv_len]; packed_custom_mask: uint8 [ceil(q_len * kv_len / 8)].
 
     The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
 

@@ -200,8 +200,11 @@ def test_decode_over_fp8_caches_matches_the_oracle(rng):
 def test_prefill_with_bool_and_packed_masks_matches_the_oracle(rng):
     spec = attention_spec(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_dtype=BF16, custom_mask=True, causal=False)
     batch = random_batch(spec, [5, 1, 40], [30, 1, 40], 16)
-    for mask in ({"custom_mask": batch.bool_mask}, {"packed_custom_mask": batch.mask.bits}):
+    masks = [{"custom_mask": batch.bool_mask}, {"custom_mask": batch.bool_mask.byte() * 2}]
+    for mask in (*masks, {"packed_custom_mask": batch.mask.bits}):
         close(prefiller(batch, **mask).run(batch.q, (batch.k, batch.v)), None, batch)
+    with pytest.raises(ValueError, match=r"custom_mask is torch.float32: it must be bool or of integers"):
+        prefiller(batch, custom_mask=batch.bool_mask.float())
     with pytest.raises(ValueError, match=r"custom_mask has 3 entries: .* is 1751"):
         prefiller(batch, custom_mask=batch.bool_mask[:3])
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))

@@ -28,7 +28,7 @@ def test_single_prefill_scales_by_position_multiply_those_by_name(rng, device):
     ("options", "message"),
     [
         ({"custom_mask": torch.ones(3, 9, dtype=torch.bool)}, r"custom_mask.shape = \[3, 9\] .* = 30 entries"),
-        ({"custom_mask": torch.ones(3, 10)}, r"custom_mask.dtype = torch.float32"),
+        ({"custom_mask": torch.ones(3, 10)}, r"custom_mask is torch.float32"),
         ({"packed_custom_mask": torch.ones(3, dtype=torch.uint8)}, r"uint8 of shape \[3\].* = 4 bytes"),
         ({"scale_k": torch.ones(5)}, r"scale_k = \[5\] .* 2 heads"),
         ({"kv_cache_sf": 1}, "kv_cache_sf is not supported"),

@@ -115,6 +115,13 @@ def unpack_bits(bits: Tensor, count: int) -> Tensor:
     return (bits[: -(-count // 8), None] & weights).flatten()[:count] != 0
 
 
+def as_bool(mask: Tensor) -> Tensor:
+    """A mask of bool or of integers, which hide keys where they are 0. Numbers may be meant to be added to logits."""
+    if mask.dtype.is_floating_point or mask.dtype.is_complex:
+        raise ValueError(f"custom_mask is {mask.dtype}: it must be bool or of integers")
+    return mask.bool()
+
+
 @dataclass(frozen=True, eq=False)
 class PackedMask:
     """The packed custom masks of a batch.
@@ -129,11 +136,10 @@ class PackedMask:
 
     @classmethod
     def from_bool(cls, mask: Tensor, q_lens: Tensor, kv_lens: Tensor) -> PackedMask:
-        """From the requests' masks, flattened and concatenated, bool [sum(q_len * kv_len)]. Lengths are int32
-        [batch_size]; lengths on a device are read once, to check the number of entries.
+        """From the requests' masks, flattened and concatenated, bool or integers [sum(q_len * kv_len)]. Lengths are
+        int32 [batch_size]; lengths on a device are read once, to check the number of entries.
         """
-        if mask.dtype != torch.bool:
-            raise ValueError(f"custom_mask is {mask.dtype}: it must be bool")
+        mask = as_bool(mask)
         areas = q_lens.long() * kv_lens.to(q_lens.device).long()
         indptr, byte_offsets = pad(areas.cumsum(0), (1, 0)), byte_indptr(areas)
         area, count = torch.stack([indptr[-1], byte_offsets[-1]]).tolist()

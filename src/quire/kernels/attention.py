@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.definition.checks import check
 from quire.definition.items import Items
-from quire.definition.masks import PackedMask
+from quire.definition.masks import PackedMask, as_bool
 from quire.definition.pages import PageTable, RaggedLayout
 from quire.definition.spec import FLOATS, FLOATS8, AttentionSpec, attention_spec
 from quire.definition.tensors import check_optional, check_qkv, refuse_grad
@@ -236,7 +236,8 @@ def attend_one(
         out, lse: where to write, as `attend`.
         q: [q_len, num_qo_heads, head_dim_qk].
         k, v: [kv_len, num_kv_heads, head_dim].
-        custom_mask: bool [q_len, kv_len]; packed_custom_mask: its bits, uint8, which are used where both are given.
+        custom_mask: bool or integers [q_len, kv_len]; packed_custom_mask: its bits, uint8, which are used where both
+            are given.
         scales: factors of the stored q, k and v.
         layer: the remaining arguments of `torch.ops.quire.attend_one`.
 
@@ -316,7 +317,7 @@ def _mask_of_one(
     if bits is None:
         if custom_mask is None:
             return None
-        check(custom_mask.dtype == torch.bool, "custom_mask.dtype", custom_mask.dtype, "torch.bool")
+        custom_mask = as_bool(custom_mask)
         fits = custom_mask.numel() == q_len * kv_len
         check(fits, "custom_mask.shape", list(custom_mask.shape), f"q_len * kv_len = {q_len * kv_len} entries")
         bits = torch.empty(size, dtype=torch.uint8, device=custom_mask.device)
