@@ -272,6 +272,7 @@ def test_chat_logprobs_of_partial_characters_have_their_bytes(llm, client, rng):
     assert halves > 0
 
 
+@pytest.mark.slow
 def test_logprobs_of_broken_characters_have_rising_offsets(llm, client, rng):
     """Streamed or not, with an echo or not, and with a stop string."""
     prompt = "s = 'naïve 日本語 🙂🙃'\n"

@@ -248,6 +248,7 @@ def test_page_requests_a_key_and_keeps_it_in_memory_alone(browser, llm):
         tab.close()
 
 
+@pytest.mark.slow
 def test_page_without_a_server_is_stale_until_it_returns(browser, llm):
     llm.generate([[4] * 9], SamplingParams(max_tokens=3))
     with served(llm) as url:
