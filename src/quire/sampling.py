@@ -146,9 +146,10 @@ def _draw(
         if device.type == "cpu" and outputs and not torch.compiler.is_compiling():
             low, high = (int(i) for i in indices.aminmax())
             check(low >= 0 and high < rows, "indices", f"values from {low} to {high}", lambda: f"0 to {rows - 1}")
-    is_softmax = name == "logits" and top_k is not None
-    if check_nan and bool((~x.amax(-1).isfinite() if is_softmax else x.isnan()).any()):
-        raise ValueError(f"{'the softmax of ' * is_softmax}{name} contains NaN")
+    if check_nan and bool(x.isnan().any()):
+        raise ValueError(f"{name} contains NaN")
+    if check_nan and name == "logits" and top_k is not None and not bool(x.amax(-1).isfinite().all()):
+        raise ValueError("the softmax of logits contains NaN")
     k = (None, 0) if top_k is None else parameter(top_k, "top_k", rows, device, 1, whole=True)
     p, m = parameter(top_p, "top_p", rows, device, 0), parameter(min_p, "min_p", rows, device, 0)
     seeds, offsets, first, second = random_state(seed, offset, generator, outputs, device)
@@ -279,9 +280,7 @@ def top_k_top_p_sampling_from_logits(
     filter_apply_order: str = "top_k_first", deterministic: bool = True, generator: torch.Generator | None = None,
     check_nan: bool = False, seed: int | Tensor | None = None, offset: int | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`top_k_top_p_sampling_from_probs` of the softmax of logits, which is not stored. check_nan: refuses rows with
-    +inf or -inf alone, too, whose softmax is NaN.
-    """
+    """`top_k_top_p_sampling_from_probs` of the softmax of logits, which is not stored, and which check_nan checks."""
     filters = {"top_k": top_k, "top_p": top_p, "order": filter_apply_order}
     return _draw(logits, "logits", indices, generator, check_nan, seed, offset, **filters)[0]  # type: ignore[arg-type]
 

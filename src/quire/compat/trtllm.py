@@ -102,8 +102,9 @@ def trtllm_batch_decode_with_kv_cache(
         check(q_len_per_req > 0, "q_len_per_req", q_len_per_req, "at least 1")
         rows = {"q_len_per_req": q_len_per_req}
         batch_size = len(query) // q_len_per_req
+    tables = _rows_of_batch(block_tables, seq_lens, batch_size)
     return _attend(
-        query, _pages(kv_cache, kv_layout), _first((block_tables, seq_lens), batch_size), (bmm1_scale, bmm2_scale),
+        query, _pages(kv_cache, kv_layout), tables, (bmm1_scale, bmm2_scale),
         _output(query, out, out_dtype), (window_left, True, backend), rows, sinks=sinks, lse=lse, return_lse=return_lse,
     )  # fmt: skip
 
@@ -192,17 +193,18 @@ def trtllm_batch_context_with_kv_cache(
     check(uses_shared_paged_kv_idx, "uses_shared_paged_kv_idx", uses_shared_paged_kv_idx, "True")
     check_tensors(cum_seq_lens_q=cum_seq_lens_q)
     rows = {"qo_indptr": cum_seq_lens_q[: batch_size + 1], "max_q_len": max_q_len}
+    tables = _rows_of_batch(block_tables, seq_lens, batch_size)
     return _attend(
-        query, _pages(kv_cache, kv_layout), _first((block_tables, seq_lens), batch_size), (bmm1_scale, bmm2_scale),
+        query, _pages(kv_cache, kv_layout), tables, (bmm1_scale, bmm2_scale),
         _output(query, out, out_dtype), (window_left, causal, backend), rows, sinks=sinks, lse=lse,
         return_lse=return_lse,
     )  # fmt: skip
 
 
-def _first(tables: tuple[Tensor, Tensor], batch_size: int) -> tuple[Tensor, Tensor]:
-    """The rows of a batch, of tables for the largest one."""
-    check_tensors(block_tables=tables[0], seq_lens=tables[1])
-    return tables[0][:batch_size], tables[1][:batch_size]
+def _rows_of_batch(block_tables: Tensor, seq_lens: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+    """The rows of the first `batch_size` requests."""
+    check_tensors(block_tables=block_tables, seq_lens=seq_lens)
+    return block_tables[:batch_size], seq_lens[:batch_size]
 
 
 def _refuse_others(**options: Any) -> None:

@@ -39,7 +39,7 @@ class FewCodesConfig:
     # The number of experts, rounded up to a power of two.
     padded_groups: int = 1
 
-    # As `quire.kernels.triton.codes` has it.
+    # `mxfp4_factor` returns factors for pairs of numbers.
     pairs = True
 
     @property
