@@ -1,4 +1,4 @@
-"""Products of up to 8 rows and a quantized weight, whose codes go from memory to the registers of tensor cores.
+"""Products of up to 8 rows and a weight of codes or 16 bits, which goes from memory to the registers of tensor cores.
 
 The tile of codes is the left operand of the tensor cores. A lane loads 16 bytes of each of its rows at a time, which
 are its elements of a block of 128 columns, and the same columns of the rows of x, the right operand: the order in which
@@ -22,7 +22,7 @@ from quire.kernels.triton.codes import FOUR_BF16, FOUR_FP8_BF16, FOUR_FP16, MXFP
 class FewCodesConfig:
     """The constants that `multiply_few_codes` and `multiply_few_code_groups` are compiled for."""
 
-    # "fp8", "int4" or "mxfp4".
+    # "fp8", "int4" or "mxfp4"; "dense" for numbers of the dtype of x, which have no scales.
     kind: str
     # Columns of a scale: 32 of mxfp4, a multiple of 128, or 0 for all of them; and rows of the weight that share one.
     group: int
@@ -50,12 +50,12 @@ class FewCodesConfig:
     @property
     def packed(self) -> bool:
         """Whether codes are four to a word."""
-        return self.kind != "fp8"
+        return self.kind in ("int4", "mxfp4")
 
     @property
     def width(self) -> int:
-        """Elements of a lane that are neighbours: words, or codes."""
-        return 8 if self.packed else 16
+        """Elements of a lane that are neighbours, of 16 bytes: words, codes or numbers."""
+        return 16 if self.kind == "fp8" else 8
 
     @property
     def columns(self) -> int:
@@ -161,7 +161,9 @@ def load_blocks(at, scale, zero, n, block, in_features, step, stride, c: gl.cons
         z = gl.full([c.parts, c.block_n], 8, gl.int32, c.scales)
         if zero is not None:
             z = load_scales(zero, n, block + i * c.parts, in_features, stride, c)
-        s = load_scales(scale, n, block + i * c.parts, in_features, stride, c)
+        s = z
+        if scale is not None:
+            s = load_scales(scale, n, block + i * c.parts, in_features, stride, c)
         loaded += ((load_codes(at + i * step, block + i * c.parts, in_features, c), s, z),)  # type: ignore[assignment]
     return loaded
 
@@ -181,7 +183,9 @@ def add_block(total, codes, scale, zero, at, column, block, in_features, c: gl.c
     """Add the product with a block of 128 columns, of which `load_blocks` has returned these."""
     dtype: gl.constexpr = at.dtype.element_ty
     none = gl.full([c.parts, c.block_n, 8], 0.0, gl.float32, c.sums)
-    if c.kind == "fp8":
+    if c.kind == "dense":
+        return mma_v2(codes, load_rows(at, column, block, in_features, 0, c), total)
+    elif c.kind == "fp8":
         numbers = gl.inline_asm_elementwise(FOUR_FP8_BF16, "=&r,=r,r", [codes], gl.bfloat16, True, 4)
         product = mma_v2(numbers, load_rows(at, column, block, in_features, 0, c), total if c.group == 0 else none)
         return product if c.group == 0 else total + product * scale[:, :, None]
@@ -226,7 +230,7 @@ def sum_columns(
 
     Args:
         source: the rows of x, int32 [1, 1, 8].
-        codes: uint8 [out_features, in_features], or words int16 [in_features / 128, out_features, 32].
+        codes: uint8 or 16 bits [out_features, in_features], or words int16 [in_features / 128, out_features, 32].
         first_n: the first row of the weight.
         launch_pdl: whether the launch before this one has not been waited for.
     """

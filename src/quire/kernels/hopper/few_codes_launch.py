@@ -31,11 +31,15 @@ def few_codes_config(
     parts, block_n = 4, 32 if kind == "int4" and block[1] < in_features else 16
     if tiles < 8 * sms:
         parts, block_n = 16 if blocks >= 64 and tiles <= 2 * sms else 8, 16
+    if kind == "dense":
+        parts = 4
     # Warps with few blocks load them all at once, as far as the registers of all programs allow it.
     even, steps = in_features % (128 * parts) == 0, blocks // parts
     unroll = min(steps, 4 if tiles <= 2 * sms else 2 if tiles <= 3 * sms else 1)
     if not even or steps > 4 or steps % unroll:
         unroll = 1
+    if kind == "dense" and even and steps % 2 == 0:
+        unroll = 2
     return FewCodesConfig(
         kind=kind,
         group=0 if block[1] >= in_features else block[1],
@@ -65,6 +69,15 @@ def multiply(
     c = few_codes_config(kind, block, out_features, x.shape[1], 1, 1, x.device)
     sizes = (out_features, x.shape[1], x.stride(0), scale.stride(1), scale.stride(0))
     _launch((triton.cdiv(out_features, c.block_n), 1), (x, codes, scale, zero, bias, out), (num_rows,), sizes, c)
+
+
+def multiply_dense(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """`quire.kernels.skinny_gemm.skinny_gemm` of up to 8 rows [rows, in_features] into out."""
+    out_features, in_features = weight.shape
+    c = few_codes_config("dense", (1, in_features), out_features, in_features, 1, 1, x.device)
+    sizes = (out_features, in_features, x.stride(0), 0, 0)
+    tensors = (x, weight, None, None, bias, out)
+    _launch((triton.cdiv(out_features, c.block_n), 1), tensors, (len(x),), sizes, c)
 
 
 def multiply_groups(
