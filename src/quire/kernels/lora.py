@@ -196,7 +196,7 @@ def add_lora_embedding(
     if not on_triton(y.device):
         _add_tokens(rows, tokens, a, b, slots, rank_pages, num_rank_pages)
     elif len(rows) > 0:
-        from quire.kernels.triton.lora import add_lora_embedding as add_on_gpu
+        from quire.kernels.triton.lora_embedding import add_lora_embedding as add_on_gpu
 
         add_on_gpu(rows, tokens, a, b, slots.contiguous(), rank_pages, num_rank_pages)
 

@@ -129,7 +129,8 @@ def test_grouped_gemm_compiles_for_every_architecture(target):
 
 @every_architecture
 def test_products_of_adapters_compile_for_every_architecture(target):
-    from quire.kernels.triton.lora import add_embeddings, embedding_config, expand, lora_configs, shrink
+    from quire.kernels.triton.lora import expand, lora_configs, shrink
+    from quire.kernels.triton.lora_embedding import add_embeddings, embedding_config
 
     overlaps = target in ("sm_90", "sm_100", "sm_120")
     tables = dict.fromkeys(("order", "ends", "rank_pages", "num_rank_pages"), "*i32")
