@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from quire.engine.pinned_copy import PinnedCopies
+
 KNOWN_VERSIONS = ("5.17", "5.23")
-# Threads that copy tensors to a device. Each waits for the pages of a file that it touches.
+# Threads that copy tensors to a device.
 READERS = 8
 # Loads take turns, since they replace functions and a number of a module.
 _LOADING = threading.Lock()
@@ -128,19 +130,26 @@ def reading_to(device: torch.device) -> Iterator[None]:
     """
     from transformers import core_model_loading as loading
 
+    from quire.engine.pinned_copy import PinnedCopies
+
     with _LOADING:
         caller = threading.get_ident()
         get_device, materialize = loading.get_device, loading.spawn_materialize
         readers = loading.GLOBAL_WORKERS
+        copy = PinnedCopies(device) if device.type == "cuda" else None
 
         def device_of(*args: Any, **options: Any) -> Any:
             return device if threading.get_ident() == caller else get_device(*args, **options)
 
-        def read(pool: Any, tensor: Any, target: Any, dtype: Any, **options: Any) -> Any:
-            is_own = threading.get_ident() == caller
-            return materialize(pool, tensor, target, None if is_own and _is_fp8(tensor) else dtype, **options)
+        def start_reading(pool: Any, tensor: Any, target: Any, dtype: Any, **options: Any) -> Any:
+            if threading.get_ident() != caller:
+                return materialize(pool, tensor, target, dtype, **options)
+            dtype = None if _is_fp8(tensor) else dtype
+            # Some large tensors stay on the host until they are converted.
+            read = _CopiedSlice(tensor, copy) if copy is not None and target == device else tensor
+            return materialize(pool, read, target, dtype, **options)
 
-        loading.spawn_materialize = read
+        loading.spawn_materialize = start_reading
         if device.type != "cpu":
             loading.get_device, loading.GLOBAL_WORKERS = device_of, READERS
         try:
@@ -148,6 +157,19 @@ def reading_to(device: torch.device) -> Iterator[None]:
         finally:
             loading.get_device, loading.spawn_materialize = get_device, materialize
             loading.GLOBAL_WORKERS = readers
+
+
+class _CopiedSlice:
+    """A tensor of a file that is not read yet, whose parts are on a GPU when they are read."""
+
+    def __init__(self, tensor: Any, copy: PinnedCopies) -> None:
+        self._tensor, self._copy = tensor, copy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._copy(self._tensor[index])
 
 
 def _is_fp8(tensor: Any) -> bool:
