@@ -314,14 +314,16 @@ def exchanges(result: dict[str, Any]) -> str:
 
 def skinny(result: dict[str, Any]) -> str:
     """The machine, and the table of a result of tools/skinny_products.py."""
+    names = {"floor_us": "floor", "cublas": "cuBLAS", "multiply_few": "`multiply_few`", "quire": "Quire"}
+    names = {name: title for name, title in names.items() if name in result["cells"][0]}
     lines = [
         f"{result['device']}, torch {result['torch']}, triton {result['triton']}, {result['date']}; the floor is at "
         f"{result['ceilings']['read_gb_s']:,.0f} GB/s:\n",
-        "| layer | rows | floor µs | cuBLAS µs | Quire µs | error |",
-        "|---|--:|--:|--:|--:|--:|",
+        f"| layer | rows | {' | '.join(f'{title} µs' for title in names.values())} | error |",
+        f"|---|--:|{'--:|' * len(names)}--:|",
     ]
     for cell in result["cells"]:
-        times = " | ".join(f"{cell[name]:.1f}" for name in ("floor_us", "cublas", "quire"))
+        times = " | ".join(f"{cell[name]:.1f}" for name in names)
         lines.append(f"| {cell['shape']} | {cell['rows']} | {times} | {cell['error']:.1e} |")
     return "\n".join(lines) + "\n"
 
