@@ -72,8 +72,8 @@ class BatchAttention(CompositeWrapper):
             qo_indptr: int32 or int64 [batch_size + 1], the requests' offsets in q.
             kv_indptr: int32 or int64 [batch_size + 1], the requests' offsets in kv_indices.
             kv_indices: int32 or int64 [at least kv_indptr[-1]], page ids.
-            kv_len_arr: int32 or int64 [batch_size], the requests' lengths in tokens; more pages than they fill are left
-                alone.
+            kv_len_arr: int32 or int64 [batch_size], the requests' lengths in tokens; pages beyond a length are not
+                read.
 
         The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`. Never waits for a device.
 
@@ -111,7 +111,7 @@ class BatchAttention(CompositeWrapper):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk].
             kv_cache, out, lse, k_scale, v_scale: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
-            logits_soft_cap: instead of the planned one, unless 0; only where one was planned.
+            logits_soft_cap: replaces the planned soft cap, unless it is 0; only where the plan has a soft cap.
 
         Returns:
             (out, lse): [tokens, num_qo_heads, head_dim_vo] and float32 [tokens, num_qo_heads], base 2.
@@ -146,7 +146,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     Args:
         pos_encoding_mode, use_fp16_qk_reduction, q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left:
-            accepted: nothing is built here for a layer before its plan, which says the same.
+            accepted, without effect: `plan` gets the same arguments.
 
     The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper`.
     """
@@ -261,9 +261,9 @@ class BlockTableAttention(BatchPrefillWithPagedKVCacheWrapper):
                 length may be anything.
             seq_lens: int32 or uint32 [batch_size], the requests' lengths in tokens, with the new ones; 0: no request.
             qo_indptr: int32 [batch_size + 1], the requests' offsets in q; None: q_len_per_req tokens each.
-            max_q_len: the most query tokens that a request has, in this plan and, for captured graphs, in any replay;
-                what it is too small for is not computed. None: it is read from qo_indptr if that lies on the host.
-                Kernels for few query tokens are chosen by it.
+            max_q_len: the most query tokens that a request has, in this plan and, for captured graphs, in any replay.
+                It chooses the kernels; query tokens of longer requests may not be computed. None: it is read from
+                qo_indptr if that lies on the host, and is otherwise unknown.
 
         The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
 

@@ -201,7 +201,7 @@ class MultiLevelCascadeAttentionWrapper(CompositeWrapper):
         return self._use_cuda_graph
 
     def _levels(self, suffix: str, **arrays: Sequence[Tensor] | None) -> list[dict[str, Any]]:
-        """For each level, a dict of its tensors by name, from lists of a tensor per level whose names have a suffix."""
+        """A dict of tensors for each level, from lists of one tensor per level; its keys lack the suffix."""
         for name, array in arrays.items():
             have = None if array is None else len(array)
             check(have == self._num_levels, f"len({name})", have, f"num_levels = {self._num_levels}")

@@ -42,11 +42,11 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_indices_buffer: int32 [as many pages as a plan may have].
         paged_kv_last_page_len_buffer: int32 [batch_size].
         backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
-        jit_args: None, or FlashInfer's of its variant AttentionSink: runs then take (q, cache, sink, sm_scale).
+        jit_args: None, or FlashInfer's for its variant AttentionSink; `run` then takes (q, cache, sink, sm_scale).
         jit_kwargs: accepted beside jit_args.
 
     Raises:
-        ValueError: a buffer that does not fit, or that use_cuda_graph needs; another variant.
+        ValueError: a buffer that does not fit, or is missing with use_cuda_graph; a variant other than AttentionSink.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
     @property
     def resolved_backend(self) -> str:
-        """FlashInfer's name for the kernels: the constructor's `backend`, "fa2" for "auto". Quire's is `backend`."""
+        """The constructor's `backend`, "fa2" for "auto". The property `backend` has Quire's name for the kernels."""
         return "fa2" if self._backend == "auto" else self._backend
 
     @property
@@ -140,29 +140,29 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             pos_encoding_mode: NONE, ROPE_LLAMA or ALIBI (see `quire.definition.AttentionSpec`).
             window_left: keys to the left of the query that it still sees; -1 or None: all.
             logits_soft_cap: c > 0 turns logits x into c * tanh(x / c); None or 0: none.
-            q_data_type, kv_data_type: dtypes or names; the cache's follows q's. `data_type` is the old name for both,
-                where they are not given; an fp8 type is the cache's alone.
+            q_data_type, kv_data_type: dtypes or names; kv_data_type is q_data_type by default. `data_type`, an older
+                argument, replaces those of the two that are not given; an fp8 data_type replaces kv_data_type alone.
             sm_scale: the logits' factor, 1/sqrt(head_dim) by default.
             rope_scale, rope_theta: of ROPE_LLAMA, 1 and 10,000 by default.
             non_blocking: copies to the device do not wait for the host.
             o_data_type: dtype of the output, q's by default.
             q_len_per_req: query tokens of every request; they are causal among themselves.
             block_tables, seq_lens: accepted: the pages say the same.
-            fixed_split_size, disable_split_kv: FlashInfer's ways to batch-invariant results, and Quire's;
-                how keys are split is the kernels' own affair.
-            alibi_slopes: those of ALIBI, one per query head, instead of the usual ones; a tensor's are read, which
-                waits for its device.
-            shared_prefix: find neighbouring requests whose first pages are the same, and have runs read these pages
-                once for all of them, then what parts of them share beyond, in up to four levels; the property
-                `shared_prefix` is what was found. Only full pages before the query tokens are shared, where there
-                are 128 tokens of them and a group saves reading 32 MiB besides what its level writes. Tables are read
-                here, which waits for their device, and must not change until the next plan. Levels with more query
-                tokens than `backend` has kernels for go to the first family that has. With a window, runs read each
-                request's pages.
+            fixed_split_size, disable_split_kv: either of them makes the results batch-invariant, as in FlashInfer; the
+                kernels choose how keys are split.
+            alibi_slopes: the slopes of ALIBI, one per query head, in place of the default ones. Reading a tensor waits
+                for its device.
+            shared_prefix: find neighbouring requests whose first pages are the same, and let runs read these pages
+                once for all of them. Pages that only a part of these requests share beyond that form a further level,
+                of at most four. The property `shared_prefix` says what was found. Only full pages before the query
+                tokens are shared, at least 128 tokens of them, and only if a group saves reading 32 MiB more than its
+                level writes. Tables are read here, which waits for their device, and must not change until the next
+                plan. If `backend` has no kernels for the query tokens of a level, the first family that has them
+                computes it. Runs that override the window read each request's own pages.
 
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed. With shared_prefix also
-                a window, a position encoding, use_cuda_graph, and whatever asks for batch-invariant results.
+                a window, a position encoding, use_cuda_graph, and every setting that asks for batch-invariant results.
         """
         if self._capture.captured:
             self._capture.begin_plan(type(self).__name__)
@@ -178,7 +178,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             slopes=as_slopes(alibi_slopes), batch_invariant=self._keeps_bits(fixed_split_size, disable_split_kv),
         )  # fmt: skip
         refuse(window_right=window_right or None)
-        # Plans of equal layers have their query rows in common.
+        # Plans of equal layers reuse the query rows of the last plan.
         rows = None if self._current is None else self._current.qo.indptr
         given = (indptr, indices, last_page_len)
         if not shared_prefix and self._refresh_tables(layer, q_len_per_req, rows, *given, non_blocking=non_blocking):
@@ -306,7 +306,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     """`BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph=True` and its buffers first.
 
     Args:
-        workspace_buffer: as there.
+        workspace_buffer: its `float_workspace_buffer`.
         indptr_buffer: int32 [batch_size + 1].
         indices_buffer: int32 [as many pages as a plan may have].
         last_page_len_buffer: int32 [batch_size].
@@ -365,7 +365,7 @@ def fast_decode_plan(
         self: a wrapper; ``wrapper.plan = functools.partial(fast_decode_plan, wrapper)`` is how engines use this.
         global_override_indptr_cpu: accepted: no plan reads lengths on the host.
 
-    The other arguments and errors are those of `plan`. The output's dtype stays that of the plan before.
+    The other arguments and errors are those of `plan`. The output's dtype is that of the previous plan.
     """
     o_data_type = None if self.planned is None else self.planned.spec.o_dtype
     if self.is_cuda_graph_enabled:

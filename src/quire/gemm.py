@@ -1,7 +1,7 @@
 """Products of segments of rows, each of which has a matrix of its own.
 
-Names, parameters and meanings are those of `flashinfer.gemm`. The products of adapters, whose rows need not be sorted
-and which are added to a layer's, are `quire.steps.add_lora`.
+Names, parameters and meanings are those of `flashinfer.gemm`. For LoRA adapters see `quire.steps.add_lora`, whose rows
+need not be sorted, and which adds its products to those of a layer.
 """
 
 from __future__ import annotations

@@ -125,21 +125,21 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             num_heads: query heads. head_dim_ckv, head_dim_kpe: sizes of the parts, 512 and 64; also 128 or 256 with
                 64, and no second part (0).
             causal: query i of a request sees keys up to i + kv_len - q_len.
-            q_data_type, kv_data_type, output_dtype: dtypes, or their names. The cache's is the queries', or fp8 with
+            q_data_type, kv_data_type, output_dtype: dtypes, or their names. kv_data_type is q_data_type, or fp8 with
                 bfloat16 queries.
             lse_mode, use_sinks: the lse that `run` will return ("none", "base2" or "basee"), and whether it gets sinks.
-                Plans from flat tables qo_indptr to kv_len_arr with "none" leave the former open.
-            use_profiler, output_scale, scale_mode, skip_softmax: only as by default, and "kv-per-tensor" for an fp8
-                cache's scale_mode, which it has anyway.
-            max_q_len, query_layout, kv_cache_layout, enable_pdl: accepted: it makes no difference.
+                If the tables are qo_indptr to kv_len_arr, "none" lets `run` return any of the three.
+            use_profiler, output_scale, scale_mode, skip_softmax: only their defaults; for an fp8 cache also
+                scale_mode="kv-per-tensor", which changes nothing.
+            max_q_len, query_layout, kv_cache_layout, enable_pdl: accepted, without effect.
 
         The tables may lie on the host or on the device; `plan` does not wait for the device. On a GPU every run reads
-        the contents that they then have, those of kv_len_arr too, or of the buffers that they were copied to for a
-        graph.
+        what the tables, kv_len_arr among them, hold at that time; with use_cuda_graph, what the buffers hold that
+        `plan` copied them to.
 
         Raises:
             ValueError: an argument that does not fit, named with its value and what is allowed.
-            TypeError: one that is missing.
+            TypeError: an argument that is missing.
         """
         if self._capture.captured:
             self._capture.begin_plan(type(self).__name__)
@@ -216,10 +216,10 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
                 token and 128 elements. The whole cache is then copied, as q_data_type, which is slow.
             sinks: float32 [num_heads], one more logit per head in the denominator.
             profiler_buffer, kv_len, page_table, o_scale, skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale:
-                of other machines' kernels; only None.
+                must be None: they are for kernels that Quire does not have.
 
         Returns:
-            out, or (out, lse) with return_lse; `lse` is also filled without.
+            out, or (out, lse) with return_lse. A given `lse` is also filled without return_lse.
 
         Raises:
             RuntimeError: nothing was planned.

@@ -238,7 +238,7 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
         }  # fmt: skip
         prefills = (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)
         self._plan_prefill = partial(self._prefill.plan, *prefills, **layer)
-        # The next run will hardly differ from the last one.
+        # The next run probably has the same `causal_p` as the last one, and then needs no further plan.
         causal = self._planned_as[0]
         self._plan_prefill(causal=causal)
         self._masks, self._planned_as = (None, None), (causal, None, None)

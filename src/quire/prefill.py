@@ -50,7 +50,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         jit_args, jit_kwargs: as in `BatchDecodeWithPagedKVCacheWrapper`.
 
     Raises:
-        ValueError: a buffer that does not fit, or that use_cuda_graph needs; another variant than AttentionSink.
+        ValueError: a buffer that does not fit, or is missing with use_cuda_graph; a variant other than AttentionSink.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 `quire.definition.items`; the layer is then causal. max_item_len_ptr: accepted, and not needed.
             seq_lens, seq_lens_q, block_tables, max_sequence_kv: accepted: the tables say the same.
             max_token_per_sequence: the most query tokens that a request has, in this plan and, for CUDA graphs, in
-                later ones; what it is too small for is not computed. Where it is not given, it is known if qo_indptr is
-                on the host. Kernels for few query tokens are chosen by it.
+                later ones. It chooses the kernels; query tokens of longer requests may not be computed. None: it is
+                read from qo_indptr if that lies on the host, and is otherwise unknown.
             fixed_split_size, disable_split_kv, alibi_slopes: as in `BatchDecodeWithPagedKVCacheWrapper.plan`.
 
         The other arguments are those of `BatchDecodeWithPagedKVCacheWrapper.plan`.

@@ -1,8 +1,8 @@
 """Sampling of tokens from logits or probabilities, and what comes before and after it.
 
 Names, parameters and meanings are those of `flashinfer.sampling`; `sample`, for the whole batch of an engine, is
-Quire's own. Nothing here waits for a device, but `check_nan=True`, and everything may be captured in CUDA graphs, with
-parameters that are tensors where they are to change. docs/sampling.md says how tokens are chosen and what a seed
+Quire's own. Only `check_nan=True` waits for a device. Everything may be captured in CUDA graphs, in which
+parameters can change between replays if they are tensors. docs/sampling.md says how tokens are chosen and what a seed
 promises.
 
 Tokens of equal probability are kept or dropped together: top-k keeps a token if fewer than k have a higher probability,
@@ -82,9 +82,9 @@ class Penalties:
 
     Attributes:
         tokens: int32 or int64 [slots, max_len], prompts followed by outputs, any strides with the last one 1.
-        prompt_lens, lens: int32 or int64 [rows], how many tokens of a row's list are its prompt, and prompt and output.
-        slots: int32 or int64 [rows], each row's list; None: rows have the lists of their number. Rows whose list does
-            not exist are not penalised.
+        prompt_lens, lens: int32 or int64 [rows], the tokens of a row's prompt, and of its prompt and output together.
+        slots: int32 or int64 [rows], each row's list; None: row i has list i. Rows whose list does not
+            exist are not penalised.
         repetition: divides positive logits, and multiplies negative ones, of tokens in prompt or output.
         presence: subtracted from logits of tokens in the output.
         frequency: subtracted from logits of tokens in the output, once for each occurrence.
@@ -199,8 +199,8 @@ def sampling_from_probs(
 
     Args:
         probs: float32, bfloat16 or float16 [rows, vocab], any strides with the last one 1. They need not sum to 1.
-        indices: int32 or int64 [outputs], the row that each output is drawn from; None: its own. Parameters are those
-            of rows, seeds those of outputs. On a GPU, an output whose row does not exist is not valid.
+        indices: int32 or int64 [outputs], the row that each output is drawn from; None: its own. Parameters are given
+            per row, seeds per output. On a GPU, an output whose row does not exist is not valid.
         deterministic: accepted; results are always deterministic.
         generator: draws the seed, on the device, if there is none; None: torch's default generator.
         check_nan: raise an error if there is a NaN, which waits for the device.
@@ -267,8 +267,8 @@ def top_k_top_p_sampling_from_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`sampling_from_probs` of the tokens that top-k and top-p keep.
 
-    filter_apply_order: "top_k_first": top_p is a fraction of what the tokens have together that top-k keeps. "joint":
-    of 1, as in `top_p_sampling_from_probs`. top_k and top_p: as there, and in `top_k_sampling_from_probs`.
+    filter_apply_order: "top_k_first": top_p is a fraction of the probability that top-k keeps. "joint": of 1, as
+    in `top_p_sampling_from_probs`. top_k and top_p: as there, and in `top_k_sampling_from_probs`.
     """
     filters = {"top_k": top_k, "top_p": top_p, "order": filter_apply_order}
     drawn = _draw(probs, "probs", indices, generator, check_nan, seed, offset, **filters)  # type: ignore[arg-type]

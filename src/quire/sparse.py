@@ -294,7 +294,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparseWrapper):
 
     @staticmethod
     def _refuse_alibi(pos_encoding_mode: str) -> None:
-        """Refuse ALIBI: prefill is planned with the heads of one group, and would give all groups their slopes."""
+        """Refuse ALIBI: prefill is planned with the heads of one group, so all groups would get the same slopes."""
         check(pos_encoding_mode != "ALIBI", "pos_encoding_mode", pos_encoding_mode, "NONE or ROPE_LLAMA")
 
     def run(

@@ -20,9 +20,9 @@ from quire.page import append_paged_kv_cache, get_batch_indices_positions
 @dataclass
 class _Sequence:
     pages: list[int] = field(default_factory=list)
-    # These tokens are committed.
+    # The number of committed tokens.
     length: int = 0
-    # These tokens are reserved, and not committed yet.
+    # The number of tokens that are reserved, and not committed yet.
     pending: int = 0
 
 

@@ -43,7 +43,7 @@ class PrefixTree:
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         self.allocator, self.page_size = allocator, page_size
-        # By namespaces; each has children.
+        # The roots by namespace. A root is removed when it loses its last child.
         self._roots: dict[Hashable, Node] = {}
         # Least recently used first. A path is updated from its leaf up, so children come before their parents, except
         # for pages of requests that go on, which have holders.
@@ -103,7 +103,7 @@ class PrefixTree:
         """
         full = min(len(tokens) // self.page_size, len(pages))
         end = full if count is None else min(count, full)
-        # A root may have been left out of the tree since then.
+        # If `after` is a root or has been evicted, start from the root that is in the tree now.
         first = self._root(namespace) if after is None or after.depth <= 0 else after
         node = first
         for depth in range(first.depth, end):
@@ -172,7 +172,7 @@ class PrefixTree:
         self._roots.clear()
 
     def _root(self, namespace: Hashable) -> Node:
-        """The root of a namespace. One without pages is not in the tree until it has one."""
+        """The root of a namespace. A new root is not in the tree until `insert` gives it a page."""
         return self._roots.get(namespace) or Node(None, namespace, -1)
 
     def _key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:

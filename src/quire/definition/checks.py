@@ -51,10 +51,10 @@ def setting(
     """A field of a record of settings, which `check_settings` checks.
 
     Args:
-        default: the value of a field that is missing or None; a function of the record computes it. MISSING: the field
-            must be given.
+        default: the value of a field that is missing or None, or a function that computes it from the record. MISSING:
+            the field must be given.
         cast: makes a value that fits one of the field's type, so that equal records have equal text.
-        fits: whether a value is supported; None: any value is. allowed: what is, for the error.
+        fits: whether a value is supported; None: any value is. allowed: the supported values, as the error names them.
         name: the argument that the error names, by default the field.
     """
     metadata = {"default": default, "cast": cast, "fits": fits, "allowed": allowed, "name": name}

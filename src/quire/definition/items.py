@@ -1,9 +1,8 @@
 """Prompts of several items: a prefix, then items that do not see each other (multi-item scoring).
 
 Each token after the prefix has a position in its item, counted from 1; the delimiter before an item has position 0. In
-addition to causality, a token at position n > 0 of its item sees the prefix and the n keys that end with its own: those
-beyond its position in the request minus n. A delimiter sees the prefix alone. Tokens of the prefix are subject to
-causality alone.
+addition to causality, a token at position n > 0 of its item sees the prefix and the last n keys up to its own. A
+delimiter sees the prefix alone. Tokens of the prefix are subject to causality alone.
 """
 
 from __future__ import annotations

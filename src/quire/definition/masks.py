@@ -57,8 +57,9 @@ class MaskSpec:
 
     @property
     def depends_on_positions(self) -> bool:
-        """Whether a key's visibility depends on more than causal order. Who cuts a request into parts whose positions
-        begin anew, or computes causal order alone, must refuse such layers, masks that are added later among them.
+        """Whether a key's visibility depends on more than causal order. Code that cuts a request into parts with
+        positions of their own, or computes causal order alone, must refuse such layers. Masks that are added to this
+        class later count, too.
         """
         return replace(self, causal=True) != MaskSpec()
 
@@ -116,7 +117,7 @@ def unpack_bits(bits: Tensor, count: int) -> Tensor:
 
 
 def as_bool(mask: Tensor) -> Tensor:
-    """A mask of bool or of integers, which hide keys where they are 0. Numbers may be meant to be added to logits."""
+    """A mask of bool or integers as bool. Refuses floating-point masks, which may be meant to be added to logits."""
     if mask.dtype.is_floating_point or mask.dtype.is_complex:
         raise ValueError(f"custom_mask is {mask.dtype}: it must be bool or of integers")
     return mask.bool()

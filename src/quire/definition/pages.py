@@ -18,8 +18,8 @@ from quire.definition.checks import is_int
 
 
 def as_int32(x: Tensor) -> Tensor:
-    """An int64 tensor as int32, any other tensor unchanged. Values beyond int32 saturate: no table admits the limits of
-    int32, while a wrapped value might be valid. Never waits for a device.
+    """An int64 tensor as int32, any other tensor unchanged. Values beyond int32 saturate, because every check
+    refuses the limits of int32, while a wrapped value might pass. Never waits for a device.
     """
     if not isinstance(x, Tensor) or x.dtype != torch.int64:
         return x
@@ -104,7 +104,7 @@ def appended_tokens(indptr: Tensor, lengths: Tensor, count: int) -> tuple[Tensor
 
 
 def _largest(x: np.ndarray) -> int:
-    """The largest of unsigned numbers, as which negative ones are 2**31 or more; 0 if there is none."""
+    """The largest element as an unsigned number, so that negative ones are 2**31 or more; 0 if x is empty."""
     x = x.view(np.uint32 if x.itemsize == 4 else np.uint64)
     # max() takes several times as long as argmax().
     return x.item(x.argmax()) if x.size else 0
@@ -120,7 +120,7 @@ def check_indptr(indptr: Tensor, name: str, total: int | None = None, total_name
     offsets = indptr.numpy()
     first, longest = offsets.item(0), _largest(offsets[1:] - offsets[:-1])
     count = offsets.size - 1
-    # Within these bounds no offset falls, and no difference has overflowed.
+    # If both conditions are false, no offset is less than the one before, and no difference has overflowed.
     if first < 0 or first + longest * count >= 1 << 31:
         _check_offsets(offsets, name)
     if total is not None and offsets.item(-1) > total:
@@ -139,7 +139,7 @@ def _check_offsets(offsets: np.ndarray, name: str) -> None:
 
 
 def check_pages(indptr: Tensor, indices: Tensor, last_page_len: Tensor | None, page_size: int) -> None:
-    """Refuse the values of a page table as far as they lie on the host; those of a request without pages may be any."""
+    """Refuse the values of a page table as far as they lie on the host; a request without pages may have any."""
     if not indptr.is_cpu:
         return
     check_indptr(indptr, "kv_indptr", indices.shape[0], "the number of kv_indices")
@@ -181,8 +181,8 @@ class RaggedLayout:
         return cls(indptr)
 
     def with_tables(self, indptr: Any, *, non_blocking: bool = True) -> RaggedLayout | None:
-        """Rows of this indptr on the device of these rows, without the checks that an int32 vector passes; None for
-        anything else, and if these rows are on the host. An indptr that lies on the host is checked, and copied.
+        """A layout of this indptr on this one's device, without the constructor's checks. None if the indptr is not a
+        contiguous int32 vector, or if this layout is on the host. A host indptr is checked, and copied.
         """
         here = self.indptr.device
         if self.indptr.is_cpu or type(indptr) is not Tensor or indptr.dtype is not torch.int32:
@@ -268,8 +268,8 @@ class PageTable:
     def with_tables(
         self, indptr: Any, indices: Any, per_request: Any, *, non_blocking: bool = True
     ) -> PageTable | None:
-        """A table of these tensors on this one's device, without the checks that int32 vectors pass which fit together;
-        None for anything else, and if this table is on the host. Tensors that lie on the host are checked, and copied.
+        """A table of these tensors on this one's device, without the constructor's checks. None if they are not
+        contiguous int32 vectors that fit, or if this table is on the host. Host tensors are checked, and copied.
         """
         if self.indptr.is_cpu:
             return None
@@ -397,8 +397,8 @@ class PageTable:
 
         Args:
             starts: [batch_size], the requests' first columns, multiples of page_size; None: 0.
-            entries: an upper bound of the number of pages of all requests. None: on a device, where lengths are not
-                read, the pages of batch_size requests of max_context tokens.
+            entries: an upper bound of the number of pages of all requests. None: on the host, their number; on a
+                device, where lengths are not read, the number of pages of batch_size requests of max_context tokens.
         """
         lengths = table(lengths, "lengths")
         count, width = len(lengths), req_to_token.shape[1]

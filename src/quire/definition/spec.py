@@ -114,7 +114,7 @@ class AttentionSpec:
         set_field(self, "text", repr(texts))
 
     def _check_together(self) -> None:
-        """Check what fields mean to each other."""
+        """Check the fields against each other."""
         fits = self.num_qo_heads % self.num_kv_heads == 0
         check(fits, "num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads = {self.num_kv_heads}")
         mla = (self.head_dim_qk, self.head_dim_vo) == (576, 512)
@@ -134,7 +134,7 @@ class AttentionSpec:
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> AttentionSpec:
-        """The layer with this `text`, in which form a spec is passed to torch operations."""
+        """The layer with this `text`, the form in which a spec is passed to torch operations."""
         given = literal_eval(text)
         given |= {name: as_dtype(x) for name, x in given.items() if name.endswith("dtype")}
         return AttentionSpec(**{**given, "mask": MaskSpec(**given["mask"])})
@@ -172,8 +172,8 @@ def _cached_spec(**settings: Any) -> AttentionSpec:
 
 
 def attention_spec(**settings: Any) -> AttentionSpec:
-    """The layer of these settings, those of `AttentionSpec.mask` by their own names. There is one object for equal
-    settings of equal types (8.0 is checked again after 8), so that plans compare layers by identity.
+    """The layer of these settings, those of `AttentionSpec.mask` by their own names. Equal settings of equal types
+    give the same object, so that plans compare layers by identity; 8.0 and 8 differ, so that 8.0 is checked.
 
     Raises:
         ValueError: a setting that is not supported, named with its value and what is allowed.
@@ -181,5 +181,5 @@ def attention_spec(**settings: Any) -> AttentionSpec:
     try:
         return _cached_spec(**settings)
     except TypeError:
-        # A value has no hash.
+        # A setting has no hash, so that it cannot be looked up.
         return _cached_spec.__wrapped__(**settings)

@@ -197,8 +197,8 @@ def as_scale(scale: float | Tensor | None, name: str, heads: int) -> float | Ten
 
 
 def as_divisor(scale: float | Tensor | None, name: str, device: torch.device) -> tuple[Tensor | None, float]:
-    """What fp8 outputs are divided by: a tensor with one element, which the host never reads, and a factor; a number
-    becomes a factor alone, None the factor 1.
+    """A scale of fp8 outputs as (divisor, factor), which outputs are divided and multiplied by: (the tensor, 1) for a
+    tensor with one element, which the host never reads; (None, 1 / scale) for a number; (None, 1) for None.
     """
     divisor = as_scale(scale, name, 1)
     if isinstance(divisor, Tensor):

@@ -13,7 +13,7 @@ TESTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 7))}
 
 
 def untested(installed: Mapping[str, str]) -> list[str]:
-    """What to say of each package whose version is outside of the tested releases. installed: versions by name."""
+    """A phrase for each package whose version is outside of the tested releases. installed: versions by name."""
     found = []
     for name, text in installed.items():
         first, last = TESTED[name]

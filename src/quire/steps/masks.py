@@ -1,4 +1,4 @@
-"""Custom masks, made on the device of their lengths without waiting for it."""
+"""Custom masks, made on the device that holds the lengths, without waiting for it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def store(
     k_scale: float | Tensor = 1.0,
     v_scale: float | Tensor = 1.0,
 ) -> None:
-    """Write new keys and values into pages, divided by their scales where the cache is fp8 and they are not.
+    """Write new keys and values into pages. If the cache is fp8 and they are not, they are divided by their scales.
 
     Args:
         cache: k and v, NHD views [pages, page_size, num_kv_heads, head_dim].

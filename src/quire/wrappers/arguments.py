@@ -1,4 +1,4 @@
-"""The arguments of plans and runs: as values, and those that are refused or may come by position."""
+"""The arguments of plans and runs as records, and the handling of unsupported and of positional arguments."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ _layer_args = lru_cache(maxsize=1024, typed=True)(LayerArgs)
 
 
 def layer_args(**fields: Any) -> LayerArgs:
-    """The `LayerArgs` of these fields: one object for equal fields of equal types, so that one comparison finds whether
-    a plan is of the last plan's layer. Where 8 was planned, 8.0 is another argument, which is checked.
+    """The `LayerArgs` of these fields. Equal fields of equal types give the same object, so that one comparison tells
+    whether a plan has the layer of the last plan; 8.0 and 8 differ, so that 8.0 is checked after 8, too.
     """
     try:
         return _layer_args(**fields)
     except TypeError:
-        # The checks refuse a value without a hash.
+        # A value without a hash cannot be looked up. The checks refuse it later.
         return LayerArgs(**fields)
 
 

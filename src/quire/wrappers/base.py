@@ -47,9 +47,9 @@ class AttentionWrapper(Planner):
 
     - check: read and check tables that lie on a device too, which waits for it (default: whether QUIRE_CHECK is 1);
     - batch_invariant: give the same bits for a request whatever it is batched with (default: whether
-      QUIRE_BATCH_INVARIANT is 1). Nor do they depend on how it is cut into chunks, and whether it is decoded or
-      prefilled, except with the family "hopper": its bits for chunks of more than 64 query rows, query tokens times
-      query heads of one KV head, are not those for shorter ones. `backend="triton"` has no such limit.
+      QUIRE_BATCH_INVARIANT is 1). The bits also do not depend on how the request is cut into chunks, nor on whether it
+      is decoded or prefilled. The family "hopper" is an exception: its bits for a chunk depend on whether the chunk has
+      more than 64 query rows (query tokens times query heads of one KV head). `backend="triton"` has no such exception.
     """
 
     plan: Callable[..., None]
@@ -97,7 +97,7 @@ class AttentionWrapper(Planner):
 
     @property
     def _backend(self) -> str:
-        """The name of the kernels as the caller gave it. Engines assign another one, which the next plan follows."""
+        """The name of the kernels as the caller gave it. Engines may assign another name, which the next plan uses."""
         return self._named_backend
 
     @_backend.setter
@@ -108,7 +108,7 @@ class AttentionWrapper(Planner):
 
     @property
     def _int_workspace_buffer(self) -> Tensor:
-        """The int workspace. Engines assign that of another wrapper, with which this one takes turns."""
+        """The int workspace. Engines assign that of another wrapper, if the two never run at once."""
         return self._workspace.int_buffer
 
     @_int_workspace_buffer.setter
@@ -122,7 +122,7 @@ class AttentionWrapper(Planner):
         return self._workspace.min_int_bytes if plan is None else max(self._workspace.min_int_bytes, plan.int_size)
 
     def _use_int_workspace(self) -> None:
-        """Let the current plan use the int workspace of now."""
+        """Let the current plan use the current int workspace."""
         plan = self._current
         self.planned = plan and plan.changed(int_workspace=self._workspace.zeros)
 
@@ -138,7 +138,7 @@ class AttentionWrapper(Planner):
 
     @property
     def _max_kv_len(self) -> int:
-        """The longest request's keys, as engines read it from FlashInfer. Waits for the device."""
+        """The most keys of a request, an attribute of FlashInfer that engines read. Waits for the device."""
         return int(self.require_plan().kv.lengths().max())
 
     def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:

@@ -26,7 +26,7 @@ FP8_QUERIES = "an fp8 cache needs q_data_type=torch.bfloat16"
 
 @dataclass(frozen=True, eq=False)
 class MLAPlanMetadata:
-    """Whose queries and pages, in one of two forms or both: see `BatchMLAPagedAttentionWrapper.plan`."""
+    """The tables of a plan, in one of two forms or in both: see `BatchMLAPagedAttentionWrapper.plan`."""
 
     qo_indptr: Tensor | None = None
     kv_indptr: Tensor | None = None
@@ -39,14 +39,14 @@ class MLAPlanMetadata:
 
     @classmethod
     def csr(cls, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor) -> MLAPlanMetadata:
-        """Pages of all requests one after another."""
+        """The first form: one list of the pages of all requests, in their order."""
         return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
 
     @classmethod
     def dense(
         cls, cum_seq_lens_q: Tensor, block_tables: Tensor, seq_lens: Tensor, max_q_len: int | None = None
     ) -> MLAPlanMetadata:
-        """A row of pages for each request."""
+        """The second form: a block table with one row of pages for each request."""
         return cls(cum_seq_lens_q=cum_seq_lens_q, block_tables=block_tables, seq_lens=seq_lens, max_q_len=max_q_len)
 
     @classmethod
@@ -62,13 +62,13 @@ class MLAPlanMetadata:
         seq_lens: Tensor,
         max_q_len: int | None = None,
     ) -> MLAPlanMetadata:
-        """Both, which say the same; the first is used."""
+        """Both forms, which must describe the same batch. The first one is used."""
         return cls(
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         )  # fmt: skip
 
     def form(self) -> tuple[str, ...]:
-        """The names of the form that is complete; ValueError if one is partial or none is there."""
+        """The names of the tables of the form that is used; ValueError if a form is incomplete or both are missing."""
         forms = [[name for name in form if getattr(self, name) is not None] for form in (_CSR, _DENSE)]
         for given, form in zip(forms, (_CSR, _DENSE), strict=True):
             if given and len(given) < len(form):
@@ -137,7 +137,7 @@ class LatentWrapper(AttentionWrapper):
         return PageTable(indptr, indices, kv.last_page_len, kv.page_size)
 
     def _check_promises(self, wanted: bool, base_e: bool, sinks: Tensor | None) -> None:
-        """Refuse what was not planned."""
+        """Refuse an LSE or sinks that contradict the `lse_mode` and `use_sinks` of the plan."""
         mode = "basee" if base_e else "base2" if wanted else "none"
         if self._lse_mode not in (None, mode):
             raise ValueError(
@@ -196,7 +196,7 @@ class LatentWrapper(AttentionWrapper):
 def split_parts(
     value: Any, pair: tuple[Tensor | None, Tensor | None], names: tuple[str, str, str], width: int
 ) -> tuple[Tensor, Tensor]:
-    """Both parts of queries or keys: the pair, or, in its place, a tensor of both, a pair, or these two in a pair."""
+    """The two parts of queries or keys, from `pair`, or from `value`: one tensor of both, or a pair of tensors."""
     name, left, right = names
     if value is None:
         if pair[0] is None and pair[1] is None:

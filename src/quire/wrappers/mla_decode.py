@@ -16,7 +16,7 @@ from quire.wrappers.planner import Planner
 
 __all__ = ["BatchDecodeMlaWithPagedKVCacheWrapper"]
 
-# A rotated key has so many elements.
+# The number of elements of a rotated key.
 _KPE = 64
 
 
@@ -35,7 +35,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(LatentWrapper):
         backend: "auto", a kernel family of Quire's, or any name of FlashInfer's (which all mean "auto").
 
     Raises:
-        ValueError: a buffer that does not fit, or that use_cuda_graph needs.
+        ValueError: a buffer that does not fit, or is missing with use_cuda_graph.
     """
 
     _kv_buffers, _copy_keys_to_buffers = Planner._kv_buffers, Planner._copy_keys_to_buffers

@@ -27,9 +27,9 @@ from quire.wrappers.workspace import Workspace
 
 Result = Tensor | tuple[Tensor, Tensor]
 Key = tuple[Any, ...]
-# By the kind of a run: (replay, whether the output has q's shape and dtype, bytes from k to v in memory).
+# For each key of `Plan.repeat`: (replay, whether the output has q's shape and dtype, bytes from k to v in memory).
 Launches = dict[Key, tuple[Replay, bool, int]]
-# A plan keeps fewer launches: one for each kind of run that its layers have.
+# When a plan has kept this number of launches, it drops them all. Layers have fewer different runs than that.
 _MAX_LAUNCHES = 64
 
 
@@ -47,9 +47,9 @@ class Plan(NamedTuple):
             this one refuses.
         float_workspace: float32, for partial states of tiles; None if the kernels need none.
         int_workspace: int32, zeros before and after each run.
-        int_size: bytes of the int workspace that this plan needs, beyond what every wrapper has.
+        int_size: bytes of the int workspace that a batch-invariant plan needs in all; 0 for other plans.
         check_pages: runs read page ids that lie on a device, and check them against the size of the cache.
-        capture: what is reported when a run is launched.
+        capture: the `CaptureGuard` to which each launched run is reported.
         launches: the launches by which `repeat` repeats runs; None if none are kept.
     """
 
@@ -95,8 +95,8 @@ class Plan(NamedTuple):
         return self._replace(float_workspace=float_workspace, int_workspace=int_workspace, int_size=ints)
 
     def replace(self, **changes: Any) -> Plan:
-        """This plan with some fields of its spec changed and checked again; None is a field's default. It is this very
-        plan if they are equal.
+        """This plan with some fields of its spec changed and checked again; None is a field's default. Returns this
+        plan itself if nothing changes.
         """
         spec = self.spec.replace(**changes)
         if spec == self.spec:

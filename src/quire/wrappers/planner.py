@@ -174,11 +174,11 @@ class Planner:
 
         Args:
             max_q_len: the most query tokens that a request has, which may differ, too; None: as many as are known.
-            qo_indptr: of the query rows; any object, as the tables. What lies on the host is checked, and copied.
+            qo_indptr: of the query rows. It and the tables may be any object; host tensors are checked, and copied.
             tables: of the keys, in the order of `_kv_buffers`.
 
         Returns:
-            False, and nothing is planned, if it differs in more, or has tables that must be converted.
+            False, and nothing is planned, if the batch differs in more than its tables, or a table must be converted.
 
         Raises:
             ValueError: a table on the host whose values are wrong.

@@ -1,7 +1,7 @@
 """Which requests begin with the same pages: a batch's keys in levels, so that what several requests share is read once.
 
 A group is a run of neighbours whose next pages are the same. The first level has the groups of the whole batch; what
-follows their common pages is looked at again for the next one, and so on. What no level took is the requests' own.
+follows their common pages is looked at again for the next one, and so on. Pages in no level are the requests' own.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def shared_prefixes(
         table: on the host.
         q_len: query tokens of each request. Their keys are never shared, so that all queries see all of a prefix, and
             each request that has pages keeps one.
-        min_pages: groups share at least so many pages, 1 or more.
-        min_saved_pages: groups save reading at least so many pages.
+        min_pages: the least number of pages that a group shares, 1 or more.
+        min_saved_pages: the least number of page reads that a group saves.
 
     Returns:
         levels, at most LEVELS and often none, and the table of what they leave, with a request for each in `table`.
@@ -78,13 +78,13 @@ def shared_prefixes(
 
 
 def _common(indptr: np.ndarray, indices: np.ndarray, before: np.ndarray, min_pages: int) -> np.ndarray:
-    """With how many same pages each request and the next one begin, of those `before` their queries; 0 for fewer than
-    `min_pages`. int64 [batch_size - 1]
+    """The number of leading pages that each request shares with the next one, int64 [batch_size - 1]; 0 if it is less
+    than `min_pages`. Only the first `before` pages of a request, which are full and before its queries, count.
     """
     common = np.minimum(before[:-1], before[1:])
     pairs = np.flatnonzero(common >= min_pages)
     last = min_pages - 1
-    # Most pairs differ in the last page that both have, which is compared first.
+    # Most pairs differ in the last of the first `min_pages` pages, so that this page is compared first.
     pairs = pairs[indices[indptr[pairs] + last] == indices[indptr[pairs + 1] + last]]
     counts, starts = common.tolist(), indptr.tolist()
     common[:] = 0
@@ -116,7 +116,7 @@ def _runs(
 
 
 def _part(indices: np.ndarray, first: np.ndarray, counts: np.ndarray, last: torch.Tensor, size: int) -> PageTable:
-    """The table of requests with so many pages, from the `first` entry of indices on."""
+    """The table of requests that have `counts` pages each, those of `indices` from entry `first` on."""
     indptr = np.append(0, np.cumsum(counts)).astype(np.int32)
     pages = np.concatenate([indices[i : i + n] for i, n in zip(first.tolist(), counts.tolist(), strict=True)])
     return PageTable(torch.from_numpy(indptr), torch.from_numpy(pages), last, size)

@@ -23,7 +23,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
     Args:
         float_workspace_buffer, use_cuda_graph, backend, jit_args, jit_kwargs: as in
-            `BatchPrefillWithPagedKVCacheWrapper`, and what is raised, too.
+            `BatchPrefillWithPagedKVCacheWrapper`, as are the errors.
         qo_indptr_buf, custom_mask_buf, mask_indptr_buf: likewise.
         kv_layout: NHD, [tokens, heads, head_dim], or HND, [heads, tokens, head_dim], of k and v.
         kv_indptr_buf: int32 [batch_size + 1].

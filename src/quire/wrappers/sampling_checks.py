@@ -33,8 +33,8 @@ def parameter(
     low: float | None = None,
     whole: bool = False,
 ) -> tuple[Tensor | None, float]:
-    """A parameter as a tensor with one value per row, or else as the number of all rows. As in FlashInfer, tensors of
-    integers count as numbers, but for temperatures.
+    """A parameter as (tensor with one value per row, 1), or as (None, number for all rows). As in FlashInfer, a tensor
+    of integers is accepted for any parameter but the temperature; it is converted to floats unless `whole`.
     """
     if isinstance(value, Tensor):
         integers = value.dtype in INTS
@@ -52,8 +52,8 @@ def parameter(
 
 
 def _check_per_row(value: Tensor, name: str, rows: int) -> None:
-    """Refuse a tensor that has not one value per row. Programs, and FlashInfer's tests, know such errors by their text,
-    so these have the same key phrases.
+    """Refuse a tensor that has not one value per row. Programs and FlashInfer's tests match the text of such
+    errors, so these have FlashInfer's key phrases.
     """
     if value.ndim > 1:
         raise ValueError(f"{name}: Expected a 1D tensor or scalar, a number; got a {value.ndim}D tensor")

@@ -22,7 +22,7 @@ from quire.wrappers.workspace import Workspace
 
 # Shorter prefixes save less than it costs to write and read the partial states of their rows.
 MIN_TOKENS = 128
-# A group must save so many bytes: about as many as memory delivers while one more level is launched.
+# The bytes that a group must save: about as many as memory delivers while one more level is launched.
 MIN_BYTES = 32 << 20
 
 
@@ -33,10 +33,10 @@ class SharedPrefix:
 
     Attributes:
         groups: runs of neighbouring requests that share pages, on all levels.
-        levels: how often what follows shared pages is shared again by fewer requests; 1 or more.
+        levels: the number of levels, 1 or more. Pages of a level are shared by fewer requests than those before them.
         tokens_saved: keys that a run reads less often than it would without shared prefixes.
-        whole: the plan.
-        parts: the requests' own keys, then the levels.
+        whole: the plan of the whole batch, without shared prefixes.
+        parts: the plan of the requests' own keys, then the plans of the levels.
     """
 
     groups: int
@@ -98,7 +98,7 @@ def find_shared_prefix(plan: Plan, tables: Sequence[Tensor], workspace: Workspac
     indptr = indptr.cpu()
     table = PageTable(indptr, indices[: int(indptr[-1])].cpu(), last.cpu().contiguous(), page_size)
     page = page_size * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo) * spec.kv_dtype.itemsize
-    # Partial states are written, and read again.
+    # The bytes that a level adds: its float32 partial states are written, and read again.
     states = table.batch_size * q_len * spec.num_qo_heads * spec.head_dim_vo * 8
     min_saved_pages = -(-(MIN_BYTES + states) // page)
     levels, own = shared_prefixes(table, q_len, -(-MIN_TOKENS // page_size), min_saved_pages)

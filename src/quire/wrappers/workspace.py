@@ -61,7 +61,7 @@ class Workspace:
         check(buffer.device == self.device, f"{name}.device", str(buffer.device), str(self.device))
 
     def take(self, floats: int, ints: int) -> tuple[Tensor | None, Tensor | None]:
-        """At least so many bytes of the float workspace (None for 0) and of the int workspace.
+        """At least `floats` bytes of the float workspace (None for 0) and `ints` bytes of the int workspace.
 
         Raises:
             ValueError: the caller's float buffer is too small.
