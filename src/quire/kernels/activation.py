@@ -32,5 +32,5 @@ def act_and_mul(out: Tensor, x: Tensor, scale: Tensor | None, factor: float, kin
         act_on_gpu(out, x, scale, factor, kind)
         return
     gate, up = x.float().chunk(2, -1)
-    # Torch computes rows with gaps between them by other code, and a row must not depend on whether it is alone.
+    # Torch uses other code for rows with gaps between them, and the bits of a row must not depend on other rows.
     out.copy_(rounded(_FUNCTIONS[kind](gate.contiguous()) * up, scale, factor, out.dtype))

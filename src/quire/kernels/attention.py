@@ -129,7 +129,7 @@ def _compute(
     sm_scale: float | None,
 ) -> Replay | None:
     """Check what lies on the host against the tensors' sizes, apply the run's overrides, and let a family compute the
-    call. In inference mode, as sinks and scales may be parameters, and what is written to may be an inference tensor.
+    call. This must run in inference mode: sinks and scales may be parameters, and outputs may be inference tensors.
     """
     spec, rows = call.spec, call.qo.indptr
     if rows.device.type == "cpu":

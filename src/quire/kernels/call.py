@@ -39,9 +39,8 @@ class Call:
         max_q_len: the most query tokens that a request has, 0 if it is not known.
         float_workspace: float32 workspace for partial states, as much as the family asks for; or None, and the kernels'
             host code allocates it.
-        int_workspace: int32 workspace of 8 MiB or more, all zeros before a call and after it; or None, and the host
-        code
-            allocates it. No other call may use the workspaces at the same time.
+        int_workspace: int32 workspace of 8 MiB or more, all zeros before a call and after it; or None, and the kernels'
+            host code allocates it. No other call may use the workspaces at the same time.
     """
 
     q: Tensor
@@ -106,7 +105,7 @@ class Call:
             spec = spec.replace(items=False, custom_mask=True)
         if self.q_pe is not None and self.k_pe is not None:
             q_pe = self.q_pe
-            # A product with the gain would be rounded in halves, which the oracle does not do.
+            # In 16 bits, the product of q_pe and the gain would be rounded, as it is not in the oracle.
             if self.pe_gain != 1.0:
                 q, q_pe = q.float(), q_pe.float() * self.pe_gain
             q, k = torch.cat([q, q_pe], -1), torch.cat([k, self.k_pe], -1)

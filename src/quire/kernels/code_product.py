@@ -23,8 +23,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 
 def multiplies_codes(kind: str, block: tuple[int, int], columns: int) -> bool:
-    """Whether there are kernels for codes of a kind, in blocks of so many rows and columns, of a weight with so many
-    columns.
+    """Whether there are kernels for codes of a kind. block: the rows and columns that share a scale; columns: those
+    of the weight.
     """
     return block[1] >= columns or block[1] % BLOCK == 0 or (kind in PACKED and block[1] in (32, 64))
 
@@ -58,7 +58,7 @@ def pack_exponents(exponents: Tensor) -> Tensor:
 
 
 def unpack_exponents(words: Tensor, columns: int) -> Tensor:
-    """What `pack_exponents` was given for a weight with so many columns."""
+    """What `pack_exponents` was given for a weight with this number of columns."""
     return words.contiguous().view(torch.uint8)[..., : -(-columns // 32)]
 
 

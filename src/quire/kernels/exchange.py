@@ -1,4 +1,4 @@
-"""What GPUs of one machine exchange through each other's memory: sums and concatenations of their tensors."""
+"""Exchanges of the GPUs of one machine through each other's memory: sums and concatenations of their tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.kernels.norm import norm
 from quire.kernels.torch_internals import nccl_group, peer_memory
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Words of 32 bits in a slot for numbered words, and in one for words as they are. Small tensors arrive sooner with
-# numbers.
+# Words of 32 bits in a slot for words that are sent with a number, and in a slot for words that are sent without. Small
+# tensors arrive sooner with numbers: see `triton/all_reduce.py`.
 _SMALL, _LARGE = 1 << 17, 1 << 22
 # The most words of a row whose norm a program computes.
 _MAX_ROW = 1 << 13
@@ -28,7 +28,7 @@ class Exchange:
         rank: of this process.
         num_ranks: the number of ranks, each of which has a GPU of this machine.
         device: the GPU of this rank.
-        store: in which the ranks find each other.
+        store: the store through which the ranks find each other.
         group: a name that no other exchange of this process has.
 
     Raises:
@@ -44,9 +44,9 @@ class Exchange:
         self._nccl = nccl_group(PrefixStore("nccl/", store), rank, num_ranks)
         self._memory, addresses = peer_memory(sizes, rank, num_ranks, device, store, self._nccl, group)
         self._numbered, self._whole = (torch.tensor(each, dtype=torch.int64, device=device) for each in addresses)
-        # A row for each kind of slot; the last element ends all waiting if it is not 0.
+        # For each kind of slot, each program's number of exchanges, and a flag that ends all waiting if it is not 0.
         self._states = torch.zeros(2, PROGRAMS + 1, dtype=torch.int32, device=device)
-        # CUDA may wait for running kernels before it loads another one, so the one of `abandon` is loaded here.
+        # CUDA may wait for running kernels before it loads a new one. This loads the kernel that `abandon` launches.
         self._states[:, -1] = 0
         torch.cuda.synchronize(device)
 
@@ -132,10 +132,10 @@ class Exchange:
         launch(grid, tensors, (), (words, _SMALL), self._constants(x, block, 4, True))
 
     def _launch_blocks(self, launch: Any, x: Tensor, out: Tensor, words: int, stride: int) -> None:
-        """Exchange so many words of each rank; stride is that of the kernel."""
+        """Exchange `words` words of each rank. stride: as in `exchange_blocks`."""
         block = 4096
         tensors = (x, out, self._whole, self._states[1])
-        # Flags follow the slots.
+        # The flags lie behind all slots.
         sizes = (words, _LARGE, 2 * self.num_ranks * _LARGE, stride)
         launch((min(132, -(-words // block)), 1), tensors, (), sizes, self._constants(x, block, 16, False))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# So many consecutive elements of a token share a scale.
+# The number of consecutive elements of a token that share a scale.
 GROUP = 128
 
 

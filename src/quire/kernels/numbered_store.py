@@ -11,12 +11,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 class NumberedStore(Store):
-    """A store whose keys have a number, less that of the first key. Torch numbers the exchanges of its symmetric memory
-    by a counter of the process, so a process that has made such memory before would wait for keys of other numbers than
-    a new one sets.
+    """A store that subtracts the number in its first key from the number in each key. Torch puts a counter of the
+    process into the keys by which ranks exchange symmetric memory. Without this store, a process that has made such
+    memory before would wait for other keys than a new process sets.
 
     Args:
-        store: which has the values. It exists as long as this object, which a `PrefixStore` does not keep.
+        store: the store that holds the values. This object keeps it alive; a `PrefixStore` does not keep this object.
     """
 
     _NUMBER = re.compile(r"(?<=/)\d+(?=/|$)")

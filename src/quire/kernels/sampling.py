@@ -39,7 +39,7 @@ def uniform(seed: Tensor, offset: Tensor, subsequence: Tensor, draw: int = 0) ->
 def _numbers(
     seed: Tensor | None, seed_value: int, offset: Tensor | None, offset_value: int, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """seed, offset and subsequence of `count` outputs: without a seed of its own, an output has its own subsequence."""
+    """seed, offset and subsequence of `count` outputs. Outputs that share a seed have different subsequences."""
     shared = seed is None or len(seed) == 1
     seed = torch.tensor([seed_value]) if seed is None else seed
     offset = torch.tensor([offset_value]) if offset is None else offset

@@ -10,9 +10,9 @@ from torch import Tensor
 from quire.definition.spec import FLOATS
 from quire.kernels.ops import on_triton
 
-# One program holds a row of so many elements in registers.
+# The most elements of a row, which one program holds in registers.
 _MAX_ELEMENTS = 1024
-# It finds the largest elements one after another, at most so many.
+# The most elements that a program chooses, as it finds them one after another.
 _MAX_K = 32
 
 

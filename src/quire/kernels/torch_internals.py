@@ -68,7 +68,7 @@ def peer_memory(
         sizes: bytes of each memory.
         rank, num_ranks: of this process, and of all that call this.
         device: the GPU of this rank.
-        store: in which the ranks find each other.
+        store: the store through which the ranks find each other.
         nccl: what `nccl_group` has returned.
         group: a name that no other call of this process has.
 

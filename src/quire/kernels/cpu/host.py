@@ -24,7 +24,7 @@ from quire.kernels.cpu.stream import stream
 from quire.kernels.cpu.tile import tile
 from quire.kernels.family import BASIC, Family
 
-# `stream` computes requests of up to so many query rows per KV head.
+# The most query rows per KV head of a request that `stream` computes.
 STREAMED_ROWS = 16
 # The storage type of each dtype, in the order of `simd.STORAGE_TYPES`.
 _STORAGE = {

@@ -13,7 +13,7 @@ from numba.extending import register_jitable
 
 from quire.kernels.call import Call
 
-# The fields of AttentionSpec that this file computes; items become a custom mask before (`Call.expanded`).
+# The fields of MaskSpec that this file computes. `Call.expanded` has turned items into a custom mask before.
 MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "items"})
 
 
@@ -23,11 +23,11 @@ class MaskArguments(NamedTuple):
     A new kind of mask is a field here, and a bound in `row_range` or a condition in `visible_to_all` and `apply_mask`.
     """
 
-    # A query sees so many keys to the left of its position; -1: all.
+    # The number of keys to the left of its position that a query sees; -1: all.
     window_left: int
-    # It sees so many keys to the right of its position: 0 for causal attention; -1: all.
+    # The number of keys to the right of its position that it sees: 0 for causal attention; -1: all.
     window_right: int
-    # These are packed bits, uint8. The array is empty without a custom mask.
+    # The bits of all custom masks, packed in uint8. The array is empty without custom masks.
     mask: np.ndarray
     # The bits of a request begin at this byte: int64 [batch].
     mask_start: np.ndarray

@@ -16,8 +16,9 @@ from quire.kernels.cpu.mask import MaskArguments
 
 
 class _Params(NamedTuple):
-    """One call of attention, except for its `Mask`. q, k, v and out are flat: an array has the bytes of all elements
-    that the tensor's strides reach, and strides count elements. Storage types are indices in `simd.STORAGE_TYPES`.
+    """One call of attention, except for its `MaskArguments`. q, k, v and out are flat: an array has the bytes of all
+    elements that the tensor's strides reach, and strides count elements. Storage types are indices in
+    `simd.STORAGE_TYPES`.
 
     Logits are in base 2, so that scale, slopes, sinks and cap come multiplied by log2(e).
     """
@@ -48,7 +49,7 @@ class _Params(NamedTuple):
     page_size: int
     num_pages: int
     num_kv_heads: int
-    # A KV head has so many query heads.
+    # The number of query heads of a KV head.
     group: int
     dim_qk: int
     dim_vo: int

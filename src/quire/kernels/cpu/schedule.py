@@ -16,15 +16,15 @@ from numba.extending import register_jitable
 from quire.kernels.cpu.mask import key_range
 from quire.kernels.cpu.simd import WIDE
 
-# `stream` takes blocks of so many keys.
+# The number of keys in a block of `stream`.
 BLOCK = 32
-# In `stream`, so many query rows share a loaded key.
+# The number of query rows of `stream` that share a loaded key.
 ROWS = 4
-# A panel of `tile` has so many query rows.
+# The number of query rows in a panel of `tile`.
 PANEL = 4 * WIDE
-# A tile of `tile` has so many query rows, in whole panels; more if one query token has more.
+# The most query rows in a tile of `tile`, in whole panels; more if one query token has more.
 TILE_ROWS = 256
-# A tile of `tile` has so many keys.
+# The number of keys in a tile of `tile`.
 TILE_KEYS = 128
 
 

@@ -174,7 +174,7 @@ def _storer(storage=None):
 load, load_wide, store = _loader(_EIGHT), _loader(_WIDE), _storer()
 
 
-# Of arrays of bytes, for each storage type; outputs have one of the first three.
+# Loads and stores for arrays of bytes, one per storage type. Outputs have one of the first three storage types.
 LOADERS = [_loader(_EIGHT, t) for t in STORAGE_TYPES]
 STORERS = [_storer(t) for t in STORAGE_TYPES[:3]]
 

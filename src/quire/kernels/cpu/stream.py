@@ -21,7 +21,7 @@ from quire.kernels.cpu.schedule import BLOCK, ROWS, block_range, request_starts,
 from quire.kernels.cpu.simd import LANES, f32, fma4, load, load4, prefetch, reduce_add, splat, store4
 from quire.kernels.cpu.softmax import finalize, merge_states, transform_row, update_row
 
-# Prefetches are so many elements apart, since 16-bit elements then fill a cache line.
+# The distance of prefetches in elements: 32 elements of 16 bits fill a cache line.
 PREFETCH = 32
 
 

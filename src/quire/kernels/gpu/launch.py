@@ -1,5 +1,5 @@
 """Launches of compiled kernels by address. Triton's own launch path inspects each of some fifty arguments, which takes
-longer than a small kernel runs. And what a family must know of tensors before a launch.
+longer than a small kernel runs. This file also has what families need to know of tensors before a launch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.kernels.gpu.tma import TmaMatrix, descriptors
 from quire.kernels.gpu.triton_internals import INTERPRETED, direct_launch, has_direct_launch
 from quire.kernels.torch_internals import current_raw_stream
 
-# A kernel is compiled for the alignment of so many leading tensors of its launch.
+# The number of leading tensors of a launch for whose alignment its kernel is compiled.
 NUM_ALIGNED = 6
 
 
@@ -38,7 +38,7 @@ def num_sms(device: torch.device) -> int:
 
 @triton.jit
 def wait_for_launch_before(overlaps: tl.constexpr):
-    """Wait for all of the launch before, if this one overlaps it, and let the next one begin to overlap this one."""
+    """If this launch overlaps the one before, wait until that one has ended, and let the next one overlap this one."""
     if overlaps:
         gdc_wait()
         gdc_launch_dependents()
@@ -58,7 +58,7 @@ class LaunchReplay:
         """others: tensors that each launch reads; rest: the arguments after them; matrices: of k and v, if the kernel
         loads them by TMA.
         """
-        # Launches have their addresses alone.
+        # Launches get only the addresses of these tensors. This attribute keeps the tensors allocated.
         self._others = others
         self._rest = (*[None if x is None else x.data_ptr() for x in others], *rest)
         self._grid, (self._run, self._handle) = (programs, 1, 1), direct_launch(compiled)

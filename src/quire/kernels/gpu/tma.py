@@ -9,13 +9,13 @@ from torch import Tensor
 
 from quire.kernels.gpu.triton_internals import descriptor_formats, descriptor_launch
 
-# Pairs of addresses. Models have one for each layer.
+# The most pairs of addresses that are kept. A model has one pair for each layer.
 _MAX_KEPT = 1024
 
 
 class TmaMatrix(NamedTuple):
     """A tensor as TMA reads it: rows of `columns` elements with a stride of `stride`, of which boxes of `box` rows and
-    `width` columns are copied to shared memory. What a box has beyond the matrix is 0.
+    `width` columns are copied to shared memory. Elements of a box outside of the matrix are 0.
     """
 
     rows: int

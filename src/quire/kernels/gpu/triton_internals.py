@@ -73,8 +73,8 @@ def descriptor_launch(compiled: Any) -> Callable[..., Any]:
 def accept_records_in_hooks() -> None:
     """Let kernels with dataclasses as constants be compiled where a program has set hooks for compilations.
 
-    vLLM sets one once it is warm. For hooks, Triton writes the constants as JSON, and raises TypeError for objects. It
-    is given the text of dataclasses.
+    vLLM sets one once it is warm. For hooks, Triton writes the constants as JSON, and raises TypeError for objects.
+    This makes it write the text of dataclasses.
     """
     serialize = jit.serialize_specialization_data
     if hasattr(serialize, "__wrapped__"):

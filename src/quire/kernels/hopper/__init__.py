@@ -1,1 +1,1 @@
-"""Attention for Hopper GPUs, written in Gluon: `mla/` for latent caches, `decode/` for all other layers."""
+"""Attention for Hopper GPUs, in Gluon: `mla/` for latent caches, `decode/` and `prefill/` for all other layers."""

@@ -38,8 +38,8 @@ class TilePartials:
 
     @gluon.jit
     def combine(self, state, tile, consumer: gl.constexpr):
-        """Store a consumer's state of a work tile, which is given by its slot in shared memory, and, if it has been
-        stored for all other work tiles of the tile, merge them. Returns whether that was done, and the state.
+        """Store a consumer's state of a work tile, and merge the states of all work tiles of the tile if it is the last
+        one to be stored. tile: the WorkTileSlot. Returns whether it was the last one, and the merged state if so.
         """
         acc, m, l = state.acc, state.m, state.l
         rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)

@@ -14,14 +14,14 @@ from quire.kernels.hopper.softmax import add_sinks
 
 @dataclass(frozen=True, slots=True)
 class OutputConfig:
-    """What is written.
+    """What the epilogue is compiled for.
 
     Attributes:
-        tile: whose heads rows belong to.
-        dim: elements of a row that a consumer has.
-        sinks: each query head has one more logit.
-        lse: it is written, too.
-        v_scale: each KV head has a factor.
+        tile: the tiles, which also say how many heads there are.
+        dim: elements of an output row that one consumer has.
+        sinks: whether each query head has one more logit.
+        lse: whether the LSE is written, too.
+        v_scale: whether each KV head has a factor of its own.
     """
 
     tile: TileConfig
@@ -46,7 +46,7 @@ def _wide_layout(rows, dim):
 @aggregate
 class Output:
     """out: [tokens, heads, head_dim] with strides in elements; lse: float32 [tokens, heads]; sinks: a logit per query
-    head; v_scale: a factor per KV head; v_gain: a factor of all; config: an OutputConfig.
+    head; v_scale: a factor per KV head; v_gain: a factor of all heads; config: an OutputConfig.
     """
 
     out: gl.tensor

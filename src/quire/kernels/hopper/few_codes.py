@@ -24,16 +24,16 @@ class FewCodesConfig:
 
     # "fp8", "int4" or "mxfp4"; "dense" for numbers of the dtype of x, which have no scales.
     kind: str
-    # Columns of a scale: 32 of mxfp4, a multiple of 128, or 0 for all of them; and rows of the weight that share one.
+    # The columns that share a scale (32 of mxfp4, a multiple of 128, or 0 for all), and the rows that share a scale.
     group: int
     scale_rows: int
-    # Rows of the weight of a program, and whether all programs have as many.
+    # The rows of the weight that a program multiplies, and whether all programs have that number of rows.
     block_n: int
     whole: bool
-    # Warps, which take turns with the blocks of 128 columns; and blocks that each of them loads at a time.
+    # The number of warps, which take turns with the blocks of 128 columns, and the blocks that a warp loads at a time.
     parts: int
     unroll: int
-    # Whether all warps have as many whole blocks.
+    # Whether all warps have the same number of blocks, and all blocks are whole.
     even: bool
     launch_pdl: bool
     # The number of experts, rounded up to a power of two.
@@ -54,12 +54,12 @@ class FewCodesConfig:
 
     @property
     def width(self) -> int:
-        """Elements of a lane that are neighbours, of 16 bytes: words, codes or numbers."""
+        """Neighbouring elements that a lane loads at once, 16 bytes of words, codes or numbers."""
         return 16 if self.kind == "fp8" else 8
 
     @property
     def columns(self) -> int:
-        """Elements of a row of a block."""
+        """Stored elements in a row of a block: words, codes or numbers."""
         return 32 if self.packed else 128
 
     @property
@@ -180,7 +180,7 @@ def load_rows(at, column, block, in_features, quarter: gl.constexpr, c: gl.const
 
 @gluon.jit
 def add_block(total, codes, scale, zero, at, column, block, in_features, c: gl.constexpr):
-    """Add the product with a block of 128 columns, of which `load_blocks` has returned these."""
+    """Add the product with a block of 128 columns, whose codes, scale and zero points `load_blocks` has returned."""
     dtype: gl.constexpr = at.dtype.element_ty
     none = gl.full([c.parts, c.block_n, 8], 0.0, gl.float32, c.sums)
     if c.kind == "dense":
@@ -200,7 +200,8 @@ def add_block(total, codes, scale, zero, at, column, block, in_features, c: gl.c
         else:
             a0, a1, a2, a3 = decode_int4(codes, dtype)
             product = mma_v2(a3, x3, mma_v2(a2, x2, mma_v2(a1, x1, mma_v2(a0, x0, none))))
-            # What the numbers are too large by is multiplied by the sums of columns of x, of which all rows are equal.
+            # Decoded numbers are too large by base + zero. This times the sum of each row of x, which the product with
+            # ones computes, is subtracted. All rows of these sums are equal.
             ones = gl.full([c.parts, 16, 32], 1.0, dtype, c.codes)
             sums = gl.full([c.parts, 16, 8], 0.0, gl.float32, c.sums)
             sums = mma_v2(ones, x3, mma_v2(ones, x2, mma_v2(ones, x1, mma_v2(ones, x0, sums))))

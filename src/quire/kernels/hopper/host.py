@@ -101,7 +101,7 @@ class _Hopper(GpuFamily):
         first, second = replays[0], replays[-1]
         if first is None or second is None or len(replays) == 1:
             return first and second
-        # Both find alike whether addresses are aligned.
+        # Both launches check the alignment of the same addresses, so that either both run or none does.
         return lambda addresses, stream: first(addresses, stream) and second(addresses, stream)
 
 

@@ -19,7 +19,7 @@ from quire.kernels.call import Call
 from quire.kernels.gpu.triton_internals import aggregate
 from quire.kernels.hopper.config import TileConfig
 
-# The fields of AttentionSpec that this file computes.
+# The fields of MaskSpec that this file computes.
 MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "items"})
 
 
@@ -29,7 +29,7 @@ def has_items(spec: AttentionSpec) -> bool:
 
 
 def hides_blocks(spec: AttentionSpec) -> bool:
-    """Whether a layer's masks hide blocks of keys anywhere, as only their data say."""
+    """Whether a layer's masks can hide any block of keys, so that only their data say which blocks are visible."""
     return spec.mask.custom_mask or spec.mask.items
 
 
@@ -40,9 +40,9 @@ class MaskConfig:
     Attributes:
         tile: the tiles that they are applied to.
         right: how many keys to the right of its position a row sees: 0 in causal layers, -1 for all of them.
-        window: rows see only as many keys before their positions as `BatchMask.window` says.
-        custom: there are custom masks.
-        items: there are prompts of several items.
+        window: whether rows see at most `BatchMask.window` keys before their positions.
+        custom: whether there are custom masks.
+        items: whether there are prompts of several items.
     """
 
     tile: TileConfig
@@ -53,8 +53,8 @@ class MaskConfig:
 
     @classmethod
     def of(cls, spec: AttentionSpec, tile: TileConfig, max_q_len: int = 0) -> MaskConfig:
-        """The masks of a layer whose requests have at most max_q_len query tokens (0: any number). Nothing is to the
-        right of a request's only query token.
+        """The masks of a layer whose requests have at most max_q_len query tokens (0: any number). The only
+        query token of a request has no keys to its right, and needs no causal mask.
         """
         right = -1 if max_q_len == 1 else 0 if spec.mask.causal else spec.mask.window_right
         return cls(tile, right, spec.mask.window_left >= 0, spec.mask.custom_mask, spec.mask.items)
@@ -121,7 +121,7 @@ class BatchMask:
 
     @gluon.jit
     def mean_blocks(self, q_len, blocks):
-        """The mean number of key blocks of a request's tiles, each of which has at most so many."""
+        """The mean number of key blocks of a request's tiles, each of which has at most `blocks`."""
         blocks = blocks.to(gl.float32)
         if self.config.right >= 0:
             hidden = q_len.to(gl.float32) * (0.5 / self.config.tile.block_n)
@@ -340,7 +340,7 @@ class RowMask:
 @aggregate
 class Words:
     """Custom masks as `count` words of 32 bits at aligned addresses from `at` on. first: which bit is the masks' first.
-    Up to three bytes before and behind the masks are read, of words that have bytes of theirs.
+    Up to three bytes before and behind the masks are read, those that share a word with the masks.
     """
 
     at: gl.tensor

@@ -50,7 +50,7 @@ class PipelineState:
 
     @gluon.jit
     def advance(self, uses):
-        """The state after so many more uses of stages."""
+        """The state after `uses` more uses of stages."""
         return PipelineState(self.count + uses, self.stages)
 
 
@@ -98,7 +98,7 @@ class Pipeline:
 
 @gluon.jit
 def allocate_mbarriers(stages: gl.constexpr, arrivals: gl.constexpr):
-    """An mbarrier for each stage, of so many arrivals."""
+    """An mbarrier for each stage, which completes a phase after `arrivals` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(stages):
         mbarrier.init(bars.index(s), count=arrivals)
@@ -107,7 +107,7 @@ def allocate_mbarriers(stages: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def allocate_pipeline(stages: gl.constexpr, producers: gl.constexpr, consumers: gl.constexpr):
-    """A pipeline all of whose stages are empty, where so many arrivals commit a stage, and release it."""
+    """A pipeline of empty stages: `producers` arrivals commit a stage, and `consumers` arrivals release it."""
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     # Triton puts no barrier of all threads between mbarriers of different arrays.

@@ -1,10 +1,10 @@
 """The schedule: a linear index of all work units of a batch, and the span of it that each program computes.
 
-A tile is one KV head of one request with all its keys and all its query rows or, if `TileConfig.rows` > 0, so many of
-them. The keys of a tile are cut into work units of `TileConfig.unit_size` keys. Units are numbered request by request,
-head by head, tile by tile. Programs take equal spans of units, so that a batch of mixed lengths takes no longer than
-one of equal lengths. Each program finds its span itself from the tables in device memory: the host makes no list of
-work.
+A tile is one KV head of one request with all its keys and all its query rows or, if `TileConfig.rows` > 0, that
+number of them. The keys of a tile are cut into work units of `TileConfig.unit_size` keys. Units are numbered request by
+request, head by head, tile by tile. Programs take equal spans of units, so that a batch of mixed lengths takes no
+longer than one of equal lengths. Each program finds its span itself from the tables in device memory: the host makes no
+list of work.
 
 A batch-invariant batch may be computed by two launches, decode's and prefill's: each has the requests with as many
 query tokens as min_q_len and max_q_len say, and takes the others for empty.
@@ -40,8 +40,8 @@ def scan_size(batch: int) -> int:
 
 
 def decode_tokens(spec: AttentionSpec) -> int:
-    """The most query tokens of a request that decode computes. Of a batch-invariant layer, prefill has the longer ones,
-    so that the kernel, and with it the bits, depend on the request alone; otherwise they depend on the longest request.
+    """The most query tokens of a request that decode computes. In batch-invariant layers, prefill computes longer
+    requests, so that the kernel and the bits depend on the request alone. In others they depend on the longest request.
     """
     return DECODE_ROWS // spec.group_size
 
@@ -56,7 +56,7 @@ class ScheduleConfig:
         by_length: last_page_len has the key counts of whole requests.
         int64_offsets: the cache has 2**31 elements or more.
         min_q_len, max_q_len: query tokens of the requests that the launch computes; 0: any number.
-        whole_tiles: a program computes the tiles that start in its span.
+        whole_tiles: whether a program computes all of each tile that starts in its span, and nothing else.
     """
 
     tile: TileConfig
@@ -74,7 +74,7 @@ class SpanConfig:
 
     Attributes:
         scan: requests in one prefix sum.
-        programs: on a multiprocessor.
+        programs: programs that run on a multiprocessor at once.
         partial_cost: time to merge a partial state, in 32nds of the time of a work unit.
     """
 

@@ -26,13 +26,13 @@ from quire.kernels.hopper.schedule import Tables, add, leading_zeros, quotient, 
 
 # Requests that are looked at together, one for each thread of a warp.
 LANES = gl.constexpr(32)
-# A number of blocks that no request has.
+# More blocks than any request has, as the size of work tiles of which none is cut.
 UNSPLIT = gl.constexpr(1 << 20)
-# What a work tile costs, and a part of a tile, in times of a block: see `_split_size`.
+# The costs of a work tile, and of one that is only a part of a tile, in times of a block: see `_split_size`.
 TILE_COST, SPLIT_COST = gl.constexpr(2.0), gl.constexpr(6.0)
 # The KV head of the work tile after the last one.
 END = gl.constexpr(-1)
-# Keys and values that are read at the same time fill so many bytes of the L2 cache.
+# The bytes of the L2 cache that keys and values which are read at the same time may fill.
 _L2_BYTES = 32 << 20
 
 
@@ -42,8 +42,8 @@ class TileSchedulerConfig:
 
     Attributes:
         warps: of the producer, which finds them.
-        split: tiles may be cut into several work tiles; not if batch-invariant.
-        l2_tokens: of how many tokens keys and values of a KV head are read at the same time.
+        split: whether tiles may be cut into several work tiles; not if batch-invariant.
+        l2_tokens: the number of tokens whose keys and values are read at the same time, summed over KV heads.
     """
 
     warps: int
@@ -58,7 +58,7 @@ class TileSchedulerConfig:
 
 @aggregate
 class WorkTile:
-    """Of KV head h of request b, a tile of query rows from `row` on, and key blocks `first` to `last`.
+    """Query rows from `row` on, and key blocks `first` to `last`, of KV head h of request b.
 
     rows: how many query rows the request has; q_start, q_len: its first query token, and their number; kv_start,
     kv_len: its first entry in the page table or its first row of keys, and the number of keys. slot, splits: the slot
@@ -83,7 +83,7 @@ class WorkTile:
 
 @gluon.constexpr_function
 def _word(field):
-    """Which word of a slot has a field."""
+    """The index of the word that holds a field in a slot."""
     return list(WorkTile.fields).index(field)  # type: ignore[attr-defined]
 
 
@@ -154,10 +154,10 @@ def allocate_work_tiles(warps: gl.constexpr, consumers: gl.constexpr):
 
 @aggregate
 class TileIterator:
-    """The `index`-th work tile, and where the search for it has come to. levels: as in TileScheduler, those that are
-    left, the highest of which is being searched; b0: the first of 32 requests. tiles, slots: of those of the 32 that
-    are of this level, the numbers of their work tiles, and of their slots for partial states; ends, slot_ends: where
-    these end; end, slot_end: where the last ones end.
+    """The `index`-th work tile, and how far the search for it has come: at 32 requests from b0 on, and at one level.
+    levels: as in TileScheduler, but only the levels that are left; the highest one is being searched. tiles, slots: for
+    each of the 32 requests its numbers of work tiles and of slots for partial states, 0 if it is of another level;
+    ends, slot_ends: their running sums over all requests so far; end, slot_end: the last of these sums.
     """
 
     index: gl.tensor
@@ -326,7 +326,7 @@ def tile_scheduler(tables, counter, slots, config: gl.constexpr):
         longest = gl.maximum(longest, request.units)
         levels = levels | gl.where(mine > 0, gl.full_like(lanes, 1) << _level(request.units), 0)
     total, levels, longest = gl.sum(num_tiles, 0), gl.reduce(levels, 0, bitwise_or), gl.maximum(gl.max(longest, 0), 1)
-    # This is UNSPLIT. The compiler of Triton 3.6 fails over a constant.
+    # This equals UNSPLIT, but is not a constant, on which the compiler of Triton 3.6 fails.
     size = gl.maximum(longest, UNSPLIT)
     if config.split:
         size = _split_size(total, longest, gl.sum(all_blocks, 0), gl.sum(mean_blocks, 0), slots, config.warps)

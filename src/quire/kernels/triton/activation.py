@@ -13,7 +13,7 @@ from triton import language as tl
 from quire.kernels.gpu.launch import SmallLauncher
 from quire.kernels.triton.fp8 import convert, mantissa_bits, storage
 
-# A program computes so many elements.
+# The number of elements that a program computes.
 BLOCK = 1024
 _HALF_ROOT = tl.constexpr(math.sqrt(0.5))
 _ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
@@ -23,13 +23,13 @@ _ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
 class ActivationConfig:
     """The constants that the kernel is compiled for."""
 
-    # An output row has so many elements, of which a program computes `block`, in each of `block_rows` rows.
+    # An output row has `dim` elements. A program computes `block` of them in each of `block_rows` rows.
     dim: int
     block: int
     block_rows: int
     # The function is silu, gelu or gelu_tanh.
     kind: str
-    # Outputs in fp8 have so many mantissa bits; 0: outputs have another dtype.
+    # The number of mantissa bits of fp8 outputs; 0: outputs have another dtype.
     mantissa: int
     # One thread computes 8 elements, which are two loads of bfloat16.
     num_warps: int = BLOCK // 256

@@ -19,11 +19,12 @@ from quire.kernels.triton.code_product import CodeConfig, multiply_codes
 from quire.kernels.triton.fp8 import storage
 
 PACKED = ("int4", "mxfp4")
-# Columns that are read at a time, and that share a scale of fp8 rows for weights with a scale for each block.
+# Columns that are read at a time. Rows of x in fp8 have a scale for as many columns if the weight has block scales.
 BLOCK = 128
-# Rows of x up to which codes become numbers in the registers of the kernel that multiplies.
+# The most rows of x for which the kernel that multiplies decodes the codes in registers. For more rows, the weight is
+# dequantized to memory, or torch multiplies in fp8.
 MAX_ROWS = {"fp8": 64, "int8": 64, "int4": 128, "mxfp4": 128}
-# Elements of a weight that are dequantized at a time, whose numbers stay in the cache until they are multiplied.
+# Elements of a weight that are dequantized at a time, so few that they stay in the L2 cache until they are multiplied.
 _CHUNK = 1 << 24
 # Rows of x of the smallest tile.
 _MIN_ROWS = 8
@@ -85,12 +86,12 @@ def launch(
 
 
 def _stored(codes: Tensor, c: CodeConfig | NumberConfig) -> Tensor:
-    """Codes as kernels read them: bytes of fp8 where they are decoded by their bits."""
+    """Codes as kernels read them: fp8 codes are viewed as bytes where kernels decode them by integer operations."""
     return codes.view(torch.uint8) if c.kind == "fp8" and c.pairs else storage(codes) if c.kind == "fp8" else codes
 
 
 def _bytes_of(codes: Tensor) -> Tensor:
-    """Codes, of which those of fp8 are bytes."""
+    """Codes as kernels take them: fp8 codes are viewed as bytes."""
     return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
 
 
@@ -181,7 +182,7 @@ def _config(
         # Sums of larger tiles take longer to write and to add up.
         resident = 4 if block_m == _MIN_ROWS else 2
         splits = min(max(resident * num_sms(device) // tiles, 1), triton.cdiv(blocks, 2), 16)
-        # As many programs as have blocks of their own.
+        # This leaves out programs that would have no blocks.
         splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
     pairs = _has_pairs(device) and kind != "int8" and dtype in (_HALVES if kind == "int4" else _HALVES[:1])
     return CodeConfig(
@@ -244,7 +245,7 @@ def multiply_groups(
 
 
 def _partials(c: CodeConfig, tiles: int, x: Tensor) -> Tensor | None:
-    """Memory for the sums of programs that share tiles."""
+    """Memory for the partial sums of programs that share tiles; None if none do."""
     if c.splits == 1:
         return None
     return torch.empty(tiles * c.splits * c.block_n * c.block_m, dtype=torch.float32, device=x.device)
@@ -294,8 +295,8 @@ def write_rows(
 
 
 def _multiplies_fp8(out_features: int, x: Tensor, block: tuple[int, int]) -> bool:
-    """Whether torch multiplies rows of fp8 and weights with scales for these blocks, and is faster at it. It does not
-    share the columns of a tile, so that few rows are faster only with weights whose tiles fill the GPU.
+    """Whether torch has an fp8 product for weights with scales for these blocks, and is faster than Quire's kernels.
+    Torch does not divide a tile's columns among programs, so for few rows it is slow unless the tiles fill the GPU.
     """
     fills = out_features >= 2 * 64 * num_sms(x.device)
     if len(x) <= (_MIN_ROWS if fills else MAX_ROWS["fp8"]):

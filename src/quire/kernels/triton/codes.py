@@ -13,7 +13,7 @@ from triton import language as tl
 
 
 def _integers(bits: str, one: str, add: str) -> str:
-    """Four numbers of int4 for each word: code + base + operand, where `bits` are those of two bases."""
+    """PTX that decodes two words of int4 to four pairs of numbers: code + base + operand. bits: two bases."""
     steps = [f"lop3.b32 t, $4, 0x000F000F, {bits}, 0xEA; {add.format(0, 5)}"]
     steps += [
         f"shr.b32 t, $4, {4 * i}; lop3.b32 t, t, 0x000F000F, {bits}, 0xEA; {add.format(i, 5 + i)}" for i in range(1, 4)
@@ -22,7 +22,7 @@ def _integers(bits: str, one: str, add: str) -> str:
 
 
 def _floats() -> str:
-    """Four numbers of mxfp4 for each word: number * operand."""
+    """PTX that decodes two words of mxfp4 to four pairs of numbers: number * operand."""
     shifts = (("shl", 12, "shl", 6), ("shl", 8, "shl", 2), ("shl", 4, "shr", 2), ("shl", 0, "shr", 6))
     steps = [
         f"{a}.b32 t, $4, {i}; {b}.b32 u, $4, {j}; and.b32 u, u, 0x01C001C0; lop3.b32 t, t, 0x80008000, u, 0xEA; "

@@ -13,7 +13,7 @@ from quire.definition.spec import FLOATS8, AttentionSpec
 from quire.kernels.gpu.triton_internals import INTERPRETED
 from quire.kernels.triton.mask import MaskKinds
 
-# In batch-invariant mode, a work unit has so many keys, whatever the batch.
+# The number of keys of a work unit in batch-invariant mode, whatever the batch.
 INVARIANT_SPLIT = 512
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -37,8 +37,8 @@ class AttentionConfig:
         mask: which kinds of masks there are.
         qk_type, pv_type: the types of the operands of Q K' and P V; precision: of float32 products.
         e4m3, e5m2: keys and values are bytes that the kernel widens itself, as the GPU does not convert fp8.
-        transform_logits: logits are scaled before the softmax (soft cap, ALiBi, scales that differ by row) rather than
-            inside its exponential.
+        transform_logits: logits are scaled before the softmax (for a soft cap, ALiBi, scales that differ by row, and
+            an sm_scale that is not positive) rather than inside its exponential.
         normalize_q: rows of queries are divided by a power of two, so that float16 holds them; implies
             transform_logits.
         swap_qk: Q K' of a latent layer is computed as (K Q')'.
@@ -117,7 +117,7 @@ def head_dim_blocks(dim: int) -> tuple[int, int]:
 
 
 def choose_block_m(spec: AttentionSpec, rows: int, machine: Machine) -> int:
-    """Query rows of a tile, for requests of about so many rows per KV head."""
+    """Query rows of a tile, for requests of about `rows` query rows per KV head."""
     if spec.latent:
         rows = spec.group_size if spec.batch_invariant else rows
         return min(_latent_block_m(spec, machine), max(16, triton.next_power_of_2(rows)))

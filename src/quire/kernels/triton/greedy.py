@@ -14,7 +14,7 @@ from triton import language as tl
 
 from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_for_launch_before
 
-# Rows are searched in parts of so many elements.
+# The number of elements of a part of a row, which one program searches.
 PART = 4096
 
 

@@ -22,7 +22,7 @@ from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_f
 class GroupConfig:
     """The constants that `group_rows` is compiled for."""
 
-    # So many elements of `groups` are loaded at a time.
+    # The number of elements of `groups` that are loaded at a time.
     block: int
     num_warps: int
     # If true, the launch overlaps the one before.
@@ -38,7 +38,7 @@ class GemmConfig:
     # A program multiplies block_m sorted rows, all of one expert, by block_n rows of the expert's weight.
     block_m: int
     block_n: int
-    # So many elements of these rows are loaded at a time.
+    # The number of elements of these rows that are loaded at a time.
     block_k: int
     num_stages: int
     num_warps: int
@@ -117,7 +117,7 @@ def multiply_groups(
     n, k = tl.program_id(0) * c.block_n + tl.arange(0, c.block_n), tl.arange(0, c.block_k)
     matrix = expert.to(tl.int64)
     if weight_indices is not None:
-        # Whatever the table holds, a weight is read.
+        # The index is clamped, so that a weight is read whatever the table holds.
         matrix = tl.minimum(tl.maximum(tl.load(weight_indices + expert).to(tl.int64), 0), num_weights - 1)
     w_at = weight + matrix * weight_expert
     w_at += n.to(tl.int64)[:, None] * weight_row + k.to(tl.int64)[None, :] * weight_column
@@ -135,7 +135,7 @@ def multiply_groups(
 
 @lru_cache(maxsize=1024)
 def group_config(num_rows: int, device: torch.device) -> GroupConfig:
-    """The constants for so many rows: 8 for each thread."""
+    """The constants for `num_rows` rows, 8 for each thread."""
     block = min(max(triton.next_power_of_2(num_rows), 256), 4096)
     return GroupConfig(block, block // 256, has_dependent_launch(device))
 
@@ -154,7 +154,7 @@ def sort_by_group(groups: Tensor, order: Tensor, position: Tensor | None, ends: 
 
 @lru_cache(maxsize=1024)
 def gemm_config(num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
-    """The constants for so many rows. Most experts have at most twice as many as the mean, which is one block."""
+    """The constants for `num_rows` rows. Blocks have up to twice the mean rows of an expert: most experts need one."""
     mean = triton.cdiv(num_rows, num_experts)
     block_m = min(max(triton.next_power_of_2(2 * mean), 16), 128 // dtype.itemsize)
     block_n, block_k = (128, 64) if block_m == 64 else (64, 256 // dtype.itemsize)

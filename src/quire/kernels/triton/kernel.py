@@ -2,8 +2,8 @@
 
 With split-KV (see `schedule.py`) programs take equal shares of all work units. A program whose share holds only a part
 of a tile stores a partial state in one of its two slots, and the last program to store one of a tile combines them in
-the order of their keys. Without, programs take whole tiles, the last ones first, since these see most keys. What plans
-know of a batch is bounds alone: the kernel reads the tables when it runs, and they may change between two launches.
+the order of their keys. Without split-KV, programs take whole tiles, the last ones first, since these see most keys. A
+plan only has bounds of its batch: the kernel reads the tables when it runs, and they may change between two launches.
 
 In batch-invariant mode a work unit is a longer run of keys that starts at a multiple of its length. The state of each
 unit is computed on its own, and states are merged in the order of their keys whichever program computed them, so that

@@ -76,7 +76,7 @@ def penalise(
     tensors: tuple[Tensor | None, ...],
     values: tuple[float, ...],
 ) -> None:
-    """`quire.kernels.sampling.penalise_rows` on a GPU. tensors and values: repetition, presence, frequency."""
+    """`quire.kernels.sampling.penalise_logits` on a GPU. tensors and values: repetition, presence, frequency."""
     out.copy_(logits)
     (rows, vocab), device = logits.shape, logits.device
     if not rows:
@@ -94,8 +94,8 @@ def report_rows(
     x, maxima, sums, tokens, logprobs, top_tokens, top_logprobs, x_row, vocab, chunks, count,
     padded: tl.constexpr,
 ):  # fmt: skip
-    """Log-probabilities of a row's token and of its `count` most likely. Of the chunk that the last one came from, the
-    next is read; of the others, the maximum is known.
+    """Log-probabilities of a row's token and of its `count` most likely tokens. m holds, for each chunk, the largest
+    logit that has not been reported yet, so that each step reads only the chunk with the largest of these.
     """
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row

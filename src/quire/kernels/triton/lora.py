@@ -1,7 +1,7 @@
 """The products of adapters on a GPU, in two launches: h = x A^T (shrink) and y += h B (expand).
 
-What is known before the launch before is read while that one runs: the tables, B and y. So nothing that writes tables
-lets the next launch overlap it.
+A launch reads the tables, B and y while the launch before it still runs. So a kernel that writes tables does not let
+the next launch overlap it.
 
 Programs of the first one share the columns of x, so that few rows, too, are spread over a GPU. Each writes its partial
 sums of h, in float32, and the second launch adds them up in their order: nothing is added atomically, and shapes alone
@@ -31,11 +31,11 @@ _MANY = 512
 # With at most _FEW rows, blocks of `expand` have _FEW_ROWS, as most adapters have few of the rows.
 _FEW = 128
 _FEW_ROWS = 2
-# Up to so many rows, so many programs share the columns of x, and twice as many if there are _LONG columns.
+# Pairs (most rows of x, programs that share the columns of x). From _LONG columns on, twice as many programs do.
 _SPLITS = ((16, 16), (_MANY, 8), (2048, 4), (math.inf, 2))
 _LONG = 8192
-# Programs of a launch for each multiprocessor, at most, unless there are more tiles of columns; of `expand`, whose
-# programs are smaller, twice as many.
+# The most programs of a launch of `shrink` per multiprocessor, unless there are more tiles of columns. `expand`, whose
+# programs are smaller, has twice as many.
 _PROGRAMS = 8
 
 
@@ -43,18 +43,18 @@ _PROGRAMS = 8
 class ShrinkConfig:
     """The constants that `shrink` is compiled for."""
 
-    # Merged layers.
+    # The number of merged layers.
     parts: int
-    # Pages of an adapter, at most.
+    # The most pages of an adapter.
     max_pages: int
     # The number of slots, rounded up to a power of two.
     padded_groups: int
     # A program multiplies block_m rows of x, all of one adapter, by block_r rows of the adapter's A at a time.
     block_m: int
     block_r: int
-    # So many elements of these rows are loaded at a time.
+    # The number of elements of these rows that are loaded at a time.
     block_k: int
-    # So many programs share the columns; each has split_size of them, or fewer.
+    # The number of programs that share the columns. Each of them has at most split_size columns.
     splits: int
     split_size: int
     num_stages: int
@@ -75,11 +75,12 @@ class ExpandConfig:
     block_m: int
     block_n: int
     block_r: int
-    # Partial sums of h.
+    # The number of partial sums of h, as in ShrinkConfig.
     splits: int
-    # Tensor cores take 16 rows at least, and registers for them; fewer rows are multiplied without.
+    # Tensor cores take at least 16 rows, and registers for these. Fewer rows are multiplied without tensor cores.
     tensor_cores: bool
-    # Tensor cores multiply float32 numbers by their upper bits, which are all that 16-bit numbers have.
+    # Whether inputs have 16 bits. Tensor cores multiply only the upper bits of float32 numbers (TF32), which hold all
+    # bits of such inputs.
     halves: bool
     num_warps: int
     launch_pdl: bool
@@ -123,7 +124,7 @@ def shrink(x, a, order, ends, rank_pages, num_rank_pages, h, num_slots, in_featu
                 a_at += c.block_k
                 x_at += c.block_k
             tl.store(h_rows + r[:, None], total, (r < ranks)[:, None] & (m < end)[None, :])
-    # Programs without a block must not end before, as the next launch waits for this one alone.
+    # Programs without a block must wait, too: the next launch waits for this launch alone, not for the one before.
     wait_for_launch_before(c.launch_pdl)
 
 
@@ -214,13 +215,13 @@ def lora_configs(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[ShrinkConfig, ExpandConfig]:
-    """The constants for so many rows, slots, and pages of an adapter at most."""
-    # Products of float32 numbers hold more of them in registers.
+    """The constants for `num_rows` rows, `num_slots` slots, and at most `max_pages` pages of an adapter."""
+    # Kernels keep more registers for float32 numbers, so that their blocks are smaller.
     halves = dtype != torch.float32
     block_m = 64 if halves and num_rows > _MANY else 16
     block_k, max_ranks = 256 // dtype.itemsize, max_pages * len(part_ends) * RANK_PAGE
-    # All rows may be of one adapter, and fill few blocks. A few numbers of splits are enough: kernels are compiled for
-    # each of them.
+    # If all rows are of one adapter, they fill few blocks, and splits give more programs. There are only a few possible
+    # numbers of splits, since kernels are compiled for each of them.
     wanted = next(splits for rows, splits in _SPLITS if num_rows <= rows) * (2 if in_features >= _LONG else 1)
     splits = _power_of_two(min(wanted, max(in_features // 256, 1)))
     split_size = triton.cdiv(triton.cdiv(in_features, splits), block_k) * block_k
@@ -255,7 +256,7 @@ def lora_configs(
 
 
 def _power_of_two(number: int) -> int:
-    """The largest power of two that is not larger."""
+    """The largest power of two that is at most `number`."""
     return 1 << number.bit_length() - 1
 
 
@@ -282,7 +283,7 @@ def add_lora(
     h = torch.empty(c.splits * num_rows * ranks, dtype=torch.float32, device=x.device)
     most = _PROGRAMS * num_sms(x.device)
     tables = order, ends, rank_pages, num_rank_pages
-    # Programs of their own for rows of rank, too, where there are few blocks.
+    # Where there are few blocks, programs also divide the rows of A among them.
     across = c.splits * min(triton.cdiv(ranks, c.block_r), max(most // 4 // (blocks * c.splits), 1))
     grid = across, min(blocks, max(most // across, 1))
     _shrink(grid, (x, a, *tables, h), (num_slots,), (in_features, x.stride(0), a.stride(0)), c)

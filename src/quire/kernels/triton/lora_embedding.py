@@ -17,7 +17,7 @@ from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_f
 class EmbeddingConfig:
     """The constants that `add_embeddings` is compiled for."""
 
-    # A program adds to so many columns of one row.
+    # The number of columns of one row that a program adds to.
     block_n: int
     num_warps: int
     launch_pdl: bool

@@ -1,7 +1,7 @@
 """Which keys a query row sees. No other file of this family knows causal masks, windows, custom masks and items.
 
 Query token i of a request is at position kv_len - q_len + i, and key j at position j. A new kind of mask is a field of
-`MaskConfig`, an argument in `Mask`, a bound in `first_key` or `key_ends` where it bounds the keys of a tile, and a
+`MaskKinds`, an argument in `Mask`, a bound in `first_key` or `key_ends` where it bounds the keys of a tile, and a
 condition in `visible`.
 """
 
@@ -17,7 +17,7 @@ from triton import language as tl
 from quire.definition.spec import AttentionSpec
 from quire.kernels.call import Call
 
-# The fields of AttentionSpec that this file computes.
+# The fields of MaskSpec that this file computes.
 MASKS = frozenset({"causal", "window_left", "window_right", "custom_mask", "items"})
 
 

@@ -20,13 +20,13 @@ from quire.kernels.gpu.launch import SmallLauncher
 from quire.kernels.triton.fp8 import convert, mantissa_bits, storage
 from quire.kernels.triton.threshold import running_programs
 
-# The largest row that stays in registers has so many elements: 16 for each thread.
+# The most elements of a row that stays in registers, 16 for each thread.
 BLOCK = 16384
-# A longer row is loaded by so many elements at a time.
+# The number of elements of a longer row that are loaded at a time.
 LOOP = 8192
-# Where several rows fit into a program, they have so many elements together.
+# The number of elements of all rows of a program that computes several short rows.
 SHORT = 2048
-# If a program loads the next rows ahead, its rows have so many elements together.
+# The number of elements of all rows of a program that loads the next rows ahead.
 AHEAD = 8192
 # These are the warps of 1024 threads.
 MAX_WARPS = 32 if torch.version.hip is None else 16
@@ -36,16 +36,16 @@ MAX_WARPS = 32 if torch.version.hip is None else 16
 class NormConfig:
     """The constants that the kernel is compiled for."""
 
-    # A row has so many elements, of which `block` are loaded at a time.
+    # A row has `dim` elements, of which `block` are loaded at a time.
     dim: int
     block: int
-    # A program computes so many rows at a time.
+    # The number of rows that a program computes at a time.
     block_rows: int
     # This is added to weights.
     weight_bias: float
     # If true, the mean is subtracted, as in layer norm.
     center: bool
-    # Outputs in fp8 have so many mantissa bits; 0: outputs have another dtype.
+    # The number of mantissa bits of fp8 outputs; 0: outputs have another dtype.
     mantissa: int
     # If true, programs compute several tiles of rows, and load the next one ahead.
     ahead: bool

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-# One program writes so many bytes.
+# The number of bytes that a program writes.
 BLOCK = 256
 
 

@@ -28,19 +28,19 @@ class HeadConfig:
     # A query's or key's head has `dim` elements, and a value's head has `dim_v`.
     dim: int
     dim_v: int
-    # So many pairs of a head are rotated. block_half is this number, padded to a power of two.
+    # The number of pairs of a head that are rotated. block_half is this number, padded to a power of two.
     half: int
     block_half: int
-    # So many elements of a head, padded to a power of two, are not rotated; 0 if all are.
+    # The number of elements of a head that are not rotated, padded to a power of two; 0 if all are rotated.
     block_rest: int
-    # So many elements of a value's head are copied at a time.
+    # The number of elements of a value's head that are copied at a time.
     block_copy: int
-    # A program computes so many heads.
+    # The number of heads that a program computes.
     block_heads: int
     interleave: bool
     # This is added to weights.
     weight_bias: float
-    # Outputs in fp8 have so many mantissa bits; 0: outputs have another dtype.
+    # The number of mantissa bits of fp8 outputs; 0: outputs have another dtype.
     mantissa: int
 
     @property

@@ -16,7 +16,7 @@ from quire.kernels.triton.fp8 import convert, mantissa_bits
 
 # These are the radians in 2**-32 of a full rotation.
 STEP = tl.constexpr(2 * math.pi / 2**32)
-# From so many tokens on, one program per token fills a GPU.
+# With more tokens than this, one program per token fills a GPU.
 FULL = 1024
 
 
@@ -24,19 +24,19 @@ FULL = 1024
 class RopeConfig:
     """The constants that the kernel is compiled for."""
 
-    # So many pairs of a head are rotated, and `rest` elements are copied.
+    # `half` pairs of a head are rotated, and `rest` elements are copied.
     half: int
     rest: int
-    # A value's head has so many elements.
+    # The number of elements of a value's head.
     dim_v: int
     # This is `half`, padded to a power of two.
     block_half: int
-    # A block has so many heads.
+    # The number of heads in a block.
     block_heads: int
-    # So many elements of a head are copied at a time.
+    # The number of elements of a head that are copied at a time.
     block_copy: int
     interleave: bool
-    # Outputs in fp8 have so many mantissa bits; 0: outputs have another dtype.
+    # The number of mantissa bits of fp8 outputs; 0: outputs have another dtype.
     mantissa: int
 
     @property

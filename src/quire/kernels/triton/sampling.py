@@ -41,8 +41,8 @@ MAP_BLOCK = 4096
 
 @triton.jit
 def keep(x, maxima, ids, sums, vocab, low, min_weight, top, scale, c: tl.constexpr):
-    """List the chunks with elements above the key `low`, and write the sum of each one's weights from min_weight on to
-    sums; return their number and the sum of all.
+    """List the chunks with elements above the key `low`. For each, write to `sums` the sum of the weights that are at
+    least min_weight. Return the number of listed chunks, and the sum of all these weights.
     """
     listed = list_chunks(maxima, low, ids, vocab, c)
     total = tl.full([c.tile], 0, tl.float64)

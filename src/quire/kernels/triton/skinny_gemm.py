@@ -18,7 +18,7 @@ from quire.definition.versions import untested
 from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_for_launch_before
 from quire.kernels.gpu.triton_internals import INTERPRETED
 
-# The kernel of Hopper GPUs multiplies so many rows at most. It takes 8, but steps of 8 requests are slower with it.
+# The most rows for which the kernel of Hopper GPUs is used. It takes 8, but steps of 8 requests are slower with it.
 _HOPPER_ROWS = 4
 
 
@@ -26,10 +26,10 @@ _HOPPER_ROWS = 4
 class GemvConfig:
     """The constants that `multiply_row` is compiled for."""
 
-    # A row has so many elements, of which `block` are loaded at a time.
+    # A row has `size` elements, of which `block` are loaded at a time.
     size: int
     block: int
-    # A program multiplies so many rows of the matrix.
+    # The number of rows of the matrix that a program multiplies.
     rows: int
     num_warps: int
     # If true, the launch overlaps the one before.
@@ -40,12 +40,12 @@ class GemvConfig:
 class SkinnyConfig:
     """The constants that `multiply_few` is compiled for."""
 
-    # A row has so many elements, of which `parts` times `block` are loaded at a time.
+    # A row has `size` elements, of which `parts` times `block` are loaded at a time.
     size: int
     parts: int
     block: int
-    # A program multiplies so many rows of the matrix by so many rows of x. The left operand of tensor cores has 16 rows
-    # and the right one 8 or more: up to 8 rows of x are the right one, and up to 16 the left one.
+    # A program multiplies `rows` rows of the matrix by `block_m` rows of x. The left operand of tensor cores has 16
+    # rows, and the right one 8 or more: up to 8 rows of x are the right operand, and up to 16 the left one.
     rows: int
     block_m: int
     num_warps: int
@@ -71,7 +71,7 @@ def skinny_config(size: int, num_rows: int, tokens: int, device: torch.device) -
 
 @lru_cache(maxsize=1024)
 def is_hopper_product(size: int, device: torch.device) -> bool:
-    """Whether the kernel of Hopper GPUs multiplies a few rows of so many elements."""
+    """Whether the kernel of Hopper GPUs multiplies a few rows of `size` elements."""
     # Releases of Triton rename parts of Gluon.
     is_known = not INTERPRETED and not untested({"triton": triton.__version__})
     return is_known and device.type == "cuda" and size % 16 == 0 and torch.cuda.get_device_capability(device)[0] == 9

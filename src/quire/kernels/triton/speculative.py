@@ -10,7 +10,7 @@ from triton import language as tl
 from quire.kernels.triton.sampling import step_to, uniform
 from quire.kernels.triton.threshold import CHUNK, load_chunks, pick, row_config
 
-# So many chunks are read at a time.
+# The number of chunks that are read at a time.
 TILE = tl.constexpr(64)
 
 

@@ -19,11 +19,11 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-# A chunk has so many tokens.
+# The number of tokens in a chunk.
 CHUNK = tl.constexpr(64)
-# So many chunks are in registers at a time.
+# The number of chunks that are in registers at a time.
 TILE = 64
-# No row has so many tokens.
+# More tokens than any row has, as the top_k that keeps all of them.
 ALL = tl.constexpr(2**31 - 1)
 # This is the key of -inf.
 LOWEST = tl.constexpr(-0x7F800000)
@@ -33,7 +33,7 @@ LOWEST = tl.constexpr(-0x7F800000)
 class RowConfig:
     """The constants that the kernels are compiled for."""
 
-    # A row has so many chunks, padded to a power of two, of which `tile` are in registers at a time.
+    # A row has `chunks` chunks, padded to a power of two, of which `tile` are in registers at a time.
     chunks: int
     tile: int
     # If true, rows hold logits; otherwise they hold probabilities.
@@ -116,8 +116,9 @@ def chunk_stats(
 
 @triton.jit
 def middle(low, high, top, scale, turn, c: tl.constexpr):
-    """A pivot between two keys. Logits are halved as numbers, below which there may be -inf, and at every fourth turn
-    as keys, which ends after 32 such turns; halving the keys of probabilities halves their exponents.
+    """A pivot between two keys. For logits it is the middle of the two numbers, or a number below `high` if `low` is
+    -inf. At every fourth turn it is the middle of the keys, so that the search ends after 32 such turns. For
+    probabilities it is always the middle of the keys, which halves the range of exponents.
     """
     key = (low + high) >> 1
     if c.logits:
@@ -129,7 +130,7 @@ def middle(low, high, top, scale, turn, c: tl.constexpr):
 
 @triton.jit
 def inside(key, low, high, c: tl.constexpr):
-    """The key next to this one between low and high, which are more than a grain apart."""
+    """The key moved to at least one grain above `low` and below `high`, which are more than a grain apart."""
     return tl.minimum(tl.maximum(key, low + c.grain), high - c.grain)
 
 
@@ -225,11 +226,11 @@ def count_pivots(x, ids, listed, vocab, p, q, r, top, scale, c: tl.constexpr):
 
 @triton.jit
 def estimate(x, ids, listed, vocab, k, mass, whole, low, high, top, scale, c: tl.constexpr):
-    """Three pivots from a sample of the listed chunks: where the threshold seems to be, and on each side of it the one
-    between which and the threshold there seems to be half of what fits into registers. whole: weight of the chunks.
+    """Three pivots (p, q, r) from a sample of the listed chunks: q is where the threshold is expected. Between p and q,
+    and between q and r, half of the elements are expected that fit into registers. whole: weight of the chunks.
 
-    The weight above a pivot follows from that of the sample below it. Few tokens have most of the weight above, and
-    which of them are in the sample says little.
+    The weight above a pivot is computed as `whole` less the weight below, which the sample gives more exactly: most of
+    the weight above belongs to few tokens, which may or may not be in the sample.
     """
     values = load_chunks(x, tl.load(ids + tl.arange(0, c.tile) * listed // c.tile), vocab)
     weights = weigh(values, top, scale, c.logits)

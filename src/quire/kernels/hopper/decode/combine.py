@@ -93,7 +93,7 @@ def _floats(count):
 @aggregate
 class DecodePartials:
     """Slots for partial states as int32, the bits of float32. acc: [slots, rows, dim]; ml: pairs (m, l),
-    [slots, rows, 2]; slots: how many there are, which the invariant split needs. There is none with whole tiles.
+    [slots, rows, 2]; slots: the number of slots, for the invariant split. With whole tiles there are no slots.
     """
 
     acc: gl.tensor | None
@@ -177,8 +177,8 @@ class DecodePartials:
         write the tile or store the merged state. saved: the SavedState.
         """
         R: gl.constexpr = min(self.rows, MAX_ROWS)
-        # Slots at a time: up to eight, as registers allow, and few for the rest. More variants would be more code,
-        # whose loading takes time however few slots there are.
+        # The numbers of slots that are merged at a time: `many`, up to eight as registers allow, and then `few` for
+        # the rest. More variants would be more code, which takes time to load even if there are few slots.
         many: gl.constexpr = max(min((64 if R < MAX_ROWS else 32) * 128 // (R * self.dim), 8), 1)
         few: gl.constexpr = max(8 * 128 // (R * self.dim), 1)
         row_end = request.rows()
@@ -216,8 +216,8 @@ def _store_flagged(at, x, valid):
 
 @aggregate
 class SavedState:
-    """Shared memory, no longer in use for anything else, that has a state: acc in `acc`; m and l in `ml`, which has
-    room for those of `states` states, as the index-th. config: a DecodeConfig.
+    """A state in shared memory that nothing else uses any longer: acc in `acc`, and m and l at place `index` of `ml`,
+    which has room for `states` of them. config: a DecodeConfig.
     """
 
     acc: gl.shared_memory_descriptor

@@ -26,11 +26,11 @@ from quire.kernels.hopper.schedule import (
     scan_size,
 )
 
-# Keys in a work unit, and work units in a split group, if batch-invariant.
+# For batch-invariant layers, the keys in a work unit, and the work units in a split group.
 _UNIT_SIZE, _SPLIT_GROUP = 128, 8
-# The memory for partial states of batch-invariant layers is at most so large.
+# The most bytes of partial states of a batch-invariant layer.
 _MAX_PARTIAL_BYTES = 120 << 20
-# The pipelines of a multiprocessor load at most so many bytes at a time: more loads would only wait for each other.
+# The most bytes that the pipelines of a multiprocessor load at a time. Further loads would only wait for each other.
 _BYTES_IN_FLIGHT = 128 << 10
 
 
@@ -96,13 +96,13 @@ def _whole_tiles(spec: AttentionSpec, max_q_len: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _launcher(c: DecodeConfig, registers: int) -> Launcher:
-    # If batch-invariant, what is rounded must not depend on the compiler: see `invariant.py`.
+    # For batch-invariant layers, the compiler must not choose which products are fused: see `invariant.py`.
     return Launcher(decode, c, num_warps=4, maxnreg=registers, launch_pdl=True, enable_fp_fusion=c.split_group == 0)
 
 
 @lru_cache(maxsize=1024)
 def config(spec: AttentionSpec, page_size: int, batch: int, max_q_len: int, flags: tuple[bool, ...]) -> DecodeConfig:
-    """What the kernel is made for. flags: q_scale, k_scale, v_scale, lse, int64_offsets, by_length of DecodeConfig."""
+    """The constants of the kernel. flags: q_scale, k_scale, v_scale, lse, int64_offsets, by_length of DecodeConfig."""
     tuning, whole_tiles = tune(spec, max_q_len), _whole_tiles(spec, max_q_len)
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length = flags
     partial_rows = _partial_rows(tuning)
@@ -142,9 +142,9 @@ def _partial_rows(tuning: DecodeTuning) -> int:
 
 
 def _slots(spec: AttentionSpec, max_q_len: int, processors: int, batch: int, keys: int) -> tuple[int, int]:
-    """Programs of a batch-invariant launch, and slots for their partial states: for each program the units of a split
-    group but the first, and one for each split group of the schedule. If partial states are large, fewer programs fit
-    the memory.
+    """Programs of a batch-invariant launch, and slots for their partial states: _SPLIT_GROUP for each program, and one
+    for each split group of the schedule (see `invariant.py`). If partial states are large, there are fewer programs, so
+    that the slots fit the memory.
     """
     tuning = tune(spec, max_q_len)
     each = _partial_rows(tuning) * (spec.head_dim_vo + 2) * 4
@@ -156,7 +156,7 @@ def _slots(spec: AttentionSpec, max_q_len: int, processors: int, batch: int, key
 
 
 def float_workspace_size(spec: AttentionSpec, processors: int, max_q_len: int) -> int:
-    """None: partial states are self-flagging, in the int workspace."""
+    """0: partial states are self-flagging, and lie in the int workspace, which holds zeros."""
     return 0
 
 
@@ -182,8 +182,8 @@ def _per_16_bits(x: Tensor) -> int:
 
 
 def _few_entries(c: DecodeConfig, processors: int, batch: int) -> int:
-    """Up to so many page ids, `find_span` uses one program per multiprocessor whatever the table says; -1 if the kernel
-    has only one, or if the number of tiles per request is unknown.
+    """The most page ids for which `find_span` uses one program per multiprocessor whatever the table says. -1 if there
+    is only one program in any case, or if the number of tiles per request is unknown.
     """
     if c.schedule.whole_tiles or c.span.programs == 1:
         return -1
@@ -212,7 +212,7 @@ def launch(call: Call, out: Tensor, lse: Tensor | None, processors: int) -> Laun
         programs = min(programs, partials.numel() // each)
     few = _few_entries(c, processors, batch)
     if entries <= few:
-        # Any more would find an empty span.
+        # Any further program would find an empty span.
         programs = min(programs, processors)
     (bits, bits_indptr, *_), (bits_size, _, window) = mask_arguments(call)
     scale, cap = spec.sm_scale * LOG2E * q_gain * k_gain, spec.logits_soft_cap * LOG2E

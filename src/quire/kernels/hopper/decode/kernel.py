@@ -35,10 +35,10 @@ class DecodeConfig:
         block_m: query rows of a tile, padded to a power of two.
         partial_rows: rows of a partial state, a power of two, at least 4.
         split_group: work units of a split group of the batch-invariant split; 0: not batch-invariant.
-        load_registers: per thread of the producer.
-        cap: of logits.
-        q_scale, k_scale: factors per head.
-        fp8, e5m2: caches are of fp8, and that is float8_e5m2, not float8_e4m3fn.
+        load_registers: registers per thread of the producer.
+        cap: whether logits have a soft cap.
+        q_scale, k_scale: whether there are factors per head.
+        fp8, e5m2: whether caches are fp8, and whether their type is float8_e5m2 and not float8_e4m3fn.
     """
 
     mask: MaskConfig
@@ -110,7 +110,7 @@ def decode(
     c: gl.constexpr,
 ):  # fmt: skip
     """Attention of those requests of a batch that have at most 64 query rows per KV head, over pages or ragged rows.
-    With whole tiles there may be others.
+    With whole tiles, the batch may have others, which are left out.
 
     q, k, v, out: as in `quire.kernels.call.Call` (q_pe and k_pe are None). lse: float32 [tokens, heads]. partials: None
     with whole tiles, otherwise int32 [n, c.partial_rows, dim] and after it [n, c.partial_rows, 2] for `DecodePartials`

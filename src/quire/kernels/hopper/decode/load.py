@@ -15,7 +15,7 @@ from quire.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_pipe
 
 @aggregate
 class DecodeCache:
-    """Keys or values as 16-bit elements, whose number strides count."""
+    """Keys or values as 16-bit elements; strides count these elements."""
 
     x: gl.tensor
     page: gl.tensor
@@ -78,7 +78,7 @@ def load(tables, k, v, pipeline, output, span, c: gl.constexpr):
     schedule: gl.constexpr = c.schedule
     block_n: gl.constexpr = c.tile.block_n
     width: gl.constexpr = c.stored_dim * c.tile.packed_heads
-    # Neighbouring rows of a thread and, of these, rows that always lie in one page.
+    # The number of neighbouring rows that a thread copies, and how many of these always lie in one page.
     rows: gl.constexpr = min(block_n * width // 1024, 8)
     same: gl.constexpr = _gcd(schedule.page_size, rows)
     layout: gl.constexpr = gl.BlockedLayout([rows, 8], [256 // width, width // 8], [4, 1], [1, 0])

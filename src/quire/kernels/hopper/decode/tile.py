@@ -43,7 +43,7 @@ def tile_of(request, segment, mask):
 
 @aggregate
 class DecodeRows:
-    """The rows of a tile. factor: of their logits; mask: which keys they see."""
+    """The rows of a tile. factor: the factor of each row's logits; mask: the RowMask."""
 
     factor: gl.tensor
     mask: RowMask

@@ -24,13 +24,13 @@ from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig
 _BLOCK_M, _BLOCK_N = BLOCK_M.value, 64
 # A divisor of the number of multiprocessors, 132.
 _MAX_PROGRAMS_PER_SPAN = 12
-# Per request.
+# The mean number of tiles per request from which `prefill_latent` computes a batch.
 _MANY_TILES = 64
-# By head_dim_vo: stages and queries fill 227 KiB of shared memory.
+# The number of stages by head_dim_vo: stages and queries then fill the 227 KiB of shared memory.
 _STAGES = {512: 2, 256: 4, 128: 7}
 # Counters of arrivals, per program.
 _COUNTERS = 6
-# Slots for partial states of prefill, per program. Their memory is that of decode's.
+# Slots for partial states of prefill, per program. They use the memory that decode uses for its slots.
 _SLOTS = 2
 
 
@@ -49,13 +49,13 @@ def declines(spec: AttentionSpec, max_q_len: int) -> str | None:
 
 @lru_cache(maxsize=1024)
 def programs_per_span(spec: AttentionSpec, max_q_len: int) -> int:
-    """Programs that read the same keys, for the tiles of a request of max_q_len query tokens (0, unknown, is as 1)."""
+    """Programs that read the same keys, for the tiles of a request of max_q_len query tokens (0: unknown, as 1)."""
     tiles = -(-max(max_q_len, 1) * spec.num_qo_heads // _BLOCK_M)
     return -(-tiles // -(-tiles // _MAX_PROGRAMS_PER_SPAN))
 
 
 def has_many_rows(spec: AttentionSpec, tokens: int, batch: int) -> bool:
-    """Whether `prefill_latent` computes a batch of so many query tokens: if requests have many tiles, on average."""
+    """Whether `prefill_latent` computes a batch of this many query tokens: if requests have many tiles, on average."""
     return tokens * spec.num_qo_heads >= max(batch, 1) * _MANY_TILES * _BLOCK_M
 
 

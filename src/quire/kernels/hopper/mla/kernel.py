@@ -39,7 +39,7 @@ from quire.kernels.hopper.pipeline import PipelineConfig, PipelineState
 from quire.kernels.hopper.schedule import ScheduleConfig, SpanConfig, Tables
 from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig, allocate_work_tiles
 
-# Registers per thread at the start, of which the producer gives some to the consumers, and those of consumers then.
+# Registers per thread at launch, and those of a consumer after the producer has given up some of its own.
 REGISTERS = 168
 CONSUMER_REGISTERS = gl.constexpr(216)
 
@@ -52,8 +52,8 @@ class LatentConfig:
         span: how `decode_latent` finds spans.
         scheduler: how `prefill_latent` finds work tiles.
         programs_per_span: programs that read the same keys, for 64 query rows each.
-        transform: logits are scaled before the softmax.
-        q_scale, k_scale: factors per head, and a factor.
+        transform: whether logits are scaled before the softmax.
+        q_scale, k_scale: whether queries have a factor per head, and whether keys have a factor.
     """
 
     mask: MaskConfig

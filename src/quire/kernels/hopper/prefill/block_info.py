@@ -1,7 +1,7 @@
 """Which key blocks of a work tile are loaded and computed, from the last to the first.
 
 Without custom masks and items they are all blocks of the work tile, and consumers find from its bounds which of them
-need a mask. Custom masks and items hide blocks anywhere, which only their data say (MaskConfig.listed): the producer
+need a mask. Custom masks and items can hide any block, depending on their data (MaskConfig.listed): the producer
 looks at 32 blocks together, leaves out those of which no row of the tile sees a key, and passes a BlockInfo for each
 other one.
 """

@@ -19,7 +19,7 @@ from quire.kernels.hopper.prefill.kernel import PrefillConfig, prefill
 from quire.kernels.hopper.schedule import ScheduleConfig, decode_tokens
 from quire.kernels.hopper.tile_scheduler import TileSchedulerConfig
 
-# Keys: the rows of one swizzled block of shared memory.
+# The fewest keys that TMA loads at once: the rows of one swizzled block of shared memory.
 _MIN_BOX = 8
 # Slots for partial states per program: the number that is allocated, and the largest that is used.
 _SLOTS, _MAX_SLOTS = 2, 8
@@ -56,9 +56,9 @@ def refuses(call: Call) -> str | None:
 
 
 def _box_of(spec: AttentionSpec, x: Tensor, page_size: int) -> int:
-    """How many keys TMA loads of a tensor at once, or 0: boxes are rows of one page in a matrix whose rows have the
-    stride of tokens, if there is such a matrix. With custom masks and items, a producer of four warps finds which
-    blocks are loaded, and copies them: its warps would wait for each other at each box.
+    """How many keys of a tensor TMA loads at once, which form a box; 0 if TMA is not used. A box has rows of one page,
+    in a matrix whose rows have the stride of tokens; not every tensor is such a matrix. TMA is not used with custom
+    masks and items: four producer warps then find the blocks to load, and would wait for each other at each box.
     """
     block_n = block_size(spec)
     if x.element_size() == 1 or hides_blocks(spec):
@@ -81,7 +81,7 @@ def _matrix(x: Tensor, box: int, width: int) -> TmaMatrix:
 
 @lru_cache(maxsize=1024)
 def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...]) -> PrefillConfig:
-    """What the kernel is made for. flags: q_scale, k_scale, v_scale, lse, int64_offsets, by_length of PrefillConfig and
+    """The constants of the kernel. flags: q_scale, k_scale, v_scale, lse, int64_offsets, by_length of PrefillConfig and
     whether the scale of logits may be negative.
     """
     q_scale, k_scale, v_scale, lse, int64_offsets, by_length, negative = flags
@@ -101,7 +101,7 @@ def config(spec: AttentionSpec, page_size: int, box: int, flags: tuple[bool, ...
         pipeline=PipelineConfig(8 if dim == 64 else 2, consumers, load_warps),
         output=OutputConfig(tile, dim_vo, spec.sinks, lse, v_scale),
         dim_qk=dim,
-        # The largest power of two in it.
+        # The largest power of two that divides dim.
         part=dim & -dim,
         box=box,
         registers=_registers(consumers, load_registers),
@@ -123,7 +123,7 @@ def block_size(spec: AttentionSpec) -> int:
 
 
 def _consumers(spec: AttentionSpec) -> int:
-    """Consumers of a program: for three there are enough registers with heads of 64."""
+    """Consumers of a program. There are enough registers for three consumers only with heads of 64 elements."""
     return 3 if spec.head_dim_qk == 64 else 2
 
 

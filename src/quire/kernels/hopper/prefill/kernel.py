@@ -32,13 +32,13 @@ class PrefillConfig:
     Attributes:
         dim_qk, part: head_dim of queries and keys, which are in parts of `part` elements, a power of two.
         box: keys that TMA loads at once; 0: keys are copied one by one.
-        registers, load_registers: per thread of a consumer, and of the producer.
-        packed: P is kept as pairs of 16-bit elements, where there are few registers.
-        fp8, fp8_q: keys and values are fp8 and are widened, keys to the dtype of queries, values to float16. Queries
-            are fp8, too: keys stay as they are.
-        cap, alibi: soft cap and ALiBi of logits.
-        transform: logits are scaled before the softmax.
-        q_scale, k_scale: factors per head.
+        registers, load_registers: registers per thread of a consumer, and of the producer.
+        packed: whether P is kept as pairs of 16-bit elements, where there are few registers.
+        fp8: whether keys and values are fp8. They are widened, keys to the dtype of queries, values to float16.
+        fp8_q: whether queries are fp8, too. Keys then stay as they are.
+        cap, alibi: whether logits have a soft cap, and ALiBi.
+        transform: whether logits are scaled before the softmax.
+        q_scale, k_scale: whether there are factors per head.
     """
 
     mask: MaskConfig

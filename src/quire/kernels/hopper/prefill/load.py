@@ -46,11 +46,11 @@ def _allocate_stages(
 @gluon.jit
 def allocate_kv_pipeline(dtype: gl.constexpr, c: gl.constexpr):
     """A KVPipeline all of whose stages are empty, for queries of a dtype."""
-    # Each thread arrives where its copies do.
+    # With asynchronous copies, each thread arrives at the mbarrier when its own copies have arrived.
     threads: gl.constexpr = 32 * c.pipeline.load_warps
     arrivals: gl.constexpr = 1 if c.box > 0 or c.fp8 else threads
     k = _allocate_stages(dtype, c.part, c.dim_qk // c.part, threads if c.fp8_q else arrivals, c)
-    # fp8 is widened to float16 in a fourth of the instructions that bfloat16 takes. Keys must be as queries are.
+    # Widening fp8 to float16 takes a fourth of the instructions of bfloat16, but keys must have the dtype of queries.
     v = _allocate_stages(gl.float16 if c.fp8 else dtype, c.dim, 1, arrivals, c)
     infos = None
     if c.mask.listed:
@@ -80,7 +80,7 @@ def _page_layout(rows, width, elements, warps):
 
 @gluon.constexpr_function
 def row_layout(width, elements, warps):
-    """The layout of rows of `width` elements that are copied, so many of them, 16 bytes, by each thread."""
+    """The layout of rows of `width` elements, of which each thread copies `elements` at a time, which are 16 bytes."""
     threads = width // elements
     return gl.BlockedLayout([1, elements], [32 // threads, threads], [warps, 1], [1, 0])
 
@@ -196,7 +196,7 @@ class Loader:
         if self.dim == width:
             return (gl.load(at, needed, 0),)
         else:
-            # The compiler goes on after a return, so that this branch is needed. Heads have 192 elements here.
+            # Without this branch, the compiler would also compile this after the return. Heads have 192 elements here.
             gl.static_assert(self.dim == 3 * width)
             return gl.load(at, needed, 0), gl.load(at + words, needed, 0), gl.load(at + 2 * words, needed, 0)
 
@@ -226,7 +226,7 @@ class Loader:
         if c.fp8 and self.x.dtype.element_ty != self.stages.data.dtype:
             return self.fetch_rows(tile, block, wanted)
         else:
-            # The compiler goes on after a return, so that this branch is needed.
+            # Without this branch, the compiler would also compile this after the return.
             elements: gl.constexpr = 16 if c.fp8_q else 8
             width: gl.constexpr = self.stages.data.shape[2]
             return (self.page_ids(tile, block, _page_layout(c.tile.block_n, width, elements, c.pipeline.load_warps)),)
@@ -272,12 +272,12 @@ def _load_boxes(k, v, state, tile, c: gl.constexpr):
     ids = last
     if paged:
         ids = _box_ids(k.tables, tile, last, c)
-    # These are not ids: the compiler takes variables of a loop that begin equal for one.
+    # These values are not used. They differ, because the compiler merges variables of a loop that begin equal.
     v_ids, next_ids = ids * 0, ids * 0 + 1
     for i in range(blocks):
         block = last - i
         if paged:
-            # Whether the block is at the end of what one vector of ids has.
+            # Whether the block is the last one whose page ids one vector of 32 holds.
             at_end = (block + 1) * boxes % 32 == 0
             ids = gl.where(at_end & (i > 0), next_ids, ids)
             if at_end | (i == 0):
@@ -324,7 +324,7 @@ def _load_rows(k, v, state, tile, c: gl.constexpr):
     layout: gl.constexpr = _page_layout(c.tile.block_n, c.part, 8, c.pipeline.load_warps)
     last, blocks = tile.last, tile.last - tile.first + 1
     pages = k.page_ids(tile, last, layout)
-    # These are not pages: the compiler takes variables of a loop that begin equal for one.
+    # This value is not used. It differs from `pages`, as the compiler merges variables of a loop that begin equal.
     v_pages = pages * 0
     for i in range(blocks):
         # Page ids are loaded a block ahead.
