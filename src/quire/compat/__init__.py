@@ -43,8 +43,8 @@ _OPERATIONS = (
     "sampling",
     "sparse",
 )
-# FlashInfer's modules, and the modules of Quire that provide their names. A module exists if its first source does, or
-# if `NAMES`, the table of names that Quire does not implement, has names of it.
+# FlashInfer's modules, and the modules of Quire that provide their names. A module exists if the first module of Quire
+# exists, or if `NAMES`, the table of names that Quire does not implement, has names of the module.
 _SOURCES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(NAMES, ()),
     # Programs look for FlashInfer's precompiled kernels, and otherwise for a compiler, which Quire does not need.
@@ -108,7 +108,7 @@ class _StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the function of the module's name, which `flashinfer.xqa` and `flashinfer.fi_trace` also are."""
+        """Call the function with the module's name: `flashinfer.xqa` and `flashinfer.fi_trace` are both at once."""
         return getattr(self, self.__name__.rpartition(".")[2])(*args, **options)
 
     def __dir__(self) -> list[str]:

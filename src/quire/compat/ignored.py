@@ -34,10 +34,10 @@ class AutoTuner:
         return cls._only
 
     def clear_cache(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: there are no records."""
 
     def load_configs(self, path: str) -> bool:
-        """True, as of a file that fits: there is nothing to choose, so that no file is read."""
+        """True, which means that the file fits. No file is read, since there is nothing to choose."""
         return True
 
     def save_configs(self, path: str) -> None:

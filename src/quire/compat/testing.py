@@ -40,9 +40,9 @@ __all__ = [
 ]
 
 _BF16 = torch.bfloat16
-# So many calls run before a graph is captured, which compile kernels and allocate memory.
+# The number of calls before a graph is captured, which compile kernels and allocate memory.
 _WARM_UP = 3
-# All copies of the tensors fill the L2 cache so many times, so that none is in it when it is used again.
+# How many times all copies of the tensors fill the L2 cache, so that no copy is in it when it is used again.
 _COLD = 5
 
 

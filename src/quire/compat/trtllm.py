@@ -66,7 +66,7 @@ def trtllm_batch_decode_with_kv_cache(
     Args:
         query: [tokens, num_qo_heads, head_dim]: q_len_per_req tokens of each request or, where that is None,
             cum_seq_lens_q[-1] tokens, at most max_q_len of each request.
-        kv_cache: a pair of 4-D tensors, or one 5-D tensor with k and v, or only what is both, at dim 1.
+        kv_cache: a pair of 4-D tensors, or one 5-D tensor with k and v at dim 1, or one entry there that is both.
         block_tables: int32 [batch_size, max_pages]; seq_lens: int32 or uint32 [batch_size]. Both may have further rows.
         bmm1_scale: the logits' factor, with the scales of q and k; bmm2_scale: that of the output; numbers, or tensors
             with one element, which are not read by the host.
@@ -179,7 +179,7 @@ def trtllm_batch_context_with_kv_cache(
 
     Args:
         query: [tokens, num_qo_heads, head_dim], of which request b has rows cum_seq_lens_q[b] to cum_seq_lens_q[b + 1].
-        max_q_len: the most query tokens of a request; what it is too small for is not computed.
+        max_q_len: the most query tokens of a request; those of longer requests may not be computed.
         batch_size: the requests, which are the first ones of the tables.
         max_kv_len, cum_seq_lens_kv: accepted: the tables say the same.
 
@@ -215,7 +215,7 @@ def _refuse_others(**options: Any) -> None:
 
 
 def _output(query: Tensor, out: Tensor | None, dtype: torch.dtype | str | None) -> Tensor:
-    """The output of a call; ValueError for one that is no tensor, or has another dtype than the one that is asked."""
+    """The output of a call; ValueError if it is no tensor, or not of the requested dtype."""
     check_tensors(query=query)
     check_optional(out=out)
     if out is None:
@@ -227,8 +227,8 @@ def _output(query: Tensor, out: Tensor | None, dtype: torch.dtype | str | None) 
 
 @cache
 def _wrapper(device: torch.device, backend: str, *layer: Any) -> BlockTableAttention:
-    """A wrapper for the calls of equal layers. All of a device, which follow each other on one stream, use one int
-    workspace, and exist until the process ends, since captured graphs may use it.
+    """A wrapper for the calls of equal layers. All wrappers of a device share one int workspace, as their runs follow
+    each other on one stream. They exist until the process ends, since captured graphs may use that workspace.
     """
     wrapper = BlockTableAttention(torch.empty(0, device=device), backend=backend)
     wrapper._int_workspace_buffer = _INT_WORKSPACES.setdefault(device, wrapper._int_workspace_buffer)

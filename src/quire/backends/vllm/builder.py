@@ -188,7 +188,7 @@ class FlashInferMetadataBuilder:
             self.pages, self.lengths, self.query_lens, self.block_size, num_pages, device, pad_to=count + padding
         )
         self._skip_hidden(metadata, tables.slots)
-        # advance_step may fill so many entries.
+        # advance_step may fill this number of further entries.
         spare = sum(map(len, self.pages)) - len(tables.pages.indices)
         metadata.slot_mapping = pad(tables.slots, (0, padding), value=PAD_SLOT_ID) if padding else tables.slots
         metadata.query_start_loc, metadata.seq_lens_tensor = tables.qo_indptr, tables.lengths

@@ -26,7 +26,7 @@ from quire.server.middleware import RequestGuard
 
 # The fields of a request's scope that a replica gets.
 _SCOPE = ("type", "method", "scheme", "path", "root_path", "query_string", "headers")
-# Replicas have so many seconds to report.
+# The seconds that replicas have to report their metrics.
 _METRICS_TIMEOUT = 5.0
 
 
@@ -139,8 +139,8 @@ class _Forward:
 
 
 class _Answer:
-    """An answer on its way to the client. Nothing is sent before there is something of the body, so that the request
-    can be tried again until then.
+    """An answer on its way to the client. Nothing is sent before the first part of the body arrives, so that the
+    request can be sent to another replica until then.
     """
 
     def __init__(self, send: Send) -> None:
@@ -150,7 +150,7 @@ class _Answer:
         self.begun = False
 
     async def pass_on(self, message: Message, about: list[tuple[bytes, bytes]]) -> None:
-        """Send a message, and what `about` says together with the first one."""
+        """Send a message of the answer. `about`: headers that are added to those of the answer."""
         if message["type"] == "http.response.start":
             headers = [*message["headers"], *about]
             self._events = any(k == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
@@ -175,19 +175,19 @@ class _Answer:
 
 
 def affinity(body: bytes, length: int) -> str | None:
-    """What requests whose prompts begin alike have in common; None if there is no prompt.
+    """A hash that is equal for requests whose prompts begin alike; None if there is no prompt.
 
-    A request's `prompt_cache_key` is that, where it has one. Of chats, the messages up to the first one of the user
-    count, so that the turns of a conversation have the same.
+    If a request has a `prompt_cache_key`, that is hashed. Of a chat, the messages up to the first one of the user are
+    hashed, so that all turns of a conversation have the same hash.
 
     Args:
-        body: of a request.
-        length: characters of text that count; a quarter of that for tokens.
+        body: the body of a request.
+        length: the number of characters of text that are hashed; of token ids, a quarter of that number.
     """
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
-        # The replica reports such a body.
+        # The replica answers such a body with an error.
         return None
     start = _beginning(request, length) if isinstance(request, dict) else None
     return hashlib.blake2b(json.dumps(start).encode(), digest_size=16).hexdigest() if start else None
@@ -199,7 +199,8 @@ def _beginning(request: dict[str, Any], length: int) -> Any:
     if isinstance(key, str) and key:
         return {"key": key}
     if messages is None and prompt is None:
-        # Requests for responses have items, some of which are messages, or the text of one; others have prompts.
+        # Requests of the Responses API have items, some of which are messages, or the text of one message. Other
+        # requests with `input` have prompts there.
         given, instructions = request.get("input"), request.get("instructions")
         if isinstance(instructions, str) or (isinstance(given, list) and given and isinstance(given[0], dict)):
             items = given if isinstance(given, list) else [{"role": "user", "content": given}]

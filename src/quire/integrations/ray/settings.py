@@ -105,7 +105,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, given: Any) -> Any:
-        """Those that depend on other arguments."""
+        """Set the defaults that depend on other arguments."""
         given = dict(given)
         engine, scaling = _parsed(given.get("engine", {})), _parsed(given.get("autoscaling_config"))
         if isinstance(engine, dict) and "max_num_seqs" in engine:

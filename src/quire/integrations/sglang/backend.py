@@ -141,7 +141,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self._plan(forward_batch, rows, [x.first(size) for x in self._graph_tables])
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of requests that fill up a batch: with no keys they would only be special cases."""
+        """The length of requests that pad a batch: 1, because requests without keys would be a special case."""
         return 1
 
     def forward_decode(

@@ -70,8 +70,8 @@ class Pools:
     def write(self, layer: Any, batch: Any, window_slots: Tensor | None, k: Tensor, v: Tensor) -> None:
         """Write a step's new keys and values, [tokens, num_kv_heads, head_dim], to the slots of the step.
 
-        In an fp8 pool they are divided by the layer's scales and saturated. SGLang's pools would divide the tensors in
-        place, which attention over them still reads, and give NaN for what is too large.
+        In an fp8 pool they are divided by the layer's scales and saturated. SGLang's pools would divide k and v in
+        place, although attention still reads them, and would turn values that are too large into NaN.
         """
         if self.dtype.itemsize == 1:
             k_scale, v_scale = scales(layer, self.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _ATTENTION_TYPES = ("decoder", "encoder_only")
-# Models whose tokens of an image see each other, by a mask that SGLang makes for its Triton backend alone.
+# Models in which the tokens of an image see each other. SGLang makes the mask for that in its Triton backend alone.
 _MUTUAL_IMAGES = {"Gemma3ForConditionalGeneration"}
 
 
@@ -46,10 +46,10 @@ def check_mode(mode: Any, in_capture: bool) -> None:
 
 
 def check_drafts(spec: Any) -> None:
-    """Refuse drafted tokens of which requests have different numbers.
+    """Refuse a step in which requests have different numbers of drafted tokens.
 
     Raises:
-        ValueError: that is so.
+        ValueError: the numbers differ.
     """
     _refuse(getattr(spec, "ragged_verify_layout", None) is not None, "SGLANG_RAGGED_VERIFY_MODE is")
 

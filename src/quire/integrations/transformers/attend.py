@@ -12,7 +12,7 @@ from quire.integrations.transformers.batch import flat_rows, is_packed, key_rows
 from quire.integrations.transformers.continuous import step_batch
 from quire.integrations.transformers.run import LayerSettings, Run, run, run_once
 
-# What models hand to their attention function that changes its result, and Quire does not compute.
+# Arguments of attention functions that change the result, and that Quire does not support.
 _REFUSED = ("position_bias", "indices", "block_indices", "sinks")
 
 
@@ -43,9 +43,9 @@ def attention(
             kv_len], which alone says what is seen.
         scaling: the factor of logits, 1/sqrt(head_dim_qk) by default; softcap: their soft cap; s_aux: sinks,
             [num_qo_heads].
-        sliding_window: keys that a query token sees, itself among them, where there is no mask, which would say.
-        is_causal: where there is no mask; the module's by default.
-        cache: of continuous batching.
+        sliding_window: the number of keys that a query token sees, itself among them; used only without a mask.
+        is_causal: whether attention is causal, by default as the module says; used only without a mask.
+        cache: the paged cache of continuous batching.
         cu_seq_lens_q, cu_seq_lens_k: int [sequences + 1], the offsets of packed sequences in all query tokens and in
             all keys. A bool mask holds within a sequence; other masks are then without effect. max_length_q: the most
             query tokens of a sequence.
@@ -87,7 +87,7 @@ def _refuse_chunks(module: torch.nn.Module) -> None:
 
 
 def _refuse(query: Tensor, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Refuse what would otherwise be lost in silence."""
+    """Refuse gradients, dropout, attention weights and other arguments that would otherwise be ignored silently."""
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise ValueError(
             "attn_implementation = 'quire' computes no gradients, so it is not for training: call the model under "

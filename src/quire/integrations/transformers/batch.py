@@ -1,8 +1,8 @@
-"""From dense keys and values and a mask to what attention kernels read: rows of keys, and which of them belong to whom.
+"""From dense keys and values and a mask to what kernels read: rows of keys, and which rows belong to which request.
 
 Keys and values [batch_size, heads, kv_len, head_dim] are not copied. Token t of row b is row b * step + t of a view
 [rows, heads, head_dim], in which tokens of other heads lie between the rows of a batch. Requests without query tokens
-own what lies between, and padding, so that the keys of a row are what the indptr of ragged keys says.
+own the tokens between two rows of the batch, and padding, so that one indptr of ragged keys describes all rows.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ StepBatch = tuple[Tensor, Tensor, "partial[PackedBatch]"]
 
 
 def admit() -> None:
-    """Let continuous batching take models whose attention implementation is Quire's. Its manager takes no others than
-    its own, and replaces them by others that it prefers; all else asks by name whether masks or a FlashAttention
-    package are needed, and Quire needs neither.
+    """Let continuous batching take models whose attention implementation is Quire's. Its manager would replace this
+    by an implementation from a list of its own. All other code of Transformers decides by name whether masks or a
+    FlashAttention package are needed; Quire needs neither.
     """
     own = getattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn", None)
-    # Another version refuses the name by itself.
+    # A version of Transformers without this method refuses the name itself.
     if own is None:
         return
 

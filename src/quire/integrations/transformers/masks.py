@@ -37,8 +37,8 @@ _HOLES = (
     "for several if attention_mask is a bool mask [batch_size, 1, q_len, kv_len]"
 )
 
-# Models that call attention functions, and use masks by themselves, too: in an encoder's own attention, in a router, or
-# as a part of another mask.
+# Models that call attention functions, but also read the mask in code of their own: in an encoder's attention, in a
+# router, or to build another mask.
 _OWN_USES = {"bigbird_pegasus", "nllb-moe", "deepseek_v4"}
 
 

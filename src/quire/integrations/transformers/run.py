@@ -28,7 +28,7 @@ class LayerSettings(NamedTuple):
     Attributes:
         scale: the factor of logits.
         softcap: their soft cap, 0 for none.
-        causal, window_left: where there is no mask, which says it otherwise.
+        causal, window_left: used only without a mask, which would say the same.
     """
 
     scale: float
@@ -52,7 +52,7 @@ class _Plan:
         """Whether the planned batch is what this call would make: of the same tensors, unchanged, and equal numbers."""
         given = make.args
         if not self._has_tensors:
-            # A function takes tensors always or never. This is the way of each layer of a decode step without padding.
+            # A function takes tensors always or never. Layers of a decode step without padding take this branch.
             return bool(given == self._made_of)
         return len(given) == len(self._made_of) and all(map(_is_same, self._made_of, given))
 
@@ -69,8 +69,8 @@ def _is_same(kept: Any, given: Any) -> bool:
 
 
 def _version(x: Tensor) -> Any:
-    """What changes when a tensor is written to. Inference tensors have no version, so each counts as changed, but for
-    masks of `quire.integrations.transformers.masks`, which are never written to.
+    """A value that changes when a tensor is written to. Inference tensors have no version counter, so they always
+    count as changed, except the masks of `quire.integrations.transformers.masks`, which are never written to.
     """
     if not x.is_inference():
         return x._version
@@ -78,8 +78,8 @@ def _version(x: Tensor) -> Any:
 
 
 class _Plans(threading.local):
-    """The plans of a thread, by stream: they must not share their workspaces with runs at the same time. They stay, as
-    the kinds of layers in a process are few.
+    """The plans of a thread, by stream, because runs at the same time must not share a workspace. Plans are never
+    dropped, as a process has few kinds of layers.
     """
 
     def __init__(self) -> None:

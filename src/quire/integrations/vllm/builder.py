@@ -13,10 +13,10 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from quire.definition.checks import check
 from quire.integrations.vllm.launches import DECODE_ROWS, AttentionLaunch, Wrappers
 
-# A prefix that so many requests share, in tokens, is read once for all of them: shorter ones stay in the cache of the
-# GPU, and merging two results takes longer than reading them again.
+# The fewest tokens of a prefix, and the fewest requests that share it, for which the prefix is read once for all of
+# them. A shorter prefix stays in the L2 cache, and merging two results takes longer than reading it again.
 _MIN_PREFIX, _MIN_REQUESTS = 256, 8
-# Requests of the launches that warm up: kernels are compiled for up to so many, or twice as many, and so on.
+# The most requests of the launches that warm up. Kernels are compiled anew for every doubling of the batch size beyond.
 _WARM_UP_REQUESTS = 32
 
 
@@ -121,8 +121,8 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether a shared prefix is computed once: a long one of several requests, in layers without positions that
-        count (vLLM 0.26, with `disable_cascade_attn=False`).
+        """Whether a shared prefix is computed once for all requests: if it is long, several requests share it, and the
+        layers have neither ALiBi nor windows (vLLM 0.26, with `disable_cascade_attn=False`).
         """
         if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
             return False
@@ -130,7 +130,7 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
 
     def _metadata(self, m: Any) -> QuireMetadata:
         check(isinstance(m.causal, bool), "causal", type(m.causal).__name__, "a bool, the same for all requests")
-        # In chunked attention, the length is a number of NumPy.
+        # In chunked attention, max_query_len is a NumPy scalar.
         return QuireMetadata(
             m.num_actual_tokens, int(m.max_query_len), m.query_start_loc, m.max_seq_len, m.seq_lens,
             m.block_table_tensor, m.slot_mapping, m.causal,

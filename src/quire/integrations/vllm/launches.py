@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.attention import BlockTableAttention
 
-# Up to so many query rows, query tokens times query heads of one KV head, kernels for decode compute requests.
+# The most query rows (query tokens times query heads of one KV head) of a request that decode kernels compute.
 DECODE_ROWS = 64
 
 
