@@ -52,7 +52,7 @@ def unpack_words(words: Tensor, columns: int) -> Tensor:
 
 def pack_exponents(exponents: Tensor) -> Tensor:
     """Exponents of the scales of mxfp4 as kernels read them: uint8 [..., rows, groups] of 32 columns. Returns int32
-    [..., rows, groups / 4], rounded up, of which byte i of word j is the exponent of group 4 j + i, or of 1.
+    [..., rows, groups / 4], rounded up. Byte i of word j is the exponent of group 4 j + i, or that of a scale of 1.
     """
     return F.pad(exponents, (0, -exponents.shape[-1] % 4), value=127).contiguous().view(torch.int32)
 

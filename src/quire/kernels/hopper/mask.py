@@ -180,8 +180,9 @@ class BatchMask:
 
     @gluon.jit
     def visible_blocks(self, request, row, last_row, first, base, warps: gl.constexpr):
-        """Of the 32 key blocks from `base` on, bit by bit: those of which some of rows `row` to last_row of a request
-        may see a key, none of which is before block `first`; and those of which all of these rows see all keys.
+        """Two words with a bit for each of the 32 key blocks from `base` on. A bit of the first is set if the block is
+        not before `first` and some of rows `row` to last_row of a request may see a key of it; a bit of the second, if
+        all of these rows see all keys of the block.
         """
         block_n: gl.constexpr = self.config.tile.block_n
         lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [warps], [0]))
@@ -217,13 +218,13 @@ class BatchMask:
 
     @gluon.jit
     def _bits_of_blocks(self, request, row, last_row, base, warps: gl.constexpr):
-        """For each of the 32 key blocks from `base` on, whether the custom mask has a 1 in one of rows `row` to
-        last_row, and whether it has a 0: numbers that are then not 0. Bits after a request's last key count like
-        others.
+        """Two numbers for each of the 32 key blocks from `base` on: the first is not 0 if the custom mask has a 1 in
+        the block for one of rows `row` to last_row, the second if it has a 0 there. Bits after a request's last key
+        count like others.
         """
         group: gl.constexpr = self.config.tile.group
         block_n: gl.constexpr = self.config.tile.block_n
-        # Query tokens that all threads look at together.
+        # The number of query tokens that all threads look at together.
         step: gl.constexpr = 4 * warps
         layout: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [warps, 1], [1, 0])
         token = gl.arange(0, step, gl.SliceLayout(1, layout))
@@ -251,7 +252,7 @@ class BatchMask:
     @gluon.jit
     def _words(self):
         """The Words of the custom masks."""
-        # Bytes of the first word that are not the masks'.
+        # The bytes of the first word that lie before the masks.
         before = (self.bits.to(gl.int64) & 3).to(gl.int32)  # type: ignore[union-attr]
         at = (self.bits - before).to(gl.pointer_type(gl.uint32), bitcast=True)
         count = (self.size.to(gl.int64) + before + 3) // 4  # type: ignore[union-attr]

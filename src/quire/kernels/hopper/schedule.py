@@ -252,7 +252,7 @@ class Tables:
 
     @gluon.jit
     def request_at(self, request, unit, end):
-        """The request that has a unit before `end`: `request` or one after it."""
+        """The request that has `unit`: `request` or one after it. Returns `request` if the unit is not before `end`."""
         while (unit < end) & (unit >= request.start + request.total_units()):
             request = self.request(request.b + 1, request.start + request.total_units())
         return request

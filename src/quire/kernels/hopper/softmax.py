@@ -78,8 +78,8 @@ def _rescaling_constraints(count):
 
 @gluon.jit
 def rescale(acc, alpha):
-    """Multiply the rows of acc, which has the layout of a product of one warp group, by alpha. Warps that have no row
-    where it is not 1 skip that.
+    """Multiply the rows of acc, which has the layout of a product of one warp group, by alpha. Warps in which
+    alpha is 1 for all rows skip the multiplication.
     """
     count: gl.constexpr = min(64, acc.shape[1] // 2)
     ptx: gl.constexpr = _rescaling(count)

@@ -10,9 +10,9 @@ its part of the tensor, and all gather the sums. So a rank is sent less than two
 Small tensors are written as words of 64 bits, whose upper half is the number of the exchange: a word that has arrived
 says so itself. Large ones are written as they are, and then the number to one flag per program.
 
-A rank has two slots, which exchanges use in turn. When it writes to one again, the others have begun the exchange after
-the one that read the slot, and so have ended that one. This is why numbers count the exchanges of all programs, not of
-each.
+A rank has two slots in each memory, which exchanges use in turn. Before exchange n + 2 writes to a slot again, this
+rank has received words of exchange n + 1 from all other ranks, which have therefore ended exchange n, which read the
+slot. For this to hold, the number counts all exchanges of a rank, also those in which a program took no part.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class AllReduceConfig:
 
 @triton.jit
 def next_number(state):
-    """The number of this exchange. After PROGRAMS copies of the number of the last one, `state` has a flag that ends
-    all waiting if it is not 0.
+    """The number of this exchange. `state` holds PROGRAMS copies of the number of the last exchange, and after them a
+    flag that ends all waiting if it is not 0.
     """
     return tl.load(state + tl.program_id(0)) + 1
 
@@ -99,7 +99,7 @@ def narrow(low, high, kind: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def send_words(word, memories, at, inside, number, slot_words, c: tl.constexpr):
-    """Write words with the number of the exchange to this rank's slot of all other ranks."""
+    """Write words with the number of the exchange to this rank's slot in the memory of every other rank."""
     ranks: tl.constexpr = c.num_ranks
     numbered = (number.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(ranks):
@@ -110,7 +110,7 @@ def send_words(word, memories, at, inside, number, slot_words, c: tl.constexpr):
 
 @triton.jit
 def receive_words(memories, rank, at, inside, number, state, slot_words, c: tl.constexpr):
-    """The words that another rank writes to its slot of this one, once all have the number of the exchange."""
+    """The words that another rank writes to its slot in this memory, once all have the number of the exchange."""
     slot = slot_at(memory_of(memories, c.rank, tl.int64), rank, number, slot_words, c)
     expected = number.to(tl.int64) << 32
     found = tl.load(slot + at, inside, expected, volatile=True)
@@ -121,7 +121,7 @@ def receive_words(memories, rank, at, inside, number, state, slot_words, c: tl.c
 
 @triton.jit
 def sum_of_words(word, kind: tl.constexpr, memories, at, inside, is_own, number, state, slot_words, c: tl.constexpr):
-    """The sums of the words of all ranks, as `widen` returns them. Of these, `is_own` are sent by this program."""
+    """The sums of the words of all ranks, as `widen` returns them. is_own: which words this program sends to others."""
     ranks: tl.constexpr = c.num_ranks
     send_words(word, memories, at, is_own, number, slot_words, c)
     low = tl.full((c.block,), 0.0, tl.float32)
@@ -205,8 +205,8 @@ def gather_words(x, out, memories, state, num_words, slot_words, c: tl.constexpr
 
 @triton.jit
 def exchange_blocks(x, memories, state, number, num_words, slot_words, flags_at, stride, c: tl.constexpr):
-    """Write this program's blocks of a large tensor to the other ranks, and wait for theirs. What a rank is sent begins
-    `stride` words after what the rank before is sent.
+    """Write this program's blocks of a large tensor to the other ranks, and wait for theirs. The words for a rank
+    begin `stride` words after those for the rank before it.
     """
     ranks: tl.constexpr = c.num_ranks
     program = tl.program_id(0)

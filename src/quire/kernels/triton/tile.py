@@ -191,9 +191,9 @@ def attend_keys(
         # The next block's pages are loaded before this block's keys, so that no load waits for another in one step.
         page = load_page(cache, request, j + c.block_n, c)
         k1 = load_keys(k_start, 0, c.block_d1, inside, j, layer.inv_freq, masked, c)
-        # A latent key is an operand of both products, of one of them transposed. Triton pipelines its loads in
-        # one form of both products alone: K Q' for small tiles, Q K' for large ones. With fp8, which is widened in
-        # between, it pipelines only separate loads for each product, of which the second hits the cache.
+        # A latent key is an operand of both products, and transposed in one of them. Triton pipelines its loads only if
+        # the first product is K Q' in small tiles, and Q K' in large ones. An fp8 key is widened between its load and
+        # the products: Triton then pipelines it only if each product has a load of its own; the second hits the cache.
         if c.swap_qk:
             s = tl.trans(tl.dot(k1, tl.trans(q1), input_precision=c.precision))
         else:

@@ -49,9 +49,9 @@ class SpanPartials:
 
     @gluon.jit
     def _merge_slots(self, row, row_end, owner, first, last, step):
-        """Merge rows from `row` up to row_end of the partial states that programs first to last, each `step`-th of
-        them, have of a tile that starts in program `owner`. As many are loaded at a time as registers hold, so that the
-        loads overlap; each warp has rows of its own.
+        """Merge rows from `row` up to row_end of a tile's partial states, those of every `step`-th program from `first`
+        to `last`. The tile starts in program `owner`. As many states are loaded at a time as registers hold, so
+        that the loads overlap; each warp has rows of its own.
         """
         R: gl.constexpr = MERGE_ROWS
         N: gl.constexpr = 64 * 128 // (R * self.dim)
@@ -111,8 +111,9 @@ class SpanPartials:
 
 @gluon.jit
 def span_partials(consumer: gl.constexpr, partials, arrivals, rows, c: gl.constexpr):
-    """The SpanPartials of one consumer of this program, which it shares with those that compute the same rows in other
-    spans: as for `decode_latent`'s arguments, for one half of the columns and one of c.programs_per_span programs.
+    """The SpanPartials of one consumer: the slots for its half of the columns that this program shares with every
+    c.programs_per_span-th program, which compute the same rows in other spans. partials, arrivals: as in
+    `decode_latent`.
     """
     all_programs, which = gl.num_programs(0), gl.program_id(0) % c.programs_per_span
     programs = all_programs // c.programs_per_span

@@ -76,12 +76,12 @@ class LatentCache:
 
 @aggregate
 class LatentPipeline:
-    """Shared memory and mbarriers. stages blocks of keys: k_left and k_right, the halves of the first part; k_pe, the
-    second part, which P of the block replaces once S is computed; m and l, [64, 4], what the consumer that
-    computed P hands to the other one. Once: the same three parts of a tile's queries.
+    """Shared memory and mbarriers. For each of `stages` blocks of keys: k_left and k_right, the halves of the first
+    part; k_pe, the second part, which P of the block replaces once S is computed; m and l, [64, 4], which the consumer
+    that computed P passes to the other one. For a tile's queries: the same three parts, once.
 
-    left: of k_left, which consumer 0 alone releases; right: of k_right and k_pe, which both do; p_full: mbarriers, by
-    which P, m and l of a stage are committed; queries: a pipeline of one stage.
+    left: the pipeline of k_left, which consumer 0 alone releases; right: that of k_right and k_pe, which both consumers
+    release; p_full: mbarriers by which P, m and l of a stage are committed; queries: a pipeline of one stage.
     """
 
     k_left: gl.shared_memory_descriptor

@@ -39,7 +39,7 @@ class LatentRows:
 @aggregate
 class Sums:
     """What rows have of a SoftmaxState besides acc. m: [64]; l, l_other: sums of probabilities of this consumer's
-    blocks and of the other one's, [64, 4]: the four threads that have a row have a sum of their own columns each.
+    blocks and of the other one's, [64, 4]: each of the four threads that have a row has the sum over its own columns.
     """
 
     m: gl.tensor
@@ -75,8 +75,8 @@ def _load_per_row(at, layout: gl.constexpr):
 
 @gluon.jit
 def _opaque_zero():
-    """A zero that the compiler does not know to be one. As the index of the queries it keeps their addresses from being
-    constants of the loop over keys: the compiler would keep each column's in a register, and there are not enough.
+    """A zero that the compiler does not know to be zero, for the index of the queries. With a constant index, the
+    compiler would keep the address of each column in a register over the loop over keys, and run out of registers.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
 

@@ -90,8 +90,8 @@ def allocate_block_infos(stages: gl.constexpr, warps: gl.constexpr):
 class BlockIterator:
     """The position of the producer in a work tile. block: the next block to be loaded, or a number below the work
     tile's first one if there is none left; masked: 1 if some row of the tile may not see all keys of that block, else
-    0. Of the 32 blocks from `base` on, `seen` has a bit for each that is loaded after it, `whole` for each that needs
-    no mask.
+    0. Of the 32 blocks from `base` on, `seen` has a bit for each that is loaded after `block`, and `whole` a bit for
+    each that needs no mask.
     """
 
     block: gl.tensor

@@ -60,12 +60,12 @@ def allocate_kv_pipeline(dtype: gl.constexpr, c: gl.constexpr):
 
 @gluon.constexpr_function
 def _page_layout(rows, width, elements, warps):
-    """A layout of a number for each of the rows of `row_layout`: a thread has that of one row that its warp copies, and
-    gets those of its other rows from threads of the same warp.
+    """A layout of one number per row, for rows in `row_layout`. A thread holds the number of one of the rows that its
+    warp copies, and gets the numbers of the others from threads of the same warp.
     """
-    # The threads that copy a row.
+    # The number of threads that copy a row.
     threads = width // elements
-    # The rows that all threads copy at once.
+    # The number of rows that all threads copy at once.
     step = 32 // threads * warps
     steps = [[step << i] for i in range((rows // step).bit_length() - 1)]
     lanes, bits = [[1 << i] for i in range((32 // threads).bit_length() - 1)], threads.bit_length() - 1
@@ -100,9 +100,9 @@ def _widening(stored, dtype):
 
 @aggregate
 class Loader:
-    """Loads blocks of keys or of values. x: a pointer, and the strides of pages, tokens and heads in elements; or, if
-    c.box > 0, a descriptor of a matrix whose rows have the stride of tokens, then page and head are strides in rows,
-    and column is the stride of heads in columns. dim: elements of a row; config: a PrefillConfig.
+    """Loads blocks of keys or of values. Without boxes, x is a pointer, and page, token and head are strides in
+    elements. If c.box > 0, x is the descriptor of a matrix whose rows have the stride of tokens: page and head are then
+    strides in rows, and column is the stride of heads in columns. dim: elements of a row; config: a PrefillConfig.
     """
 
     x: gl.tensor | tma.tensor_descriptor
@@ -183,7 +183,7 @@ class Loader:
     @gluon.jit
     def fetch_rows(self, tile, block, wanted):
         """Start to load a block of fp8, if it is wanted: a tensor for each part of it, in words of four elements, since
-        elements of a loop's variables take a register each.
+        each element of a variable that a loop carries takes a register.
         """
         warps: gl.constexpr = self.config.pipeline.load_warps
         width: gl.constexpr = self.stages.data.shape[2]

@@ -284,12 +284,12 @@ class PrefillConsumer:
 
     @gluon.jit
     def attend_all(self, tile_state, rows, state, seqlens, row, first, last):
-        """Add the blocks from the one before `last`, which the pipeline's state is at, down to `first`. Returns the
-        TileState, and the pipeline's state at block `first`.
+        """Add blocks last - 1 down to `first`. The pipeline's state is at block `last`. Returns the TileState, and the
+        pipeline's state at block `first`.
         """
         last_row = gl.minimum(row + 64, seqlens.q_len * self.config.tile.group) - 1
         low, high = self.mask.unmasked_blocks(seqlens, row, last_row, first, last)
-        # Block j is j blocks before this.
+        # The pipeline's state at block j is j uses before this one.
         end = state.advance(last)
         for j in range(last - 1, high - 1, -1):
             tile_state = self.step(tile_state, rows, end.advance(-j), j, True)
@@ -302,8 +302,8 @@ class PrefillConsumer:
 
     @gluon.jit
     def attend_listed(self, tile_state, rows, state, info):
-        """`attend_all` for the blocks of which there are BlockInfos, after the one that the pipeline's state is at,
-        which has this one. Returns the last BlockInfo, too.
+        """`attend_all` for listed blocks: those after the block that the pipeline's state is at, whose BlockInfo is
+        `info`. Returns the last BlockInfo, too.
         """
         while info.has_more():
             state = state.advance(1)
