@@ -121,8 +121,8 @@ def _part(
     max_q_len: int,
     workspace: Workspace,
 ) -> Plan:
-    """The plan of a part. Where the family that `backend` names has no kernels for so many query tokens, the first one
-    that has computes it.
+    """The plan of a part. If the family that `backend` names has no kernels for its number of query tokens, the first
+    family that has such kernels computes it.
     """
     backend, device = whole.backend, workspace.device
     if backend != "auto" and registry.why_not(backend, whole.spec, device, max_q_len) is not None:

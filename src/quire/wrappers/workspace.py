@@ -102,6 +102,6 @@ class WorkspaceSizes(Workspace):
         self.sizes = 16, self.min_int_bytes
 
     def take(self, floats: int, ints: int) -> tuple[None, None]:
-        """Count so many bytes."""
+        """Count these numbers of bytes."""
         self.sizes = max(floats, self.sizes[0]), max(ints, self.sizes[1])
         return None, None

@@ -12,8 +12,8 @@ all masks have four dimensions, and numbers that the host must know are sizes of
 - Spans, for several query tokens per row: int32 [1, window + 1, batch_size, 2], the start and the end of the keys of
   each row. The last query token is at the end. Rows are causal; a query token sees `window` keys, all of them if it
   is 0.
-- Packed sequences: int32 [1, window + 1, 1, batch_size * q_len + 1], the indptr of all sequences in all rows, followed
-  by the end for sequences that there are not.
+- Packed sequences: int32 [1, window + 1, 1, batch_size * q_len + 1], the indptr of all sequences in all rows; entries
+  beyond the last sequence repeat its end.
 - Anything else: bool [batch_size, 1, q_len, kv_len].
 """
 
@@ -113,9 +113,9 @@ def _is_within(end: int | Tensor, kv_length: int) -> bool:
 
 
 def _padded(real: Tensor, end: int | Tensor, window: int) -> Tensor | None:
-    """The spans of rows with padding, where bool `real` [batch_size, tokens] is False; on the CPU, None if there is any
-    but on the left. Elsewhere that is not known without waiting. Padding on the right is then among the keys, which
-    only tokens of padding see, and padding between tokens makes the device fail.
+    """The spans of rows whose tokens are padding where bool `real` [batch_size, tokens] is False. On the CPU, None if
+    padding is not on the left alone. On other devices that is not known without waiting: keys on the right that are
+    padding are then in the span, but only tokens of padding see them; padding between tokens makes the device fail.
     """
     before_end = torch.arange(real.shape[1], device=real.device) < end
     real = real & before_end

@@ -49,7 +49,7 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-    # There is nothing to be made from the lengths of a draft's next step.
+    # Launches read vLLM's tensors, so that the next step of a draft model needs no new metadata.
     supports_draft_decode_metadata_update: bool = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -146,9 +146,9 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         return int(longer.argmax())
 
     def _warm_up(self, metadata: QuireMetadata, m: Any) -> list[AttentionLaunch]:
-        """Launches for a few requests of a step as for prompts of any length, so that their kernels are compiled before
-        the first prompt: vLLM's first steps warm up, and have prompts of two tokens or none. The launches of the step
-        itself come later, and replace the output.
+        """Launches for a few requests of the first step, planned as for prompts of several lengths. They compile the
+        kernels before the first prompt: vLLM's own warm-up steps have prompts of two tokens or none. The launches of
+        the step itself come later, and overwrite the output.
         """
         end, lengths = min(m.num_reqs, _WARM_UP_REQUESTS), (2, 4, 8, 16, 32, DECODE_ROWS)
         longer = [length for length in lengths if length >= m.max_query_len]

@@ -63,7 +63,7 @@ class AttentionLaunch:
         tables: block table and lengths of the requests, on the device.
         qo_indptr: int32 [requests + 1], their offsets among the step's tokens.
         max_q_len: the most query tokens of a request; None: it is not known.
-        end: the number of the first tokens that the launch is given; None: all tokens. Rows of the output that belong
+        end: the launch gets only the first `end` tokens of the step; None: all tokens. Rows of the output that belong
             to none of the requests may be cleared.
         causal: whether query tokens see no later ones.
     """
