@@ -1,4 +1,4 @@
-"""`BatchAttention` and its kin under the name of module that they had first: see `quire.attention`."""
+"""`BatchAttention` and related wrappers under the older name of their module: see `quire.attention`."""
 
 from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 

@@ -1,4 +1,4 @@
-"""Products of segments of rows, each of which has a matrix of its own.
+"""Products of segments of rows; each segment has a matrix of its own.
 
 Names, parameters and meanings are those of `flashinfer.gemm`. For LoRA adapters see `quire.steps.add_lora`, whose rows
 need not be sorted, and which adds its products to those of a layer.

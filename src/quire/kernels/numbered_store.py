@@ -1,4 +1,4 @@
-"""A store for what processes exchange under numbers that each of them counts from its start."""
+"""A store for values that processes exchange under keys with a number, which each process counts from its start."""
 
 from __future__ import annotations
 

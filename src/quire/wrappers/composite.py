@@ -14,7 +14,7 @@ class CompositeWrapper:
 
     def forget_cuda_graph(self) -> None:
         """Allow plans again after runs were captured in a CUDA graph without `use_cuda_graph`. The graph must not be
-        replayed any more, since its tables belong to the plan, which the next plan may free.
+        replayed any more, since the next plan may free the tables that the graph reads.
         """
         for wrapper in self._wrappers:
             wrapper.forget_cuda_graph()

@@ -13,7 +13,7 @@ import torch
 
 from quire.definition.pages import PageTable, RaggedLayout
 
-# A conversation that grows from request to request would otherwise have a level for each of them.
+# The most levels. Without a bound, requests that each continue the last one would have a level for each request.
 LEVELS = 4
 _NO_LINK = np.iinfo(np.int64).max
 

@@ -1,8 +1,8 @@
 """Split-KV: partial states of tiles that are cut into several work tiles, and how they are combined.
 
 Each consumer stores the state that it has in the slot of the work tile: of 64 query rows or, in MLA, of one half of
-their columns. The last one to arrive, of those that have the same part of a tile, merges the states of all work tiles
-in the order of their keys, so that the result does not depend on who was last.
+their columns. Of the consumers that have the same part of a tile, the last one to arrive merges the states of all work
+tiles in the order of their keys, so that the result does not depend on which one was last.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class WorkTile:
 
     rows: how many query rows the request has; q_start, q_len: its first query token, and their number; kv_start,
     kv_len: its first entry in the page table or its first row of keys, and the number of keys. slot, splits: the slot
-    of the tile's first partial state, and how many it has, 1 if the work tile is the whole tile; split: which of them
-    is this one's.
+    of the tile's first partial state, and how many it has, 1 if the work tile is the whole tile; split: the index of
+    this work tile's partial state among these.
     """
 
     b: gl.tensor

@@ -17,10 +17,10 @@ from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_f
 class PageTableConfig:
     """The constants that the kernel is compiled for."""
 
-    # A program copies `block` pages at a time, of those of one request, and `programs` programs share the request.
+    # A program copies `block` pages of one request at a time. `programs` programs share the pages of a request.
     block: int
     programs: int
-    # Requests whose lengths are added at a time.
+    # The number of requests whose lengths are added up at a time.
     batch_block: int
     num_warps: int
     launch_pdl: bool

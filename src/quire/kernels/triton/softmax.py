@@ -23,7 +23,7 @@ def empty_state(c: tl.constexpr):
 
 @triton.jit
 def update_state(m, l, s, scale, masked: tl.constexpr):
-    """Add the logits `scale * s` of a block of keys, of which rows may see none only if it is masked.
+    """Add the logits `scale * s` of a block of keys. Unless the block is masked, each row must see a key of it.
 
     Returns the block's weights, the factor of what `acc` has summed, and the new m and l.
     """

@@ -16,7 +16,7 @@ TILE = tl.constexpr(64)
 
 @triton.jit
 def excess(target, draft, ids, vocab, drafted):
-    """What the target's probabilities have more than the draft's: float32 [n, CHUNK]; without a draft, all of them."""
+    """The target's probabilities less the draft's, at least 0: float32 [n, CHUNK]. Without a draft, the target's."""
     p = load_chunks(target, ids, vocab)
     q = load_chunks(draft, tl.where(drafted, ids, vocab), vocab)
     return tl.maximum(p - tl.maximum(q, 0.0), 0.0)
