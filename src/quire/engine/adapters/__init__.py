@@ -1,1 +1,1 @@
-"""Adapters: LoRAs over one model, of which each request may have its own."""
+"""LoRA adapters of one model; each request may name one."""

@@ -1,4 +1,4 @@
-"""An adapter in the host's memory, as the pool of a model takes it."""
+"""An adapter in host memory, in the layout from which `AdapterPool` copies it to the device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Values(NamedTuple):
-    """Neighbouring elements of a rank page.
+    """Adjacent elements of one of an adapter's rank pages.
 
     Attributes:
-        page: of the adapter's rank pages, 0 the first.
-        start: the first element's place in the page.
-        elements: [count], in pinned memory where the pool is on a GPU.
+        page: the index of the page among the adapter's own rank pages.
+        start: the index of the first element in the page.
+        elements: [count], in pinned memory if the pool is on a GPU.
     """
 
     page: int
@@ -27,12 +27,13 @@ class Adapter:
     """The factors of an adapter's products.
 
     Attributes:
-        digest: of what it computes; adapters with equal digests compute the same.
-        rank: the largest of its products.
+        digest: identifies what the adapter computes; adapters with equal digests compute the same.
+        rank: the largest rank of its products.
         num_pages: the rank pages that it takes on the device.
-        product_pages: int32 [products of the pool], how many of these each product has; 0 where the adapter has none.
-        contents: the elements of the rank pages; those of products that the adapter does not have are left out.
-        other_contents: those of the ranks 1, 2, ... of a model that several compute.
+        product_pages: int32 [products of the pool], how many of these pages have factors of each product; 0 for a
+            product that the adapter does not change.
+        contents: the elements of the rank pages, without those of products that the adapter does not change.
+        other_contents: the `contents` of ranks 1, 2, ... if several ranks compute the model.
     """
 
     digest: str
@@ -43,5 +44,5 @@ class Adapter:
     other_contents: list[list[Values]] = field(default_factory=list)
 
     def of_rank(self, rank: int) -> Adapter:
-        """The adapter as another rank has it."""
+        """The adapter with the contents of a rank other than 0."""
         return replace(self, contents=self.other_contents[rank - 1], other_contents=[])

@@ -1,7 +1,7 @@
-"""What modules of a network do besides their own products, in steps with adapters: they add those of the adapters.
+"""Hooks by which the modules of a network add the products of adapters to their own, in steps with adapters.
 
-The tensors of the step are not arguments of the modules. Compiled code calls one operation with the number of the
-product, as it does for attention, and is compiled once with that call and once without.
+The modules do not take the step's tensors as arguments. Compiled code calls one operation with the index of the
+product, as it does for attention, and is compiled twice: with that call and without it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-# The part of a product that means all of them.
+# As `part` of `Additions.add`: y is the product of all merged layers.
 ALL_PARTS = -1
 
 
 class Additions(Protocol):
-    """A forward pass with adapters, which adds what they compute to the products of the network."""
+    """A forward pass that adds what adapters compute to the products of the network."""
 
     def add(self, index: int, y: Tensor, x: Tensor, part: int) -> None:
-        """Add the adapters' part of product `index` to y [..., out_features], whose input is x; `part` is the only one
-        of its merged layers that y is of, or ALL_PARTS.
+        """Add what adapters compute to y [..., out_features], the output of product `index` for x [..., in_features].
+        If y is the output of only one of several merged layers, `part` is the index of that layer; otherwise it is
+        ALL_PARTS.
         """
 
 
@@ -45,10 +46,10 @@ _running = _RunningAdditions()
 
 
 class AdapterSwitch:
-    """Whether the products of a network add those of adapters; one for all of its modules, which compiled code reads.
+    """Turns the products of adapters on and off for all modules of a network. Compiled code reads it.
 
     Attributes:
-        on: whether they do now.
+        on: whether the modules add the products of adapters now.
     """
 
     def __init__(self) -> None:
@@ -66,8 +67,8 @@ class AdapterSwitch:
 
 @torch.library.custom_op("quire::add_adapters", mutates_args=("y",))
 def _add(y: Tensor, x: Tensor, index: Tensor, part: int) -> None:
-    """`Additions.add` of the forward pass in progress, as one operation for torch.compile. `index` is an int64 [] on
-    the host and not a number, for which each layer would be compiled anew.
+    """`Additions.add` of the forward pass in progress, as one operation for torch.compile. `index` is an int64 []
+    tensor on the host: with a Python number, torch.compile would compile each layer anew.
     """
     _running.step.add(int(index), y, x, part)
 
@@ -78,11 +79,11 @@ def _(y: Tensor, x: Tensor, index: Tensor, part: int) -> None:
 
 
 class AdapterHook:
-    """What a product is followed by.
+    """Adds the products of adapters to one product of the network.
 
     Args:
-        switch: of the network.
-        index: the number of the product in the pool.
+        switch: that of the network.
+        index: the index of the product in the pool.
     """
 
     def __init__(self, switch: AdapterSwitch, index: int) -> None:
@@ -90,7 +91,7 @@ class AdapterHook:
         self._index = torch.tensor(index, device="cpu")
 
     def add(self, y: Tensor, x: Tensor, part: int = ALL_PARTS) -> None:
-        """Add to a product y of x what the rows' adapters add to it, if the step has adapters."""
+        """Add what the adapters of the rows compute to y, the product of x, if the step has adapters."""
         if not self.switch.on:
             return
         if torch.compiler.is_compiling():
@@ -100,7 +101,7 @@ class AdapterHook:
 
 
 def hook_module(module: nn.Module, hook: AdapterHook) -> None:
-    """Let a module that computes one product alone, as linear layers and embeddings do, call a hook after it."""
+    """Have a module that computes a single product, such as a linear layer or an embedding, call a hook after it."""
     kind: Any = type(module)
     module.__dict__["quire_hook"] = hook
     module.__class__ = _hooked(kind)
@@ -108,8 +109,8 @@ def hook_module(module: nn.Module, hook: AdapterHook) -> None:
 
 @lru_cache(maxsize=256)
 def _hooked(kind: Any) -> Any:
-    """The class of modules of this class that call their hook."""
-    # A layer of several ranks computes the product of its part alone by another method.
+    """A subclass of `kind` whose modules call their hook after the product."""
+    # A layer that is divided among ranks computes the product of its own part in the method `product`.
     name = "product" if hasattr(kind, "product") else "forward"
     compute = getattr(kind, name)
 

@@ -35,7 +35,8 @@ _OTHER_METHODS = {
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Threads that copy, check and hash tensors.
 _READERS = min(8, os.cpu_count() or 1)
-# An operation of torch on more elements waits for threads of its own: beside an engine, much longer than it computes.
+# torch computes operations on more elements in several threads. While an engine is busy, waiting for these threads
+# takes much longer than the operation.
 _ELEMENTS = 1 << 15
 # Rows of a weight of the base that are compared at a time.
 _ROWS = 4096
@@ -113,8 +114,8 @@ def read_adapter(
 
 
 def _open(folder: Path) -> tuple[str, dict[str, Tensor]]:
-    """The name of the file with an adapter's tensors, and the tensors by their names; of a safetensors file, they are
-    pages of it that are not read yet.
+    """The name of the file with an adapter's tensors, and the tensors by their names. Those of a safetensors file are
+    mapped, and not read yet.
     """
     name = next((name for name in (_SAFETENSORS, _PICKLE) if (folder / name).is_file()), None)
     if name is None:
@@ -168,7 +169,7 @@ def _pairs(tensors: Mapping[str, Tensor], targets: Mapping[str, Target], names: 
 
 
 def _find(name: str, module: str, names: Names) -> str:
-    """The path in the network of a module that a tensor is of; ValueError if there is none."""
+    """The path in the network of the module that tensor `name` belongs to; ValueError if there is none."""
     path, part = names.find(module), names.removed(module)
     if path is None and part is not None:
         raise ValueError(f"{name} is of {part}, which does not run: only the language model does, on text alone")
@@ -219,7 +220,7 @@ def _is_same(saved: Tensor, base: Tensor) -> bool:
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], pair: _Pair, target: Target, rank: int) -> None:
-    """Raise a ValueError if a factor has another shape than its module's and the rank ask for, or another dtype."""
+    """Raise a ValueError if a factor's shape does not fit its module and the rank, or its dtype is not supported."""
     a, b = pair.names["A"], pair.names["B"]
     expected = {a: (rank, target.in_features), b: (target.out_features, rank)}
     for name, shape in expected.items():
@@ -239,12 +240,12 @@ def _read(
     dtype: torch.dtype | None,
     pair: _Pair,
 ) -> tuple[Tensor, Tensor, str]:
-    """The factors A and B of a module, and a text that is equal for equal ones."""
+    """The factors A and B of a module, and a text that identifies the saved factors and their scale."""
     scale = settings.scale_of(pair.module) * targets[pair.path].output_scale
     names = pair.names
     factors, texts = {}, [scale.hex()]
     for name in ("A", "B"):
-        # The copy is checked and hashed, not pages of a file that may be written.
+        # The file is mapped and may be overwritten at any time, so the copy is what is checked and hashed.
         copied = tensors[names[name]].contiguous().view(torch.uint8).numpy().copy()
         saved = torch.from_numpy(copied).view(tensors[names[name]].dtype)
         texts.append(f"{_named(saved.dtype)} {list(saved.shape)} {hashlib.sha256(copied.data.cast('B')).hexdigest()}")
@@ -262,7 +263,7 @@ def _read(
 
 
 def _scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """The product of a contiguous tensor and a scale, which is computed in float32, unless nothing changes."""
+    """A contiguous tensor times a scale, computed in float32; the tensor itself if neither values nor dtype change."""
     if scale == 1.0 and x.dtype == dtype:
         return x
     result = torch.empty(x.shape, dtype=dtype)
@@ -277,8 +278,8 @@ def _is_finite(x: Tensor) -> bool:
     signed = x.view(torch.uint8).numpy().view(f"i{size}")
     unsigned = signed.view(f"u{size}")
     infinity = torch.tensor([inf, -inf], dtype=x.dtype).view(torch.uint8).numpy().view(unsigned.dtype)
-    # The bits of infinity and NaN are the largest of their sign: as signed numbers of the positive ones, as unsigned
-    # ones of the negative ones.
+    # Read as integers, infinity and NaN are larger than all finite numbers of their sign: as signed integers for
+    # positive numbers, as unsigned ones for negative numbers.
     return int(signed.max()) < int(infinity[0]) and int(unsigned.max()) < int(infinity[1])
 
 

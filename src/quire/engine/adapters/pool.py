@@ -1,8 +1,8 @@
 """The adapters on a device: rank pages, the tables of slots, and copies from the host's memory.
 
-A rank page has 16 rows of the factors of all products of the network, one product after the other. So the parts of an
-adapter are long, and few copies bring it to the device, into whatever rank pages are free. On a GPU, copies run on a
-stream of their own, beside the steps, and an adapter is ready when its copies have ended.
+A rank page has 16 rows of the factors of all products of the network, one product after the other. So the contiguous
+parts of an adapter are long, and a few copies bring it to the device, into any free rank pages. On a GPU, copies run on
+a stream of their own, beside the steps, and an adapter is ready when its copies have ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.steps import RANK_PAGE
 if TYPE_CHECKING:
     from quire.engine.parallel.leader import Leader
 
-# Factors begin at multiples of so many elements of a page.
+# Factors begin at multiples of this many elements of a page.
 _ALIGNMENT = 64
 
 
@@ -72,7 +72,7 @@ class AdapterPool:
             products=products,
             head_has_rows=model.chooses_rows,
             rank_pages=torch.zeros(num_slots, width, **options),
-            # Kernels are launched at less cost where tables start at multiples of 16 bytes, as does each product's.
+            # Launches cost less if tables start at multiples of 16 bytes. The padding aligns each product's row.
             num_rank_pages=torch.zeros(len(products), -(-num_slots // 4) * 4, **options)[:, :num_slots],
             switch=AdapterSwitch(),
         )
@@ -84,7 +84,7 @@ class AdapterPool:
         _hook(model, products, merged, self.tables.switch)
 
     def _new_memory(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Rank pages of so many elements. No product reads any before an adapter has been copied there."""
+        """Rank pages of `elements` elements each. No product reads a page before an adapter has been copied to it."""
         try:
             return torch.empty(self.num_rank_pages, elements, dtype=dtype, device=self._device)
         except RuntimeError as error:
@@ -121,11 +121,11 @@ class AdapterPool:
         return {path: self.targets[path].factors_of_rank(rank, a, b) for path, (a, b) in tensors.factors.items()}
 
     def _contents(self, count: int, pages: Sequence[int], factors: Factors) -> list[Values]:
-        """The elements of an adapter's `count` rank pages, of which the products have these numbers."""
+        """The elements of an adapter's `count` rank pages; `pages` has how many of them each product uses."""
         return [values for page in range(count) for values in self._packed(page, pages, factors)]
 
     def _packed(self, page: int, pages: Sequence[int], factors: Factors) -> list[Values]:
-        """The elements of one of an adapter's rank pages, of which the products have these numbers."""
+        """The elements of one of an adapter's rank pages; `pages` is as for `_contents`."""
         runs: list[list[AdaptedProduct]] = []
         for product, count in zip(self.tables.products, pages, strict=True):
             if count <= page:
@@ -185,19 +185,21 @@ class AdapterPool:
             self._memory[resident.pages[values.page], values.start : end].copy_(values.elements, non_blocking=True)
         pages = self._pinned(torch.tensor(resident.pages, dtype=torch.int32))
         tables.rank_pages[resident.slot, : len(pages)].copy_(pages, non_blocking=True)
-        # Neighbours in memory on the host are not on the device, which first gets a copy of them.
+        # The column is contiguous on the host and strided in the table, so it is copied to the device first.
         numbers = adapter.product_pages.to(self._device, non_blocking=True)
         tables.num_rank_pages[:, resident.slot] = numbers
 
     def are_in(self, requests: Sequence[Request]) -> bool:
-        """Whether any request of a step has an adapter. The list of the last step is not looked at again."""
+        """Whether any request of a step has an adapter. If the list is that of the last step, the last result is
+        returned.
+        """
         if requests is not self._requests:
             self._requests, self._found = requests, any(request.slot >= 0 for request in requests)
         return self._found
 
 
 def _groups(model: Model, targets: Mapping[str, Target], merged: Sequence[Merged]) -> list[list[str]]:
-    """The paths of the modules of each product: of those that are merged, or of one module."""
+    """The paths of the modules of each product: one module, or several that are merged."""
     paths = {id(module): path for path, module in model.network.named_modules()}
     together = [[paths[id(linear)] for linear in each.linears] for each in merged]
     group_of = {path: group for group in together if targets.keys() >= set(group) for path in group}

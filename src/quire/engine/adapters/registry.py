@@ -70,7 +70,7 @@ class AdapterRegistry:
             return self._named[name][0]
 
     def _known(self, info: AdapterInfo) -> Adapter | None:
-        """The adapter of this name, if there is one, which must be the same then."""
+        """The adapter that has this name already, None if there is none; ValueError if its contents differ."""
         known, adapter = self._named.get(info.name, (info, None))
         if known.digest != info.digest:
             what = f"it names the adapter of {known.folder}, and that of {info.folder} differs"

@@ -13,14 +13,14 @@ from quire.engine.adapters.targets import Target, adapter_targets
 from quire.engine.hf_attention import AttentionRecorder
 from quire.engine.model import Model
 
-# Tokens of the pass that is looked at: so many that no expert is chosen by all of them.
+# Tokens of the recorded forward pass: so many that no expert is chosen by all of them.
 _TOKENS = 64
 
 
 def seen_targets(model: Model) -> dict[str, Target]:
-    """The modules that adapters may change. Left out are those that compute other rows than those of the tokens, as an
-    expert of its own does, that compute in another dtype than the model's, that return more than a product, as a router
-    does, or that are not called. A head may compute the rows alone whose logits are needed.
+    """The modules that adapters may change. A module is left out if its rows are not the tokens of the step (a single
+    expert), if its dtype is not the model's, if it returns more than one tensor (a router), or if it is not called. A
+    head may compute only the rows whose logits are needed.
 
     Returns:
         the modules by their paths.

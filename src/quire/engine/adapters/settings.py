@@ -13,10 +13,10 @@ from quire.engine.config import MAX_ADAPTER_RANK
 from quire.engine.reading import read_json
 
 FILE = "adapter_config.json"
-# What PEFT takes for fields that the file does not have.
+# PEFT's defaults for fields that the file does not have.
 _DEFAULT_RANK = _DEFAULT_ALPHA = 8
 
-# Fields that make an adapter compute something else than x + scale (x A^T) B^T, and what they make of it.
+# Fields that make an adapter compute something else than y + scale (x A^T) B^T, and how the result differs.
 _OTHER_METHODS = {
     "use_dora": "DoRA rescales the rows of the adapted weights",
     "modules_to_save": "whole modules of the base were trained, and only LoRA's factors are read",
@@ -31,7 +31,7 @@ _OTHER_METHODS = {
     "kasa_config": "KaSA truncates the base's weights, and has singular values between the factors",
     "monteclora_config": "MonteCLoRA draws its factors at random",
 }
-# Fields that choose what is trained and how, or say where an adapter is from. What they lead to is in the tensors.
+# Fields about how an adapter was trained and where it comes from. Their effects are in the tensors.
 _HARMLESS = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -67,8 +67,8 @@ _READ = {
     "rank_pattern",
     "alpha_pattern",
 }
-# Ways to begin that leave the base's weights as they are, beside true and false. Others subtract from them what the
-# factors begin with, unless the adapter was converted when it was saved, of which the file has true.
+# Values of init_lora_weights that, like true and false, leave the base's weights unchanged. Other methods subtract the
+# product of the initial factors from them. If such an adapter was converted when it was saved, the file has true.
 _INITIALIZATIONS = {"gaussian", "eva", "orthogonal", "mica"}
 
 
@@ -79,7 +79,8 @@ class PeftSettings:
     Attributes:
         rank, alpha: of modules that no pattern matches.
         use_rslora: whether the scale is alpha / sqrt(rank) instead of alpha / rank.
-        rank_pattern, alpha_pattern: other ranks and alphas, by regular expressions of the ends of modules' names.
+        rank_pattern, alpha_pattern: ranks and alphas of other modules, by regular expressions for the ends of their
+            names.
         base_model_name: of the model that the adapter was trained on, "" if the file does not have it.
     """
 
@@ -130,7 +131,7 @@ def read_settings(folder: Path) -> PeftSettings:
 
 
 def _check_method(content: Mapping[str, Any]) -> None:
-    """Raise a ValueError for an adapter of another method, or one that has more than two factors for each module."""
+    """Raise a ValueError if the adapter is not a plain LoRA, with nothing but two factors for each module."""
     kind, bias = content.get("peft_type"), content.get("bias", "none")
     start = content.get("init_lora_weights", True)
     if kind != "LORA":

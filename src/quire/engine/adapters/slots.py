@@ -1,9 +1,9 @@
-"""Which adapters are on the device: the slots and rank pages that they have, and which of them go when others come.
+"""Which adapters are on the device, in which slots and rank pages, and which of them are evicted for others.
 
-A running request holds its adapter. An adapter that no request holds stays until its place is needed, and the least
-recently used one goes first. Where all are held, the adapters that the fewest requests hold are drained: no further
-request of theirs is admitted until the one that waits for room has it. So no adapter waits for ever, and the requests
-of all others go on.
+A running request holds its adapter. An adapter that no request holds stays until its memory is needed, and the least
+recently used one is evicted first. If running requests hold all adapters, those with the fewest holders are drained: no
+further request with such an adapter is admitted until the adapter that waits for room has got it. So no adapter waits
+for ever, and requests with other adapters go on.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Pass:
     """What one pass over the waiting requests has found, in their order.
 
     Attributes:
-        wanted: the digests of adapters that requests wait for, which do not go for later ones.
+        wanted: the digests of adapters that requests wait for. They are not evicted for later requests.
         drained: the digests of adapters that get no further requests.
-        lacks_room: whether a request waits for room, which later ones do not take from it.
+        lacks_room: whether a request waits for room, which later requests must not take.
     """
 
     wanted: set[str] = field(default_factory=set)
@@ -57,7 +57,7 @@ class AdapterSlots:
         load: begins to copy an adapter to the device.
 
     Attributes:
-        is_named: whether requests can still ask for an adapter; all of them, unless a registry says otherwise.
+        is_named: returns whether requests can still name an adapter; by default always True.
         num_held: how many running requests have an adapter.
         num_loads: how many copies to the device have begun.
     """
@@ -68,7 +68,7 @@ class AdapterSlots:
         self._free_slots, self._free_pages = list(range(num_slots))[::-1], list(range(num_pages))[::-1]
         # By digests, least recently used first.
         self._residents: OrderedDict[str, Resident] = OrderedDict()
-        # Those whose copies have not ended, as far as is known.
+        # The adapters whose copies had not ended at the last `poll`.
         self._loading: list[Resident] = []
         self._pass, self._num_changes = _Pass(), 0
         self.num_held = self.num_loads = 0
@@ -80,7 +80,7 @@ class AdapterSlots:
     @property
     def num_held_adapters(self) -> int:
         """The number of adapters that running requests have; for any thread."""
-        # Of a copy, since the engine may change it meanwhile.
+        # The values are copied, since the engine's thread may change the dictionary meanwhile.
         return sum(resident.holders > 0 for resident in list(self._residents.values()))
 
     @property
@@ -89,7 +89,7 @@ class AdapterSlots:
         return len(self._free_pages)
 
     def poll(self) -> int:
-        """A number that is another one if an adapter that was not ready may be so now."""
+        """A number that changes when an adapter that was not ready may have become ready."""
         if self._loading:
             self._loading = [each for each in self._loading if not self._has_loaded(each)]
         return self._num_changes
@@ -104,8 +104,8 @@ class AdapterSlots:
         self._pass = _Pass()
 
     def is_ready(self, adapter: Adapter) -> bool:
-        """Whether a waiting request of this adapter may run. If it is not on the device, and has room there that no
-        request before this one waits for, its copy begins.
+        """Whether a waiting request with this adapter may run. If the adapter is not on the device, and there is room
+        that no earlier request waits for, begin to copy it.
         """
         current, resident = self._pass, self._residents.get(adapter.digest)
         if resident is None:
@@ -127,7 +127,7 @@ class AdapterSlots:
         return resident.slot
 
     def release(self, adapter: Adapter) -> None:
-        """Count one running request less. Launched steps may still compute with the adapter."""
+        """End the hold of one running request. Launched steps may still compute with the adapter."""
         resident = self._residents[adapter.digest]
         self._residents.move_to_end(adapter.digest)
         resident.holders -= 1
@@ -135,7 +135,7 @@ class AdapterSlots:
         self._num_changes += 1
 
     def discard(self, adapter: Adapter) -> None:
-        """Let an adapter go that has lost its name, or a request, if it has neither any more."""
+        """Evict an adapter if neither a name nor a running request refers to it any more."""
         resident = self._residents.get(adapter.digest)
         if resident is not None and not resident.holders and not self.is_named(adapter):
             self._evict(resident)
@@ -163,7 +163,9 @@ class AdapterSlots:
         self._num_changes += 1
 
     def _make_room(self, adapter: Adapter) -> bool:
-        """Evict adapters until there is room for this one; False if requests have them, which are drained then."""
+        """Evict adapters until there is room for this one. If requests hold or wait for them, drain them and return
+        False.
+        """
         victims = self._victims(adapter)
         if all(each.holders == 0 and each.adapter.digest not in self._pass.wanted for each in victims):
             for each in victims:
@@ -179,7 +181,7 @@ class AdapterSlots:
         if self._free_slots and pages <= 0:
             return victims
         wanted = self._pass.wanted
-        # Sorting keeps the order of those that are alike, that is, of their last use.
+        # The sort is stable: adapters with equal keys stay in the order of their last use.
         for each in sorted(self._residents.values(), key=lambda r: (r.adapter.digest in wanted, r.holders)):
             victims.append(each)
             pages -= len(each.pages)

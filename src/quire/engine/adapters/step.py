@@ -1,4 +1,4 @@
-"""The adapters of a step: which rows of each product have which, and the products that are added to them."""
+"""The adapters of a step: which adapter each row has, and the products that are added for it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class AdaptedProduct:
     of an embedding.
 
     Attributes:
-        kind: that of its targets.
-        paths: of the modules, which are the parts of the product.
+        kind: `Target.kind` of its modules.
+        paths: the paths of its modules, each of which computes a part of the columns.
         part_ends: the end of each part's columns.
-        start, start_b, end: where the product, and its B, begin in a rank page, and where it ends.
-        a: [num_pages, parts, RANK_PAGE, in_features], the pool of A, which is a part of the pages.
-        b: [num_pages, RANK_PAGE, out_features], the pool of B, likewise.
+        start, start_b, end: the indices in a rank page at which its A begins, at which its B begins, and at which it
+            ends.
+        a: [num_pages, parts, RANK_PAGE, in_features], its A in all rank pages, a view.
+        b: [num_pages, RANK_PAGE, out_features], its B, likewise.
     """
 
     kind: Literal["linear", "embedding", "head"]
@@ -41,13 +42,13 @@ class AdaptedProduct:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class AdapterTables:
-    """What a device has of adapters; all of it stays at its addresses.
+    """The tables and factors of adapters on a device. Their addresses never change, so CUDA graphs may read them.
 
     Attributes:
         products: of the network.
         head_has_rows: whether the head computes the logits of those rows alone that are needed.
         rank_pages: int32 [num_slots, max_rank_pages], the rank pages of the adapter in each slot.
-        num_rank_pages: int32 [products, num_slots], how many of them each product has.
+        num_rank_pages: int32 [products, num_slots], how many of these pages have factors of each product.
         switch: of the network.
     """
 

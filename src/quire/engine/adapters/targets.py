@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from quire.engine.parallel.weight_shard import WeightShard
 
-# Modules that do nothing but hold a language model, by the names that they have in Transformers' classes. An adapter
-# has those of the class that it was trained with: another version, a model with an encoder of images or one without,
-# with a head or without one.
+# Names, in Transformers' classes, of modules that do nothing but hold a language model. The names in an adapter begin
+# with those of the class that it was trained with, which may be of another version of Transformers, and may have an
+# encoder of images or a head that this model does not have.
 _HOLDERS = {"model", "language_model", "text_model"}
 
 
@@ -25,7 +25,7 @@ class Target:
         in_features: of an embedding, the size of the vocabulary.
         out_features: the columns of its output.
         shard: which of these features each of several ranks has; None: each has all.
-        output_scale: what the module multiplies its output by, which an adapter's output is multiplied by, too.
+        output_scale: a factor of the module's output, and so of an adapter's output, too.
         weight: [out_features, in_features], of an embedding [in_features, out_features]; of several ranks, this one's
             part; None if it is quantized.
         bias: [out_features]; of several ranks, this one's part; None if there is none.
@@ -116,7 +116,7 @@ class Names:
         self._short: dict[str, str | None] = {}
         for path in paths:
             short = _short(path)
-            # Of two paths, an adapter's name would not say which one it means.
+            # A name that could mean two paths is ambiguous, and means neither.
             self._short[short] = None if short in self._short else path
         self._removed = {_short(path): path for path in removed}
 
