@@ -17,10 +17,11 @@ class Chunk:
     """Tokens start to start + count of a request, which one step computes.
 
     Attributes:
-        samples: whether the chunk has the request's last token, known or in flight, so the step samples the next.
-        drafts: tokens that may follow that one, and are the chunk's last ones. The step samples a token after each.
-        num_prompt_logprobs: the number of tokens, just before those after which the step samples, whose next token is
-            one of the prompt, and the step computes its log-probability.
+        samples: whether the chunk ends with the request's last token, known or in flight, so that the step samples the
+            next.
+        drafts: guesses of the tokens after that one. They end the chunk, and the step samples a token after each.
+        num_prompt_logprobs: the number of tokens after which the step computes the log-probability of the prompt's next
+            token. They come just before the tokens after which it samples.
     """
 
     request: Request
@@ -39,8 +40,9 @@ class Chunk:
 class StepBatch(Sequence[Chunk]):
     """The chunks of a step.
 
-    Most steps compute one token of each running request, often of the same requests as the step before. The host's time
-    for them is kept low: such a batch is made of vectors, and its chunks only if they are asked for.
+    Most steps compute one token of each running request, often of the same requests as the step before. To keep the
+    host's time for such steps low, their batch is stored as vectors, and its chunks are made only if they are asked
+    for.
 
     Args:
         requests: the request of each chunk.
@@ -118,7 +120,7 @@ class StepBatch(Sequence[Chunk]):
         return requests, [i for n in counts for i in range(n)]
 
     def in_order(self, order: np.ndarray, requests: list[Request]) -> StepBatch:
-        """The chunks in another order: int64 [len(requests)], and their requests in that order."""
+        """The chunks in another order, int64 [len(requests)]; `requests` are in that order already."""
         if self.decode_only:
             return StepBatch(requests, self.starts[order])
         return StepBatch(requests, self.starts[order], [self[i] for i in order.tolist()])

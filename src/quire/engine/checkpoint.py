@@ -1,4 +1,4 @@
-"""A checkpoint folder: reading it with Transformers, and refusing what would not run as the model that it is.
+"""Reads a checkpoint folder with Transformers, and refuses one that would not run as the model that it describes.
 
 Transformers loads much that it does not understand. It leaves out tensors that no parameter takes, casts weights of 8
 bits without their scales, and asks on the terminal whether to run code of the folder. All that is an error here.
@@ -36,7 +36,8 @@ _WIDE = {*_FLOATS, "BOOL", "I16", "I32", "I64", "U16", "U32", "U64"}
 Headers = dict[str, tuple[str, list[int]]]
 
 # Tensors that checkpoints have beside the parameters of their model: buffers that the code computes by itself, scales
-# of an fp8 cache and of fp8 queries (`scales.py` reads those of keys and values), and heads of further tokens.
+# of an fp8 cache and of fp8 queries (`scales.py` reads those of keys and values), and heads that predict further tokens
+# (MTP).
 _HARMLESS = re.compile(
     r"(.*\.)?("
     r"(\w+_)?inv_freq|(cos|sin)_cached|position_ids|masked_bias|causal_mask|decoder\.version"
@@ -138,7 +139,7 @@ def load_network(
         dummy: whether to make random weights instead of reading them.
         trust_remote_code: as for `read_config`.
         dequantize: whether quantized weights become weights of the dtype; else they are on the device as they are.
-        ranks: those that divide a model of random weights, of which this rank's part is made; None: all of it is.
+        ranks: those that divide a model of random weights, of which only this rank's part is made; None: all is made.
 
     Raises:
         FileNotFoundError: a file of the weights is missing.
@@ -156,7 +157,7 @@ def load_network(
     headers = _read_headers(folder, config)
     _check_types(folder, config, headers)
     with reading(str(folder), trust_remote_code, _explained), _quiet(), reading_to(device):
-        # Weights of other shapes are in the report, by which `_check_report` refuses them.
+        # Weights of other shapes are listed in the report, and `_check_report` refuses them.
         network, report = kind.from_pretrained(
             folder,
             config=config,
@@ -198,13 +199,13 @@ def _random_network(
     with reading(str(folder), trust_remote_code, _explained):
         fill(network, format, device)
     if ranks is not None:
-        # The head still is whole if its weight is the embedding's, too, which had no memory before.
+        # `shard` leaves a head whole that shares its weight with the embedding on the meta device. Now it has memory.
         divide_head(network, ranks, device)
     return network
 
 
 def _text_part(folder: Path, network: Any) -> Any:
-    """The network, of whose parts only the language model is left."""
+    """The network; of a multimodal one, only the language model is left."""
     if is_multimodal(network.config):
         keep_language_model(network)
         what = f"{folder} is {_described(network.config)}: its language model runs, on text alone"
@@ -214,7 +215,9 @@ def _text_part(folder: Path, network: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Transformers' progress bars, and without its messages about tensors, which `_check_report` refuses."""
+    """A context without Transformers' progress bars, and without its messages about tensors that `_check_report`
+    refuses.
+    """
     from transformers.utils import logging as settings
 
     bars = settings.is_progress_bar_enabled()
@@ -266,8 +269,8 @@ def _described(config: Any) -> str:
 
 
 def _set_format(folder: Path, config: Any) -> None:
-    """Replace what the configuration says of quantized weights by what makes Transformers load them with a `Quantizer`,
-    or remove it, if it is of the cache alone; Transformers would ask for the package that quantized it.
+    """Replace the `quantization_config` by one with which Transformers loads the weights by a `Quantizer`, or remove it
+    if only the cache is quantized. Transformers would otherwise require the package that quantized the model.
     """
     format = find_format(folder, read_json(folder / "hf_quant_config.json").get("quantization"), config)
     for part in (config, config.get_text_config()):
@@ -341,7 +344,7 @@ def _zero_biases(folder: Path, names: Iterable[str], headers: Headers) -> set[st
 
 def _check_report(folder: Path, config: Any, network: Any, report: dict[str, Any], headers: Headers) -> None:
     """Refuse weights that are not those of the model, by Transformers' report of the tensors that it loaded. The report
-    has the names of parameters, which those of the file may have been changed to.
+    has the names of parameters, which may differ from the names in the files.
     """
     kind, said = type(network).__name__, _class_name(config)
     is_other = said not in ("", kind) and not re.search("CausalLM|LMHead", said)
@@ -373,7 +376,7 @@ def _explained(error: Exception) -> str | None:
     errors = conversion_errors(error)
     if not errors:
         return None
-    # A parameter that Transformers could not make of the checkpoint's tensors.
+    # Transformers could not make these parameters of the checkpoint's tensors.
     name, text = min(errors.items())
     why = re.search(r"^\w+(Error|Exception): (.*)$", text, re.MULTILINE)
     reason = f"{name} can't be made of the checkpoint's tensors{_more(errors)}: {why[2] if why else text}"

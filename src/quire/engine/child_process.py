@@ -23,13 +23,12 @@ main(*{arguments!r})
 
 def start_program(module: str, arguments: Sequence[int], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start `main` of a module in a new process. In a session of its own, it does not get the SIGINT of Ctrl-C, and
-    SIGINT and SIGTERM have no effect on it. It begins without collections of garbage, which `main` may enable when it
-    has loaded what stays.
+    SIGINT and SIGTERM have no effect on it. Garbage collection is off until `main` enables it.
 
     Args:
         module: of this package.
         arguments: of `main`.
-        descriptors: files that the process gets, by the same numbers, and not those that it starts.
+        descriptors: of files that the process inherits, under the same numbers; processes that it starts do not.
     """
     program = _PROGRAM.format(path=sys.path, module=module, arguments=tuple(arguments), descriptors=tuple(descriptors))
     return subprocess.Popen(
@@ -41,11 +40,11 @@ def start_program(module: str, arguments: Sequence[int], descriptors: Sequence[i
 
 
 def end_of(process: subprocess.Popen[bytes], name: str, grace: float) -> str:
-    """Wait for the end of a process, which has begun, and return what it is.
+    """Wait for a process that has begun to end, and return a description of how it ended.
 
     Args:
-        process: that ends.
-        name: in what is returned.
+        process: the process.
+        name: its name in the description.
         grace: seconds after which the process is killed.
     """
     try:

@@ -35,7 +35,7 @@ class CompiledLayers:
     Attributes:
         on: whether the layers run compiled.
         max_few_tokens: the most tokens that have compiled code apart from that of many (`projections.max_few_tokens`).
-        with_adapters: whether products are followed by those of adapters now, for which layers have code of its own.
+        with_adapters: whether layers now run the code that was compiled with the products of adapters.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class CompiledLayers:
         return output
 
     def _run_norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """The norm of a tensor, which has been computed if that is the output of the last layer."""
+        """The norm of a tensor; that of the last layer's output has been computed by the layer already."""
         normed = self._normed if x is self._output else None
         self._output = self._normed = None
         return self._compiled_norms[type(norm)](norm, x) if normed is None else normed
@@ -103,8 +103,8 @@ class CompiledLayers:
 
 
 def _handing_over(forward: Any) -> Any:
-    """A layer's `forward` that takes the norm of its input, and returns that of its output after the output; None where
-    there is none.
+    """A layer's `forward` that takes its normed input as a further argument, and returns its normed output beside the
+    output. Each is None if there is no such norm.
     """
 
     def run(layer: Any, normed: Tensor | None, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:

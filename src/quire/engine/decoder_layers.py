@@ -81,7 +81,9 @@ def last_norms(network: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Norms:
-    """By layers, the norm of a layer's input and that of its output, each computed once in a forward pass."""
+    """For each layer, the module that norms its input (`first`), and the one that norms its output (`following`). Each
+    is called once in a forward pass.
+    """
 
     first: dict[nn.Module, nn.Module] = field(default_factory=dict)
     following: dict[nn.Module, nn.Module] = field(default_factory=dict)

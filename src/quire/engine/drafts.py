@@ -1,15 +1,15 @@
 """Drafts of the next tokens of a request, which are guessed from the request's own tokens (prompt lookup).
 
-Text that quotes itself, such as code that is edited or a document that is summarised, goes on after a few tokens as it
-went on after these before. A step computes drafts together with the token before them and samples a token after each,
-so that one step may yield several tokens.
+Text that quotes itself, such as code that is edited or a document that is summarised, often goes on after a few tokens
+as it did where the same tokens occurred before. A step computes drafts together with the token before them and samples
+a token after each, so that one step may yield several tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# The most and the fewest tokens that a guess rests on.
+# The most and the fewest tokens that must match.
 _MAX_MATCH, _MIN_MATCH = 3, 1
 
 
@@ -17,7 +17,7 @@ class PromptLookup:
     """Where the tokens of a request occurred last, by themselves and with one or two tokens before them."""
 
     def __init__(self) -> None:
-        # The last end of each run of tokens, but for the request's last ones, up to the end `_num_known`.
+        # The index after the last occurrence of each run of tokens, for indices up to `_num_known`.
         self._ends: dict[tuple[int, ...], int] = {}
         self._num_known = 0
 
@@ -41,7 +41,7 @@ class PromptLookup:
             start = ends.get(tuple(tokens[-size:])) if size < count else None
             if start is not None:
                 max_drafts = max_drafts if size > 1 else 1
-                # Beyond the last token, what is repeated goes on as the drafts do.
+                # Beyond the last known token, the drafts repeat themselves.
                 drafts = list(tokens[start : start + max_drafts])
                 period = count - start
                 while len(drafts) < max_drafts:

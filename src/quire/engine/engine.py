@@ -60,7 +60,7 @@ class Engine:
 
     Attributes:
         adapters: those that requests can name.
-        info: the model and the engine, for those who do not have them.
+        info: what is known of the model and the engine, also in other processes.
         launch_at: when `step` should be called, if the engine is busy, by time.perf_counter(). Later, the device might
             wait for it; earlier, requests that arrive in between wait for one more step.
     """
@@ -85,7 +85,7 @@ class Engine:
         self.sampler = Sampler(self.model.device, self.scheduler.max_rows)
         self.reporter = Reporter(self.scheduler, self.stats)
         self.info = self._describe()
-        # Whoever changes the adapters of `info` has the lock.
+        # Held while the adapters of `info` are changed.
         self._describing = threading.Lock()
         self.prompts = PromptReader(self.info, self.model.tokenizer)
         self.grammars = Grammars(self.model)
@@ -94,11 +94,11 @@ class Engine:
         self._has_grammar = False
         # Steps whose results have not been read: their chunks that sample, and the tokens of these.
         self._launched: deque[tuple[StepBatch, SampledTokens]] = deque()
-        # What launched steps add to embeddings, and has not been read.
+        # Pooled states of launched steps that have not been read.
         self._pooled: deque[PooledStates] = deque()
         self.launch_at = 0.0
-        # Seconds from the end of the last `step` to launch_at, and those of the last step of single tokens in which the
-        # host had nothing to do.
+        # Seconds from the end of the last `step` to launch_at, and seconds for which the host had nothing to do in the
+        # last step of decodes.
         self._pause = self._spare = 0.0
 
     def _describe(self) -> ModelInfo:
@@ -193,7 +193,7 @@ class Engine:
                 listener.adapters_changed()
 
     def drop_adapter(self, adapter: Adapter) -> None:
-        """Let an adapter without a name go from the device, unless requests run with it, which do so when they end."""
+        """Evict an adapter without a name from the device, now or when the last request that runs with it has ended."""
         if self.scheduler.adapters is not None:
             self.scheduler.adapters.discard(adapter)
 
@@ -236,11 +236,11 @@ class Engine:
                 raise
         finally:
             if not self._launched:
-                # It was that of other requests than those that come next, whose first token must not wait for it.
+                # It was measured with other requests than the next ones, whose first tokens must not wait for it.
                 self._spare = 0.0
             self._pause = self._spare / 2 if self._spare > _MIN_SPARE else 0.0
             if self.scheduler.waiting and not self.scheduler.running and not self._launched:
-                # They wait for the copies of their adapters.
+                # The waiting requests wait for the copies of their adapters.
                 self._pause = _COPY_PAUSE
             self.launch_at = time.perf_counter() + self._pause
 

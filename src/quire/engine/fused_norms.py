@@ -1,5 +1,5 @@
-"""The sum of the ranks' products, the residual that is added to it and the RMS norm of that, as one operation in the
-graph of a compiled layer. Each of the two kernels that they would be takes as long as its launch in a step of few
+"""Fuses the sum of the ranks' products, the addition of the residual and the RMS norm into one operation in the graph
+of a compiled layer. Otherwise they would be two kernels, each of which takes as long as its launch in a step of few
 tokens.
 """
 
@@ -32,7 +32,8 @@ class _Norm:
 
 def fuse_norms(graph: fx.Graph) -> None:
     """Replace sums of ranks (`Ranks.sum`) that are followed by a residual and an RMS norm, as Llama has it: in float32,
-    rounded and then multiplied by the weight. It is rounded once then, after both. Others stay as they are.
+    rounded and then multiplied by the weight. The fused operation rounds once, after the multiplication. Other norms
+    stay as they are.
     """
     if not hasattr(torch.ops.quire, "all_reduce"):
         return

@@ -27,7 +27,7 @@ from quire.steps import upload
 
 _T = TypeVar("_T")
 _END = "<|end of quire's grammar|>"
-# How many grammars are kept for further requests, and of how many the errors.
+# How many compiled grammars are kept for further requests, and how many errors of refused ones.
 _MAX_COMPILED, _MAX_REFUSED = 64, 256
 
 
@@ -118,7 +118,7 @@ class Grammars:
         """The grammar of a request; None if it is not kept, or if there is none.
 
         Raises:
-            ValueError: it is known that `prepare` would raise it.
+            ValueError: `prepare` has refused the grammar before.
         """
         if params.constraint is None:
             return None
@@ -208,7 +208,7 @@ class _Recent(Generic[_T]):
         with self._lock:
             if key not in self._values:
                 return None
-            # It is the last one from now on.
+            # The order of the keys is that of their last use.
             value = self._values[key] = self._values.pop(key)
             return value
 

@@ -29,7 +29,7 @@ LIMITS: dict[str, Any] = {
 }
 # CPU time of one grammar.
 CPU_SECONDS = 2.0
-# In case that a grammar waits instead of computing.
+# Wall-clock time of one grammar, in case it waits instead of computing.
 _WALL_SECONDS = 60.0
 # Bytes, less than any thread of the engine has.
 _STACK = 1 << 20
@@ -65,8 +65,8 @@ def compiled(tokenizer: Any, end: int, name: str, text: str) -> Any:
         state = LLMatcher(tokenizer, make[name](), log_level=0, limits=limits)
     except ValueError as error:
         raise refused(name, text, str(error)) from None
-    # The first masks take the longest, copies share what they have found, and errors of some grammars come with the
-    # first token.
+    # The first masks take the longest, and copies share the lexer states that they find. Some grammars fail only at
+    # their first token.
     first = next((token for token in _tokens(state.compute_bitmask()) if token != end), None)
     probe = state.deep_copy()
     if first is not None:

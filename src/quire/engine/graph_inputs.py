@@ -55,7 +55,7 @@ class CapturedInputs:
         positions, slots: int64 [tokens], as in `StepTables`; padding has slot -1.
         logit_indices: int64 [rows], the indices of the tokens whose logits are needed; padding is 0.
         last_at, last_page: int64 and int32 [rows], the entry of kv_indices for the page of each row's last token, and
-            this page; of padding, an entry as it is.
+            this page; for padding, an entry and the page that it has already.
         qo_indptr: int32 [rows + 1].
         adapter_slots: int32 [tokens], see `quire.engine.inputs.adapter_slots`; padding is -1. None: the step has no
             adapters.
@@ -167,7 +167,7 @@ class GraphInputs:
         return batch, HostInputs(shape, self._host, pages)
 
     def copy(self, inputs: HostInputs) -> None:
-        """Start to copy the inputs of a step to the device, which executes what reads those of the last step before."""
+        """Start to copy the inputs of a step to the device, behind the kernels that read those of the last step."""
         if inputs.pages is not None:
             index, page = upload(inputs.pages, self.device)
             self._table.scatter_(0, index, page.int())
@@ -223,7 +223,7 @@ class GraphInputs:
         return batch if self._order is None else batch.in_order(self._order, self._in_rows)
 
     def _lay_out(self, batch: StepBatch, shape: StepShape) -> None:
-        """Begin the vectors of a step with what does not change while steps repeat it, and with padding."""
+        """Fill the vectors of a step with padding, and with all that does not change while steps repeat it."""
         self._shape, self._host = shape, np.zeros(_size(shape), dtype=np.uint8)
         self._parts = _split_host(self._host, shape)
         ids, source, _, slots, logits, last_at, qo_indptr, last_page_len, last_page, *of_adapters = self._parts
@@ -245,15 +245,15 @@ class GraphInputs:
         last_page_len[:] = -(self.width - 1) * self.page_size
         last_at[:] = self._index[: shape.rows] * self.width
         last_page[:] = self._host_table[: shape.rows, 0]
-        # A row of another request, or of one that was preempted in between, has none of its pages.
+        # The pages of a row are written anew if another request had it, or its request was preempted in between.
         pages = [r.pages for r in self._in_rows]
         is_same = [old is new for old, new in zip(self._owners, pages, strict=False)]
         self._written[:rows][np.logical_not(is_same)] = 0
         self._owners[:rows] = pages
 
     def _changed_pages(self, last: np.ndarray) -> np.ndarray | None:
-        """The pages that requests have got since their rows were written, up to those of their last tokens, the `last`
-        ones, which the device writes itself: `HostInputs.pages`.
+        """`HostInputs.pages`: the pages that requests have got since their rows were written. The pages of their last
+        tokens, at the indices `last`, are left out, since the device writes them itself.
         """
         written, width = self._written, self.width
         new = np.flatnonzero(written[: len(last)] <= last)

@@ -1,13 +1,13 @@
 """CUDA graphs of steps: captured before the first request, replayed in place of thousands of launches.
 
 There are graphs for steps of decodes, with one token per request, and for small steps that mix decodes and prompts. A
-step is padded to the next larger shape. Where requests may have adapters, each shape has a graph with them and one
-without any of it. All graphs share one memory pool, since one runs at a time, and one plan's
-tables, since a plan of tables on the device is recorded with the kernels that read it.
+step is padded to the next larger shape. Where requests may have adapters, each shape has two graphs, one with the
+products of adapters and one without. All graphs share one memory pool, since one runs at a time, and the tables of one
+plan, since each graph contains the `plan` that fills them.
 
-A graph of decodes also samples as if all requests were plain, so that the GPU does not wait for launches where they
-are. For other batches, `Sampler.launch` replaces these tokens. Graphs of mixed steps don't sample: most of their rows
-of logits can be padding, and reading it may take longer than the launches.
+A graph of decodes also samples as if all requests were plain, so that the GPU does not wait for further launches where
+all are. For other batches, `Sampler.launch` replaces these tokens. Graphs of mixed steps don't sample: most of their
+rows of logits can be padding, and reading it may take longer than the launches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor
 from quire.engine.batch import ForwardOutput, StepBatch
 from quire.engine.graph_inputs import CapturedInputs, GraphInputs, HostInputs, StepShape
 
-# The largest steps that have graphs: their launches would take the host as long as they take the GPU, for small models.
+# The largest steps that have graphs. With a small model, the host takes as long to launch such a step as the GPU to
+# compute it.
 MAX_ROWS, MAX_TOKENS = 512, 8192
 
 
@@ -59,7 +60,7 @@ class StepGraphs:
         self._mixed = [n for n in mixed_sizes(max_tokens) if n > max_num_seqs]
         self._max_rows, self._variants = self._decodes[-1], variants
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
-        # The logits and the hidden states of each.
+        # The logits and the hidden states that each graph writes.
         self._outputs: dict[StepShape, tuple[Tensor, Tensor | None]] = {}
 
     @property
@@ -162,7 +163,9 @@ class StepGraphs:
 
 
 def _unowned(x: Tensor) -> Tensor:
-    """A contiguous tensor on a GPU as a view of its memory, which does not keep that from being used for others."""
+    """A contiguous tensor on a GPU as a view that does not own its memory, so that graphs captured later may use it,
+    too.
+    """
     return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype).view(x.shape)
 
 

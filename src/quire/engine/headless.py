@@ -23,8 +23,8 @@ def replace_head(network: Any, folder: Path, missing: Collection[str]) -> bool:
         missing: the names of the parameters that the checkpoint does not have.
 
     Returns:
-        whether the network is one of these. Its logits are not those of a language model then, but its hidden states
-        are right.
+        whether the head has been replaced. The logits are then not those of a language model, but the hidden states are
+        right.
     """
     head, embeddings = network.get_output_embeddings(), network.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embeddings, nn.Embedding):

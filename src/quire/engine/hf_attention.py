@@ -80,8 +80,8 @@ class PaddedAttention:
 
 @contextmanager
 def running(step: StepAttention, layers: Sequence[Layer] = ()) -> Iterator[None]:
-    """A context in which `attention`, called in this thread, passes its tensors to `step`. Compiled code knows layers
-    by their index only, and needs the parameters of all.
+    """A context in which `attention`, called in this thread, passes its tensors to `step`. Compiled code passes only
+    the index of a layer, so it needs the parameters of all `layers`.
     """
     _running.step, _running.layers = step, layers
     try:
@@ -139,9 +139,9 @@ def _layer(qo_heads: int, kv_heads: int, head_dim_qk: int, head_dim_vo: int, **p
 def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor) -> Tensor:
     """`StepAttention.attend` of the step in progress, as one operation for torch.compile.
 
-    `index` is an int64 [] on the host and not a number, for which each layer would be compiled anew; for the same
-    reason scale, window and soft cap are those that the layer had when it was recorded. The keys and values that the
-    step stores are state of the step and no argument: nothing else in a compiled layer reads them.
+    `index` is an int64 [] tensor on the host: with a Python number, torch.compile would compile each layer anew. For
+    the same reason scale, window and soft cap are those that the layer had when it was recorded. The keys and values
+    that the step stores are state of the step and no argument: nothing else in a compiled layer reads them.
     """
     at = int(index)
     return _running.step.attend(at, _running.layers[at], q, k, v, sinks).contiguous()

@@ -67,16 +67,16 @@ class EngineHost:
         self._requests: dict[int, Request] = {}
         self._numbers: dict[Request, int] = {}
         self._silent: set[int] = set()
-        # Those that wait for their grammar. Cancelled ones are not in it any more.
+        # The numbers of requests that wait for their grammar, without those that have been cancelled.
         self._delayed: set[int] = set()
-        # What the step has produced so far; of the engine's thread.
+        # The updates of the current step so far; only the engine's thread uses them.
         self._updates: list[Update] = []
         self._compiler = ThreadPoolExecutor(1, "quire-grammars")
         self._loader = ThreadPoolExecutor(1, "quire-adapters")
         self._stop_listening = llm.listen(self)
 
     def start(self, received: Frames | None = None) -> None:
-        """Serve the client, in a thread; what has been received without being complete is in `received`."""
+        """Serve the client, in a thread; `received` has the bytes of incomplete messages that were read before."""
         threading.Thread(target=self._serve, args=(received or Frames(),), name="quire-host", daemon=True).start()
 
     def updates_sent(self) -> None:
@@ -131,7 +131,7 @@ class EngineHost:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, message: Start) -> None:
-        """Begin to complete requests; those of a grammar that is not kept any more wait for it."""
+        """Begin to complete requests. If their grammar is not kept any more, they wait until it is compiled."""
         params = message.requests[0].params
         try:
             grammar = self._llm.prepared(params)

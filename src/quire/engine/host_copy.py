@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Copies of tensors on the host, which are there when the device has computed them; nothing waits before that.
+    """Copies of tensors to the host, which the constructor starts and `wait` waits for.
 
     Args:
         tensors: of one device, whose contents may change after the call.

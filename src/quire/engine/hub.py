@@ -71,7 +71,7 @@ def download_weights(model: str | Path, folder: Path) -> None:
 
 
 def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The folder of a revision in the cache, with the files of these patterns, of which those that it has stay."""
+    """Download the files of these patterns that the cache does not have; return the revision's folder in the cache."""
     try:
         from huggingface_hub import constants, errors, snapshot_download
     except ImportError as error:

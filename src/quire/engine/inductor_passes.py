@@ -38,7 +38,7 @@ class Replacements(CustomGraphPass):
         fuse_norms(graph)
 
     def uuid(self) -> bytes:
-        """What Inductor's cache of compiled graphs knows the pass by."""
+        """The identity of this pass in Inductor's cache of compiled graphs."""
         return get_hash_for_files((__file__, fused_norms.__file__))
 
 

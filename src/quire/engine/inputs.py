@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.batch import StepBatch
 
 IN_FLIGHT = -1
-"""In place of a token id that the host does not know."""
+"""The id in place of a token in flight, which the host does not know."""
 
 
 def token_ids(batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:

@@ -97,7 +97,7 @@ class LLM:
             for name, folder in (adapters or {}).items():
                 self._engine.load_adapter(name, Path(folder))
         except BaseException:
-            # Processes of other ranks would run as long as the exception, which holds this frame.
+            # The exception refers to this frame, so processes of other ranks would run as long as it lives.
             self._engine.close()
             raise
         self._worker = Worker(self._engine)
@@ -129,7 +129,7 @@ class LLM:
 
     @property
     def info(self) -> ModelInfo:
-        """The model and the engine, for those who do not have them."""
+        """What is known of the model and the engine, also in other processes."""
         return self._engine.info
 
     @property
@@ -186,7 +186,7 @@ class LLM:
 
     def prepare(self, params: SamplingParams) -> Grammar | None:
         """Compile the grammar of sampling parameters, so that requests with it start at once, and return it; None if
-        there is none. The engine keeps the last grammars only, `start` takes one that is not kept any more, too.
+        there is none. The engine keeps only the last grammars; `start` also takes one that is not kept any more.
 
         Raises:
             ImportError, ValueError: as for `generate`.
@@ -376,7 +376,9 @@ class LLM:
         return [EmbeddingRequest(prompt, params, sink, of) for prompt, of in zip(prompts, known, strict=True)]
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin to compute requests of the two methods above, all at once; RuntimeError if the LLM has been closed."""
+        """Begin to compute requests of `token_requests` or `embedding_requests`; RuntimeError if the LLM has been
+        closed.
+        """
         self._worker.submit(requests)
 
     def cancel(self, requests: Sequence[Request]) -> None:

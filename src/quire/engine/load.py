@@ -157,7 +157,7 @@ def load_model(
         device: of weights and cache, in place of that of the configuration.
         config: of which revision, dtype, max_model_len, compile, load_format, dequantize, trust_remote_code,
             batch_invariant and pooling are read.
-        ranks: those of whose models this one is a part; None: it is whole.
+        ranks: those that compute the model together, of which this one loads its part; None: the whole model is loaded.
 
     Raises:
         FileNotFoundError: the checkpoint, its config.json or its weights are missing.
@@ -173,7 +173,7 @@ def load_model(
     if dtype is None and device.type == "cpu":
         dtype = torch.float32
     parts = ranks if config.tensor_parallel_size > 1 else None
-    # What ranks divide comes to their devices in parts, from the mapped files.
+    # With tensor parallelism, weights stay mapped files until `_divide` copies this rank's part to the device.
     first = device if parts is None or dummy else torch.device("cpu")
     network = load_network(folder, description, first, dtype, dummy, trusted, dequantize, parts)
     network = network.to(first).eval().requires_grad_(False)
@@ -270,7 +270,7 @@ def _find_layers(model: Model) -> list[nn.Module]:
         record(model, [0, min(1, model.context - 1)])
         model.replacements += merged
     except ValueError:
-        # The modelling code cannot use columns of a product, such as a view that assumes whole rows.
+        # The modelling code cannot use columns of a product, for example because it takes a view of whole rows.
         for linears in merged:
             linears.enable(False)
     return [found.modules[i] for i in range(count)]
@@ -318,7 +318,7 @@ def _adapter_pool(model: Model, config: EngineConfig, ranks: Ranks | None) -> Ad
 
 
 def _runner_class(runner: type[Runner], config: EngineConfig, ranks: Ranks | None) -> Callable[..., Runner]:
-    """What makes a runner of this class, or of ranks that divide the cache."""
+    """The function that makes the runner: this class, or `ContextParallelRunner` if ranks divide the cache."""
     if ranks is None or config.context_parallel_size == 1:
         return runner
     from quire.engine.parallel.context import ContextParallelRunner

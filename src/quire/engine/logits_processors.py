@@ -110,7 +110,7 @@ class LogitsProcessors:
             self._words = upload(before, device), upload(np.array(columns).T, device)
 
     def apply(self, logits: Tensor, index: Tensor, lens: Tensor, tokens: Tensor) -> Tensor:
-        """A float32 copy of logits [rows, vocab_size], by the rules.
+        """A float32 copy of logits [rows, vocab_size] to which the rules have been applied.
 
         Args:
             index: int64 [rows], how many tokens the output of each row's request has.

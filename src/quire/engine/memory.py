@@ -41,7 +41,7 @@ def profiled_pages(
     Raises:
         ValueError: there is no room for a page.
     """
-    # A step of the largest size fits so many pages.
+    # A step of the largest size needs at most this many pages.
     trial = make(-(-largest.tokens // page_size) + 2 * largest.rows)
     device = trial.model.device
     # A step of one token compiles kernels and makes workspaces.

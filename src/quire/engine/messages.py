@@ -1,6 +1,6 @@
 """The messages between an engine's host and a client in another process, by msgspec, each after its length.
 
-The first message of a process that is to host an engine is of pickle, see `quire.engine.process`.
+Only the first message to a process that is to host an engine is pickled, see `quire.engine.process`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
 
 
 class Details(msgspec.Struct, array_like=True, gc=False):
-    """What few updates have, as the first one and the last one of a request."""
+    """Fields that few updates have, such as the first and the last one of a request."""
 
     finish_reason: str | None = None
     error: str | None = None
@@ -153,14 +153,14 @@ class Adapters(msgspec.Struct, array_like=True, tag=True):
 
 
 class AdapterChanged(msgspec.Struct, array_like=True, tag=True):
-    """An adapter has been loaded, or unloaded, or why not."""
+    """An adapter has been loaded or unloaded, or `refused` has the reason why not."""
 
     key: int
     info: AdapterInfo | None = None
     refused: Failed | None = None
 
 
-# What a caller of the engine may have to handle.
+# The exceptions that a caller of the engine may have to handle.
 _EXPECTED: dict[str, Callable[[str], Exception]] = {
     error.__name__: error
     for error in (

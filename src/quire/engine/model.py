@@ -84,7 +84,7 @@ class Model:
         hidden_states: of the tokens of the last `logits`.
         is_headless: whether the checkpoint has no language-model head, so that only embeddings can be computed.
         pooling: `EngineConfig.pooling`.
-        chooses_rows: whether the network computes the logits of those rows alone that are needed, as far as is known.
+        chooses_rows: whether the network computes only the logits that are needed; True until a pass shows otherwise.
         width: the number of tokens that `logits` computes in every step; None: those that the step has.
 
     Raises:
@@ -96,7 +96,7 @@ class Model:
         self.tokenizer = tokenizer
         self.config = network.config.get_text_config()
         self.device: torch.device = next(network.parameters()).device
-        # Codes of quantized weights have 8 bits.
+        # Parameters of 8 bits are codes of quantized weights.
         params = network.parameters()
         self.dtype: torch.dtype = next(p.dtype for p in params if p.is_floating_point() and p.itemsize > 1)
         self.context = self._find_context(max_model_len)
@@ -168,7 +168,7 @@ class Model:
 
     def _padded(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: StepAttention) -> Tensor:
         """`logits` of a step that is padded to `width`."""
-        # Those of the last step would take memory during this one.
+        # The states of the last step would take memory during this one.
         self.hidden_states.last = None
         if self.width is None:
             return self._computed(tokens, positions, rows, step)
@@ -199,7 +199,8 @@ class Model:
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
         )
         logits: Tensor = result.logits[0]
-        # Not all models support logits_to_keep. Those that do not show it in the first passes of two tokens.
+        # A model that does not support logits_to_keep returns the logits of all tokens, which the first pass of two
+        # tokens shows.
         self.chooses_rows = self.chooses_rows and len(logits) == len(rows)
         return logits if self.chooses_rows else logits[rows]
 

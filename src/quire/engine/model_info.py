@@ -1,4 +1,4 @@
-"""What is known of a model and its engine without having them, which is enough to check requests."""
+"""What must be known of a model and its engine to check requests in a process that does not have them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quire.engine.params import SamplingParams
 
-# Names of adapters that have numbers, so that whatever is counted for each of them is bounded.
+# The most names of adapters that have numbers, so that counts by name are bounded.
 NUMBERED = 64
 
 
@@ -19,10 +19,10 @@ class AdapterInfo:
         name: by which requests choose it.
         folder: that it was read from.
         digest: of its contents; adapters with equal digests compute the same, whatever their names.
-        rank: the largest of its layers.
+        rank: the largest rank of its layers.
         base_model_name: what it calls the model that it was trained on; "" if nothing.
-        number: of the name, from 0 on, in the order in which names came to the engine; a name keeps its number. None:
-            NUMBERED others came first.
+        number: of the name, from 0 on, in the order in which names were first loaded; a name keeps its number. None:
+            NUMBERED other names were loaded before.
     """
 
     name: str

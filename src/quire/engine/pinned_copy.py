@@ -17,7 +17,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class PinnedCopies:
-    """Copies to one GPU, from any threads. Each has two buffers, which it fills in turn."""
+    """Copies to one GPU, from any threads. Each thread has two buffers, which it fills in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

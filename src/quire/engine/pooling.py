@@ -65,8 +65,8 @@ def launch_pooling(step: int, batch: StepBatch, hidden: Tensor | None) -> Pooled
 
 
 def _pooled(chunk: Chunk, request: EmbeddingRequest, states: Tensor) -> Tensor:
-    """What a chunk with these hidden states adds to the embedding of its request, float64 [hidden_size]: so, the chunks
-    that a sum is made of change it by far less than its rounding to float32 does.
+    """What a chunk with these hidden states adds to the embedding of its request, float64 [hidden_size]. In float64,
+    how a prompt is cut into chunks changes the sum by far less than its rounding to float32.
     """
     if not request.is_mean:
         return states[-1].double()

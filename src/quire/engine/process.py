@@ -30,7 +30,7 @@ _LONG = 256
 
 def main(*descriptors: int) -> None:
     """Make an engine, and serve the processes at the other ends of sockets, until the engine or the first of them ends.
-    The exit code is 0 if that one wanted it to end.
+    The exit code is 0 if the first one has ended the engine, or has left.
 
     The first message of the first socket is a model, an `EngineConfig`, and the folders of adapters by their names,
     pickled.
@@ -53,7 +53,7 @@ def main(*descriptors: int) -> None:
             traceback.print_exc()
         sock.sendall(frame(failed))
         sys.exit(1)
-    # Objects that were loaded stay, so collections of others need not look at them.
+    # Objects that were loaded stay alive, so garbage collections need not scan them.
     gc.freeze()
     gc.enable()
     from quire.engine.host import EngineHost

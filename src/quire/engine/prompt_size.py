@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.engine.transformers_internals import calls_library_to_encode
 
-# One character has four at most when it is decomposed, so NFC makes one of four at most.
+# A character decomposes into four characters at most, so NFC composes one of four at most.
 _COMPOSED = 4
 _KEEPING = ("ByteLevel", "Digits", "Metaspace")
 
@@ -71,7 +71,7 @@ def _steps(component: Any, parts: str) -> list[dict[str, Any]]:
 
 
 def _composed(normalizers: list[dict[str, Any]]) -> int | None:
-    """How many characters the normalizers make one of at most; None if that is not known."""
+    """The most characters that the normalizers compose into one; None if that is not known."""
     composed = 1
     for step in normalizers:
         replaced = step["pattern"].get("String") if step["type"] == "Replace" else None

@@ -26,8 +26,8 @@ def describe(error: Exception) -> str:
 def run_each(
     chunks: Sequence[Chunk], error: Exception, runner: Runner, scheduler: Scheduler, reporter: Reporter
 ) -> ForwardOutput:
-    """Compute each chunk of a step that raised alone, and end the requests of chunks that raise again. No step is
-    launched.
+    """Compute the chunks of a step that has raised one by one, and end the requests of chunks that raise again. The
+    results of all launched steps have been read.
 
     Args:
         chunks: those of the step whose requests have not ended.
@@ -46,7 +46,7 @@ def run_each(
     for chunk in chunks:
         request, first = chunk.request, chunk.start // size
         written = request.pages[first : -(-(chunk.start + chunk.count) // size)]
-        # A chunk that failed was to compute the prefix of this one.
+        # A chunk that failed should have computed a part of the prefix of this one.
         if not undefined_pages.isdisjoint(request.pages[:first]):
             waiting.append(request)
             undefined_pages.update(written)
@@ -71,8 +71,8 @@ def run_each(
 
 
 def sample_each(requests: Sequence[Request], logits: Tensor, error: Exception, reporter: Reporter) -> None:
-    """Sample the rows of a step whose sampling raised one by one, and end the requests of rows that raise again. No
-    step is launched.
+    """Sample one by one the rows of a step whose sampling has raised, and end the requests of rows that raise again.
+    The results of all launched steps have been read.
 
     Args:
         requests: those of the step.

@@ -19,7 +19,7 @@ Output = tuple[Request, Sequence[int], Sequence[dict[int, float] | None] | None]
 
 
 class StepListener(Protocol):
-    """What is called in the engine's thread, unless it says otherwise, and must not raise."""
+    """Methods that are called in the engine's thread, unless they say otherwise, and must not raise."""
 
     def updates_sent(self) -> None:
         """All updates of a step have been sent to the sinks of their requests."""
@@ -39,7 +39,8 @@ class Reporter:
         stats: counts the tokens that are reported.
 
     Attributes:
-        listeners: called when updates have been sent, and when the engine ends. A list is replaced, not changed.
+        listeners: called when updates have been sent, and when the engine ends. The list is replaced and never changed,
+            since the engine's thread iterates over it.
     """
 
     def __init__(self, scheduler: Scheduler, stats: Stats) -> None:

@@ -46,24 +46,24 @@ class Request:
         sink: called with each Update, in the engine's thread.
         grammar: that of `params`, if they have one.
         bad_words: the token sequences of `params.bad_words`.
-        adapter: what the model is computed with; None: the model alone.
+        adapter: the adapter to compute the model with; None: the model alone.
 
     Attributes:
         prompt: the tokens of the prompt.
         tokens: the tokens of prompt and output that the host knows.
         num_total_tokens: the number of tokens of prompt and output, those in flight included.
-        row: the row of the last launched step's tokens that has the token in flight.
+        row: the row of `Sampler.last` that has the token in flight.
         max_total_tokens: the largest number of tokens, prompt and output.
         samples: whether tokens are sampled; otherwise the request ends when its prompt has been computed.
         num_unneeded_tokens: the number of tokens at the end of the prompt that are not computed: 1 where no token is
             sampled, since nothing depends on the last one.
         prompt_logprobs: log-probabilities of the prompt's tokens as far as they are known, None for the first token, as
             in `Completion`; None if they are not wanted.
-        prompt_ranks: as many places of these tokens among all tokens, as in `Completion`.
+        prompt_ranks: the ranks of these tokens among all tokens, as in `Completion`.
         num_computed_tokens: the number of tokens whose keys and values are in the cache, or will be when the launched
             steps end.
         pages: the pages of the computed tokens and of those of the current step, in order.
-        node: the last of these pages in the prefix tree, if any is.
+        node: the prefix tree's node for the last of these pages that is in it; None if none is.
         seed: makes the random numbers of the request: `params.seed` or a random one.
         matcher: follows the output through the request's grammar; None: there is no grammar.
         rules: biases and forbidden tokens; None: there are none.
@@ -76,7 +76,7 @@ class Request:
             or a grammar.
         num_cached_tokens: tokens of the prompt that were in the cache when the request was first admitted.
         group: identifies the requests of one call, see `quire.engine.waiting`.
-        slot: that of the adapter on the device while the request runs; -1 without one.
+        slot: the slot of its adapter on the device while the request runs; -1 without an adapter.
         namespace: of the pages that the request may share, see `PrefixTree`.
     """
 
@@ -141,8 +141,8 @@ class Request:
         return 0 if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1
 
     def num_reusable_tokens(self, length: int) -> int:
-        """How many of the `length` tokens to compute may be taken from the cache: all but those of which more than keys
-        and values is needed. The last token is computed in any case.
+        """How many of the `length` tokens to compute may be taken from the cache: all but those whose logits or states
+        are needed. The last token is computed in any case.
         """
         known = self.num_known_prompt_logprobs
         return length - 1 if self.prompt_logprobs is None or known >= self.prompt_len - 1 else known

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quire.engine.parallel.leader import Leader
     from quire.engine.parallel.ranks import Ranks
 
-# What plans and attends, by the kind of heads; subclasses may have others.
+# The wrapper for each kind of heads; subclasses may use wrappers of other classes.
 Wrappers = dict[Heads, Any]
 
 
@@ -158,7 +158,7 @@ class Runner:
         width = min(-(-self.model.context // page_size), self.num_pages)
         largest = StepShape(rows, max(rows, tokens), self.adapters is not None)
         inputs = GraphInputs(largest, width, page_size, self.model.device)
-        # No step without a graph replaces the plans of these wrappers.
+        # Only graphs use these wrappers, so that steps without a graph do not replace their plans.
         wrappers = self.new_wrappers()
 
         def compute(inputs: CapturedInputs, shape: StepShape) -> tuple[Tensor, Tensor | None]:
@@ -195,13 +195,13 @@ class Runner:
         return self.model.logits(tokens, tables.positions, rows, self, self.step_adapters(slots, rows))
 
     def _has_adapters(self, batch: StepBatch) -> bool:
-        """Whether a step is computed with adapters. Every step of a batch-invariant engine that has any is, so that the
-        bits of requests without one do not depend on the others.
+        """Whether a step is computed with adapters. In a batch-invariant engine that takes adapters, every step is, so
+        that the bits of requests without an adapter do not depend on the others.
         """
         return self.adapters is not None and (self.batch_invariant or self.adapters.are_in(batch.requests))
 
     def step_adapters(self, slots: Tensor | None, rows: Tensor) -> AdapterStep | None:
-        """The adapters of a step; None if it is computed without any, and there are no slots of its tokens."""
+        """The adapters of a step; None if it is computed without adapters, that is, if `slots` is None."""
         if slots is None or self.adapters is None:
             return None
         return AdapterStep(self.adapters.tables, slots, rows, self.model.width)
@@ -234,7 +234,7 @@ class Runner:
         return self._ids_of_leader(ids), logits
 
     def _ids_of_leader(self, ids: Tensor) -> Tensor:
-        """The tokens of a step, of which the leader's GPU may have some alone."""
+        """The tokens of a step as the leader has them, since only its GPU has the tokens in flight."""
         return ids if self.ranks is None or self.ranks.exchange is None else self.ranks.of_first(ids)
 
     def compute_step(self, step: RankStep) -> None:

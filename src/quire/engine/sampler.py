@@ -148,7 +148,7 @@ class Sampler:
 
     Args:
         device: where the logits are.
-        rows: the most requests of a batch.
+        rows: the most rows of logits of a batch, those after drafts included.
 
     Attributes:
         last: int64 [rows] on the device, the tokens of the last batch, 0 where they are undefined: the token in flight
@@ -208,7 +208,7 @@ class Sampler:
             self._batch = (
                 None if plain else SamplingBatch(requests, draft_index, self._lists, logits.shape[1], self.last.device)
             )
-            # Of drafts, the host knows later how many count.
+            # With drafts, the host learns only later how many of the sampled tokens are accepted.
             self._requests = requests if draft_index is None else ()
         batch, reports = self._batch, None
         if batch is None:

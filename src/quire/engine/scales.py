@@ -34,7 +34,7 @@ def read_scales(source: Path, num_layers: int) -> Scales | None:
         ValueError: a scale is missing, is not one positive number, or contradicts another one; scales are those of
             another kind of cache; or a file is broken.
     """
-    # By prefix, since a draft head has layers of its own.
+    # Scales by the prefixes of their names, since a draft head has layers of its own.
     found: dict[str, dict[tuple[int, str], float]] = {}
     for file in [source] if source.is_file() else sorted(source.glob("*.safetensors")):
         for name, match, tensor in _tensors(file):

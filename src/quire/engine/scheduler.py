@@ -28,7 +28,7 @@ from quire.engine.waiting import WaitingQueue
 # The most log-probabilities of prompts that a step computes, as logits of all tokens of a long prompt would take too
 # much memory. A prompt whose log-probabilities are wanted is computed in chunks of so many tokens.
 MAX_PROMPT_LOGPROBS = 256
-# The waiting requests whose adapters are copied to the device while there is no room for the requests themselves.
+# The number of waiting requests whose adapters are copied to the device before there is room for the requests.
 _COPIED_AHEAD = 4
 
 
@@ -73,7 +73,7 @@ class Scheduler:
         self._steps_left = 0
         # How many more log-probabilities of prompts the step can compute.
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
-        # What the last pass over the waiting requests began with, if none of them was ready.
+        # The state of adapters and queue at the last pass that ended because no other waiting request was ready.
         self._none_ready: tuple[int, int] | None = None
         # Running requests that have nothing left to compute, and end when the host has read their embeddings.
         self._num_computed_requests = 0
@@ -159,8 +159,8 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _decode_again(self) -> StepBatch | None:
-        """One more token of each running request, if that was the last step. None if it was another one, or if requests
-        must be looked at one by one because there are too few pages.
+        """A step of one more token of each running request, if the last step was such a step. None if it was not, or if
+        requests must be scheduled one by one because there are too few pages.
         """
         last = self._last_decodes
         if last is None or self._steps_left <= 0 or last.requests != self.running:
@@ -187,7 +187,7 @@ class Scheduler:
         budget, prefill_budget = self.max_batched_tokens, self.max_batched_tokens - lefts.count(1)
         spare_rows = self.max_rows - min(self.max_num_seqs, len(running) + len(self.waiting))
         chunks: list[Chunk] = []
-        # A preemption takes the last ones from `running`.
+        # A preemption removes requests from the end of `running` during this loop.
         for request, left in zip(running, lefts, strict=False):
             start = request.num_computed_tokens
             count = 1 if left == 1 <= budget else min(left, prefill_budget, budget)
@@ -198,7 +198,7 @@ class Scheduler:
             end = start + count
             if end > len(request.pages) * size and not self._make_room(request, end):
                 return StepBatch.of(chunks), False
-            # A page may have become full of known tokens.
+            # The known tokens may just have filled a page.
             if count > 1 or (end - request.num_inflight_tokens) % size == 0:
                 self._share(request, end)
             samples = count == left and request.samples
@@ -215,8 +215,8 @@ class Scheduler:
         return StepBatch.of(chunks), len(running) == len(lefts)
 
     def _bound_prompt_logprobs(self, request: Request, count: int) -> tuple[int, int]:
-        """The number of tokens of a request's chunk, at most `count` and so many that the step can compute the
-        log-probabilities of the prompt that are wanted; and the number of these.
+        """The number of tokens of a request's chunk, at most `count`, for which the step has room for the wanted
+        log-probabilities of the prompt; and the number of these log-probabilities.
         """
         start, left = request.num_computed_tokens, self._prompt_logprobs_left
         wanted = request.num_wanted_prompt_logprobs(start, start + count)
@@ -243,7 +243,7 @@ class Scheduler:
         if the request itself was preempted.
         """
         while not self._reserve(request, end):
-            # The last one is not in this step yet, whose requests come before `request`.
+            # The victim has no chunk in this step yet, since chunks are made in the order of `running`.
             victim = self.running[-1]
             self.compute_again(victim)
             self.stats.preemptions += 1
@@ -296,7 +296,7 @@ class Scheduler:
             budget -= count
             self._prompt_logprobs_left -= num_prompt_logprobs
         if self.adapters is not None:
-            # Copy what they will need meanwhile.
+            # Begin to copy the adapters of the requests that come next.
             for request in self.waiting.next(_COPIED_AHEAD):
                 self._is_ready(request)
         return chunks

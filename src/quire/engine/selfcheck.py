@@ -96,7 +96,9 @@ def _give_slots(chunks: Sequence[Chunk]) -> None:
 
 
 def _adapters_differ(runner: Runner) -> bool:
-    """Whether the logits of a request differ between a step without adapters and one with one that adds nothing."""
+    """Whether the logits of a request differ between a step without adapters and a step with an adapter that adds
+    nothing.
+    """
     size = min(5, runner.model.context, runner.num_pages * runner.page_size)
     first = runner.model.vocab_size // 3
     tokens = [(first + 11 * i * i) % runner.model.vocab_size for i in range(size)]

@@ -9,8 +9,8 @@ from quire.engine.stats import Stats
 
 
 def accepted_rows(batch: StepBatch, tokens: Sequence[int], stats: Stats) -> Iterator[slice]:
-    """The rows of each chunk whose tokens its request gets: those of the drafts that were sampled themselves, up to the
-    first other one, and the row after them. The accepted drafts are counted, and are computed tokens of the request.
+    """The rows of each chunk whose tokens its request gets: the first rows, as long as each has sampled the draft that
+    follows it, and one more row. The accepted drafts are counted, also as computed tokens of the request.
 
     Args:
         batch: a step whose chunks all sample: one row after its last token, and one after each draft.

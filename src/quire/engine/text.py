@@ -112,16 +112,17 @@ class TextStream:
         self._stops, self._include_stop = stops, include_stop
         self._skip_special = skip_special
         self._decoder, self._own_texts = decoder(tokenizer)
-        # The last tokens, which are decoded together, and their text, without what is not in the stream's text yet.
+        # The last tokens, which are decoded together, and the part of their text that is in the prompt or the stream's
+        # text.
         self._window = list(prompt[-_CONTEXT:])
         self._known = self._decode()
         if self._known.startswith(_BROKEN):
-            # A decoder of single bytes needs all those of the first character.
+            # The window begins within a character. A decoder of single bytes needs all bytes of its first character.
             suffixes = (self._window[i:] for i in range(1, len(self._window)))
             whole = (w for w in suffixes if not self._decoder(w, skip_special_tokens=True).startswith(_BROKEN))
             self._window = next(whole, self._window)
             self._known = self._decode()
-        # How many of the last tokens have all their text in the stream's.
+        # How many tokens of the window have all their text in the prompt or the stream's text.
         self._read = len(self._window)
         # The text that has been taken, in parts, and the text after that, in which stop strings begin.
         self._taken: list[str] = []

@@ -1,4 +1,4 @@
-"""The tokens of requests on the device, for penalties of tokens that occurred."""
+"""The tokens of requests on the device, for penalties and for bad words of several tokens."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class TokenLists:
         return [self._slots[r] for r in requests]
 
     def append(self, slots: Tensor, ends: Tensor, tokens: Tensor) -> None:
-        """Add one token to the row of each request of the batch; slots, ends (the tokens before it) and tokens are
-        int64 on the device.
+        """Add one token to the row of each request of the batch. On the device: slots int64; ends int64, the number of
+        tokens before it; tokens int32.
         """
         self._lens = {r: length + 1 for r, length in self._lens.items()}
         longest = max(self._lens.values())

@@ -93,8 +93,8 @@ def conversions_of_parts(
 
     Args:
         conversions: those of the model, for a checkpoint that has one tensor for each weight.
-        parts: of the weights that may have several, by the ends of their names, the ends of the names of these.
-        read: makes the operation that reads them, of the operations that the weight itself passes through.
+        parts: for each weight that may have several tensors, by the end of its name, the ends of the tensors' names.
+        read: makes the operation that reads these tensors, given the operations that the weight itself passes through.
 
     Returns:
         conversions whose patterns of names end in "$", since in 5.17 a pattern matches the beginning of a name, too.

@@ -27,7 +27,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._preempted: deque[Request] = deque()
-        # By their groups.
+        # By group, the request that has been passed over.
         self._passed_over: dict[object, Request] = {}
         # The first group is the next one.
         self._groups: dict[object, deque[Request]] = {}
@@ -66,8 +66,8 @@ class WaitingQueue:
         self.num_changes += 1
 
     def in_turn(self, is_ready: Callable[[Request], bool]) -> Iterator[Request]:
-        """The requests that are ready, in the order in which they run. The caller takes each one before it asks for the
-        next one, or asks no more. Others are passed over.
+        """The requests that are ready, in the order in which they run. The caller takes each request before it asks for
+        the next one, or stops. Requests that are not ready are passed over.
         """
         for request in (*self._preempted, *self._passed_over.values()):
             if is_ready(request):
@@ -80,7 +80,7 @@ class WaitingQueue:
         yield from self._passing_over(is_ready)
 
     def _passing_over(self, is_ready: Callable[[Request], bool]) -> Iterator[Request]:
-        """`in_turn` of the groups."""
+        """The requests of `in_turn` that are in groups."""
         turns, left = deque(self._groups), _MAX_PASSED_OVER
         # How many requests at the front of each group have been passed over.
         skipped: dict[object, int] = {}

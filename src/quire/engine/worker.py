@@ -127,8 +127,8 @@ def _work(engine: Engine, inbox: queue.SimpleQueue[_Command | None], ended_by: l
 
 
 def _take_turn(engine: Engine, inbox: queue.SimpleQueue[_Command | None]) -> bool:
-    """Execute a command, or a step if there is none and requests exist; nothing is referred to while no command comes.
-    The command None cancels all requests; False after that.
+    """Execute a command, or a step if there is no command and requests exist; while it waits, nothing refers to a
+    request. The command None cancels all requests, and False is returned.
     """
     try:
         idle = None if engine.runner.leader is None else _POLL_SECONDS

@@ -1,1 +1,1 @@
-"""One model computed by several processes, the ranks, each of which has a part of every layer."""
+"""One model computed by several processes, the ranks, which divide its layers or its cache among them."""

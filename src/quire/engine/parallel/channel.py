@@ -48,7 +48,8 @@ class RankStep:
     """A step as followers compute it.
 
     Attributes:
-        ids: the tokens, int64 [tokens]; those on a GPU are the leader's, which may have them alone.
+        ids: the tokens, int64 [tokens], IN_FLIGHT for those that only the leader's GPU has; it sends them to the other
+            GPUs in the step.
         rows: the indices of those whose logits are needed, int64 [rows].
         pages: each request's pages, which may be more than its tokens need, each as array("i").
         lengths: the number of tokens of each request, including the new ones.

@@ -79,7 +79,7 @@ class ContextParallelRunner(Runner):
                 wrapper.new_tokens.plan(qo_indptr, qo_indptr, *sizes, **options)
 
     def _own_pages(self, pages: PageTable, visible: Tensor) -> PageTable:
-        """The pages of this rank with the first tokens of each request, of which `visible` says how many.
+        """The table of this rank's pages that have one of the first `visible` tokens of each request.
 
         The sizes of all tensors are those of the tables, so a CUDA graph may have this for tables with other contents.
         """
@@ -89,7 +89,7 @@ class ContextParallelRunner(Runner):
         row = torch.bucketize(entry, pages.indptr[1:], right=True).clamp(max=len(visible) - 1)
         is_own = (pages.indices % size == rank) & (entry - pages.indptr[row] < used[row])
         ends = is_own.cumsum(0)
-        # Those of other ranks go to an entry after the last one.
+        # Pages of other ranks are written to one more entry at the end, which is dropped.
         own = torch.zeros(len(entry) + 1, dtype=torch.int32, device=visible.device)
         own[torch.where(is_own, ends - 1, len(entry))] = pages.indices // size
         indptr = torch.nn.functional.pad(ends, (1, 0))[pages.indptr].int()
@@ -105,7 +105,7 @@ class ContextParallelRunner(Runner):
         q = q.contiguous()
         options: Any = {"sm_scale": layer.sm_scale, "logits_soft_cap": layer.logits_soft_cap, "return_lse": True}
         wrapper = self._active[layer.heads]
-        # Those of all ranks, [ranks, tokens, heads, head_dim_vo + 1].
+        # The partial states of all ranks, [ranks, tokens, heads, head_dim_vo + 1].
         states = self.ranks.stack(_packed(*wrapper.pages.run(q, self.caches[index], **options)))
         if self._max_count > 1:
             states = torch.cat([states, _packed(*wrapper.new_tokens.run(q, k, v, **options))[None]])

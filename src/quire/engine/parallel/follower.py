@@ -34,8 +34,8 @@ _END_SECONDS = 3.0
 
 
 def serve(channel: Channel, load: Callable[..., Runner]) -> None:
-    """Serve the leader at the other end of a channel until it closes it. After an error, which the leader is sent, the
-    process exits with 1.
+    """Serve the leader at the other end of a channel until the leader closes it. An error is sent to the leader, and
+    then the process exits with 1.
 
     Args:
         channel: to the leader.

@@ -34,7 +34,7 @@ from quire.engine.parallel.channel import (
 from quire.engine.parallel.errors import RankError
 from quire.engine.parallel.ranks import LOAD_SECONDS, Ranks
 
-# Seconds in which a follower that has seen an error has reported it, and those for its end after that.
+# Seconds for a follower to report an error that it has seen, and then to end.
 _REPORT_SECONDS = 10.0
 _GRACE = 5.0
 # Seconds in which a process imports what it needs.
@@ -65,7 +65,7 @@ class _Follower:
         return bool(poll.poll(0))
 
     def end(self, seconds: float) -> str:
-        """Wait for its end so long, kill it then, and return what its end was."""
+        """Wait some seconds for its end, or else kill it; return a description of how it ended."""
         name = f"rank {self.rank}"
         return f"{name} has ended" if self.process is None else end_of(self.process, name, seconds)
 
@@ -95,7 +95,8 @@ class Leader:
         self._size, self._timeout = config.num_ranks, config.tensor_parallel_timeout
         self._seed = torch.seed() % (1 << 63)
         self.ranks = Ranks(0, self._size, device)
-        # When `_watch` ends exchanges of the GPU, if this process waits for it; and whether it has ended them.
+        # When `_watch` is to end the exchanges of the GPU, None while this process does not wait for it; and whether
+        # `_watch` has ended them.
         self._deadline: float | None = None
         self._is_abandoned = self._is_loaded = self._is_closed = False
         threads = max(1, torch.get_num_threads() // self._size)
@@ -291,8 +292,8 @@ class Leader:
         return found if isinstance(found, RankError) else RankError(f"{name} failed: {type(found).__name__}: {found}")
 
     def _culprit(self, seen: BaseException) -> tuple[str, BaseException]:
-        """What has happened if this rank saw that another one has ended or does not answer: the rank that failed, not
-        as the victim of another one, and its error; or else a RankError that names the ranks that are silent.
+        """Why another rank has ended or does not answer: the name of the rank that failed by itself, and its error; or
+        else "" and a RankError that names the ranks that are silent.
         """
         silent = []
         end = time.monotonic() + _REPORT_SECONDS

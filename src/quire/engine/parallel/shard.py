@@ -62,7 +62,7 @@ class GatheredLinear(DividedLinear):
         return self.ranks.concatenated(self.product(input))
 
 
-# What computes a divided layer. Of other styles, the layer itself does.
+# The classes of divided layers. Layers of other styles keep their class.
 _CLASSES: dict[str, type[DividedLinear]] = {
     "rowwise": RowwiseLinear,
     "rowwise_split_input": RowwiseLinearOfAll,
@@ -71,8 +71,8 @@ _CLASSES: dict[str, type[DividedLinear]] = {
 
 
 def shard(network: Any, ranks: Ranks, folder: object, device: torch.device) -> None:
-    """Keep this rank's part of a network. What is divided, one weight after another, and an embedding whose weight is
-    the head's, too, come to the device; all else stays where it is.
+    """Keep this rank's part of a network. Divided weights are copied to the device one after another, and so is an
+    embedding that shares its weight with the head; everything else stays where it is.
 
     Args:
         network: Transformers' model, whose weights may be quantized.
@@ -115,8 +115,8 @@ def refusal(folder: object, ranks: Ranks) -> str:
 
 
 def divide_head(network: Any, ranks: Ranks, device: torch.device) -> None:
-    """Keep a part of the head's vocabulary on a device, if there are equal ones. A weight that is the embedding's, too,
-    stays the same memory; on the meta device, which has none, the head stays whole.
+    """Keep a part of the head's vocabulary on a device, if it has equal parts. A weight that the head shares with the
+    embedding stays shared; on the meta device, which has no memory to share, the head stays whole.
     """
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
     if type(head) is not nn.Linear or head.out_features % ranks.size:

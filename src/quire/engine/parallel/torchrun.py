@@ -15,7 +15,7 @@ from quire.engine.parallel.errors import RankError
 
 _HOST = "127.0.0.1"
 _KEY = "quire/leader"
-# Between the times at which the ranks come to their `LLM`.
+# The most seconds between the first and the last rank that makes its `LLM`.
 _SECONDS = 120.0
 
 

@@ -32,7 +32,7 @@ _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantiz
 
 @dataclass(frozen=True)
 class CompressedTensors(Format):
-    """`weight` float8_e4m3fn or int8, or `weight_packed`, whose dtype and the shape of whose scales say which of the
+    """`weight` float8_e4m3fn or int8, or `weight_packed`. Its dtype and the shape of its scales say which of the
     formats a weight has. A static scale of activations is not used: each token has its own.
     """
 

@@ -37,8 +37,8 @@ class Format(ABC):
             prefix: what precedes these ends, for messages.
 
         Raises:
-            ValueError: a tensor is missing, has another shape or dtype than the format has, or has scales that are not
-                finite and positive.
+            ValueError: a tensor is missing, has another shape or dtype than the format has, or has scales that are NaN,
+                infinite or negative.
         """
 
     def random(self, shape: Sequence[int], device: torch.device) -> Matrix:
@@ -82,7 +82,7 @@ def check_scale(name: str, scale: Tensor) -> None:
 
 
 def group_size(name: str, columns: int, groups: int, configured: int | None = None) -> int:
-    """The columns of a group, of which a row of `columns` has `groups`.
+    """The number of columns of a group, if rows of `columns` columns have `groups` groups.
 
     Args:
         name: of the scales, for messages.
@@ -119,7 +119,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def integers(bits: int, codes: Tensor, scale: Tensor, size: int, zero: Tensor | None, order: Tensor | None) -> Matrix:
-    """A weight of unsigned codes, whose middle is zero if there are no zero points.
+    """A weight of unsigned codes, of which the middle one means 0 if there are no zero points.
 
     Args:
         bits: of a code, 4 or 8.

@@ -63,7 +63,8 @@ class Gptq(Format):
             codes = codes if order is None else codes[:, order]
         else:
             size = group_size(f"{prefix}scales", columns, groups, self.group)
-        # The offset is added to whole words, as it was subtracted: a zero point of 0 has borrowed from the next code.
+        # The offset was subtracted from whole words, so it is added to them: a zero point of 0 had borrowed from the
+        # next code.
         zero = unpack(zero_words + self.zero_offset * _ONES[bits], bits).T
         if self.symmetric and (zero != 2 ** (bits - 1)).any():
             raise ValueError(f"{prefix}qzeros has zero points other than {2 ** (bits - 1)}, which `sym` means")

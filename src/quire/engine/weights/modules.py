@@ -25,7 +25,7 @@ from quire.steps import (
 _TILES = 1 << 14
 # Rows and columns of a block of fp8 that shares a scale; a weight that is such a block stays one.
 _BLOCK = 128
-# The largest exponent of a scale of MXFP4 that kernels decode, of 2, plus 127.
+# The largest exponent of a scale of MXFP4 that kernels decode, as it is stored: plus 127.
 _LARGEST_EXPONENT = 128
 
 
@@ -217,7 +217,9 @@ def _arranged(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 @lru_cache
 def _arrivals(device: torch.device) -> nn.Parameter | None:
-    """What the programs of a product count by. All products of a device share it, since they run one by one."""
+    """Counters of the programs that have finished their part of a tile. All products of a device share them, since they
+    run one by one.
+    """
     if device.type == "cpu":
         return None
     return nn.Parameter(torch.zeros(_TILES, dtype=torch.int32, device=device), requires_grad=False)

@@ -109,7 +109,7 @@ class ReadWeight(ConversionOps):
     each of these.
 
     Args:
-        hf_quantizer: what says how.
+        hf_quantizer: has the format, and the device of weights that stay quantized.
         merging: the operations that merge parameters.
     """
 

@@ -16,8 +16,8 @@ from quire.engine.weights.modules import QuantizedWeight, can_multiply, replace_
 
 @torch.no_grad()
 def fill(network: Any, format: Format | None, device: torch.device) -> None:
-    """Give a network on the meta device random weights: in a format for experts and, if it has a name for their
-    weights, linear layers other than the head; for the others those that Transformers initializes.
+    """Give a network on the meta device random weights. Experts, and linear layers other than the head if the format
+    has a name for their weights, get weights in the format. Transformers initializes all others.
 
     Args:
         network: Transformers' model, or a rank's part of it.
@@ -38,7 +38,7 @@ def fill(network: Any, format: Format | None, device: torch.device) -> None:
                 made[id(param)] = nn.Parameter(_empty(param, device), requires_grad=False)
                 if format is not None and shape is not None:
                     made[id(param)] = param
-                    # Transformers does not initialize it then.
+                    # This keeps Transformers from initializing it.
                     param._is_hf_initialized = True
                     param.quire_weight = _weight(format.random(shape, device), param.dtype)
             setattr(module, name, made[id(param)])
