@@ -5,8 +5,8 @@
 
 Streams of the model itself decode all the time. One after the other, adapters of random values, of all linear layers,
 are loaded, get a request each, whose prompt has 64 tokens, and are unloaded. Their files are in the page cache. A gap
-is the time between two tokens of a stream; "gap_ms" are those that overlap a load, or the adapter's request, and
-"gap_otherwise_ms" those of as long a time before. Without --shape, the model is the bundled one.
+is the time between two tokens of a stream; "gap_ms" are the gaps that overlap a load or the adapter's request, and
+"gap_otherwise_ms" those in an equally long time before. Without --shape, the model is the bundled one.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def row(name: str, requests: int, prefix: int, own: int, rounds: int) -> dict[st
 
 
 def main() -> None:
-    """Time batches, and print and write what came out."""
+    """Time batches, and print and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--prefix", type=int, nargs="+", default=[0, 512, 1024, 4096, 16384])

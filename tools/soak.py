@@ -73,10 +73,10 @@ def generate(llm: LLM, bodies: list[dict[str, Any]]) -> list[str]:
 
 
 def verdicts(found: list[Differs]) -> list[str]:
-    """What is to be said of texts that differ: "rounding" if the engine generates each of them, too, when the logits
-    have random errors of 1e-5. Rounding in float32 makes errors up to 1e-5 when other requests are in a step, and
-    about one of 20,000 random numbers is so near the border between two tokens. Many unlikely tokens may lie between
-    two likely ones, and each of them be generated rarely.
+    """The outcome of each text that differs: "rounding" if the engine also generates that text when the logits have
+    random errors of 1e-5. Rounding in float32 makes errors up to 1e-5 when other requests are in a step, and about one
+    of 20,000 random numbers is so near the border between two tokens. Many unlikely tokens may lie between two likely
+    ones, and each of them be generated rarely.
     """
     exact = sampling.sample
 
@@ -96,7 +96,7 @@ def verdicts(found: list[Differs]) -> list[str]:
 
 
 def counted(outcomes: Iterable[str | Differs]) -> Counter[str]:
-    """How often each outcome came about, with verdicts on texts that differ."""
+    """How often each outcome occurred, with verdicts on texts that differ."""
     counts, differing = Counter[str](), []
     for outcome in outcomes:
         if isinstance(outcome, Differs):

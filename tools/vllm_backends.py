@@ -10,10 +10,10 @@ that they see the same machine; figures are medians of the rounds. Models have r
     random:256      256 requests of random lengths, submitted at once: output tokens per second
     drafts:16       with --draft-tokens: prompts that repeat themselves, with drafts by n-grams
 
-FLASHINFER is vLLM's backend over `quire.compat`. "tokens" compares greedy tokens with those of the first backend: until
-they differ, and then by how much the first one's logits prefer its own token, which a rounding decides if it is little;
-and log-probabilities of equal tokens. With --kv-cache-dtype fp8, whose rounding changes tokens, all backends are
-compared with the first one over a cache of the model's dtype, so that the errors of both show.
+FLASHINFER is vLLM's backend over `quire.compat`. "tokens" compares greedy tokens with those of the first backend: how
+many are equal before the first difference, by how much the first backend's logits prefer its own token there (rounding
+decides if that is little), and log-probabilities of equal tokens. With --kv-cache-dtype fp8, whose rounding changes
+tokens, all backends are compared with the first one over a cache of the model's dtype, so that the errors of both show.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Random batches, and timing of attention on a CPU or a GPU beside other implementations."""
+"""Random batches, timing of attention, layers and engines beside other implementations, and load for servers."""

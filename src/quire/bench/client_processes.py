@@ -12,7 +12,7 @@ from typing import Any
 from quire.bench.client import Refused, connected
 from quire.bench.server_load import LoadRequest, RequestRecord, load, send_untimed
 
-# In a process of the pool, where all of them wait for each other.
+# In a process of the pool: the barrier at which all processes wait for each other.
 _barrier: Any = None
 
 

@@ -40,7 +40,8 @@ class Setup:
         name: of the model, in results.
         engines: of `quire.bench.engines.ENGINES`.
         max_num_seqs: the largest number of requests that run at once, for all engines.
-        options: further arguments of Quire's LLM, of which others take trust_remote_code, too.
+        options: further arguments of Quire's LLM. The peers also read `trust_remote_code`, and vLLM
+            `tensor_parallel_size` and the options of adapters.
         weights: the format of the weights, which follows the names of engines; None: it is not of interest.
         adapters: the folders of adapters that requests have in turn, by their names; empty: they have none. Then
             `options` has `max_adapters` and, as their rank, `max_adapter_rank`.
@@ -117,12 +118,12 @@ def latency(setup: Setup, names: Sequence[str], rounds: int, context: Row) -> It
         max_len = getattr(config, "max_position_embeddings", None) or longest
         longest = max(longest, min(longest + _BACKGROUND, max_len))
     for engine, row in _loaded(setup, longest):
-        # No prompt comes twice, which a prefix cache would have.
+        # No prompt is repeated, since a prefix cache would have it the second time.
         for i, ((name, cell), count) in enumerate(product(cells.items(), setup.adapter_counts)):
             seed = setup.seed + 1000 * i
             found = _measured(row, partial(_latency, engine, cell, rounds, vocab, setup, count, seed))
             if not cell.arriving and row["engine"] == "Quire":
-                # Of this rank, if there are several.
+                # With context parallelism, the tokens of a request that this rank has.
                 length = (cell.input + cell.output // 2) // setup.options.get("context_parallel_size", 1)
                 size = floor_bytes(engine.llm.model, cell.batch, length)
                 found["floor_ms"] = size / context["ceilings"]["read_gb_s"] / 1e6

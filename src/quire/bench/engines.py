@@ -216,7 +216,7 @@ class VLLM:
             from vllm.lora.request import LoRARequest
 
             self.adapters[name] = LoRARequest(name, i, str(path))
-            # They are in the host's memory then, as Quire's are.
+            # This loads the adapter into host memory, where Quire's adapters are, too.
             self.llm.llm_engine.add_lora(self.adapters[name])
 
     def run(self, work: Sequence[Work]) -> list[Times]:

@@ -10,8 +10,8 @@ _PERCENTILES = (50, 95, 99)
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """The 50th, 95th and 99th percentile in milliseconds: the least value that so many percent do not exceed. Nothing
-    has none.
+    """The 50th, 95th and 99th percentile in milliseconds: the least value that this part of the values does not exceed.
+    {} if there are no values.
     """
     ordered = sorted(seconds)
     if not ordered:

@@ -74,7 +74,7 @@ PREFILL = (
 _L2_TIMES = 4
 # Those caches have at least so many bytes together.
 _MIN_BYTES = 200 << 20
-# A graph has so many runs, so that the cost of launching it does not count.
+# A graph has this many runs, so that the cost of launching the graph does not count.
 _LAYERS = 16
 # A graph takes at most so many seconds, since more runs would only heat the GPU.
 _GRAPH_SECONDS = 8e-3

@@ -73,7 +73,7 @@ def _times(rows: Sequence[Row], decode: bool) -> dict[str, Show]:
 
 
 def _with_rate(row: Row, us: float) -> str:
-    """A time of a prefill cell and its rate, which is Quire's as many times as it is faster."""
+    """A time of a prefill cell and its rate, which follows from Quire's rate and the ratio of the times."""
     return f"{us:.1f} ({row['tflop_s'] * row['us'] / us:,.0f})" if "us" in row else f"{us:.1f}"
 
 

@@ -186,7 +186,7 @@ def read_prompts(file: Path) -> Iterator[tuple[str, str | list[int], int]]:
         ValueError: a line is not such an object, or there is none.
     """
     found = False
-    # JSON has other line ends of Unicode within a string.
+    # `splitlines` would also split at line separators of Unicode, which JSON may have within a string.
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue

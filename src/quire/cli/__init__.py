@@ -1,4 +1,4 @@
-"""The command line: quire generate | chat | check | env | bench."""
+"""The command line: quire generate | chat | serve | calibrate | check | env | bench."""
 
 from quire.cli.main import main
 

@@ -220,5 +220,5 @@ def _answered(responder: _Local | _Remote, messages: Messages, parts: list[str])
 
 
 def _note(text: str) -> None:
-    """Print what is no answer."""
+    """Print a message that is no part of an answer to stderr."""
     print(text, file=sys.stderr, flush=True)

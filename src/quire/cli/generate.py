@@ -63,7 +63,7 @@ def _read(name: str, read: Callable[[], str]) -> str:
 
 
 def _split(text: str) -> list[str]:
-    # Texts have other line ends of Unicode within a line.
+    # `splitlines` would also split at line separators of Unicode, which prompts may contain.
     lines = text.removesuffix("\n").split("\n")
     if "---" not in lines:
         return [line for line in lines if line]

@@ -15,7 +15,7 @@ from quire.server.counts import Cells
 
 # A process takes connections at once until it has so many more than the one with the fewest.
 _LEAD = 4
-# At most so many before it does something else.
+# The most connections that it takes before it does something else.
 _AT_ONCE = 16
 # Seconds in which others may take a connection. If they are busy, this process takes it all the same.
 _PATIENCE = 0.001
@@ -51,7 +51,7 @@ class Acceptor:
         self._tls, self._connections = tls, connections
         self._counts = counts
         self._loop = asyncio.get_running_loop()
-        # The connections that are being made, and what goes on after a pause.
+        # The connections that are being set up, and the timer that ends a pause.
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | None = None
         listener.setblocking(False)

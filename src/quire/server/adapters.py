@@ -63,7 +63,7 @@ def allow_adapters(app: FastAPI, root: str | Path) -> None:
     if not service.engine.info.max_adapters:
         raise ValueError(f"adapter_root = {str(root)!r}: it needs an engine with max_adapters of 1 or more")
     resolved = Path(root).resolve()
-    # One is loaded after the other, so that there are no more than may be.
+    # Adapters are loaded one after another, so that the check of their number holds.
     loading = asyncio.Lock()
 
     @app.post("/v1/load_lora_adapter", response_class=Response, responses=schemas.text("It is loaded"))
@@ -121,7 +121,7 @@ def _folder_within(root: Path, path: str) -> Path:
     try:
         resolved = [(root / path / name).resolve() for name in _FILES]
     except (OSError, RuntimeError, ValueError):
-        # It is too long, has a character that no path has, or its links lead to each other.
+        # The path is too long, has a character that no path may have, or its links form a loop.
         raise outside from None
     if not all(each.is_relative_to(root) for each in resolved):
         raise outside

@@ -39,7 +39,7 @@ class AppOptions:
     """How an engine is served: the arguments of `create_app`, and others.
 
     Attributes:
-        chat_template: by which chats are rendered instead of by the checkpoint's; None: by that.
+        chat_template: takes the place of the checkpoint's chat template; None: the checkpoint's is used.
         adapter_root: the folder of the adapters that requests may load; None: they may not.
     """
 

@@ -1,7 +1,7 @@
 """Bodies of JSON: how much they may hold, and how they are parsed.
 
-The event loop does nothing else meanwhile. Parsing a million small lists takes a second, so that their number is
-checked before.
+The event loop does nothing else while it parses a body. Parsing a million small lists takes a second, so the number of
+lists, objects, strings and values is checked before.
 """
 
 from __future__ import annotations

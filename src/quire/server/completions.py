@@ -44,7 +44,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     cuts = params[0].truncate_prompt_tokens is not None
     whole = await asyncio.gather(*(service.encode(p, f"prompt {i}", any_length=cuts) for i, p in enumerate(given)))
     prompts = [params[0].truncated(tokens, service.max_len) for tokens in whole]
-    # This refuses what are not tokens.
+    # `start` refuses token ids that the model does not have.
     generation = service.start(prompts, params, "prompt", body.requested_tokens, body.model)
     uncut = [
         p if isinstance(p, str) and len(w) == len(t) else None for p, w, t in zip(given, whole, prompts, strict=True)

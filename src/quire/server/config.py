@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from quire.server.chat_output.formats import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES
 
-# Of adapters: what can stand in a URL, a label of metrics and a line of a log as it is.
+# Names of adapters, which stand in URLs, in labels of metrics and in log lines as they are.
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 # Each process looks at all others when it accepts a connection or a request.
 _MAX_PROCESSES = 64
@@ -45,7 +45,7 @@ class ServerConfig:
 
     Attributes:
         host, port: where to listen; port 0 takes a free one.
-        api_processes: that speak HTTP, all for the one engine; None: as many as `processes` says.
+        api_processes: the number of processes that speak HTTP for the one engine; None: as `processes` says.
         served_model_name: names of the model, of which answers have the first; by default that of the hub, or of the
             folder.
         api_key: keys of which requests must have one.

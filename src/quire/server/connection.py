@@ -54,7 +54,7 @@ class Connection(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
-            # The task that answers the new request takes the method when it begins, which is later.
+            # The task that answers the new request reads the attribute only when it begins, which is later.
             self.cycle.send = _ChunkSender(self.cycle)  # type: ignore[method-assign]
 
     def check(self, now: float) -> None:

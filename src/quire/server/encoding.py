@@ -37,9 +37,9 @@ async def in_thread(function: Callable[..., _T], *args: Any) -> _T:
 
 def pieces(value: Any) -> Iterator[str]:
     """The JSON of a value, in parts that are encoded one by one: nothing else in the process runs while the encoder
-    does. Objects are cut at their fields and long lists into slices, whose elements should be small. An iterator is a
-    list whose elements are made when they are encoded, so that the collector of garbage, for which everything waits,
-    does not find them all.
+    does. Objects are cut at their fields and long lists into slices, whose elements should be small. An iterator is
+    encoded as a list. Its elements are made one by one, so that a garbage collection, for which everything waits, does
+    not have to scan all of them.
     """
     if isinstance(value, dict):
         for i, (key, inner) in enumerate(value.items()):

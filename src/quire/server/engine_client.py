@@ -66,13 +66,13 @@ class EngineClient:
         how_ended: waits for the end of the host's process, and returns how it has ended; None: the host is in this one.
 
     Attributes:
-        name, info: those; `info` is another one when adapters have come or gone.
+        name, info: as given; `info` is replaced when adapters have come or gone.
         prompts: checks requests.
         stats: the engine's counts, as `state` has last brought them.
         alive: whether requests are accepted: neither side has ended.
         on_adapters: called with the adapters when some have come or gone, by whichever client.
         on_end: called when the host has ended although it was not closed.
-        how_ended: that.
+        how_ended: as given.
     """
 
     def __init__(

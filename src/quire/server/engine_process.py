@@ -71,7 +71,7 @@ class EngineProcess:
         return EngineClient(self._sock, ready.name, ready.info, tokenizer, self.end)
 
     def end(self) -> str:
-        """Wait for the end of the process, which has begun, and return what it is."""
+        """Wait for the process, which has begun to end, and return a description of how it ended."""
         return end_of(self.process, "the engine's process", _GRACE)
 
     def close(self) -> None:

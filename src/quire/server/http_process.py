@@ -24,7 +24,7 @@ from quire.server.run import RunOptions, uvicorn_config
 from quire.server.service import Service
 from quire.server.shared_server import SharedServer
 
-# Seconds for what is left when the first process has ended.
+# Seconds for this process to end when the first process has ended.
 _LAST = 4.0
 
 

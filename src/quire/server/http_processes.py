@@ -1,4 +1,4 @@
-"""The further processes of a server that speak HTTP, as the first one starts them, commands them and misses them."""
+"""The further processes of a server that speak HTTP: the first one starts them, commands them and notices their end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.server.counts import Counts
 
 # Commands to a further process: to answer the requests that it has, and end.
 DRAIN = b"d"
-# To end its requests with errors; or to do that in a hurry, as it does if the first process has ended.
+# To end its requests with errors; to do that and also close connections whose clients do not read.
 FAIL, HURRY = b"f", b"h"
-# What it reports: that it serves, and that its connection to the engine has ended, and so it does.
+# Its reports: it serves; its connection to the engine has ended, so that it ends, too.
 READY, ENGINE_ENDED = b"r", b"e"
-# Before all that comes the job, after its size.
+# The job comes before all commands, after its size in so many bytes.
 SIZE_BYTES = 8
 
 _PROGRAM = "quire.server.http_process"
@@ -159,7 +159,7 @@ class _HttpProcess:
 
     def send(self, data: bytes) -> None:
         self._has_job = True
-        # A process that has ended is noticed by what reads.
+        # The reader of the connection notices that a process has ended.
         with suppress(OSError):
             self.control.sendall(data)
 
@@ -170,5 +170,5 @@ class _HttpProcess:
             self._process.kill()
 
     def end(self, count: int = 0) -> str:
-        """Wait for the end of the process, which has begun, and return what it is."""
+        """Wait for the process, which has begun to end, and return a description of how it ended."""
         return end_of(self._process, f"HTTP process {self._index + 1} of {count}", _GRACE)

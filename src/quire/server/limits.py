@@ -21,7 +21,7 @@ class ServerLimits:
         max_tokens: tokens of a completion; None: as many as the context has room for.
         max_stop, max_stop_length: stop strings of a request, also its stop tokens, and characters of a stop string.
         max_bad_words: texts that a completion must not have; each has at most max_stop_length characters.
-        max_token_ids: `logit_bias` and `allowed_token_ids`.
+        max_token_ids: tokens in `logit_bias`, and in `allowed_token_ids`.
         max_grammar: characters of a JSON schema, a regular expression or a grammar.
         max_grammars: different ones that are compiled or wait for it, one at a time; more are answered 429.
         max_logprobs: most likely tokens that are reported for each token.

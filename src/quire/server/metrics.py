@@ -46,7 +46,7 @@ class ValueHistogram:
 
     def __init__(self, counts: Counts, bounds: Sequence[float]) -> None:
         self._bounds = [float(bound) for bound in bounds]
-        # One more number is that of larger values, and the last one the sum.
+        # Two more numbers: the count of values above all bounds, and the sum of all values.
         self._cells = counts.allocate(len(bounds) + 2)
         self._local = self._cells.local
 
@@ -70,7 +70,7 @@ class AdapterCounts:
     _KINDS = 3
 
     def __init__(self, counts: Counts) -> None:
-        # Of each number, and last of the others: requests, tokens of prompts, generated tokens.
+        # For each numbered name, and at the end for all others: requests, tokens of prompts, generated tokens.
         self._cells = counts.allocate(self._KINDS * (NUMBERED + 1))
         self._names: dict[int, str] = {}
 

@@ -16,7 +16,7 @@ from quire.server.page import PATHS
 
 # These paths are served without the key.
 _OPEN = ("/health", "/ping", "/openapi.json", *PATHS)
-# Of a body that is too large, so many times the largest size are read before the connection is closed.
+# A body that is too large is read up to this many times the largest size before the connection is closed.
 _DROPPED = 4
 
 
@@ -71,8 +71,8 @@ class RequestGuard:
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
     async def _read(self, request: Request, receive: Receive) -> bytes | None:
-        """The body; None if the client disconnects. Of one that is too large, some more is read and dropped: clients
-        that are still sending when the connection is closed do not see the answer.
+        """The body; None if the client disconnects. If the body is too large, some more of it is read and dropped,
+        since clients that are still sending when the connection is closed do not see the answer.
         """
         max_size = self._limits.max_body
         announced = request.headers.get("content-length", "")

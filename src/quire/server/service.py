@@ -140,7 +140,7 @@ class Service:
             ApiError: the prompt is not text, or text that cannot fit.
         """
         if not isinstance(prompt, str):
-            # `start` refuses what are not tokens.
+            # `start` refuses token ids that the model does not have.
             return list(prompt)
         try:
             return await self.tokenize(partial(self.engine.encode, name=name), prompt, name, field, any_length)
@@ -202,7 +202,7 @@ class Service:
         del self._compiling[key]
         self._waiting_grammars.add(-1)
         if not work.cancelled():
-            # Somebody has to read it.
+            # asyncio logs exceptions that nobody has retrieved.
             work.exception()
 
     def start(

@@ -1,6 +1,6 @@
 """How tokens are reported: their names, their log-probabilities, and where they are in a text.
 
-A token's name is its text. That of a token of a part of a character is OpenAI's `bytes:\\xe2\\x80`, and with
+A token's name is its text. The name of a token that is a part of a character is OpenAI's `bytes:\\xe2\\x80`, and with
 `return_tokens_as_token_ids` all names are vLLM's `token_id:123`.
 """
 

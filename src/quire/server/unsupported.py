@@ -106,7 +106,7 @@ def refuse(extra: Mapping[str, Any], n: int | None = None, special: bool = True)
     Args:
         extra: the fields of a body that this server does not have.
         n: the number of completions of a prompt.
-        special: what `add_special_tokens` has no effect with.
+        special: the value of `add_special_tokens` that has no effect.
     """
     neutral = {**_UNLESS, "add_special_tokens": (special,), "best_of": (n or 1,)}
     for name, value in extra.items():

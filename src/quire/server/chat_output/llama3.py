@@ -8,7 +8,7 @@ from quire.server.chat_output.marked import MarkedCallParser
 
 
 class Llama3Parser(MarkedCallParser):
-    """Reads calls after <|python_tag|> and, of functions that are there, at the start of the output and after calls."""
+    """Reads calls after <|python_tag|>, and calls of offered functions at the start of the output and after calls."""
 
     begin = "<|python_tag|>"
     closers = (";",)

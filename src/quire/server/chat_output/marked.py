@@ -27,7 +27,7 @@ class MarkedCallParser(OutputParser):
             value has it.
         takes_lists: whether the JSON value may be a list of calls.
         bare: whether a JSON value at the start of the output, or after a call, is a call without `begin` if it calls
-            functions that are there.
+            functions that the request offers.
     """
 
     openers: ClassVar[tuple[str, ...]] = ()

@@ -17,7 +17,7 @@ _PASSED = (
     "min_tokens include_stop_str_in_output ignore_eos logit_bias allowed_token_ids bad_words truncate_prompt_tokens "
     "structured_outputs chat_template_kwargs"
 )
-# What nothing is stored for. A value that is false or null has no effect.
+# Fields that need stored responses. A value that is false or null has no effect.
 _STATEFUL = {
     "store": "responses are not stored, which store = false or no value says",
     "previous_response_id": "responses are not stored: send their output items as input",

@@ -35,7 +35,7 @@ class ResponseWriter:
         self._open: dict[str, Any] | None = None
         self._texts: list[str] = []
         self._number = 0
-        # Tokens before the first that adds something else than reasoning, and whether there is any.
+        # The tokens before the first one that adds something else than reasoning, and whether such a token has come.
         self._before_answer, self._answered = 0, False
         self._reasoned = False
         self._reason: str | None = None
