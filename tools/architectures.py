@@ -97,8 +97,9 @@ layers that the default configuration has.
 A checkpoint may ask for more than its architecture's defaults do, and is checked when it is loaded, whatever stands
 here: `LLM` compares the logits of a few tokens, in shared steps and in chunks, with those of its own attention in
 Transformers. A layer that attends more than once is refused, and so are a window that does not reach the attention
-function, and arguments which that does not know. A position encoding that changes with the longest request of a step
-(longrope, as in Phi-3 of 128k tokens) runs with `LLM(..., max_model_len=...)`, up to the length at which it changes.
+function, and arguments that the function does not know. A position encoding that changes with the longest request of a
+step (longrope, as in Phi-3 of 128k tokens) runs with `LLM(..., max_model_len=...)`, up to the length at which it
+changes.
 
 ## How they are made fast
 
@@ -110,10 +111,10 @@ The modelling code is that of Transformers; three things happen around it when `
   that is called with another tensor computes its own product. Code that cannot use the columns runs as it was.
 - *Compiled layers*: on a GPU (`LLM(compile="auto")`; `True` and `False` decide for any device), torch.compile compiles
   the decoder layers, so that norms, rotary embedding, activations and residual additions are fused. Attention is one
-  operation to it, `torch.ops.quire.attend_layer`. Layers of one class share compiled code, which is made twice: for one
-  token, and for any other number. Compilation takes its time once; torch keeps what it compiled on disk, in
-  `TORCHINDUCTOR_CACHE_DIR`, which by default is under /tmp. What cannot be compiled runs as Transformers has it, and a
-  RuntimeWarning says why.
+  operation to it, `torch.ops.quire.attend_layer`. Layers of one class share compiled code, which is made for one token,
+  for the few tokens whose products have a kernel of their own, and for any other number, and again for steps with
+  adapters. Compilation takes its time once; torch keeps what it compiled on disk, in `TORCHINDUCTOR_CACHE_DIR`, which
+  by default is under /tmp. What cannot be compiled runs as Transformers has it, and a RuntimeWarning says why.
 - *Weights straight to the device*: weights are pages of the mapped files, in the checkpoint's dtype, until several
   threads copy them to the device, so that no second copy is in host memory.
 
