@@ -183,10 +183,12 @@ def test_completion_invalid_value_is_answered_400_with_its_field(url, fields, pa
     assert message in error["message"]
 
 
-def test_fields_that_leave_no_token_are_answered_400_with_a_code(url):
+# A stop token is allowed at the end of a grammar's text alone, so it may be the only one that could follow.
+@pytest.mark.parametrize(("text", "field"), [("b", "allowed_token_ids"), ("a", "stop_token_ids")])
+def test_fields_that_leave_no_token_are_answered_400_with_a_code(text, field, url):
     pytest.importorskip("llguidance")
-    (token,) = httpx.post(f"{url}/tokenize", json={"prompt": "b"}).json()["tokens"]
-    body = {"prompt": "x", "structured_outputs": {"regex": "a"}, "allowed_token_ids": [token]}
+    (token,) = httpx.post(f"{url}/tokenize", json={"prompt": text}).json()["tokens"]
+    body = {"prompt": "x", "structured_outputs": {"regex": "a"}, field: [token]}
     done = httpx.post(f"{url}/v1/completions", json=body)
     error = done.json()["error"]
     assert (done.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "no_possible_token")

@@ -134,10 +134,11 @@ class Grammars:
         self._compiled.drop(grammar.constraint, grammar)
 
     def masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
-        """The tokens that each matcher allows next, as bits: int32 [len(matchers), words], the lowest bit first.
+        """The tokens that each matcher allows next, as bits: int32 [len(matchers), words], the lowest bit first. A row
+        has no bit if the tokenizer, or stop tokens, leave none of the tokens that the grammar allows.
 
         Raises:
-            ValueError: a matcher allows no token.
+            ValueError: a matcher cannot go on.
         """
         from llguidance.numpy import fill_next_token_bitmask_par
 
@@ -150,10 +151,6 @@ class Grammars:
             _set(row, self._end, False)
             for token in matcher.stop_token_ids:
                 _set(row, token, matcher.state.is_accepting())
-        empty = np.flatnonzero(~bits.any(1))
-        if len(empty):
-            count = matchers[empty[0]].count
-            raise ValueError(f"the grammar allows none of the model's tokens after {count} tokens")
         return bits
 
     def _compile(self, name: str, text: str) -> Grammar:
@@ -243,7 +240,7 @@ def masked(logits: Tensor, matchers: Sequence[Matcher | None]) -> Tensor:
     are no matchers. Where the model's logits are NaN or +inf, the result is not finite either.
 
     Raises:
-        ValueError: a matcher allows no token.
+        ValueError: a matcher cannot go on.
     """
     rows = {i: matcher for i, matcher in enumerate(matchers) if matcher is not None}
     if not rows:

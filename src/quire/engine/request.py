@@ -211,14 +211,15 @@ class Request:
 
     def _leaves_no_token(self) -> bool:
         """Whether the rules and the grammar forbid all tokens that could follow the output."""
-        if self.rules is None or (self.matcher is None and self.rules.allowed is None):
-            return False
-        tokens = self.rules.allowed
+        tokens = None if self.rules is None else self.rules.allowed
         if self.matcher is not None:
             mask = self.matcher.grammar.grammars.masks([self.matcher])
             tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        assert tokens is not None
-        return len(self.rules.permitted(tokens, self.tokens[self.prompt_len :])) == 0
+        if tokens is None:
+            return False
+        if self.rules is not None:
+            tokens = self.rules.permitted(tokens, self.tokens[self.prompt_len :])
+        return len(tokens) == 0
 
     def fail(self, reason: str, error: str | None = None) -> Update:
         """End without another token, with the reason "cancelled", or "error" and its description."""
