@@ -79,9 +79,16 @@ def _layers(args: argparse.Namespace) -> tuple[Sequence[str], Callable[[], Itera
     return names, lambda: layers.bench(names, args.rounds, chosen_peers), table
 
 
+def _check_json(file: Path | None) -> None:
+    """Raise a ValueError if results can't be written to the file, so that this is known before anything is timed."""
+    if file is not None and file != Path("-") and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ValueError(f"--json {file}: it must be a file in a folder that exists")
+
+
 def run(args: argparse.Namespace) -> int:
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: it must be at least 1")
+    _check_json(args.json)
     plot = None if args.plot is None else _plotter(args.plot, args.operation)
     if args.operation in _OF_ENGINES:
         from quire.cli import bench_engine
