@@ -222,3 +222,11 @@ def test_create_app_with_a_wrong_option_names_it(llm):
         ServerLimits(max_n=0)
     with pytest.raises(ValueError, match="max_queue = -1: it must be 0 or larger"):
         ServerLimits(max_queue=-1)
+
+
+def test_n_beyond_what_the_server_holds_is_answered_400_with_its_field(llm):
+    with served(llm, limits=ServerLimits(max_queue=3)) as url:
+        done = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "n": 6})
+    error = done.json()["error"]
+    assert (done.status_code, error["param"]) == (400, "n")
+    assert error["message"] == "the request is for 6 completions: this server holds 5 at most"

@@ -36,7 +36,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     most_scored = max((count for count in scored if count is not None), default=None)
     params = body.params(service.limits, body.logprobs, most_scored)
     given = body.prompts()
-    if len(given) * len(params) > service.capacity:
+    # With one prompt, n is too large, and `start` reports that.
+    if len(given) > 1 and len(given) * len(params) > service.capacity:
         raise bad(
             "prompt", f"prompt has {len(given)} elements: this server holds {service.capacity} completions at most"
         )
