@@ -245,6 +245,7 @@ MISTAKES = {
     "rounds": (["bench", "decode", "--rounds", "0"], "--rounds 0"),
     "peers": (["bench", "decode", "--device", "cpu", "--peers", "fa3"], "--peers fa3: on a CPU only torch is timed"),
     "plot": (["bench", "decode", "--plot", "rates.jpg"], "must end in .png"),
+    "weights": (["bench", "latency", "--shape", "qwen3-0.6b", "--weights", "fp8,"], "it must be of bf16, fp8"),
     "json's folder": (["bench", "decode", "--json", "no/such/folder/rates.json"], "--json no/such/folder/rates.json"),
     "json is a folder": (["bench", "latency", "--json", "/tmp"], "it must be a file in a folder that exists"),
     "plot's folder": (["bench", "decode", "--plot", "no/such/folder/rates.png"], "in a folder that exists"),
