@@ -101,3 +101,13 @@ def test_small_launcher_called_again_launches_by_address(monkeypatch):
         small((1, 1), (x[1:], None), (5, 0.5), (16,), constants)
     assert len(kernel.calls) == 6
     assert len(kernel.compiled.launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"), [((9, 0), None, True), ((9, 4), "6.4", False), ((8, 9), None, False)]
+)
+def test_has_hopper_kernels_of_other_gpus_is_false(capability, hip, expected, monkeypatch):
+    """An AMD GPU may have the major version 9, too."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert launch.has_hopper_kernels.__wrapped__(torch.device("cuda", 0)) is expected

@@ -123,8 +123,8 @@ def _folders(args: argparse.Namespace, context: int) -> Iterator[tuple[list[tupl
         for weights in [None] if args.weights is None else args.weights.split(","):
             folder = Path(made) / str(weights)
             folder.mkdir(exist_ok=True)
-            format = "bf16" if weights is None else weights
-            folders.append((weights, write_shape(args.shape, folder, format, context)))
+            written = write_shape(args.shape, folder, "bf16" if weights is None else weights, context)
+            folders.append((weights, written))
         yield folders, args.shape
 
 

@@ -14,6 +14,7 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.definition.spec import FLOATS
+from quire.definition.versions import untested
 from quire.kernels.call import Addresses, Call, Replay
 from quire.kernels.family import Family
 from quire.kernels.gpu.tma import TmaMatrix, descriptors
@@ -28,6 +29,15 @@ NUM_ALIGNED = 6
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether kernels may be launched while the one before them runs (programmatic dependent launch)."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@lru_cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether small kernels for Hopper GPUs (sm_90), in Gluon, run on a device."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    # Releases of Triton rename parts of Gluon.
+    return torch.cuda.get_device_capability(device)[0] == 9 and not untested({"triton": triton.__version__})
 
 
 @lru_cache

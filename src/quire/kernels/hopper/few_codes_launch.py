@@ -29,17 +29,16 @@ def few_codes_config(
     tiles = triton.cdiv(out_features, 16) * tiles_m
     # Many tiles fill a GPU with programs of four warps. Larger tiles save int4 the sums of x.
     parts, block_n = 4, 32 if kind == "int4" and block[1] < in_features else 16
-    if tiles < 8 * sms:
+    if tiles < 8 * sms and kind != "dense":
         parts, block_n = 16 if blocks >= 64 and tiles <= 2 * sms else 8, 16
-    if kind == "dense":
-        parts = 4
     # Warps with few blocks load them all at once, as far as the registers of all programs allow it.
     even, steps = in_features % (128 * parts) == 0, blocks // parts
     unroll = min(steps, 4 if tiles <= 2 * sms else 2 if tiles <= 3 * sms else 1)
     if not even or steps > 4 or steps % unroll:
         unroll = 1
-    if kind == "dense" and even and steps % 2 == 0:
-        unroll = 2
+    # Programs of four warps that load two blocks at a time are faster than these for numbers of 16 bits.
+    if kind == "dense":
+        unroll = 2 if even and steps % 2 == 0 else 1
     return FewCodesConfig(
         kind=kind,
         group=0 if block[1] >= in_features else block[1],

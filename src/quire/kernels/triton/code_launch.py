@@ -9,8 +9,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.definition.versions import untested
-from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, num_sms
+from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, has_hopper_kernels, num_sms
 from quire.kernels.gpu.triton_internals import INTERPRETED
 from quire.kernels.torch_internals import scaled_mm
 from quire.kernels.triton.code_groups import CodeGroupConfig, multiply_code_groups
@@ -100,10 +99,7 @@ def _has_few_codes(
     kind: str, block: tuple[int, int], out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether there is a kernel of Hopper GPUs for few rows of a dtype and codes of a kind."""
-    if INTERPRETED or not _has_pairs(device) or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    # Releases of Triton rename parts of Gluon.
-    if out_features % 16 or in_features % 16 or untested({"triton": triton.__version__}):
+    if out_features % 16 or in_features % 16 or not has_hopper_kernels(device):
         return False
     if kind == "int4":
         return dtype in _HALVES and (block[1] >= in_features or block[1] % BLOCK == 0)

@@ -14,9 +14,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from quire.definition.versions import untested
-from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, wait_for_launch_before
-from quire.kernels.gpu.triton_internals import INTERPRETED
+from quire.kernels.gpu.launch import SmallLauncher, has_dependent_launch, has_hopper_kernels, wait_for_launch_before
 
 # The most rows for which the kernel of Hopper GPUs is used. It takes 8, but steps of 8 requests are slower with it.
 _HOPPER_ROWS = 4
@@ -67,14 +65,6 @@ def skinny_config(size: int, num_rows: int, tokens: int, device: torch.device) -
     takes_fewer = block_m == 16 and num_rows <= 2048 and torch.version.hip is None
     parts, rows = (8, 8) if takes_fewer else (4, 16)
     return SkinnyConfig(size, parts, 128, rows, block_m, parts, has_dependent_launch(device))
-
-
-@lru_cache(maxsize=1024)
-def is_hopper_product(size: int, device: torch.device) -> bool:
-    """Whether the kernel of Hopper GPUs multiplies a few rows of `size` elements."""
-    # Releases of Triton rename parts of Gluon.
-    is_known = not INTERPRETED and not untested({"triton": triton.__version__})
-    return is_known and device.type == "cuda" and size % 16 == 0 and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @triton.jit
@@ -145,7 +135,7 @@ def skinny_gemm(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     if tokens == 1:
         c = gemv_config(size, x.device)
         _launch_row((triton.cdiv(num_rows, c.rows), 1), tensors, (num_rows,), (weight.stride(0),), c)
-    elif tokens <= _HOPPER_ROWS and is_hopper_product(size, x.device):
+    elif tokens <= _HOPPER_ROWS and size % 16 == 0 and has_hopper_kernels(x.device):
         from quire.kernels.hopper.few_codes_launch import multiply_dense
 
         multiply_dense(out, x.view(tokens, size), weight, bias)
